@@ -1,0 +1,157 @@
+"""Checkpoints: written whole or not at all, and found again by agreement of all ranks.
+
+A checkpoint of iteration t is a folder ``iteration-<t>``: ``shared.pt``, the same on every rank, written by
+the first rank of each machine; and ``rank-<r>.pt``, what only rank r knows. Machines need no common disk:
+every rank reads what its own machine wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipesgd.launch import Ranks
+
+_FOLDER = re.compile(r"iteration-(\d+)")
+
+
+def save_atomically(state: Any, path: Path, *, writer: int = 0) -> None:
+    """Write ``state`` with ``torch.save``, so that ``path`` is the old file or the whole new one, never a part.
+
+    ``writer`` tells apart ranks that write the same file to one disk.
+    """
+    aside = path.with_name(f".{path.name}.{writer}.tmp")
+    with aside.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the rename itself must survive a power cut too
+    finally:
+        os.close(folder)
+
+
+def what_is_wrong_with(path: Path) -> str | None:
+    """Why ``path`` is no whole file of ``torch.save``: those are zip archives with a checksum for each member."""
+    if not path.exists():
+        return "missing"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            corrupt = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as failure:
+        return f"truncated or corrupt ({failure})"
+    return f"corrupt (checksum of {corrupt})" if corrupt else None
+
+
+class Checkpoints:
+    """The newest ``keep`` checkpoints of a run, below ``folder``. All ranks call every method together."""
+
+    def __init__(self, folder: Path, ranks: Ranks, *, keep: int, warn: Callable[[str], None]):
+        self._folder = folder
+        self._ranks = ranks
+        self._keep = keep
+        self._warn = warn
+
+    def save(self, iteration: int, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Write the checkpoint of ``iteration``, then delete old ones.
+
+        Args:
+            iteration: how many iterations the run has done.
+            shared: tensors, numbers, strings, lists and dicts that are equal on all ranks.
+            own: the same kinds, of this rank.
+        """
+        folder = self._path(iteration)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._ranks.local_rank == 0:
+            save_atomically(shared, folder / "shared.pt", writer=self._ranks.rank)
+        save_atomically(own, folder / f"rank-{self._ranks.rank}.pt")
+        # Old ones may go only when every rank has the new one.
+        self._ranks.exchange("a saved checkpoint", iteration)
+        if self._ranks.local_rank == 0:
+            for old in sorted(self._iterations())[: -self._keep]:
+                shutil.rmtree(self._path(old), ignore_errors=True)
+
+    def load_newest(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """The newest checkpoint that is whole on every rank: (iteration, shared, own); None if there is none.
+
+        Files that are not whole are named in a warning. Later checkpoints are deleted: the run that
+        continues will write them anew.
+        """
+        whole = {iteration for iteration in self._iterations() if self._is_whole(iteration)}
+        common = set.intersection(*map(set, self._ranks.exchange("checkpoints at hand", sorted(whole))))
+        newest = max(common, default=None)
+        if self._ranks.local_rank == 0:
+            for iteration in self._iterations():
+                if newest is None or iteration > newest:
+                    shutil.rmtree(self._path(iteration), ignore_errors=True)
+        # Nobody may write a checkpoint before these are gone.
+        self._ranks.exchange("a clean folder", newest)
+        if newest is None:
+            return None
+        folder = self._path(newest)
+        shared, own = (
+            torch.load(folder / name, map_location="cpu", weights_only=True)
+            for name in ("shared.pt", f"rank-{self._ranks.rank}.pt")
+        )
+        return newest, shared, own
+
+    def _is_whole(self, iteration: int) -> bool:
+        whole = True
+        for name in ("shared.pt", f"rank-{self._ranks.rank}.pt"):
+            path = self._path(iteration) / name
+            if problem := what_is_wrong_with(path):
+                self._warn(f"rank {self._ranks.rank}: checkpoint skipped, since {path} is {problem}")
+                whole = False
+        return whole
+
+    def _iterations(self) -> list[int]:
+        with contextlib.suppress(FileNotFoundError):
+            matches = [_FOLDER.fullmatch(path.name) for path in self._folder.iterdir()]
+            return [int(match[1]) for match in matches if match]
+        return []
+
+    def _path(self, iteration: int) -> Path:
+        return self._folder / f"iteration-{iteration}"
+
+
+class CheckpointSchedule:
+    """After which iterations a checkpoint is written: the same on every rank.
+
+    Clocks differ between ranks, so seconds are turned into iterations, anew after every checkpoint, by the
+    pace of the slowest rank.
+    """
+
+    FIRST_LOOK = 10
+    """Iterations after which the pace is first asked for."""
+
+    def __init__(self, ranks: Ranks, *, iterations: int | None, seconds: float, start: int):
+        self._ranks = ranks
+        self._every = iterations
+        self._seconds = seconds
+        self._look_at = start + self.FIRST_LOOK
+        self._next = None if iterations is None else (start // iterations + 1) * iterations
+
+    def is_due(self, iteration: int, seconds_per_iteration: float) -> bool:
+        """Whether to write one now, ``iteration`` being done. Every rank asks after every iteration."""
+        if self._every is not None:
+            return iteration % self._every == 0
+        if self._next is None and iteration == self._look_at:
+            self._plan(iteration, seconds_per_iteration)
+        if iteration != self._next:
+            return False
+        self._plan(iteration, seconds_per_iteration)
+        return True
+
+    def _plan(self, iteration: int, seconds_per_iteration: float) -> None:
+        pace = max(self._ranks.exchange("pace", seconds_per_iteration))
+        self._next = iteration + max(1, round(self._seconds / max(pace, 1e-9)))

@@ -1,0 +1,113 @@
+"""Point-to-point messages between ranks: with a deadline on every wait, counted, and logged on demand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pipesgd.errors import CommunicationError, DeadlineExceeded
+
+log = logging.getLogger(__name__)
+
+
+class Pending(Protocol):
+    """A message under way. The tensor must not be touched before ``wait`` has returned."""
+
+    def wait(self) -> None:
+        """Return once the message is out of, or in, its tensor.
+
+        Raises:
+            DeadlineExceeded: not within the transport's deadline, counted from this call.
+            CommunicationError: the peer is gone.
+        """
+
+
+class Transport(Protocol):
+    """Sends and receives contiguous tensors. Messages between two ranks arrive in the order sent."""
+
+    rank: int
+    world_size: int
+    bytes_sent: int
+    bytes_received: int
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        """Begin to send ``tensor`` to ``peer``; ``what`` names it in errors and in the log."""
+
+    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        """Begin to receive into ``tensor`` from ``peer``."""
+
+
+class TorchTransport:
+    """Transport over a process group of torch.distributed that no other thread uses.
+
+    Two threads that issue operations on one group in different orders on different ranks would mix up
+    their messages, hence a group of its own (``communication_group``).
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float):
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._group = group
+        self._timeout = timeout
+        self._logging = log.isEnabledFor(logging.DEBUG)
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        nbytes = tensor.nbytes
+        self.bytes_sent += nbytes
+        if self._logging:
+            log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)
+        return self._begin(self._group.send, tensor, peer, f"send of {what}")
+
+    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        nbytes = tensor.nbytes
+        self.bytes_received += nbytes
+        if self._logging:
+            log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
+        return self._begin(self._group.recv, tensor, peer, f"receive of {what}")
+
+    def _begin(
+        self, begin: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, peer: int, operation: str
+    ) -> Pending:
+        try:
+            work = begin([tensor], peer, 0)
+        except RuntimeError as failure:
+            raise lost(failure, self.rank, peer, operation, self._timeout) from failure
+        return _TorchPending(work, self.rank, peer, operation, self._timeout)
+
+
+class _TorchPending:
+    def __init__(self, work: dist.Work, rank: int, peer: int, operation: str, timeout: float):
+        self._work = work
+        self._rank = rank
+        self._peer = peer
+        self._operation = operation
+        self._timeout = timeout
+
+    def wait(self) -> None:
+        try:
+            self._work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as failure:
+            raise lost(failure, self._rank, self._peer, self._operation, self._timeout) from failure
+
+
+def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, timeout: float) -> CommunicationError:
+    """What torch's ``failure`` means, as the error to raise: torch has one type for all of them."""
+    if "timed out" in str(failure).lower():
+        reason = f"no answer within {timeout:g} s"
+        return DeadlineExceeded(rank=rank, peer=peer, operation=operation, reason=reason)
+    # gloo's message ends in advice; its first sentence says what happened, after the place in its source.
+    reason = str(failure).split("] ", 1)[-1].split(". ")[0]
+    return CommunicationError(rank=rank, peer=peer, operation=operation, reason=reason)
+
+
+def communication_group(timeout: float, backend: str | None) -> dist.ProcessGroup:
+    """A new process group of all ranks, for one thread alone. All ranks must call this together."""
+    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=timeout), backend=backend)
+    return group

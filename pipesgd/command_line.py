@@ -1,0 +1,134 @@
+"""From the words after ``-m pipesgd.train`` to a ``TrainConfig``.
+
+tyro turns the dataclasses of config.py into options. A ``--config`` file is a TOML table of the same
+options; it is put in front of the words, so that an option on the command line wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from pipesgd.config import TrainConfig, did_you_mean
+from pipesgd.errors import UserInputError
+
+CONFIG_HELP = """
+--config FILE reads options from a TOML file, one `name = value` a line, as --dry-run prints them;
+options on the command line win. torchrun's own options stand before -m.
+"""
+
+
+def parse(words: Sequence[str]) -> TrainConfig:
+    """The configuration that ``words`` ask for. ``--help`` raises ``HelpRequested`` with the text.
+
+    Raises:
+        UserInputError: one line that names what is wrong.
+    """
+    words = _expand_config_file(list(words))
+    _check_names(words)
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        # tyro prints a box and exits; every rank would print one. Rank 0 shall print one line.
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            return tyro.cli(
+                TrainConfig,
+                args=words,
+                prog="torchrun [options of torchrun] -m pipesgd.train",
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise HelpRequested(out.getvalue() + CONFIG_HELP) from None
+        raise UserInputError(_one_line(err.getvalue() or out.getvalue())) from None
+
+
+class HelpRequested(Exception):  # noqa: N818 (a request, not an error)
+    """``--help`` was among the words; the text is the message."""
+
+
+def as_toml(config: TrainConfig) -> str:
+    """``config`` as a file that ``--config`` reads back; options without a value are commented out."""
+    lines = []
+    for name, value in config.options().items():
+        # Strings, numbers, booleans and lists of them are written alike in JSON and TOML.
+        lines.append(f"# {name} =" if value is None else f"{name} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _expand_config_file(words: list[str]) -> list[str]:
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name != "--config":
+            continue
+        if not equals:
+            if index + 1 == len(words):
+                raise UserInputError("config must be a TOML file; got nothing after --config")
+            value = words[index + 1]
+        rest = words[:index] + words[index + (1 if equals else 2) :]
+        given = {other.partition("=")[0] for other in rest if other.startswith("--")}
+        return [w for option in _read_options(Path(value)) if option[0] not in given for w in option] + rest
+    return words
+
+
+def _read_options(path: Path) -> list[list[str]]:
+    """The options of a TOML file, each as the words that would have said it on the command line."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserInputError(f"config must be a readable file; got {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserInputError(f"config must be a TOML file; got {path}: {error}") from None
+    defaults = TrainConfig().options()
+    options = []
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if name not in defaults:
+            raise UserInputError(
+                f"every key in {path} must be an option; got {key!r}{did_you_mean(name, list(defaults))}"
+            )
+        options.append(_as_words(name, value, is_flag=isinstance(defaults[name], bool)))
+    return [option for option in options if option]
+
+
+def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
+    if is_flag or isinstance(value, bool):
+        if not (is_flag and isinstance(value, bool)):
+            expected = "true or false" if is_flag else "a value, not true or false"
+            raise UserInputError(f"{name} must be {expected} in a config file; got {json.dumps(value, default=str)}")
+        return [f"--{name}"] if value else []
+    return [f"--{name}", *(str(item) for item in (value if isinstance(value, list) else [value]))]
+
+
+def _check_names(words: list[str]) -> None:
+    known = [*TrainConfig().options(), "help"]
+    names = [word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    for name in names:
+        if name not in known:
+            raise UserInputError(f"every option must be one that --help lists; got --{name}{did_you_mean(name, known)}")
+        if names.count(name) > 1:  # which of the values was meant should not be guessed
+            raise UserInputError(f"{name} must be given once; got it {names.count(name)} times")
+
+
+def _one_line(box: str) -> str:
+    """The message of tyro's error box, which is a title, a rule, the message, a rule, and hints."""
+    lines = [line.strip("│ ") for line in box.splitlines()]
+    parts = [" ".join(group) for is_rule, group in itertools.groupby(lines, _is_rule) if not is_rule]
+    message = (parts[1] if len(parts) > 1 else parts[0]).strip()
+    number = re.search(r"--(\S+): (?:invalid literal for int|could not convert string to float).*?('.*')", message)
+    if number:
+        kind = "a whole number" if "int()" in message else "a number"
+        return f"{number[1]} must be {kind}; got {number[2]}"
+    return message
+
+
+def _is_rule(line: str) -> bool:
+    return len(line) > 1 and set(line) <= set("-─")

@@ -1,0 +1,269 @@
+"""What a run is: frozen dataclasses, one section of options each.
+
+Every check of a value lives in a ``__post_init__`` here; what depends on data or on other ranks is
+checked where it becomes known. The docstring under a field is the help text of its option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from pipesgd.errors import UserInputError
+
+STRATEGIES = ("pipelined",)
+CODECS = ("fp32",)
+ALL_REDUCES = ("ring", "native")
+OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw")
+SCHEDULES = ("constant", "cosine", "one-cycle")
+DEVICES = ("cpu", "cuda")
+ON_NONFINITE = ("stop", "skip")
+
+MAX_WIDTH = 64
+"""Each unit of width costs one copy of the gradient and one iteration of staleness."""
+
+DEFAULT_TIMEOUT = 120.0
+DEFAULT_SEGMENT_BYTES = 2 << 20
+"""Measured (experiments/bench_ring.py): smaller segments pay a rendezvous each, larger ones gain nothing."""
+
+
+def check_at_least(name: str, value: float, least: float) -> None:
+    """Raise ``UserInputError`` unless ``value`` is a finite number of at least ``least``."""
+    if not math.isfinite(value) or value < least:
+        raise UserInputError(f"{name} must be at least {least:g}; got {value}")
+
+
+def check_above_zero(name: str, value: float) -> None:
+    """Raise ``UserInputError`` unless ``value`` is a finite number above zero."""
+    if not math.isfinite(value) or value <= 0:
+        raise UserInputError(f"{name} must be above 0; got {value}")
+
+
+def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ``UserInputError`` naming the nearest choice unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise UserInputError(f"{name} must be {one_of(choices)}; got {value!r}{did_you_mean(value, choices)}")
+
+
+def one_of(choices: Sequence[str]) -> str:
+    """``choices`` as words: "fp32", "ring or native", "one of a, b, c"."""
+    if len(choices) <= 2:
+        return " or ".join(choices)
+    return "one of " + ", ".join(choices)
+
+
+def did_you_mean(value: str, choices: Sequence[str]) -> str:
+    """A clause that names the choice nearest to ``value``, empty if none is near."""
+    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def check_width(width: int, warmup_iterations: int) -> None:
+    """Raise ``UserInputError`` unless a pipeline of this width and warm-up can exist."""
+    check_at_least("width", width, 1)
+    if width > MAX_WIDTH:
+        raise UserInputError(
+            f"width must be at most {MAX_WIDTH}, since every unit costs a copy of the gradient; got {width}"
+        )
+    check_at_least("warmup-iterations", warmup_iterations, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is trained on."""
+
+    dataset: str = "digits"
+    """Data set: digits (embedded), mnist, fashion-mnist, cifar100 or images (a folder per class)."""
+    data_dir: Path | None = None
+    """Folder of the data files; not needed for digits, nor for fashion-mnist from Debian's package."""
+    batch_size: int = 32
+    """Samples per rank and iteration."""
+    image_size: int = 64
+    """Side in pixels to which the pictures of --dataset images are scaled and cropped."""
+    loader_workers: int = 0
+    """Processes per rank that load and decode beside the computation."""
+
+    def __post_init__(self) -> None:
+        check_at_least("batch-size", self.batch_size, 1)
+        check_at_least("image-size", self.image_size, 1)
+        check_at_least("loader-workers", self.loader_workers, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What is trained."""
+
+    model: str = "mlp"
+    """Model: mlp, convnet or resnet18."""
+    hidden_sizes: tuple[int, ...] = (500, 500)
+    """Widths of the hidden layers of --model mlp."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizationConfig:
+    """How the weights are updated."""
+
+    optimizer: str = "sgd"
+    """Optimizer: sgd, nesterov, adam or adamw."""
+    lr: float = 0.02
+    """Learning rate (its peak, with a schedule)."""
+    momentum: float = 0.9
+    """Momentum of sgd and nesterov."""
+    weight_decay: float = 0.0
+    """Weight decay."""
+    schedule: str = "constant"
+    """Learning rate over the run: constant, cosine (to zero) or one-cycle (up, then to zero)."""
+    epochs: int | None = None
+    """Passes over the training set; 3 unless --iterations says otherwise."""
+    iterations: int | None = None
+    """Weight updates, instead of --epochs."""
+    seed: int = 0
+    """Seed of the initial weights and of the order of the samples."""
+
+    def __post_init__(self) -> None:
+        check_one_of("optimizer", self.optimizer, OPTIMIZERS)
+        check_above_zero("lr", self.lr)
+        check_at_least("momentum", self.momentum, 0)
+        if self.momentum >= 1:
+            raise UserInputError(f"momentum must be below 1; got {self.momentum}")
+        if self.optimizer == "nesterov" and self.momentum == 0:
+            raise UserInputError("momentum must be above 0 with --optimizer nesterov; got 0")
+        check_at_least("weight-decay", self.weight_decay, 0)
+        check_one_of("schedule", self.schedule, SCHEDULES)
+        check_at_least("seed", self.seed, 0)
+        if self.epochs is not None and self.iterations is not None:
+            raise UserInputError("epochs and iterations must not both be given; leave one of them out")
+        for name, value in (("epochs", self.epochs), ("iterations", self.iterations)):
+            if value is not None:
+                check_at_least(name, value, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the gradients travel."""
+
+    strategy: str = "pipelined"
+    """How gradients become a weight update: pipelined (width 1 is synchronous SGD)."""
+    width: int = 2
+    """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous."""
+    warmup_iterations: int = 0
+    """First iterations that run at width 1."""
+    codec: str = "fp32"
+    """What travels: fp32 (the values as they are)."""
+    all_reduce: str = "ring"
+    """Algorithm: ring (ours) or native (torch's own)."""
+
+    def __post_init__(self) -> None:
+        check_one_of("strategy", self.strategy, STRATEGIES)
+        check_width(self.width, self.warmup_iterations)
+        check_one_of("codec", self.codec, CODECS)
+        check_one_of("all-reduce", self.all_reduce, ALL_REDUCES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run leaves its files, and how it behaves when something goes wrong."""
+
+    output: Path = Path("runs/latest")
+    """Folder for summary.json, metrics.jsonl, TensorBoard events, checkpoints and the trained weights."""
+    resume: bool = False
+    """Continue from the newest checkpoint in --output; start anew if there is none yet."""
+    overwrite: bool = False
+    """Delete the run that --output holds, and start anew."""
+    dry_run: bool = False
+    """Print the resolved configuration (a valid --config file) and stop."""
+    device: str = "cpu"
+    """Where the model computes: cpu or cuda."""
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds that a rank waits for another one, whatever it waits for, before the run fails."""
+    on_nonfinite: str = "stop"
+    """When an averaged gradient holds a NaN or an infinity: stop the run, or skip that update."""
+    check_replicas: int | None = None
+    """Compare a hash of the weights of all ranks every so many iterations (and always at the end)."""
+    checkpoint_seconds: float = 60.0
+    """Seconds between checkpoints, roughly."""
+    checkpoint_iterations: int | None = None
+    """Iterations between checkpoints, exactly, instead of --checkpoint-seconds."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints are kept."""
+    trace: bool = False
+    """Write a Chrome/Perfetto trace of computation and communication, one process row per rank."""
+    log_messages: bool = False
+    """Log a line for every message that the ring sends or receives, to stderr."""
+
+    def __post_init__(self) -> None:
+        check_one_of("device", self.device, DEVICES)
+        check_above_zero("timeout", self.timeout)
+        check_one_of("on-nonfinite", self.on_nonfinite, ON_NONFINITE)
+        if self.check_replicas is not None:
+            check_at_least("check-replicas", self.check_replicas, 1)
+        check_above_zero("checkpoint-seconds", self.checkpoint_seconds)
+        if self.checkpoint_iterations is not None:
+            check_at_least("checkpoint-iterations", self.checkpoint_iterations, 1)
+        check_at_least("keep-checkpoints", self.keep_checkpoints, 1)
+        if self.resume and self.overwrite:
+            raise UserInputError("resume and overwrite must not both be given: one keeps what the other deletes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a model on several machines, decentralized and pipelined.
+
+    Start it on every machine with torchrun, for instance on one machine with four ranks:
+    torchrun --nproc-per-node 4 -m pipesgd.train --dataset digits --width 2
+    """
+
+    # `name=""` puts every section's options on the top level of the command line.
+    data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
+    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = field(default_factory=ModelConfig)
+    optimization: Annotated[OptimizationConfig, tyro.conf.arg(name="")] = field(default_factory=OptimizationConfig)
+    pipeline: Annotated[PipelineConfig, tyro.conf.arg(name="")] = field(default_factory=PipelineConfig)
+    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.run.device == "cuda" and self.pipeline.all_reduce != "native":
+            raise UserInputError(
+                "all-reduce must be native with --device cuda, where the gradients stay on the GPU; "
+                f"got {self.pipeline.all_reduce}"
+            )
+
+    def options(self) -> dict[str, Any]:
+        """Every option by its name on the command line, as a JSON value."""
+        return {
+            item.name.replace("_", "-"): _as_json(getattr(section, item.name))
+            for section in self._sections()
+            for item in dataclasses.fields(section)
+        }
+
+    def _sections(self) -> tuple[DataConfig, ModelConfig, OptimizationConfig, PipelineConfig, RunConfig]:
+        return self.data, self.model, self.optimization, self.pipeline, self.run
+
+
+FREE_BETWEEN_RANKS = frozenset({"data-dir", "output", "loader-workers", "log-messages", "resume"})
+"""Options that may differ between ranks: folders differ between machines, and which rank is asked to
+resume does not matter since what they resume from is agreed."""
+
+FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
+    "overwrite", "dry-run", "timeout", "on-nonfinite", "check-replicas", "checkpoint-seconds",
+    "checkpoint-iterations", "keep-checkpoints", "trace",
+}  # fmt: skip
+"""Options that may change when a run is continued, since no weight depends on them."""
+
+
+def differing_options(one: dict[str, Any], other: dict[str, Any], *, free: frozenset[str]) -> list[str]:
+    """Names of the options, but those in ``free``, whose values differ between two ``options()``."""
+    names = sorted(one.keys() | other.keys())
+    return [name for name in names if name not in free and one.get(name) != other.get(name)]
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value

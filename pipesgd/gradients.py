@@ -1,0 +1,91 @@
+"""Parameters <-> flat contiguous buffers; and the mean over ranks, which is taken here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipesgd.errors import UserInputError
+
+
+class FlatBuffer:
+    """Room for values shaped like some tensors, contiguous, so that they can be reduced as one.
+
+    One flat tensor for each kind of (dtype, device) among the tensors, which is one for most models.
+
+    Attributes:
+        flats: the flat tensors, each (numel,).
+        views: for each of the tensors, in their order, a view of its shape into one of ``flats``.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+        views: dict[int, Tensor] = {}
+        self.flats: list[Tensor] = []
+        for (dtype, device), indices in kinds.items():
+            sizes = [tensors[index].numel() for index in indices]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            for index, part in zip(indices, flat.split(sizes), strict=True):
+                views[index] = part.view(tensors[index].shape)
+            self.flats.append(flat)
+        self.views = [views[index] for index in range(len(tensors))]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(flat.nbytes for flat in self.flats)
+
+    def fill_from(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors' values in; the same tensors in the same order as at the start."""
+        if tensors:
+            torch._foreach_copy_(self.views, list(tensors))
+
+    def copy_to(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the values out to the tensors."""
+        if tensors:
+            torch._foreach_copy_(list(tensors), self.views)
+
+
+def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> None:
+    """Move every parameter's ``.grad`` into ``buffer``; a parameter without one counts as zero.
+
+    Leaves ``.grad`` None, so that the next backward makes new ones and adds to nothing.
+    """
+    present = [(parameter.grad, view) for parameter, view in zip(parameters, buffer.views, strict=True)]
+    if any(gradient is not None and gradient.is_sparse for gradient, _ in present):
+        raise UserInputError("gradients must be dense; got a sparse one (use sparse=False in torch.nn.Embedding)")
+    absent = [view for gradient, view in present if gradient is None]
+    if absent:
+        torch._foreach_zero_(absent)
+    views = [view for gradient, view in present if gradient is not None]
+    if views:
+        torch._foreach_copy_(views, [gradient for gradient, _ in present if gradient is not None])
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def assign_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> None:
+    """Let every parameter's ``.grad`` be its view into ``buffer``; nothing is copied."""
+    for parameter, view in zip(parameters, buffer.views, strict=True):
+        parameter.grad = view
+
+
+def take_mean(buffer: FlatBuffer, world_size: int) -> None:
+    """Turn the sum over ranks that ``buffer`` holds into the mean."""
+    for flat in buffer.flats:
+        if flat.is_floating_point() or flat.is_complex():
+            flat.div_(world_size)
+        else:
+            flat.div_(world_size, rounding_mode="floor")
+
+
+def all_finite(buffer: FlatBuffer) -> bool:
+    """Whether ``buffer`` holds neither NaN nor infinity.
+
+    A sum is one fast pass and not finite if any value is not; only when it is not (which large finite
+    values can bring about too) every value is looked at.
+    """
+    return all(bool(flat.sum().isfinite()) or bool(flat.isfinite().all()) for flat in buffer.flats)

@@ -1,0 +1,206 @@
+"""Joining and leaving the other ranks, and what they tell each other outside of training.
+
+The only reader of the variables that torchrun sets. Ranks talk here through the key-value store that
+torchrun's agent (or rank 0) holds: to agree on something before any of them acts on it, and, when the
+run fails, to find out who is missing. Gradients never pass through it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipesgd.config import DEFAULT_TIMEOUT
+from pipesgd.errors import CommunicationError, DeadlineExceeded, RunError, UserInputError
+
+HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.train ..."
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+POLL_SECONDS = 0.5
+"""How often a wait for other ranks looks whether one of them has failed."""
+
+REPORT_GRACE_SECONDS = 1.0
+"""How long a failing rank waits for the others' reports before it names the silent ones."""
+
+
+@dataclass(eq=False)
+class Ranks:
+    """The ranks of this job and the store that they share.
+
+    ``exchange`` and ``agree`` must be called by all ranks in the same order.
+    """
+
+    rank: int
+    world_size: int
+    store: dist.Store
+    local_rank: int = 0
+    restart_count: int = 0
+    """How often torchrun has restarted this job (``--max-restarts``)."""
+    by_torchrun: bool = True
+    timeout: float = DEFAULT_TIMEOUT
+    _exchanges: int = field(default=0, init=False)
+    _own_keys: list[str] = field(default_factory=list, init=False)
+
+    def exchange(self, what: str, value: Any) -> list[Any]:
+        """Every rank's ``value`` (anything JSON can write), in rank order.
+
+        Raises:
+            DeadlineExceeded: some ranks did not come to this exchange within ``timeout`` seconds.
+            CommunicationError: a rank has failed meanwhile.
+        """
+        self._exchanges += 1
+        keys = [f"exchange/{self._exchanges}/{what}/{rank}" for rank in range(self.world_size)]
+        self.store.set(keys[self.rank], json.dumps(value))
+        self._wait_for(keys, f"exchange of {what}")
+        values = [json.loads(self.store.get(key)) for key in keys]
+        # Who has come to this exchange has read the last one: its key can go, so the store stays small.
+        self._own_keys.append(keys[self.rank])
+        if len(self._own_keys) > 2:
+            self.store.delete_key(self._own_keys.pop(0))
+        return values
+
+    def agree(self, what: str, check: Callable[[], Any]) -> list[Any]:
+        """Every rank's ``check()``; if it raises ``UserInputError`` on any rank, all ranks raise it.
+
+        Rank 0 raises once all ranks have come; the others when rank 0 is about to exit, so that torchrun,
+        which ends all ranks as soon as one exits, does not silence the one that prints.
+        """
+        result, error = None, None
+        try:
+            result = check()
+        except UserInputError as failure:
+            error = str(failure)
+        answers = self.exchange(what, [error, result])
+        errors = {text: rank for rank, (text, _) in reversed(list(enumerate(answers))) if text}
+        if errors:
+            text, rank = next(iter(sorted(errors.items(), key=lambda item: item[1])))
+            everywhere = all(answer[0] == text for answer in answers)
+            raise UserInputError(text if everywhere else f"rank {rank}: {text}")
+        return [value for _, value in answers]
+
+    def wait_for_rank_0(self) -> None:
+        """Return once rank 0 has called this too, or after a few seconds."""
+        if self.rank == 0:
+            self.store.set("rank 0 has spoken", "")
+            return
+        try:
+            self.store.wait(["rank 0 has spoken"], timedelta(seconds=5))
+        except RuntimeError:
+            return  # rank 0, or the store, is gone: nobody is left to wait for
+
+    def start_process_group(self, device: str, timeout: float) -> None:
+        """Start torch's default process group with this deadline for every operation."""
+        self.timeout = timeout
+        if device == "cuda":
+            torch.cuda.set_device(self.local_rank)
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=dist.PrefixStore("default", self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+
+    def diagnose(self, error: str) -> str:
+        """``error``, and which ranks have no word to say about the failure: they are dead or hang.
+
+        Every failing rank leaves its report in the store and waits a moment for the others'.
+        """
+        try:
+            self.store.set(f"failure/{self.rank}", error)
+            silent = self._silent_ranks(REPORT_GRACE_SECONDS)
+        except RuntimeError:
+            return f"{error} (the store that the ranks share is gone too)"
+        if not silent:
+            return error
+        names = ", ".join(str(rank) for rank in silent)
+        return f"{error}; no word from rank{'s' if len(silent) > 1 else ''} {names}"
+
+    def leave(self) -> None:
+        """End torch's process groups of this process."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _wait_for(self, keys: list[str], what: str) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not self._wait_briefly(keys):
+            failed = [rank for rank in range(self.world_size) if self.store.check([f"failure/{rank}"])]
+            if failed:
+                report = self.store.get(f"failure/{failed[0]}").decode()
+                raise CommunicationError(rank=self.rank, peer=failed[0], operation=what, reason=report)
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                raise DeadlineExceeded(
+                    rank=self.rank,
+                    peer=missing[0] if missing else None,
+                    operation=what,
+                    reason=f"no word within {self.timeout:g} s from ranks {missing}",
+                )
+
+    def _wait_briefly(self, keys: list[str]) -> bool:
+        try:
+            self.store.wait(keys, timedelta(seconds=min(POLL_SECONDS, self.timeout)))
+        except dist.DistStoreError:
+            return False
+        except RuntimeError as failure:
+            raise RunError(f"rank {self.rank}: the store that the ranks share is gone: {failure}") from failure
+        return True
+
+    def _silent_ranks(self, grace: float) -> list[int]:
+        deadline = time.monotonic() + grace
+        silent = list(range(self.world_size))
+        while silent:
+            silent = [rank for rank in silent if not self.store.check([f"failure/{rank}"])]
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return silent
+
+
+def join() -> Ranks:
+    """The ranks that torchrun started this process with; one rank alone without torchrun.
+
+    Raises:
+        UserInputError: torchrun's variables are set in part only.
+    """
+    given = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
+    if not given:
+        return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False)
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise UserInputError(
+            f"torchrun's variables must be set all or none; got {', '.join(given)} without {', '.join(missing)} "
+            f"(start with: {HOW_TO_START})"
+        )
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        store=dist.PrefixStore("pipesgd", store),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+
+
+def current(timeout: float) -> Ranks:
+    """The ranks of the process group that is there already, or else of ``join()``, which it then starts."""
+    if not dist.is_initialized():
+        ranks = join()
+        ranks.start_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout)
+        return ranks
+    # torch offers no public way to the store of a group that somebody else has started.
+    store = dist.distributed_c10d._get_default_store()
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        store=dist.PrefixStore("pipesgd", store),
+        timeout=timeout,
+    )

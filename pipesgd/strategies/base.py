@@ -1,0 +1,71 @@
+"""What a strategy is: how the gradients of one iteration become a weight update."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time in which one iteration's data, forward, backward, pack, wait, update or
+    all-reduce ran, on the clock of ``time.perf_counter``, in seconds."""
+
+    what: str
+    iteration: int
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What one ``step`` did."""
+
+    applied: tuple[int, ...]
+    """Iterations whose gradients were applied: none while the pipeline fills, all in flight in a flush."""
+    skipped: tuple[int, ...]
+    """Iterations whose averaged gradients were not finite, and left out."""
+    spans: tuple[Span, ...]
+    """pack, wait and update in this step; and all-reduce, of what arrived, which ran beside earlier steps."""
+    wire_bytes: int
+    """Bytes that this rank sends for the gradient handed over in this step."""
+
+    def seconds(self, what: str) -> float:
+        """Seconds in spans of this name: "wait" is exposed communication."""
+        return sum(span.seconds for span in self.spans if span.what == what)
+
+
+class Strategy(Protocol):
+    """Turns the gradients that a backward pass left in ``.grad`` into weight updates.
+
+    A strategy owns ``.grad`` from ``step`` on: there is no ``zero_grad`` in a loop that uses one.
+    """
+
+    iteration: int
+    """Gradients taken over so far."""
+
+    def step(self) -> StepReport:
+        """Take the gradients over and apply those that are due."""
+
+    def flush(self) -> StepReport:
+        """Apply the gradients that are still in flight, so that none is lost."""
+
+    def true_weights(self) -> AbstractContextManager[None]:
+        """While it is open, the model holds the weights that all ranks agree on."""
+
+    def average_buffers(self) -> None:
+        """Give the model's buffers (batch norm's statistics) their mean over ranks, on every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to continue bit for bit, besides the model's and the optimizer's own."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state_dict``; the model and the optimizer have theirs already."""
+
+    def close(self) -> None:
+        """End the communication thread."""

@@ -1,0 +1,294 @@
+"""Pipe-SGD: the all-reduce of one iteration runs while the next ones compute."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesgd import launch
+from pipesgd.collectives.base import AllReduce
+from pipesgd.collectives.native import NativeAllReduce
+from pipesgd.collectives.ring import RingAllReduce
+from pipesgd.collectives.transport import TorchTransport, communication_group
+from pipesgd.collectives.worker import CommunicationThread
+from pipesgd.config import (
+    ALL_REDUCES,
+    DEFAULT_SEGMENT_BYTES,
+    DEFAULT_TIMEOUT,
+    ON_NONFINITE,
+    check_above_zero,
+    check_one_of,
+    check_width,
+)
+from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
+from pipesgd.gradients import FlatBuffer, all_finite, assign_gradients, pack_gradients, take_mean
+from pipesgd.strategies.base import Span, StepReport
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A gradient on its way: handed over in ``iteration``, to be applied at these learning rates."""
+
+    iteration: int
+    buffer: FlatBuffer
+    lrs: list[float]
+    reduction: Future[tuple[bool, Span]]
+    """Whether the mean is finite, and when it was computed."""
+
+
+class Pipelined:
+    """Pipe-SGD of width K (Li et al., NeurIPS 2018): staleness is exactly K-1, on every rank, always.
+
+    ``w[t+1] = w[t] - Opt(mean over ranks of g[t-K+1])``, with no update for a negative index. Width 1 is
+    decentralized synchronous SGD. Each ``step`` of iteration t is
+
+    1. pack: the gradients move from ``.grad`` into a flat buffer of a pool of K;
+    2. hand over: the communication thread sums the buffer over the ranks and takes the mean;
+    3. wait: until the oldest of K gradients in flight, that of iteration t-K+1, has arrived;
+    4. apply: it becomes ``.grad``, without a copy, and the optimizer steps, at the learning rate that
+       was set when the gradient was computed. The buffer goes back to the pool.
+
+    A gradient that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
+    in the same iteration. The optimizer, its state and a learning-rate scheduler stay the caller's.
+    The constructor gives all ranks rank 0's parameters and buffers.
+
+    Args:
+        model: the module whose parameters ``optimizer`` updates, on one device.
+        optimizer: any ``torch.optim.Optimizer``.
+        width: iterations in flight, K.
+        warmup_iterations: first iterations that run at width 1.
+        all_reduce: "ring" (ours, CPU) or "native" (torch's own).
+        on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
+        timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native).
+        segment_bytes: largest message of the ring.
+        ranks: the ranks to work with; by default those of torch's process group, which is started from
+            torchrun's variables where there is none yet.
+
+    Raises:
+        UserInputError: a value out of range, or an optimizer without a parameter to train.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> pipeline.step().applied, pipeline.flush().applied
+        ((), (0,))
+        >>> pipeline.close()
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        width: int = 2,
+        warmup_iterations: int = 0,
+        all_reduce: str = "ring",
+        on_nonfinite: str = "stop",
+        timeout: float = DEFAULT_TIMEOUT,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        ranks: launch.Ranks | None = None,
+    ):
+        check_width(width, warmup_iterations)
+        check_one_of("all_reduce", all_reduce, ALL_REDUCES)
+        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        check_above_zero("timeout", timeout)
+        self._parameters = trainable_parameters(optimizer)
+        device = self._parameters[0].device
+        if device.type == "cuda" and all_reduce == "ring":
+            raise UserInputError("all_reduce must be native for a model on a GPU; got ring")
+        self.width = width
+        self.warmup_iterations = warmup_iterations
+        self.iteration = 0
+        self._model = model
+        self._optimizer = optimizer
+        self._skip_nonfinite = on_nonfinite == "skip"
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._pool: list[FlatBuffer] = []
+        self.buffers_allocated = 0
+        """Gradient copies made so far: at most ``width``."""
+        self._ranks = ranks or launch.current(timeout)
+        self._thread = CommunicationThread(device)
+        self._all_reduce = make_all_reduce(all_reduce, timeout=timeout, segment_bytes=segment_bytes)
+        self._share_rank_0s_values()
+
+    def step(self) -> StepReport:
+        """Take over the gradients in ``.grad`` and apply the one that is due: see the class.
+
+        Raises:
+            CommunicationError: a rank was lost, or silent for longer than the timeout.
+            NonFiniteGradientError: the gradient that is due holds a NaN or an infinity.
+        """
+        begin = time.perf_counter()
+        buffer = self._take_buffer()
+        # 1. Pack.
+        pack_gradients(self._parameters, buffer)
+        pack = Span("pack", self.iteration, begin, time.perf_counter())
+        # 2. Hand over.
+        self._in_flight.append(self._hand_over(buffer))
+        self.iteration += 1
+        # 3. and 4. Wait and apply.
+        width = self.width if self.iteration > self.warmup_iterations else 1
+        report = self._apply_until(width - 1)
+        wire_bytes = sum(self._all_reduce.wire_bytes(flat) for flat in buffer.flats)
+        return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
+
+    def flush(self) -> StepReport:
+        """Wait for and apply all gradients in flight. Further steps may follow: the pipeline fills again."""
+        return self._apply_until(0)
+
+    @contextlib.contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """While it is open, the model holds the weights that all ranks agree on: here it always does."""
+        yield
+
+    def average_buffers(self) -> None:
+        """Give floating-point buffers their mean over ranks; others are left as they are. Collective."""
+        buffers = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        flat = FlatBuffer(buffers)
+        flat.fill_from(buffers)
+        self._sum_over_ranks(flat)
+        take_mean(flat, self._ranks.world_size)
+        flat.copy_to(buffers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradients in flight, averaged: waits for them, applies none, and copies them."""
+        return {
+            "iteration": self.iteration,
+            "in_flight": [
+                {
+                    "iteration": gradient.iteration,
+                    "lrs": list(gradient.lrs),
+                    "finite": gradient.reduction.result()[0],
+                    "flats": [flat.clone() for flat in gradient.buffer.flats],
+                }
+                for gradient in self._in_flight
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; what is in flight here is dropped."""
+        while self._in_flight:
+            dropped = self._in_flight.popleft()
+            dropped.reduction.result()
+            self._pool.append(dropped.buffer)
+        self.iteration = state["iteration"]
+        for entry in state["in_flight"]:
+            buffer = self._take_buffer()
+            for flat, saved in zip(buffer.flats, entry["flats"], strict=True):
+                flat.copy_(saved)
+            now = time.perf_counter()
+            arrived: Future[tuple[bool, Span]] = Future()
+            arrived.set_result((entry["finite"], Span("all-reduce", entry["iteration"], now, now)))
+            self._in_flight.append(_InFlight(entry["iteration"], buffer, list(entry["lrs"]), arrived))
+
+    def close(self) -> None:
+        """End the communication thread, after what it is doing."""
+        self._thread.close()
+
+    def _take_buffer(self) -> FlatBuffer:
+        if self._pool:
+            return self._pool.pop()
+        self.buffers_allocated += 1
+        return FlatBuffer(self._parameters)
+
+    def _hand_over(self, buffer: FlatBuffer) -> _InFlight:
+        iteration = self.iteration
+        packed = torch.cuda.current_stream().record_event() if buffer.flats[0].is_cuda else None
+
+        def reduce() -> tuple[bool, Span]:
+            if packed is not None:  # the communication thread's stream waits, the computation's does not
+                torch.cuda.current_stream().wait_event(packed)
+            start = time.perf_counter()
+            try:
+                for flat in buffer.flats:
+                    self._all_reduce(flat)
+            except CommunicationError as failure:
+                failure.iteration = iteration
+                raise
+            span = Span("all-reduce", iteration, start, time.perf_counter())
+            take_mean(buffer, self._ranks.world_size)
+            return all_finite(buffer), span
+
+        # torch's schedulers warn if they are stepped before the optimizer was: here it was, only later.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
+        return _InFlight(iteration, buffer, lrs, self._thread.submit(reduce))
+
+    def _apply_until(self, remaining: int) -> StepReport:
+        """Apply the oldest gradients until only ``remaining`` are in flight."""
+        applied: list[int] = []
+        skipped: list[int] = []
+        spans: list[Span] = []
+        while len(self._in_flight) > remaining:
+            gradient = self._in_flight.popleft()
+            begin = time.perf_counter()
+            finite, all_reduce = gradient.reduction.result()
+            arrived = time.perf_counter()
+            if finite:
+                self._apply(gradient)
+                applied.append(gradient.iteration)
+            elif self._skip_nonfinite:
+                skipped.append(gradient.iteration)
+            else:
+                raise NonFiniteGradientError(gradient.iteration)
+            self._pool.append(gradient.buffer)
+            spans += [
+                all_reduce,
+                Span("wait", gradient.iteration, begin, arrived),
+                Span("update", gradient.iteration, arrived, time.perf_counter()),
+            ]
+        return StepReport(applied=tuple(applied), skipped=tuple(skipped), spans=tuple(spans), wire_bytes=0)
+
+    def _apply(self, gradient: _InFlight) -> None:
+        assign_gradients(self._parameters, gradient.buffer)
+        groups = self._optimizer.param_groups
+        current = [group["lr"] for group in groups]
+        for group, lr in zip(groups, gradient.lrs, strict=True):
+            group["lr"] = lr
+        self._optimizer.step()
+        for group, lr in zip(groups, current, strict=True):
+            group["lr"] = lr
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _share_rank_0s_values(self) -> None:
+        tensors = [*self._model.parameters(), *self._model.buffers(), *self._parameters]
+        tensors = list({id(tensor): tensor.detach() for tensor in tensors}.values())
+        tensors = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in tensors]
+        flat = FlatBuffer(tensors)
+        if self._ranks.rank == 0:  # the others add zeros: a broadcast without a second kind of collective
+            flat.fill_from(tensors)
+        self._sum_over_ranks(flat)
+        flat.copy_to(tensors)
+
+    def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
+        for flat in buffer.flats:
+            self._thread.submit(lambda flat=flat: self._all_reduce(flat)).result()  # type: ignore[misc]
+
+
+def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that ``optimizer`` updates, each once, in the order of its groups."""
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if not parameters:
+        raise UserInputError("optimizer must hold a parameter that requires a gradient; got none")
+    if len({parameter.device for parameter in parameters.values()}) > 1:
+        raise UserInputError("all parameters must be on one device")
+    return list(parameters.values())
+
+
+def make_all_reduce(name: str, *, timeout: float, segment_bytes: int) -> AllReduce:
+    """The all-reduce of this name, on a new process group of its own. All ranks must call this together."""
+    group = communication_group(timeout, backend="gloo" if name == "ring" else None)
+    if name == "ring":
+        return RingAllReduce(TorchTransport(group, timeout), segment_bytes=segment_bytes)
+    return NativeAllReduce(group, timeout)

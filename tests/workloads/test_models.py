@@ -1,0 +1,97 @@
+"""Models: the architectures' known parameter counts, shapes, and a fixed order of initialisation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipesgd.errors import UserInputError
+from pipesgd.workloads.models import MODELS, build_model
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_mlp_of_the_paper_has_648010_parameters() -> None:
+    model = build_model("mlp", sample_shape=(1, 28, 28), num_classes=10)
+    assert parameter_count(model) == 784 * 500 + 500 + 500 * 500 + 500 + 500 * 10 + 10 == 648_010
+
+
+def test_resnet18_has_the_published_parameter_count_and_shapes() -> None:
+    model = build_model("resnet18", sample_shape=(3, 224, 224), num_classes=1000).eval()
+    assert parameter_count(model) == 11_689_512
+    shapes = []
+    for module in model:
+        module.register_forward_hook(lambda _, __, output: shapes.append(tuple(output.shape[1:])))
+    with torch.no_grad():
+        model(torch.zeros(1, 3, 224, 224))
+    # The output sizes of table 1 in the paper.
+    assert shapes[:3] == [(64, 112, 112), (64, 112, 112), (64, 56, 56)]
+    stages = [(64, 56, 56), (128, 28, 28), (256, 14, 14), (512, 7, 7)]
+    assert shapes[3:11] == [stage for stage in stages for _ in range(2)]
+
+
+def test_resnet18_for_small_images_keeps_their_size_before_the_first_block() -> None:
+    model = build_model("resnet18", sample_shape=(3, 32, 32), num_classes=100)
+    stem = model[:3](torch.zeros(2, 3, 32, 32))
+    assert stem.shape == (2, 64, 32, 32)
+    by_size = {
+        side: parameter_count(build_model("resnet18", sample_shape=(3, side, side), num_classes=10))
+        for side in (64, 65)
+    }
+    assert by_size[65] - by_size[64] == 64 * 3 * (7 * 7 - 3 * 3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("sample_shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 30, 21)])
+def test_every_parameter_gets_a_gradient(name: str, sample_shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    model = build_model(name, sample_shape=sample_shape, num_classes=7)
+    logits = model(torch.randn(4, *sample_shape))
+    assert logits.shape == (4, 7)
+    nn.functional.cross_entropy(logits, torch.arange(4)).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_seed_alone_decides_the_weights(name: str) -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        model = build_model(name, sample_shape=(3, 32, 32), num_classes=10)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+def test_resnet18_convolutions_have_the_variance_of_he_et_al() -> None:
+    torch.manual_seed(0)
+    model = build_model("resnet18", sample_shape=(3, 224, 224), num_classes=1000)
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert len(convolutions) == 17 + 3  # and the linear layer makes 18, projections not counted
+    for conv in convolutions:
+        expected_std = (2 / (conv.out_channels * conv.kernel_size[0] ** 2)) ** 0.5
+        assert conv.weight.std().item() == pytest.approx(expected_std, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "sample_shape", "hidden_sizes", "message"),
+    [
+        (
+            "restnet18",
+            (3, 32, 32),
+            (500,),
+            r"^model must be one of mlp, convnet, resnet18; got 'restnet18' \(did you mean 'resnet18'\?\)$",
+        ),
+        ("transformer-xl", (3, 32, 32), (500,), r"^model must be one of .*; got 'transformer-xl'$"),
+        ("convnet", (1, 28, 3), (500,), r"^images for convnet must be at least 4x4 pixels; got 28x3$"),
+        ("mlp", (1, 28, 28), (500, 0), r"^hidden sizes must all be at least 1; got \(500, 0\)$"),
+    ],
+)
+def test_bad_input_is_named(
+    name: str, sample_shape: tuple[int, int, int], hidden_sizes: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(UserInputError, match=message):
+        build_model(name, sample_shape=sample_shape, num_classes=10, hidden_sizes=hidden_sizes)
