@@ -11,8 +11,9 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 import zipfile
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,22 @@ def what_is_wrong_with(path: Path) -> str | None:
     return f"corrupt (checksum of {corrupt})" if corrupt else None
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint read back: what all ranks had in common, and what was this rank's own."""
+
+    iteration: int
+    shared: dict[str, Any]
+    own: dict[str, Any]
+
+
 class Checkpoints:
     """The newest ``keep`` checkpoints of a run, below ``folder``. All ranks call every method together."""
 
-    def __init__(self, folder: Path, ranks: Ranks, *, keep: int, warn: Callable[[str], None]):
+    def __init__(self, folder: Path, ranks: Ranks, *, keep: int):
         self._folder = folder
         self._ranks = ranks
         self._keep = keep
-        self._warn = warn
 
     def save(self, iteration: int, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Write the checkpoint of ``iteration``, then delete old ones.
@@ -81,10 +90,10 @@ class Checkpoints:
             for old in sorted(self._iterations())[: -self._keep]:
                 shutil.rmtree(self._path(old), ignore_errors=True)
 
-    def load_newest(self) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """The newest checkpoint that is whole on every rank: (iteration, shared, own); None if there is none.
+    def load_newest(self) -> Checkpoint | None:
+        """The newest checkpoint that is whole on every rank; None if there is none.
 
-        Files that are not whole are named in a warning. Later checkpoints are deleted: the run that
+        Files that are not whole are named in a warning on stderr. Later checkpoints are deleted: the run that
         continues will write them anew.
         """
         whole = {iteration for iteration in self._iterations() if self._is_whole(iteration)}
@@ -103,14 +112,18 @@ class Checkpoints:
             torch.load(folder / name, map_location="cpu", weights_only=True)
             for name in ("shared.pt", f"rank-{self._ranks.rank}.pt")
         )
-        return newest, shared, own
+        return Checkpoint(newest, shared, own)
 
     def _is_whole(self, iteration: int) -> bool:
         whole = True
         for name in ("shared.pt", f"rank-{self._ranks.rank}.pt"):
             path = self._path(iteration) / name
             if problem := what_is_wrong_with(path):
-                self._warn(f"rank {self._ranks.rank}: checkpoint skipped, since {path} is {problem}")
+                print(
+                    f"warning: rank {self._ranks.rank}: checkpoint skipped, since {path} is {problem}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 whole = False
         return whole
 

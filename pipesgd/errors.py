@@ -5,7 +5,8 @@
     PipesgdError
     ├── UserInputError (ValueError)                the input was wrong: one line, exit code 2
     │   ├── DatasetError                           missing, truncated or foreign data files
-    │   └── CheckpointError                        no checkpoint that this run could continue from
+    │   ├── CheckpointError                        the run to continue is another one
+    │   └── DisagreementError                      the ranks were started with different options
     └── RunError (RuntimeError)                    the run failed: exit code 1
         ├── CommunicationError (ConnectionError)   a peer was lost
         │   └── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
@@ -23,13 +24,20 @@ class PipesgdError(Exception):
 class UserInputError(PipesgdError, ValueError):
     """What the user asked for cannot be done; the message says what must hold and what was got."""
 
+    known_to_all: bool = False
+    """Whether all ranks raise it together, so that rank 0 alone needs to say it."""
+
 
 class DatasetError(UserInputError):
     """Data files are missing, truncated, or not what they should be."""
 
 
 class CheckpointError(UserInputError):
-    """A checkpoint does not fit the run that wants to continue from it."""
+    """The run that is to be continued had another model, world size or configuration."""
+
+
+class DisagreementError(UserInputError):
+    """The ranks were started with different options: said by every rank, since each may have its own screen."""
 
 
 class RunError(PipesgdError, RuntimeError):

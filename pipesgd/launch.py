@@ -7,19 +7,24 @@ run fails, to find out who is missing. Gradients never pass through it.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import CommunicationError, DeadlineExceeded, RunError, UserInputError
+
+T = TypeVar("T")
 
 HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.train ..."
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -67,27 +72,30 @@ class Ranks:
             self.store.delete_key(self._own_keys.pop(0))
         return values
 
-    def agree(self, what: str, check: Callable[[], Any]) -> list[Any]:
-        """Every rank's ``check()``; if it raises ``UserInputError`` on any rank, all ranks raise it.
+    def agree(self, what: str, attempt: Callable[[], T]) -> T:
+        """This rank's ``attempt()``; if it raises ``UserInputError`` on any rank, all ranks raise that.
 
-        Rank 0 raises once all ranks have come; the others when rank 0 is about to exit, so that torchrun,
-        which ends all ranks as soon as one exits, does not silence the one that prints.
+        The error is then ``known_to_all``: one rank's word is enough.
         """
-        result, error = None, None
+        failure: UserInputError | None = None
         try:
-            result = check()
-        except UserInputError as failure:
-            error = str(failure)
-        answers = self.exchange(what, [error, result])
-        errors = {text: rank for rank, (text, _) in reversed(list(enumerate(answers))) if text}
-        if errors:
-            text, rank = next(iter(sorted(errors.items(), key=lambda item: item[1])))
-            everywhere = all(answer[0] == text for answer in answers)
-            raise UserInputError(text if everywhere else f"rank {rank}: {text}")
-        return [value for _, value in answers]
+            result = attempt()
+        except UserInputError as error:
+            failure = error
+        said = self.exchange(what, None if failure is None else str(failure))
+        errors = [(rank, text) for rank, text in enumerate(said) if text is not None]
+        if not errors:
+            return result
+        rank, text = errors[0]
+        agreed = UserInputError(text if said.count(text) == self.world_size else f"rank {rank}: {text}")
+        agreed.known_to_all = True
+        raise agreed from failure
 
     def wait_for_rank_0(self) -> None:
-        """Return once rank 0 has called this too, or after a few seconds."""
+        """Return once rank 0 has called this too, or after a few seconds.
+
+        torchrun ends all ranks as soon as one exits: nobody may exit before rank 0 has said why.
+        """
         if self.rank == 0:
             self.store.set("rank 0 has spoken", "")
             return
@@ -204,3 +212,13 @@ def current(timeout: float) -> Ranks:
         store=dist.PrefixStore("pipesgd", store),
         timeout=timeout,
     )
+
+
+def die_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when torchrun's agent dies: no orphan keeps training.
+
+    Linux only; elsewhere a rank whose agent died fails at its next exchange instead.
+    """
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

@@ -35,6 +35,8 @@ class IterationMetrics:
     """Bytes that rank 0 sent."""
     skipped: int
     """Updates left out since their gradient was not finite."""
+    test_accuracy: float | None = None
+    """After the last iteration of an epoch: share of the test set classified rightly."""
 
 
 def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, float]:
@@ -73,27 +75,26 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._file.close()
         self._events.close()
 
-    def write(self, metrics: IterationMetrics) -> None:
+    def record(self, metrics: IterationMetrics) -> None:
         # NaN is no JSON: a loss that is not a number is written as null.
         loss = metrics.loss if math.isfinite(metrics.loss) else None
         self._file.write(json.dumps({**asdict(metrics), "loss": loss}) + "\n")
-        self.write_scalars(
-            metrics.iteration,
-            {
-                "train/loss": metrics.loss,
-                "train/lr": metrics.lr,
-                "train/samples_per_second": metrics.samples_per_second,
-                **{f"seconds/{name}": value for name, value in metrics.seconds.items()},
-            },
-        )
-
-    def write_scalars(self, iteration: int, scalars: dict[str, float]) -> None:
+        scalars = {
+            "train/loss": metrics.loss,
+            "train/lr": metrics.lr,
+            "train/samples_per_second": metrics.samples_per_second,
+            "test/accuracy": metrics.test_accuracy,
+            **{f"seconds/{name}": value for name, value in metrics.seconds.items()},
+        }
         for name, value in scalars.items():
-            self._events.add_scalar(name, value, iteration)
+            if value is not None:
+                self._events.add_scalar(name, value, metrics.iteration)
 
     def flush(self) -> None:
         """Bring what was written to disk, so that a checkpoint written next has its metrics there too."""

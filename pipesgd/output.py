@@ -1,0 +1,92 @@
+"""The folder that a run leaves behind: taken before anything is written, never taken from somebody else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pipesgd.config import FREE_ON_RESUME, TrainConfig, differing_options
+from pipesgd.errors import CheckpointError, UserInputError
+from pipesgd.launch import Ranks
+
+RUN_FILE = "run.json"
+SUMMARY_FILE = "summary.json"
+METRICS_FILE = "metrics.jsonl"
+TRACE_FILE = "trace.json"
+WEIGHTS_FILE = "model.pt"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+
+_OURS = (RUN_FILE, SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, CHECKPOINTS, TENSORBOARD)
+
+
+def take_folder(config: TrainConfig, ranks: Ranks) -> Path:
+    """Make ``--output`` this run's on every machine. All ranks call this together.
+
+    An empty or new folder is taken; one that holds this very run is taken with ``--resume``, or when torchrun
+    has restarted the job; one that holds any run is emptied of it with ``--overwrite``.
+
+    Raises:
+        UserInputError: the folder holds something else, or cannot be written to.
+        CheckpointError: it holds a run of another world size or configuration.
+    """
+    folder = config.run.output
+    resume = config.run.resume or ranks.restart_count > 0
+    description = {"world_size": ranks.world_size, "options": config.options()}
+    ranks.agree("the output folder", lambda: _check(folder, description, resume, config.run.overwrite))
+    first_of_machine = ranks.local_rank == 0
+    if first_of_machine and config.run.overwrite and not resume:
+        for name in _OURS:
+            _delete(folder / name)
+    ranks.exchange("an empty folder", None)  # on a disk shared by machines, nobody may write before
+    if first_of_machine:
+        (folder / RUN_FILE).write_text(json.dumps(description, indent=1), encoding="utf-8")
+    return folder
+
+
+def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {path.name for path in folder.iterdir()}
+        probe = folder / f".{RUN_FILE}.probe"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as failure:
+        raise UserInputError(f"output must be a folder to write to; got {folder}: {failure.strerror}") from None
+    if not names:
+        return
+    if RUN_FILE not in names:
+        raise UserInputError(
+            f"output must be new, empty, or a run's own; got {folder}, which holds {sorted(names)[0]} but no {RUN_FILE}"
+        )
+    if resume:
+        _check_same_run(folder / RUN_FILE, description)
+    elif not overwrite:
+        raise UserInputError(
+            f"output must not hold another run; got {folder} (--resume continues it, --overwrite deletes it)"
+        )
+
+
+def _check_same_run(path: Path, description: dict[str, Any]) -> None:
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        options, world_size = dict(earlier["options"]), int(earlier["world_size"])
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise CheckpointError(f"{path} must describe the run to resume; it cannot be read: {failure}") from None
+    if world_size != description["world_size"]:
+        raise CheckpointError(
+            f"world size must be that of the run to resume, {world_size}; got {description['world_size']}"
+        )
+    for name in differing_options(options, description["options"], free=FREE_ON_RESUME):
+        raise CheckpointError(
+            f"{name} must be that of the run to resume, {options.get(name)!r}; got {description['options'].get(name)!r}"
+        )
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
