@@ -60,7 +60,7 @@ def as_toml(config: TrainConfig) -> str:
     lines = []
     for name, value in config.options().items():
         # Strings, numbers, booleans and lists of them are written alike in JSON and TOML.
-        lines.append(f"# {name} =" if value is None else f"{name} = {json.dumps(value)}")
+        lines.append(f"# {name} =" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
 
 
@@ -122,7 +122,7 @@ def _one_line(box: str) -> str:
     """The message of tyro's error box, which is a title, a rule, the message, a rule, and hints."""
     lines = [line.strip("│ ") for line in box.splitlines()]
     parts = [" ".join(group) for is_rule, group in itertools.groupby(lines, _is_rule) if not is_rule]
-    message = (parts[1] if len(parts) > 1 else parts[0]).strip()
+    message = (parts[1] if len(parts) > 1 else parts[0]).strip().removeprefix("Error parsing TrainConfig: ")
     number = re.search(r"--(\S+): (?:invalid literal for int|could not convert string to float).*?('.*')", message)
     if number:
         kind = "a whole number" if "int()" in message else "a number"

@@ -18,6 +18,8 @@ import tyro
 
 from pipesgd.errors import UserInputError
 
+DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
+MODELS = ("mlp", "convnet", "resnet18")
 STRATEGIES = ("pipelined",)
 CODECS = ("fp32",)
 ALL_REDUCES = ("ring", "native")
@@ -61,7 +63,7 @@ def one_of(choices: Sequence[str]) -> str:
 
 def did_you_mean(value: str, choices: Sequence[str]) -> str:
     """A clause that names the choice nearest to ``value``, empty if none is near."""
-    near = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(value, choices, n=1)
     return f" (did you mean {near[0]}?)" if near else ""
 
 
@@ -91,6 +93,7 @@ class DataConfig:
     """Processes per rank that load and decode beside the computation."""
 
     def __post_init__(self) -> None:
+        check_one_of("dataset", self.dataset, DATASETS)
         check_at_least("batch-size", self.batch_size, 1)
         check_at_least("image-size", self.image_size, 1)
         check_at_least("loader-workers", self.loader_workers, 0)
@@ -104,6 +107,11 @@ class ModelConfig:
     """Model: mlp, convnet or resnet18."""
     hidden_sizes: tuple[int, ...] = (500, 500)
     """Widths of the hidden layers of --model mlp."""
+
+    def __post_init__(self) -> None:
+        check_one_of("model", self.model, MODELS)
+        for size in self.hidden_sizes:
+            check_at_least("hidden-sizes", size, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

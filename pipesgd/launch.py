@@ -105,17 +105,24 @@ class Ranks:
             return  # rank 0, or the store, is gone: nobody is left to wait for
 
     def start_process_group(self, device: str, timeout: float) -> None:
-        """Start torch's default process group with this deadline for every operation."""
+        """Start torch's default process group with this deadline for every operation.
+
+        Raises:
+            CommunicationError: not every rank could be reached.
+        """
         self.timeout = timeout
         if device == "cuda":
             torch.cuda.set_device(self.local_rank)
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=dist.PrefixStore("default", self.store),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=timeout),
-        )
+        try:
+            dist.init_process_group(
+                backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+                store=dist.PrefixStore("default", self.store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+        except RuntimeError as failure:
+            raise lost(failure, self.rank, None, "connection to all ranks", timeout) from failure
 
     def diagnose(self, error: str) -> str:
         """``error``, and which ranks have no word to say about the failure: they are dead or hang.
@@ -156,9 +163,9 @@ class Ranks:
     def _wait_briefly(self, keys: list[str]) -> bool:
         try:
             self.store.wait(keys, timedelta(seconds=min(POLL_SECONDS, self.timeout)))
-        except dist.DistStoreError:
-            return False
         except RuntimeError as failure:
+            if "timeout" in str(failure).lower():  # torch's stores have no type of their own for it
+                return False
             raise RunError(f"rank {self.rank}: the store that the ranks share is gone: {failure}") from failure
         return True
 
@@ -212,6 +219,16 @@ def current(timeout: float) -> Ranks:
         store=dist.PrefixStore("pipesgd", store),
         timeout=timeout,
     )
+
+
+def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, timeout: float) -> CommunicationError:
+    """What torch's ``failure`` means, as the error to raise: torch has one type for all of them."""
+    if "timed out" in str(failure).lower():
+        reason = f"no answer within {timeout:g} s"
+        return DeadlineExceeded(rank=rank, peer=peer, operation=operation, reason=reason)
+    # gloo's message ends in advice; its first sentence says what happened, after the place in its source.
+    reason = str(failure).split("] ", 1)[-1].split(". ")[0]
+    return CommunicationError(rank=rank, peer=peer, operation=operation, reason=reason)
 
 
 def die_with_parent() -> None:

@@ -59,7 +59,7 @@ def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: b
         return
     if RUN_FILE not in names:
         raise UserInputError(
-            f"output must be new, empty, or a run's own; got {folder}, which holds {sorted(names)[0]} but no {RUN_FILE}"
+            f"output must be new, empty, or a run's own; got {folder}, which holds {min(names)} but no {RUN_FILE}"
         )
     if resume:
         _check_same_run(folder / RUN_FILE, description)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipesgd.collectives.schedule import ring_bytes_sent, split
-from pipesgd.collectives.transport import lost
+from pipesgd.launch import lost
 
 
 class NativeAllReduce:

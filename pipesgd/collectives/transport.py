@@ -10,7 +10,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from pipesgd.errors import CommunicationError, DeadlineExceeded
+from pipesgd.launch import Ranks, lost
 
 log = logging.getLogger(__name__)
 
@@ -97,17 +97,14 @@ class _TorchPending:
             raise lost(failure, self._rank, self._peer, self._operation, self._timeout) from failure
 
 
-def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, timeout: float) -> CommunicationError:
-    """What torch's ``failure`` means, as the error to raise: torch has one type for all of them."""
-    if "timed out" in str(failure).lower():
-        reason = f"no answer within {timeout:g} s"
-        return DeadlineExceeded(rank=rank, peer=peer, operation=operation, reason=reason)
-    # gloo's message ends in advice; its first sentence says what happened, after the place in its source.
-    reason = str(failure).split("] ", 1)[-1].split(". ")[0]
-    return CommunicationError(rank=rank, peer=peer, operation=operation, reason=reason)
+def communication_group(ranks: Ranks, timeout: float, backend: str | None) -> dist.ProcessGroup:
+    """A new process group of all ranks, for one thread alone. All ranks must call this together.
 
-
-def communication_group(timeout: float, backend: str | None) -> dist.ProcessGroup:
-    """A new process group of all ranks, for one thread alone. All ranks must call this together."""
-    group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=timeout), backend=backend)
+    Raises:
+        CommunicationError: not every rank could be reached.
+    """
+    try:
+        group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=timeout), backend=backend)
+    except RuntimeError as failure:
+        raise lost(failure, ranks.rank, None, "connection to all ranks", timeout) from failure
     return group

@@ -118,7 +118,7 @@ class Pipelined:
         """Gradient copies made so far: at most ``width``."""
         self._ranks = ranks or launch.current(timeout)
         self._thread = CommunicationThread(device)
-        self._all_reduce = make_all_reduce(all_reduce, timeout=timeout, segment_bytes=segment_bytes)
+        self._all_reduce = make_all_reduce(all_reduce, self._ranks, timeout=timeout, segment_bytes=segment_bytes)
         self._share_rank_0s_values()
 
     def step(self) -> StepReport:
@@ -286,9 +286,9 @@ def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return list(parameters.values())
 
 
-def make_all_reduce(name: str, *, timeout: float, segment_bytes: int) -> AllReduce:
+def make_all_reduce(name: str, ranks: launch.Ranks, *, timeout: float, segment_bytes: int) -> AllReduce:
     """The all-reduce of this name, on a new process group of its own. All ranks must call this together."""
-    group = communication_group(timeout, backend="gloo" if name == "ring" else None)
+    group = communication_group(ranks, timeout, backend="gloo" if name == "ring" else None)
     if name == "ring":
         return RingAllReduce(TorchTransport(group, timeout), segment_bytes=segment_bytes)
     return NativeAllReduce(group, timeout)

@@ -1,12 +1,10 @@
 """The paper's models and data sets, and each rank's share of the samples."""
 
-from pipesgd.workloads.datasets import DATASETS, DataSplits, load_dataset
+from pipesgd.workloads.datasets import DataSplits, load_dataset
 from pipesgd.workloads.loading import ShardedBatches, evaluation_batches
-from pipesgd.workloads.models import MODELS, build_model
+from pipesgd.workloads.models import build_model
 
 __all__ = [
-    "DATASETS",
-    "MODELS",
     "DataSplits",
     "ShardedBatches",
     "build_model",

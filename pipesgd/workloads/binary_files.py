@@ -45,9 +45,7 @@ def read_idx(path: Path, *, item_shape: tuple[int, ...]) -> torch.Tensor:
         )
     expected_bytes = header_bytes + math.prod(shape)
     if len(content) != expected_bytes:
-        raise DatasetError(
-            f"{path} must be {expected_bytes} bytes long, as its header says; got {len(content)} bytes"
-        )
+        raise DatasetError(f"{path} must be {expected_bytes} bytes long, as its header says; got {len(content)} bytes")
     return torch.frombuffer(content, dtype=torch.uint8, offset=header_bytes).view(shape)
 
 
@@ -92,9 +90,7 @@ def _read(path: Path) -> bytearray:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             return bytearray(file.read())
     except (OSError, EOFError, zlib.error) as error:
-        raise DatasetError(
-            f"{path} must be readable and complete; got {type(error).__name__}: {error}"
-        ) from None
+        raise DatasetError(f"{path} must be readable and complete; got {type(error).__name__}: {error}") from None
 
 
 def _check_labels(path: Path, labels: torch.Tensor, num_classes: int) -> None:

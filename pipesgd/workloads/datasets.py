@@ -8,13 +8,11 @@ from pathlib import Path
 
 import torch
 
+from pipesgd.config import DATASETS, check_one_of
 from pipesgd.errors import DatasetError
 from pipesgd.workloads.binary_files import read_cifar100, read_labelled_idx
-from pipesgd.workloads.choices import not_one_of
 from pipesgd.workloads.image_folder import ImageFolder, class_names
 from pipesgd.workloads.samples import BatchedDataset, InMemoryImages, PixelScale
-
-DATASETS: tuple[str, ...] = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 IDX_FILES = (
@@ -57,10 +55,10 @@ def load_dataset(name: str, data_dir: Path | None, *, image_size: int) -> DataSp
         image_size: side in pixels that ``images`` are brought to; the others have theirs.
 
     Raises:
-        DatasetError: the name is unknown, or files are missing, truncated or not what they should be.
+        UserInputError: the name is unknown.
+        DatasetError: files are missing, truncated or not what they should be.
     """
-    if name not in DATASETS:
-        raise DatasetError(not_one_of("dataset", DATASETS, name))
+    check_one_of("dataset", name, DATASETS)
     if name == "digits":
         return _digits()
     if name == "images":
@@ -104,17 +102,13 @@ def _cifar100(data_dir: Path | None) -> DataSplits:
 
 def _images(data_dir: Path | None, image_size: int) -> DataSplits:
     if data_dir is None:
-        raise DatasetError(
-            "images must be in the folder --data-dir, as train/CLASS and test/CLASS; got no --data-dir"
-        )
+        raise DatasetError("images must be in the folder --data-dir, as train/CLASS and test/CLASS; got no --data-dir")
     classes = class_names(data_dir / "train")
     train, test = (
         ImageFolder(data_dir / split, classes, image_size=image_size, scale=_SCALES["images"])
         for split in ("train", "test")
     )
-    return DataSplits(
-        train=train, test=test, num_classes=len(classes), sample_shape=(3, image_size, image_size)
-    )
+    return DataSplits(train=train, test=test, num_classes=len(classes), sample_shape=(3, image_size, image_size))
 
 
 def _locate(name: str, folders: Sequence[Path], files: Sequence[str], how: str) -> list[Path]:
@@ -126,8 +120,6 @@ def _locate(name: str, folders: Sequence[Path], files: Sequence[str], how: str) 
         if path is None:
             where = " or ".join(map(str, folders)) or "the folder --data-dir"
             got = f"no {file}" if folders else "no --data-dir"
-            raise DatasetError(
-                f"{name} must be in {where} as {', '.join(files)}, plain or .gz ({how}); got {got}"
-            )
+            raise DatasetError(f"{name} must be in {where} as {', '.join(files)}, plain or .gz ({how}); got {got}")
         found.append(path)
     return found

@@ -24,18 +24,14 @@ def class_names(split_dir: Path) -> list[str]:
     folders = split_dir.iterdir() if split_dir.is_dir() else ()
     names = sorted(folder.name for folder in folders if folder.is_dir() and not folder.name.startswith("."))
     if not names:
-        raise DatasetError(
-            f"{split_dir} must be a folder that holds one folder of images for each class; got none"
-        )
+        raise DatasetError(f"{split_dir} must be a folder that holds one folder of images for each class; got none")
     return names
 
 
 class ImageFolder(BatchedDataset):
     """The images ``split_dir/CLASS/*``, as RGB, resized and centre cropped to a square; no augmentation."""
 
-    def __init__(
-        self, split_dir: Path, classes: Sequence[str], *, image_size: int, scale: PixelScale
-    ) -> None:
+    def __init__(self, split_dir: Path, classes: Sequence[str], *, image_size: int, scale: PixelScale) -> None:
         """Lists the files; a sample's label is the position of its folder's name in ``classes``.
 
         ``image_size`` is the side of the square in pixels. Raises ``DatasetError`` for a folder that is
@@ -45,9 +41,7 @@ class ImageFolder(BatchedDataset):
         labels: list[int] = []
         for name in class_names(split_dir):
             if name not in classes:
-                raise DatasetError(
-                    f"{split_dir / name} must be named as one of the training classes; got {name!r}"
-                )
+                raise DatasetError(f"{split_dir / name} must be named as one of the training classes; got {name!r}")
             paths = sorted(str(p) for p in (split_dir / name).iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
             if not paths:
                 raise DatasetError(

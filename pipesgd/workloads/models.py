@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipesgd.config import MODELS, check_one_of
 from pipesgd.errors import UserInputError
-from pipesgd.workloads.choices import not_one_of
-
-MODELS: tuple[str, ...] = ("mlp", "convnet", "resnet18")
 
 
 def build_model(
@@ -34,8 +32,7 @@ def build_model(
     Raises:
         UserInputError: the name is unknown, a hidden size is below 1, or the images are too small.
     """
-    if name not in MODELS:
-        raise UserInputError(not_one_of("model", MODELS, name))
+    check_one_of("model", name, MODELS)
     if name == "mlp":
         return _mlp(sample_shape, num_classes, hidden_sizes)
     if name == "convnet":

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipesgd.config import MODELS
 from pipesgd.errors import UserInputError
-from pipesgd.workloads.models import MODELS, build_model
+from pipesgd.workloads.models import build_model
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -83,7 +84,7 @@ def test_resnet18_convolutions_have_the_variance_of_he_et_al() -> None:
             "restnet18",
             (3, 32, 32),
             (500,),
-            r"^model must be one of mlp, convnet, resnet18; got 'restnet18' \(did you mean 'resnet18'\?\)$",
+            r"^model must be one of mlp, convnet, resnet18; got 'restnet18' \(did you mean resnet18\?\)$",
         ),
         ("transformer-xl", (3, 32, 32), (500,), r"^model must be one of .*; got 'transformer-xl'$"),
         ("convnet", (1, 28, 3), (500,), r"^images for convnet must be at least 4x4 pixels; got 28x3$"),

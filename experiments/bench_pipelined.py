@@ -1,0 +1,203 @@
+"""Time of an iteration on this machine: pipelined against torch's DistributedDataParallel, interleaved.
+
+    torchrun --nproc-per-node 4 -m experiments.bench_pipelined      bench_pipelined.csv, bench_pipelined.png
+
+A round has a block of iterations of each contender, in rotated order. Before a block come two iterations
+that are not timed and a barrier; a pipeline is empty when a block begins and emptied again, by flush(),
+within the timed region, so that every gradient is computed, reduced and applied inside it. All contenders
+train a copy of the same model on the same batches, which are in memory before: loading is not measured.
+The time of a block is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from experiments import command, paired
+from experiments.loops import Batch, Loop, make_loops
+from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
+from experiments.results import Row, save, save_figure
+from pipesgd.config import DEFAULT_TIMEOUT
+from pipesgd.errors import UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.workloads import DataSplits, ShardedBatches, build_model, load_dataset
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TARGET_RATIO = 1.05
+TARGETED = ("pipelined width 2, ring", "pipelined width 2, native")
+UNTIMED_ITERATIONS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, on Fashion-MNIST."""
+
+    name: str
+    model: str
+    batch_size: int
+    hidden_sizes: tuple[int, ...] = ()
+
+    def build(self, data: DataSplits) -> nn.Module:
+        """The model, with the same weights every time."""
+        torch.manual_seed(0)
+        shapes = {"sample_shape": data.sample_shape, "num_classes": data.num_classes}
+        return build_model(self.model, **shapes, hidden_sizes=self.hidden_sizes)
+
+    def batches(self, data: DataSplits, ranks: Ranks, number: int) -> list[Batch]:
+        """The first batches of this rank, in memory."""
+        shards = ShardedBatches(
+            data.train, batch_size=self.batch_size, rank=ranks.rank, world_size=ranks.world_size, seed=0
+        )
+        return list(islice(shards.from_iteration(0), number))
+
+
+WORKLOADS = (
+    Workload(name="mlp 2x500, batch 64", model="mlp", hidden_sizes=(500, 500), batch_size=64),
+    Workload(name="mlp 2x1000, batch 128", model="mlp", hidden_sizes=(1000, 1000), batch_size=128),
+    Workload(name="mlp 2x1000, batch 512", model="mlp", hidden_sizes=(1000, 1000), batch_size=512),
+    Workload(name="convnet, batch 64", model="convnet", batch_size=64),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured."""
+
+    workloads: tuple[Workload, ...]
+    block: int
+    """Iterations that are timed together."""
+    rounds: int
+
+
+FULL = Effort(workloads=WORKLOADS, block=20, rounds=20)
+QUICK = Effort(workloads=WORKLOADS[:1], block=5, rounds=3)
+
+
+def compute(ranks: Ranks, effort: Effort, data: DataSplits) -> list[Row]:
+    """A row for every workload and contender, the same on all ranks."""
+    # 1. One round of each to warm up, which also says how long it all will take.
+    loops = {workload: make_loops(workload.build(data), ranks) for workload in effort.workloads}
+    blocks = {
+        workload: make_blocks(loops[workload], workload.batches(data, ranks, UNTIMED_ITERATIONS + effort.block))
+        for workload in effort.workloads
+    }
+    round_seconds = {workload: paired.round_seconds(blocks[workload]) for workload in effort.workloads}
+    # 2. Time them.
+    rows: list[Row] = []
+    total = effort.rounds * sum(round_seconds.values())
+    with command.progress("time of an iteration", total, show=ranks.rank == 0) as advance:
+        for workload in effort.workloads:
+            after_round = partial(advance, round_seconds[workload], workload.name)
+            rows += summarize(workload, paired.interleave(blocks[workload], effort.rounds, after_round=after_round))
+    for loop in (loop for some in loops.values() for loop in some.values()):
+        loop.close()
+    return rows
+
+
+def make_blocks(loops: Mapping[str, Loop], batches: Sequence[Batch]) -> dict[str, Contender]:
+    """For each loop, what times a block of its iterations: seconds per iteration."""
+    untimed, timed = batches[:UNTIMED_ITERATIONS], batches[UNTIMED_ITERATIONS:]
+
+    def block(loop: Loop) -> float:
+        for batch in untimed:
+            loop.iterate(*batch)
+        loop.flush()
+        dist.barrier()
+        begin = time.perf_counter()
+        for batch in timed:
+            loop.iterate(*batch)
+        loop.flush()
+        return (time.perf_counter() - begin) / len(timed)
+
+    return {name: partial(block, loop) for name, loop in loops.items()}
+
+
+def summarize(workload: Workload, seconds: dict[str, Seconds]) -> list[Row]:
+    """The lines of the table for one workload; times are per iteration."""
+    rows = []
+    for name, times in seconds.items():
+        ratio = paired_ratio(times, seconds["ddp"])
+        rows.append(
+            {
+                "workload": workload.name,
+                "batch_size": workload.batch_size,
+                "contender": name,
+                "median_s": median(times),
+                "iqr_s": interquartile_range(times),
+                "ratio_to_ddp_median": ratio.median,
+                "ratio_to_ddp_low": ratio.low,
+                "ratio_to_ddp_high": ratio.high,
+                "rounds": len(times),
+            }
+        )
+    return rows
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """A bar for every contender of one workload: the median, and a whisker as long as the middle half of the times."""
+    colours = ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#999999")  # Okabe and Ito, and grey
+    names = [row["contender"].replace(", ", "\n").replace(" (", "\n(") for row in rows]
+    times = [row["median_s"] for row in rows]
+    axes.bar(names, times, yerr=[row["iqr_s"] / 2 for row in rows], capsize=4, color=colours[: len(rows)])
+    axes.tick_params(axis="x", labelrotation=60)
+    axes.set(title=rows[0]["workload"], ylabel="time of an iteration, median (s)")
+    return axes
+
+
+def publish(rows: list[Row], folder: Path) -> None:
+    """Save the rows and their figure, and print them."""
+    save("bench_pipelined", rows, extra={"target": {"ratio_to_ddp_median_at_most": TARGET_RATIO}}, folder=folder)
+    save_figure("bench_pipelined", rows, by="workload", plot=plot, folder=folder)
+    command.show(
+        f"Time of an iteration; target: pipelined width 2 / ddp at most {TARGET_RATIO:.2f}",
+        [
+            {
+                "workload": row["workload"],
+                "contender": row["contender"],
+                "ms": f"{row['median_s'] * 1e3:.2f}",
+                "IQR ms": f"{row['iqr_s'] * 1e3:.2f}",
+                "/ ddp": f"{row['ratio_to_ddp_median']:.3f}",
+                "95 %": f"{row['ratio_to_ddp_low']:.3f} to {row['ratio_to_ddp_high']:.3f}",
+                "target": verdict(row),
+            }
+            for row in rows
+        ],
+    )
+
+
+def verdict(row: Row) -> str:
+    """Whether the row meets the target; empty where there is none."""
+    if row["contender"] not in TARGETED:
+        return ""
+    return "met" if row["ratio_to_ddp_median"] <= TARGET_RATIO else "MISSED"
+
+
+def main(ranks: Ranks) -> int:
+    """The command."""
+    options = command.parser("bench_pipelined", (__doc__ or "").splitlines()[0])
+    arguments = ranks.agree("options", lambda: command.parse(options, sys.argv[1:]))
+    if ranks.world_size < 2:
+        raise UserInputError("at least 2 ranks must be started (torchrun --nproc-per-node 4 ...); got 1")
+    data = ranks.agree("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
+    ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
+    rows = compute(ranks, QUICK if arguments.quick else FULL, data)
+    if ranks.rank == 0:
+        publish(rows, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,234 @@
+"""Our ring all-reduce against torch's own, over gloo on this machine, in one interleaved run.
+
+    python -m experiments.bench_ring --all                        p = 2, 3, 4: bench_ring.csv, bench_ring.png
+    torchrun --nproc-per-node 2 -m experiments.bench_ring         one p: bench_ring_p2.csv
+
+A round times each of the two once, in alternating order, each after a barrier and on the same values;
+the time of a call is that of the slowest rank. The first rounds are left out.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from experiments import command, paired
+from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
+from experiments.results import REPOSITORY, Row, load, save, save_figure
+from pipesgd.collectives.base import AllReduce
+from pipesgd.config import DEFAULT_SEGMENT_BYTES, DEFAULT_TIMEOUT
+from pipesgd.errors import RunError, UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.strategies.pipelined import make_all_reduce
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WORLD_SIZES = (2, 3, 4)
+TARGET_RATIO = 1.10
+TARGET_FROM_NBYTES = 1 << 20
+WARM_UP_ROUNDS = 3
+COLOURS = {"native": "#0072B2", "ring": "#D55E00"}  # Okabe and Ito: told apart by the colour-blind
+MARKERS = {"native": "o", "ring": "s"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """What is measured, and how long."""
+
+    sizes: tuple[int, ...]
+    """Buffers, in bytes."""
+    seconds_per_size: float
+    least_rounds: int
+    most_rounds: int
+
+    def rounds(self, round_seconds: float) -> int:
+        """How many rounds of this duration are made for one size."""
+        return min(self.most_rounds, max(self.least_rounds, int(self.seconds_per_size / round_seconds)))
+
+
+FULL = Effort(
+    sizes=(4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 100 << 20),
+    seconds_per_size=15.0,
+    least_rounds=15,
+    most_rounds=400,
+)
+QUICK = Effort(sizes=FULL.sizes[:6], seconds_per_size=0.3, least_rounds=3, most_rounds=20)
+
+
+def compute(ranks: Ranks, effort: Effort) -> list[Row]:
+    """A row for every size, the same on all ranks.
+
+    Raises:
+        RunError: the two all-reduces do not give the same sums.
+    """
+    all_reduces = {
+        name: make_all_reduce(name, ranks, timeout=DEFAULT_TIMEOUT, segment_bytes=DEFAULT_SEGMENT_BYTES)
+        for name in ("native", "ring")
+    }
+    # 1. The same sums? And how long a round takes says how many there will be.
+    round_seconds = {}
+    for nbytes in effort.sizes:
+        check_sums(all_reduces, input_values(ranks.rank, nbytes))
+        round_seconds[nbytes] = paired.round_seconds(make_contenders(all_reduces, ranks.rank, nbytes))
+    rounds = {nbytes: effort.rounds(seconds) for nbytes, seconds in round_seconds.items()}
+    # 2. Time them.
+    total = sum((WARM_UP_ROUNDS + rounds[nbytes]) * round_seconds[nbytes] for nbytes in effort.sizes)
+    rows = []
+    with command.progress(f"p = {ranks.world_size}", total, show=ranks.rank == 0) as advance:
+        for nbytes in effort.sizes:
+            contenders = make_contenders(all_reduces, ranks.rank, nbytes)
+            after_round = partial(advance, round_seconds[nbytes], readable(nbytes))
+            times = paired.interleave(contenders, rounds[nbytes], warm_up=WARM_UP_ROUNDS, after_round=after_round)
+            rows.append(summarize(ranks.world_size, nbytes, times["native"], times["ring"]))
+    return rows
+
+
+def check_sums(all_reduces: Mapping[str, AllReduce], values: Tensor) -> None:
+    """Raise ``RunError`` unless all give the same sums."""
+    sums = [values.clone() for _ in all_reduces]
+    for all_reduce, flat in zip(all_reduces.values(), sums, strict=True):
+        all_reduce(flat)
+    if not all(torch.equal(sums[0], other) for other in sums[1:]):
+        raise RunError(f"{' and '.join(all_reduces)} must give the same sums; they differ for {values.nbytes} bytes")
+
+
+def input_values(rank: int, nbytes: int) -> Tensor:
+    """Whole numbers, float32 (nbytes / 4,): their sums are exact, in whatever order they are added."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-1000, 1000, (nbytes // 4,), generator=generator).float()
+
+
+def make_contenders(all_reduces: Mapping[str, AllReduce], rank: int, nbytes: int) -> dict[str, Contender]:
+    """Each all-reduce, to be timed on the same values in the same memory."""
+    values = input_values(rank, nbytes)
+    flat = torch.empty_like(values)
+
+    def timed(all_reduce: AllReduce) -> float:
+        flat.copy_(values)
+        dist.barrier()
+        begin = time.perf_counter()
+        all_reduce(flat)
+        return time.perf_counter() - begin
+
+    return {name: partial(timed, all_reduce) for name, all_reduce in all_reduces.items()}
+
+
+def summarize(world_size: int, nbytes: int, native: Seconds, ring: Seconds) -> Row:
+    """One line of the table; algbw and busbw, in byte/s, as nccl-tests defines them."""
+    ratio = paired_ratio(ring, native)
+    bus = 2 * (world_size - 1) / world_size
+    return {
+        "p": world_size,
+        "nbytes": nbytes,
+        "native_median_s": median(native),
+        "ring_median_s": median(ring),
+        "ratio_median": ratio.median,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "rounds": len(native),
+        "native_iqr_s": interquartile_range(native),
+        "ring_iqr_s": interquartile_range(ring),
+        "native_algbw": nbytes / median(native),
+        "ring_algbw": nbytes / median(ring),
+        "native_busbw": bus * nbytes / median(native),
+        "ring_busbw": bus * nbytes / median(ring),
+    }
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """Time over size, both logarithmic, for the rows of one p."""
+    for name in ("native", "ring"):
+        times = [row[f"{name}_median_s"] for row in rows]
+        axes.plot([row["nbytes"] for row in rows], times, color=COLOURS[name], marker=MARKERS[name], label=name)
+    axes.set(xscale="log", yscale="log", xlabel="buffer (bytes)", ylabel="time of an all-reduce, median (s)")
+    axes.set_title(f"{rows[0]['p']} ranks")
+    axes.legend()
+    return axes
+
+
+def readable(nbytes: int) -> str:
+    """``nbytes`` in KiB or MiB."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+def publish(name: str, rows: list[Row], folder: Path) -> None:
+    """Save the rows and their figure, and print them."""
+    target = {"ratio_median_at_most": TARGET_RATIO, "from_nbytes": TARGET_FROM_NBYTES}
+    save(name, rows, extra={"target": target}, folder=folder)
+    save_figure(name, rows, by="p", plot=plot, folder=folder)
+    command.show(
+        f"All-reduce, ring / native; target: at most {TARGET_RATIO:.2f} from {readable(TARGET_FROM_NBYTES)} on",
+        [
+            {
+                "p": str(row["p"]),
+                "size": readable(row["nbytes"]),
+                "native ms": f"{row['native_median_s'] * 1e3:.3f}",
+                "ring ms": f"{row['ring_median_s'] * 1e3:.3f}",
+                "ratio": f"{row['ratio_median']:.3f}",
+                "95 %": f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}",
+                "rounds": str(row["rounds"]),
+                "target": verdict(row),
+            }
+            for row in rows
+        ],
+    )
+
+
+def verdict(row: Row) -> str:
+    """Whether the row meets the target; empty where there is none."""
+    if row["nbytes"] < TARGET_FROM_NBYTES:
+        return ""
+    return "met" if row["ratio_median"] <= TARGET_RATIO else "MISSED"
+
+
+def run_all(arguments: Namespace) -> list[Row]:
+    """The rows of all p: each in a torchrun of its own, one after the other."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for p in WORLD_SIZES:
+            words = ["-m", "experiments.bench_ring", "--output", folder, *(["--quick"] if arguments.quick else [])]
+            subprocess.run(command.torchrun(p, *words), cwd=REPOSITORY, check=True)
+            rows += load(Path(folder) / f"bench_ring_p{p}.csv")
+    return rows
+
+
+def parse(words: list[str], world_size: int) -> Namespace:
+    """The options; raises ``UserInputError``."""
+    options = command.parser("bench_ring", (__doc__ or "").splitlines()[0])
+    options.add_argument("--all", action="store_true", help="run p = 2, 3 and 4, without torchrun before it")
+    arguments = command.parse(options, words)
+    if arguments.all and world_size > 1:
+        raise UserInputError("--all must be run without torchrun: it starts torchrun itself")
+    if not arguments.all and world_size < 2:
+        raise UserInputError("--all must be given, or at least 2 ranks started by torchrun; got 1 rank")
+    return arguments
+
+
+def main(ranks: Ranks) -> int:
+    """The command."""
+    arguments = ranks.agree("options", lambda: parse(sys.argv[1:], ranks.world_size))
+    if arguments.all:
+        publish("bench_ring", run_all(arguments), arguments.output)
+        return 0
+    ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
+    rows = compute(ranks, QUICK if arguments.quick else FULL)
+    if ranks.rank == 0:
+        publish(f"bench_ring_p{ranks.world_size}", rows, arguments.output)
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

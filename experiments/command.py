@@ -1,0 +1,147 @@
+"""What the commands of all experiments have in common: options, exit codes, progress, and starting torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from experiments.results import RESULTS, provenance
+from pipesgd import launch
+from pipesgd.errors import UserInputError
+
+EXIT_BAD_INPUT = 2
+
+LINE_SECONDS = 10.0
+"""Where output is no terminal, a line of progress this often."""
+LOG_WIDTH = 120
+"""Columns of text, likewise."""
+BAR_SECONDS = 0.5
+"""On a terminal, the bar is drawn anew this often, between timed calls: no thread draws during one."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ``UserInputError`` where argparse would have every rank print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserInputError(message.removeprefix("argument "))
+
+
+def parser(name: str, description: str | None) -> Parser:
+    """A parser with the options that every experiment has."""
+    options = Parser(prog=f"python -m experiments.{name}", description=description, allow_abbrev=False)
+    options.add_argument("--quick", action="store_true", help="a short run, to see that it works; needs --output")
+    options.add_argument(
+        "--output", type=Path, default=RESULTS, metavar="DIR", help="folder of the results (experiments/results)"
+    )
+    return options
+
+
+def parse(options: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """The values of ``words``; their ``output`` is a folder to write to.
+
+    Raises:
+        UserInputError: a value is wrong, or a quick run would overwrite the results of a full one.
+    """
+    arguments = options.parse_args(words)
+    folder: Path = arguments.output
+    if arguments.quick and folder.resolve() == RESULTS:
+        raise UserInputError("--output must name another folder than that of the full results with --quick")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise UserInputError(f"--output must be a folder to write to; got {folder}: {failure.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise UserInputError(f"--output must be a folder to write to; got {folder}")
+    return arguments
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number, not below ``least``."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
+        return int(text)
+
+    return number
+
+
+def run(experiment: Callable[[launch.Ranks], int]) -> NoReturn:
+    """Run ``experiment`` on the ranks that torchrun started (or on one) and exit with the code it returns.
+
+    2 is for wrong input, said in one line. Other errors keep their traceback: torchrun then ends all ranks.
+    """
+    ranks: launch.Ranks | None = None
+    try:
+        ranks = launch.join()
+        if ranks.by_torchrun:
+            launch.die_with_parent()
+        if ranks.rank == 0:
+            provenance()  # the code as it is now, even if it is edited before the end
+        code = experiment(ranks)
+        ranks.leave()
+    except UserInputError as error:
+        code = EXIT_BAD_INPUT
+        if ranks is None or ranks.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if ranks is not None:
+            ranks.wait_for_rank_0()
+    sys.exit(code)
+
+
+def torchrun(world_size: int, *words: str) -> list[str]:
+    """The words that start ``world_size`` ranks on this machine, at a port that is free."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", *words]
+
+
+@contextlib.contextmanager
+def progress(label: str, total: float, *, show: bool = True) -> Iterator[Callable[[float, str], None]]:
+    """Shows how much of ``total`` is done and the time left: a bar on a terminal, else a line now and then.
+
+    What it gives is called as ``advance(amount, what_is_being_done)``.
+    """
+    console = Console()
+    begin = time.perf_counter()
+    spoke, done = begin, 0.0
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"))
+    bar = Progress(
+        *columns, console=console, auto_refresh=False, transient=True, disable=not (show and console.is_terminal)
+    )
+    task = bar.add_task(label, total=total, what="")
+
+    def advance(amount: float, what: str) -> None:
+        nonlocal done, spoke
+        now = time.perf_counter()
+        done += amount
+        if not show or now - spoke < (BAR_SECONDS if console.is_terminal else LINE_SECONDS):
+            return
+        spoke = now
+        left = timedelta(seconds=round((now - begin) / done * max(total - done, 0.0)))
+        bar.update(task, completed=done, what=f"{what}, {left} left", refresh=True)
+        if not console.is_terminal:
+            console.print(f"{label}: {what}, {done / total:.0%} done, {left} left", highlight=False)
+
+    with bar:
+        yield advance
+
+
+def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
+    """Print a table; the keys of its rows are its heads."""
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    console = Console()
+    console.print(table, width=console.width if console.is_terminal else LOG_WIDTH, crop=False)

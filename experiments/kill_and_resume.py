@@ -1,0 +1,187 @@
+"""Kill -9 on a random rank at a random moment: does torchrun's restart end in the very same weights?
+
+    python -m experiments.kill_and_resume      kill_and_resume.csv; exit code 1 if any run ends otherwise
+
+One run is left alone. Every other run of the same command loses one rank at a moment that is uniform over
+the time the undisturbed run trained, is restarted by torchrun, and goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiments import command
+from experiments.results import REPOSITORY, Row, save
+from pipesgd.errors import RunError, UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.output import METRICS_FILE, SUMMARY_FILE
+
+WORLD_SIZE = 4
+ITERATIONS, QUICK_ITERATIONS = 1500, 300
+KILLS, QUICK_KILLS = 20, 2
+POLL_SECONDS = 0.01
+DEADLINE_SECONDS = 300.0
+"""A run that takes longer than this hangs."""
+
+RESUMED = re.compile(r"continuing after iteration (\d+) of|no checkpoint yet: starting anew")
+
+
+@contextlib.contextmanager
+def training(folder: Path, iterations: int) -> Iterator[subprocess.Popen[bytes]]:
+    """torchrun at work in ``folder``: its output goes to ``log``, the run's files to ``run``."""
+    words = f"--max-restarts=3 -m pipesgd.train --dataset digits --model mlp --width 2 --iterations {iterations}"
+    words += " --momentum 0.9 --checkpoint-iterations 25 --output"
+    arguments = command.torchrun(WORLD_SIZE, *words.split(), str(folder / "run"))
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(arguments, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield process
+        finally:
+            process.terminate()  # torchrun ends its ranks too; nothing happens if it has ended
+            process.wait()
+
+
+def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether ``process`` ends within so many seconds."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def appears(path: Path, process: subprocess.Popen[bytes]) -> bool:
+    """Wait for ``path``; whether it appears before ``process`` ends."""
+    while not path.exists():
+        if ends_within(process, POLL_SECONDS):
+            return path.exists()
+    return True
+
+
+def undisturbed(folder: Path, iterations: int) -> tuple[str, float]:
+    """The hash of the trained weights, and the seconds between the beginning and the end of training."""
+    with training(folder, iterations) as process:
+        if appears(folder / "run" / METRICS_FILE, process):
+            begin = time.perf_counter()
+            appears(folder / "run" / SUMMARY_FILE, process)
+            seconds = time.perf_counter() - begin
+        if not ends_within(process, DEADLINE_SECONDS) or process.returncode != 0:
+            raise RunError(f"the undisturbed run must end with exit code 0; its output ends:\n{log_end(folder)}")
+    return weights_sha256(folder), seconds
+
+
+def disturbed(folder: Path, iterations: int, rank: int, delay: float, expected: str) -> Row | None:
+    """Kill ``rank`` so many seconds after the beginning of training: what came of it; None if it was too late."""
+    begin = time.perf_counter()
+    with training(folder, iterations) as process:
+        if not appears(folder / "run" / METRICS_FILE, process):
+            raise RunError(f"a run failed before it was disturbed; its output ends:\n{log_end(folder)}")
+        if ends_within(process, delay):
+            return None
+        killed = time.perf_counter() - begin
+        with contextlib.suppress(KeyError, ProcessLookupError):  # its rank has ended: no restart will show
+            os.kill(pids_of_ranks(process.pid)[rank], signal.SIGKILL)
+        ended = ends_within(process, DEADLINE_SECONDS)
+        wall = time.perf_counter() - begin
+    restarts = list(RESUMED.finditer((folder / "log").read_text(encoding="utf-8", errors="replace")))
+    if process.returncode == 0 and not restarts:
+        return None
+    return {
+        "rank_killed": rank,
+        "killed_after_start_s": killed,
+        "restarts": len(restarts),
+        "resumed_after_iteration": int(restarts[0][1] or 0) if restarts else None,
+        "exit_code": process.returncode if ended else None,
+        "identical": ended and process.returncode == 0 and weights_sha256(folder) == expected,
+        "wall_s": wall,
+    }
+
+
+def pids_of_ranks(torchrun: int) -> dict[int, int]:
+    """The process of each rank, among the children of the process ``torchrun``."""
+    pids: dict[int, int] = {}
+    for children in Path(f"/proc/{torchrun}/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                pids |= {int(entry[5:]): pid for entry in environment if entry.startswith(b"RANK=")}
+    return pids
+
+
+def weights_sha256(folder: Path) -> str:
+    """What the run in ``folder`` says of its trained weights."""
+    summary = json.loads((folder / "run" / SUMMARY_FILE).read_text(encoding="utf-8"))
+    return str(summary["weights_sha256"])
+
+
+def log_end(folder: Path) -> str:
+    """The last lines that the run in ``folder`` printed."""
+    return "\n".join((folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+
+
+def compute(kills: int, iterations: int, seed: int) -> list[Row]:
+    """A row for every kill that hit."""
+    chance = random.Random(seed)
+    rows: list[Row] = []
+    with command.progress("kill and resume", kills + 1) as advance:
+        with tempfile.TemporaryDirectory() as folder:
+            expected, training_seconds = undisturbed(Path(folder), iterations)
+        advance(1, "undisturbed run")
+        while len(rows) < kills:
+            rank, delay = chance.randrange(WORLD_SIZE), chance.uniform(0.0, training_seconds)
+            with tempfile.TemporaryDirectory() as folder:
+                row = disturbed(Path(folder), iterations, rank, delay, expected)
+                if row is None:
+                    continue
+                rows.append({"run": len(rows), **row})
+                if not row["identical"]:
+                    print(f"run {len(rows) - 1}, rank {rank} killed:\n{log_end(Path(folder))}", flush=True)
+            advance(1, f"{len(rows)} of {kills} killed, {sum(row['identical'] for row in rows)} identical")
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows as a table for people."""
+    title = f"{sum(row['identical'] for row in rows)} of {len(rows)} runs ended in the same weights"
+    texts = [
+        {name: f"{value:.2f}" if isinstance(value, float) else str(value) for name, value in row.items()}
+        for row in rows
+    ]
+    command.show(title, texts)
+
+
+def parse(words: list[str]) -> Namespace:
+    """The options; raises ``UserInputError``."""
+    options = command.parser("kill_and_resume", (__doc__ or "").splitlines()[0])
+    options.add_argument("--kills", type=command.at_least(1), help=f"runs with a kill ({KILLS}; quick: {QUICK_KILLS})")
+    options.add_argument("--seed", type=command.at_least(0), default=0, help="seed of the ranks and moments (0)")
+    return command.parse(options, words)
+
+
+def main(ranks: Ranks) -> int:
+    """The command."""
+    arguments = ranks.agree("options", lambda: parse(sys.argv[1:]))
+    if ranks.by_torchrun:
+        raise UserInputError("kill_and_resume must be run without torchrun: it starts torchrun itself")
+    iterations = QUICK_ITERATIONS if arguments.quick else ITERATIONS
+    kills = arguments.kills or (QUICK_KILLS if arguments.quick else KILLS)
+    rows = compute(kills, iterations, arguments.seed)
+    save("kill_and_resume", rows, extra={"iterations": iterations}, folder=arguments.output)
+    show(rows)
+    return 0 if all(row["identical"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    command.run(main)

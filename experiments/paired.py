@@ -1,0 +1,102 @@
+"""Paired measurements: contenders take turns in every round, and only times of one round are compared.
+
+The speed of a shared machine drifts by more than the differences that matter here. A round is short
+beside that drift, so the ratio of two times of the same round is free of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+Seconds = NDArray[np.float64]
+"""One contender's times, (rounds,), in seconds."""
+
+Contender = Callable[[], float]
+"""Prepares and does the work that is compared; the seconds that this rank took for its timed part."""
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times as long as the baseline: the median over rounds, and its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def turns(contenders: Sequence[T], index: int) -> list[T]:
+    """The order of round ``index``: everybody goes first equally often.
+
+    >>> turns("abc", 0), turns("abc", 1)
+    (['a', 'b', 'c'], ['b', 'c', 'a'])
+    """
+    first = index % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
+
+
+def slowest(seconds: Sequence[float]) -> Seconds:
+    """For every round the time of the slowest rank, the same on all ranks. Collective."""
+    times = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return times.numpy()
+
+
+def interleave(
+    contenders: Mapping[str, Contender],
+    rounds: int,
+    *,
+    warm_up: int = 0,
+    after_round: Callable[[], None] = lambda: None,
+) -> dict[str, Seconds]:
+    """The times of each contender in so many rounds, of the slowest rank; ``warm_up`` rounds go before. Collective."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for index in range(warm_up + rounds):
+        for name in turns(list(contenders), index):
+            seconds[name].append(contenders[name]())
+        after_round()
+    return {name: slowest(times[warm_up:]) for name, times in seconds.items()}
+
+
+def round_seconds(contenders: Mapping[str, Contender]) -> float:
+    """How long one round takes, preparations included, in seconds, the same on all ranks. Collective."""
+    begin = time.perf_counter()
+    interleave(contenders, rounds=1)
+    return float(slowest([time.perf_counter() - begin])[0])
+
+
+def median(seconds: Sequence[float] | Seconds) -> float:
+    """The median, in seconds."""
+    return float(np.median(seconds))
+
+
+def interquartile_range(seconds: Sequence[float] | Seconds) -> float:
+    """The spread of the middle half, in seconds."""
+    low, high = np.percentile(seconds, [25, 75])
+    return float(high - low)
+
+
+def paired_ratio(seconds: Sequence[float] | Seconds, baseline: Sequence[float] | Seconds) -> Ratio:
+    """The median over rounds of ``seconds / baseline``, with a percentile bootstrap interval.
+
+    Rounds are drawn anew, with replacement, from a fixed seed. Raises ``ValueError`` unless both hold as many rounds.
+    """
+    times, against = np.asarray(seconds, float), np.asarray(baseline, float)
+    if times.shape != against.shape or times.ndim != 1 or not times.size:
+        raise ValueError(f"paired times must be of the same rounds; got shapes {times.shape} and {against.shape}")
+    ratios = times / against
+    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, ratios.size))  # (resamples, rounds)
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(np.median(drawn, axis=1), [tail, 100 - tail])
+    return Ratio(float(np.median(ratios)), float(low), float(high))

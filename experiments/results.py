@@ -1,0 +1,147 @@
+"""What an experiment leaves behind: a table, the manifest that says where it comes from, and a figure."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import pipesgd
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "experiments" / "results"
+
+Row = dict[str, Any]
+"""One line of a table: column names, which end in the unit, and values."""
+
+
+def save(name: str, rows: list[Row], *, extra: dict[str, Any] | None = None, folder: Path = RESULTS) -> Path:
+    """Write ``folder/name.csv`` and ``folder/name.manifest.json``; the path of the table.
+
+    The table is ``name.json`` instead if a value in it is a list or a dict. ``extra`` is added to the manifest.
+    Call it while the ranks are still joined: the manifest says how many there were.
+    """
+    assert rows, "an experiment without a row has failed"
+    if any(isinstance(value, list | dict) for row in rows for value in row.values()):
+        path = folder / f"{name}.json"
+        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    else:
+        path = folder / f"{name}.csv"
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    manifest = {"made_by": command_line(), **provenance(), **(extra or {})}
+    (folder / f"{name}.manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def load(path: Path) -> list[Row]:
+    """The rows that ``save`` wrote to ``path``."""
+    with path.open(encoding="utf-8", newline="") as file:
+        if path.suffix == ".json":
+            return list(json.load(file))
+        return [{name: _value(text) for name, text in row.items()} for row in csv.DictReader(file)]
+
+
+def save_figure(
+    name: str, rows: list[Row], *, by: str, plot: Callable[[list[Row], Axes], Axes], folder: Path = RESULTS
+) -> Path:
+    """Write ``folder/name.png``: a panel for every value of column ``by``, drawn by ``plot``; its path."""
+    # Imported here: one rank draws, at the end. No pyplot, which would keep figures in a global list.
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys(row[by] for row in rows))
+    figure = Figure(figsize=(4.2 * len(panels), 4.0), layout="constrained")
+    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        plot([row for row in rows if row[by] == panel], axes)
+    path = folder / f"{name}.png"
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def command_line() -> str:
+    """The command that started this process, without the paths of this machine."""
+    by_torchrun = dist.is_torchelastic_launched() and dist.is_initialized()
+    start = f"torchrun --nproc-per-node {dist.get_world_size()}" if by_torchrun else "python"
+    spec = sys.modules["__main__"].__spec__
+    module = "-" if spec is None else f"-m {spec.name}"
+    return " ".join([start, module, *(re.sub(r"(^|=)/.*/", r"\1", word) for word in sys.argv[1:])])
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    """When, from which code, and where. The first call's answer stays: what was there when the experiment began."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": _git_state(),
+        "versions": {
+            "pipesgd": pipesgd.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count(),
+            "memory_gib": round(memory / 2**30, 1),
+            "kernel": f"{platform.system()} {platform.release()}",
+        },
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def _git_state() -> dict[str, Any] | None:
+    """The commit, and whether tracked or new files differ from it; None where there is no repository."""
+    # Results are left out: those of the experiment before this one may not be committed yet.
+    status = ("status", "--porcelain", "--", ".", ":!experiments/results")
+    try:
+        commit, changes = (_git("rev-parse", "HEAD"), _git(*status))
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(*words: str) -> str:
+    command = ["git", "--no-optional-locks", *words]
+    return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.machine()
+
+
+def _value(text: str) -> Any:
+    """What ``csv`` wrote as ``text``: None, a boolean, a number, or the text itself."""
+    constants = {"": None, "True": True, "False": False}
+    if text in constants:
+        return constants[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,86 @@
+"""A Transport between threads of one process: collectives tested in milliseconds, message by message."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEADLINE = 10.0
+
+
+@dataclass
+class Network:
+    """The wires between ``world_size`` threads: one first-in, first-out queue for each ordered pair."""
+
+    world_size: int
+    wires: dict[tuple[int, int], queue.Queue[Tensor]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    log: list[tuple[int, int, int, str]] = field(default_factory=list)
+    """(sender, receiver, bytes, what) of every message."""
+
+
+class MemoryTransport:
+    """One rank's end of a ``Network``. A receive takes its message when it is waited for, in the order posted."""
+
+    def __init__(self, network: Network, rank: int):
+        self.rank = rank
+        self.world_size = network.world_size
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._network = network
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> _Pending:
+        self.bytes_sent += tensor.nbytes
+        self._network.log.append((self.rank, peer, tensor.nbytes, what))
+        self._network.wires[self.rank, peer].put(tensor.clone())
+        return _Pending(lambda: None)
+
+    def receive(self, tensor: Tensor, peer: int, what: str) -> _Pending:
+        def take() -> None:
+            message = self._network.wires[peer, self.rank].get(timeout=DEADLINE)
+            assert message.shape == tensor.shape, (what, message.shape, tensor.shape)
+            tensor.copy_(message)
+            self.bytes_received += message.nbytes
+
+        return _Pending(take)
+
+
+@dataclass
+class _Pending:
+    wait: Callable[[], None]
+
+
+def run_threads(world_size: int, function: Callable[[MemoryTransport], Any]) -> tuple[list[Any], Network]:
+    """``function(transport)`` in one thread for each rank: their results, and the network with its log."""
+    network = Network(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(MemoryTransport(network, rank))
+        except BaseException as error:  # noqa: BLE001 (raised again below)
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+    left = {pair: wire.qsize() for pair, wire in network.wires.items() if wire.qsize()}
+    assert not left, f"messages that nobody received: {left}"
+    return results, network
+
+
+def integers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small integers that differ by rank: their sums are exact in every order and every dtype."""
+    return ((torch.arange(numel) * 7 + rank * 3) % 11 - 5).to(dtype)

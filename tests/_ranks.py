@@ -1,0 +1,123 @@
+"""Real ranks for tests: functions run in processes of their own, over gloo, with a deadline.
+
+Processes come from a fork server that has imported torch once, so that a rank starts in a tenth of a second.
+A rank that does not come back in time prints the stacks of all its threads, and is killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipesgd.launch import Ranks
+
+TIMEOUT = 20.0
+"""Seconds that a rank waits for another one, in tests that are not about that."""
+
+DEADLINE = 60.0
+"""Seconds after which a rank that has not answered is taken to hang."""
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pipesgd", "numpy"])
+
+
+class RankFailed(AssertionError):  # noqa: N818 (a failed assertion, in another process)
+    """A rank raised, or did not answer within the deadline."""
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = TIMEOUT,
+    deadline: float = DEADLINE,
+    process_group: bool = True,
+) -> list[Any]:
+    """``function(ranks, *args)`` in ``world_size`` processes; what each returned, in rank order.
+
+    ``function`` must be a module's own, and its result picklable. torch's process group is started for it, unless
+    ``process_group`` is false. A result that is an exception stands for itself: return, do not raise, what is expected.
+
+    Raises:
+        RankFailed: a rank raised (with its traceback), died, hung, or left a thread behind.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            here, there = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_rank_main,
+                args=(rank, world_size, folder, timeout, deadline, process_group, there, function, args),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        end = time.monotonic() + deadline + 5.0  # a hanging rank's own dump of its stacks comes first
+        answers = [_answer(pipe, end) for pipe in pipes]
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()) if all(kind != "silent" for kind, _ in answers) else 0.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        problems = [f"rank {rank} {kind}: {text}" for rank, (kind, text) in enumerate(answers) if kind != "returned"]
+        if problems:
+            raise RankFailed("\n".join(problems))
+        return [value for _, value in answers]
+
+
+def _answer(pipe: Connection, end: float) -> tuple[str, Any]:
+    if not pipe.poll(max(0.0, end - time.monotonic())):
+        return "silent", "no answer within the deadline; its stacks are on stderr"
+    try:
+        answer: tuple[str, Any] = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return "died", "without an answer"
+    return answer
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout: float,
+    deadline: float,
+    process_group: bool,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    faulthandler.dump_traceback_later(deadline, exit=True, file=sys.__stderr__)
+    torch.set_num_threads(1)
+    try:
+        store = dist.FileStore(str(Path(folder) / "store"), world_size)
+        ranks = Ranks(rank=rank, world_size=world_size, store=store, local_rank=rank, timeout=timeout)
+        if process_group:
+            ranks.start_process_group("cpu", timeout)
+        value = function(ranks, *args)
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("pipesgd")]
+        if left:
+            raise AssertionError(f"threads left behind: {left}")
+        # Plain pickles: multiprocessing's own would share the memory of tensors, which ends with this process.
+        pipe.send_bytes(pickle.dumps(("returned", value)))
+    except BaseException:  # noqa: BLE001 (the test that waits gets it)
+        pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
+    finally:
+        # No tidying up of torch's groups: their peers may be gone, and the process ends here.
+        pipe.close()
+        os._exit(0)

@@ -1,0 +1,28 @@
+"""Shared set-up: experiments are importable from the repository, pipesgd from where it is installed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Appended, not put first: CI tests the installed wheel, not the sources beside it.
+sys.path += [str(REPOSITORY), str(REPOSITORY / "tests")]
+
+# Ranks and threads take the time they take on a busy machine; pytest-timeout watches over hangs.
+settings.register_profile("pipesgd", deadline=None, print_blob=True)
+settings.load_profile("pipesgd")
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a communication thread running."""
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("pipesgd")]
+    assert not left, f"threads left behind: {left}"

@@ -1,0 +1,155 @@
+"""Options, config files, and what bad ones get: one line that names what must hold and what was got."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipesgd.command_line import HelpRequested, as_toml, parse
+from pipesgd.config import FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
+from pipesgd.errors import UserInputError
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--width 0", "width must be at least 1; got 0"),
+        ("--width -1", "width must be at least 1; got -1"),
+        ("--width 1.5", "width must be a whole number; got '1.5'"),
+        ("--width 1000000", "width must be at most 64, since every unit costs a copy of the gradient; got 1000000"),
+        ("--width two", "width must be a whole number; got 'two'"),
+        ("--width", "Missing value for argument '--width'. Expected 1 values."),
+        ("--width 2 --width 3", "width must be given once; got it 2 times"),
+        ("--widht 2", "every option must be one that --help lists; got --widht (did you mean width?)"),
+        ("width", "Unrecognized options: width"),
+        ("--warmup-iterations -5", "warmup-iterations must be at least 0; got -5"),
+        ("--lr fast", "lr must be a number; got 'fast'"),
+        ("--lr nan", "lr must be above 0; got nan"),
+        ("--lr inf", "lr must be above 0; got inf"),
+        ("--lr 0", "lr must be above 0; got 0.0"),
+        ("--momentum 1", "momentum must be below 1; got 1.0"),
+        ("--optimizer nesterov --momentum 0", "momentum must be above 0 with --optimizer nesterov; got 0"),
+        ("--weight-decay -1", "weight-decay must be at least 0; got -1.0"),
+        ("--optimizer sdg", "optimizer must be one of sgd, nesterov, adam, adamw; got 'sdg' (did you mean sgd?)"),
+        ("--schedule linear", "schedule must be one of constant, cosine, one-cycle; got 'linear'"),
+        (
+            "--dataset fashion_mnist",
+            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images; "
+            "got 'fashion_mnist' (did you mean fashion-mnist?)",
+        ),
+        ("--model resnet", "model must be one of mlp, convnet, resnet18; got 'resnet' (did you mean resnet18?)"),
+        ("--hidden-sizes 500 0", "hidden-sizes must be at least 1; got 0"),
+        ("--strategy pipeline", "strategy must be pipelined; got 'pipeline' (did you mean pipelined?)"),
+        ("--codec int8", "codec must be fp32; got 'int8'"),
+        ("--all-reduce rign", "all-reduce must be ring or native; got 'rign' (did you mean ring?)"),
+        ("--epochs 3 --iterations 4", "epochs and iterations must not both be given; leave one of them out"),
+        ("--epochs 0", "epochs must be at least 1; got 0"),
+        ("--iterations 0", "iterations must be at least 1; got 0"),
+        ("--batch-size 0", "batch-size must be at least 1; got 0"),
+        ("--timeout 0", "timeout must be above 0; got 0.0"),
+        ("--on-nonfinite ignore", "on-nonfinite must be stop or skip; got 'ignore'"),
+        ("--check-replicas 0", "check-replicas must be at least 1; got 0"),
+        ("--checkpoint-iterations 0", "checkpoint-iterations must be at least 1; got 0"),
+        ("--keep-checkpoints 0", "keep-checkpoints must be at least 1; got 0"),
+        ("--device gpu", "device must be cpu or cuda; got 'gpu' (did you mean cpu?)"),
+        ("--device cuda", "all-reduce must be native with --device cuda, where the gradients stay on the GPU; got ring"),
+        (
+            "--resume --overwrite",
+            "resume and overwrite must not both be given: one keeps what the other deletes",
+        ),
+        ("--config", "config must be a TOML file; got nothing after --config"),
+        ("--config nowhere.toml", "config must be a readable file; got nowhere.toml: No such file or directory"),
+    ],
+)
+def test_bad_words_get_one_line(words: str, message: str) -> None:
+    with pytest.raises(UserInputError) as caught:
+        parse(words.split())
+    assert str(caught.value) == message
+
+
+@given(words=st.lists(st.text(min_size=1, max_size=8) | st.sampled_from(["--width", "--lr", "--config", "3"]), max_size=4))
+def test_no_words_end_in_a_traceback(words: list[str]) -> None:
+    try:
+        parse(words)
+    except UserInputError as error:
+        assert str(error)
+        assert "Traceback" not in str(error)
+    except HelpRequested:
+        assert {"-h", "--help"} & set(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("widht = 2", "every key in {} must be an option; got 'widht' (did you mean width?)"),
+        ("width = 'two'", "width must be a whole number; got 'two'"),
+        ("width = 0", "width must be at least 1; got 0"),
+        ("width = 1.5", "width must be a whole number; got '1.5'"),
+        ("width = true", "width must be a value, not true or false in a config file; got true"),
+        ("trace = 1", "trace must be true or false in a config file; got 1"),
+        ("width = ", "config must be a TOML file; got {}: Invalid value (at end of document)"),
+        ("[pipeline]\nwidth = 2", "every key in {} must be an option; got 'pipeline'"),
+    ],
+)
+def test_bad_config_files_get_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(UserInputError) as caught:
+        parse(["--config", str(path)])
+    assert str(caught.value) == message.format(path)
+
+
+def test_a_config_file_is_options_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('width = 3\nbatch_size = 64\nhidden-sizes = [30, 40]\ntrace = true\noverwrite = false\nlr = 1e-3\n')
+    config = parse([f"--config={path}", "--width", "4"])
+    assert config.pipeline.width == 4
+    assert config.data.batch_size == 64
+    assert config.model.hidden_sizes == (30, 40)
+    assert config.run.trace
+    assert not config.run.overwrite
+    assert config.optimization.lr == 1e-3
+
+
+@given(
+    width=st.integers(1, 64),
+    lr=st.floats(1e-9, 1e3),
+    hidden=st.lists(st.integers(1, 9999), min_size=1, max_size=3),
+    trace=st.booleans(),
+    output=st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1).filter(
+        lambda text: not text.startswith("-") and str(Path(text)) == text
+    ),
+)
+def test_a_dry_run_prints_a_config_file_that_says_the_same(
+    tmp_path_factory: pytest.TempPathFactory, width: int, lr: float, hidden: list[int], trace: bool, output: str
+) -> None:
+    words = ["--width", str(width), "--lr", str(lr), "--hidden-sizes", *map(str, hidden), "--output", output]
+    config = parse(words + ["--trace"] * trace)
+    path = tmp_path_factory.mktemp("config") / "run.toml"
+    path.write_text(as_toml(config), encoding="utf-8")
+    assert parse(["--config", str(path)]) == config
+
+
+def test_help_explains_every_option_with_its_default() -> None:
+    with pytest.raises(HelpRequested) as caught:
+        parse(["--help"])
+    text = str(caught.value)
+    assert "--config FILE" in text
+    for name in TrainConfig().options():
+        assert f"--{name}" in text
+    for section in ("data", "model", "optimization", "pipeline", "run"):
+        kind = type(getattr(TrainConfig(), section))
+        source = Path(__import__(kind.__module__, fromlist=["x"]).__file__).read_text()
+        for item in dataclasses.fields(kind):
+            assert f'    {item.name}: ' in source
+    assert text.count("(default: ") == len(TrainConfig().options())
+
+
+def test_options_that_are_free_to_differ_exist() -> None:
+    assert FREE_ON_RESUME <= TrainConfig().options().keys()
+    one, other = parse(["--width", "2", "--output", "a"]), parse(["--width", "3", "--output", "b", "--lr", "1"])
+    assert differing_options(one.options(), other.options(), free=FREE_BETWEEN_RANKS) == ["lr", "width"]

@@ -1,0 +1,115 @@
+"""What ranks tell each other outside of training: exchange, agreement, deadlines, and who is missing."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+from _ranks import run_ranks
+
+from pipesgd import launch
+from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
+from pipesgd.launch import Ranks
+
+
+def _exchange(ranks: Ranks) -> tuple[list[Any], int]:
+    values = [ranks.exchange("a value", [ranks.rank, i, math.nan]) for i in range(20)]
+    return values, sum(ranks.store.check([f"exchange/{n}/a value/{ranks.rank}"]) for n in range(1, 21))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_everybody_gets_everybodys_value_and_old_ones_are_forgotten(world_size: int) -> None:
+    for values, kept in run_ranks(world_size, _exchange, process_group=False):
+        assert [[rank, i] for i, row in enumerate(values) for rank, *_ in row] == [
+            [rank, i] for i in range(20) for rank in range(world_size)
+        ]
+        assert kept <= 2
+
+
+def _agree(ranks: Ranks, wrong: list[int]) -> tuple[str, bool] | int:
+    def attempt() -> int:
+        if ranks.rank in wrong:
+            raise UserInputError("x must be 1; got 2")
+        return ranks.rank
+
+    try:
+        return ranks.agree("x", attempt)
+    except UserInputError as error:
+        return str(error), error.known_to_all
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ([], [0, 1, 2]),
+        ([2], [("rank 2: x must be 1; got 2", True)] * 3),
+        ([0, 1, 2], [("x must be 1; got 2", True)] * 3),
+    ],
+)
+def test_one_ranks_bad_input_is_everybodys(wrong: list[int], expected: list[Any]) -> None:
+    assert run_ranks(3, _agree, wrong, process_group=False) == expected
+
+
+def _one_stays_away(ranks: Ranks) -> Any:
+    if ranks.rank == 1:
+        return None
+    begin = time.monotonic()
+    try:
+        ranks.exchange("a value", 1)
+    except DeadlineExceeded as error:
+        return str(error), error.peer, time.monotonic() - begin
+
+
+def test_a_missing_rank_is_named_when_the_deadline_has_passed() -> None:
+    for rank, answer in enumerate(run_ranks(3, _one_stays_away, timeout=1.0, process_group=False)):
+        if rank != 1:
+            text, peer, seconds = answer
+            assert peer == 1
+            assert text == (
+                f"rank {rank}: exchange of a value with rank 1 failed: no word within 1 s from ranks [1]"
+            )
+            assert 1.0 <= seconds < 5.0
+
+
+def _one_fails(ranks: Ranks) -> Any:
+    if ranks.rank == 1:
+        return ranks.diagnose("rank 1: the disk is full")
+    try:
+        ranks.exchange("a value", 1)
+    except CommunicationError as error:
+        return str(error), error.peer, ranks.diagnose("rank 0: x")
+
+
+def test_a_failure_elsewhere_ends_the_wait_with_its_reason() -> None:
+    answer, report = run_ranks(2, _one_fails, timeout=30.0, process_group=False)
+    text, peer, own = answer
+    assert peer == 1
+    assert "rank 1: the disk is full" in text
+    assert own == "rank 0: x", "all ranks have spoken: nobody is missing"
+    assert report == "rank 1: the disk is full"
+
+
+def _two_of_four_report(ranks: Ranks) -> str:
+    return ranks.diagnose(f"rank {ranks.rank}: x") if ranks.rank in (0, 3) else ""
+
+
+def test_who_does_not_report_is_named() -> None:
+    reports = run_ranks(4, _two_of_four_report, process_group=False)
+    assert reports[0] == "rank 0: x; no word from ranks 1, 2"
+    assert reports[3] == "rank 3: x; no word from ranks 1, 2"
+
+
+def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserInputError, match="got RANK without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
+        launch.join()
+
+
+def test_without_torchrun_there_is_one_rank() -> None:
+    ranks = launch.join()
+    assert (ranks.rank, ranks.world_size, ranks.by_torchrun) == (0, 1, False)
+    assert ranks.exchange("a value", "x") == ["x"]

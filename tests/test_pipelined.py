@@ -1,0 +1,442 @@
+"""The strategy against one-process references, torch's DDP, and exact integers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from _reference import pipe_sgd
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from pipesgd import Pipelined
+from pipesgd.errors import NonFiniteGradientError, UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.replicas import weights_sha256
+from pipesgd.workloads import ShardedBatches, build_model, load_dataset
+
+Batch = tuple[Tensor, Tensor]
+
+
+def fashion_mnist_batches(rank: int, world_size: int, iterations: int, dtype: torch.dtype) -> list[Batch]:
+    data = load_dataset("fashion-mnist", None, image_size=28)
+    shards = ShardedBatches(data.train, batch_size=32, rank=rank, world_size=world_size, seed=1)
+    first = itertools.islice(shards.from_iteration(0), iterations)
+    return [(images.to(dtype), labels) for images, labels in first]
+
+
+def paper_mlp(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(5)
+    return build_model("mlp", sample_shape=(1, 28, 28), num_classes=10).to(dtype)
+
+
+def classify(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def _train_on_fashion_mnist(
+    ranks: Ranks, width: int, all_reduce: str, iterations: int, dtype: torch.dtype
+) -> tuple[list[float], list[str], dict[str, Tensor]]:
+    model = paper_mlp(dtype)
+    pipeline = Pipelined(model, momentum_sgd(model), width=width, all_reduce=all_reduce, ranks=ranks)
+    losses, hashes = [], []
+    for batch in fashion_mnist_batches(ranks.rank, ranks.world_size, iterations, dtype):
+        loss = classify(model, batch)
+        loss.backward()
+        pipeline.step()
+        losses.append(loss.item())
+        hashes.append(weights_sha256(model))
+    pipeline.flush()
+    pipeline.close()
+    return losses, [*hashes, weights_sha256(model)], model.state_dict()
+
+
+def _train_with_ddp(ranks: Ranks, iterations: int, dtype: torch.dtype) -> tuple[list[float], dict[str, Tensor]]:
+    model = paper_mlp(dtype)
+    wrapped = DistributedDataParallel(model)
+    optimizer = momentum_sgd(model)
+    losses = []
+    for batch in fashion_mnist_batches(ranks.rank, ranks.world_size, iterations, dtype):
+        optimizer.zero_grad()
+        loss = classify(wrapped, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(
+            one[name], other[name], rtol=rtol, atol=rtol, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("all_reduce", ["ring", "native"])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_on_fashion_mnist_it_is_the_recursion_of_the_paper(width: int, all_reduce: str) -> None:
+    """In float64 nothing but the order of four additions differs: 1e-11 over 12 iterations.
+
+    The weights are bit-identical on all ranks after every one of them.
+    """
+    iterations, dtype = 12, torch.float64
+    results = run_ranks(4, _train_on_fashion_mnist, width, all_reduce, iterations, dtype)
+    for hashes in zip(*(hashes for _, hashes, _ in results), strict=True):
+        assert len(set(hashes)) == 1
+
+    model = paper_mlp(dtype)
+    shards = [fashion_mnist_batches(rank, 4, iterations, dtype) for rank in range(4)]
+    losses = pipe_sgd(model, momentum_sgd(model), classify, list(zip(*shards, strict=True)), width=width)
+    for rank, (ours, _, weights) in enumerate(results):
+        assert ours == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-11)
+        assert_same_weights(weights, model.state_dict(), rtol=1e-11)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 2e-5)])
+def test_width_1_is_ddp_and_one_process_on_the_whole_batch(dtype: torch.dtype, tolerance: float) -> None:
+    """DDP divides before it adds and adds in another order, one process adds 128 samples at once: rounding only.
+
+    Over 12 iterations with momentum that is 1e-11 in float64 and 2e-5 in float32 (100 units in the last place).
+    """
+    iterations = 12
+    ours = run_ranks(4, _train_on_fashion_mnist, 1, "ring", iterations, dtype)
+    ddp = run_ranks(4, _train_with_ddp, iterations, dtype)
+    for (losses, _, weights), (ddp_losses, ddp_weights) in zip(ours, ddp, strict=True):
+        assert losses == pytest.approx(ddp_losses, rel=tolerance)
+        assert_same_weights(weights, ddp_weights, rtol=tolerance)
+
+    model = paper_mlp(dtype)
+    optimizer = momentum_sgd(model)
+    shards = [fashion_mnist_batches(rank, 4, iterations, dtype) for rank in range(4)]
+    for iteration, of_ranks in enumerate(zip(*shards, strict=True)):
+        optimizer.zero_grad()
+        whole = tuple(torch.cat(parts) for parts in zip(*of_ranks, strict=True))
+        loss = classify(model, whole)
+        loss.backward()
+        optimizer.step()
+        assert loss.item() == pytest.approx(sum(losses[iteration] for losses, _, _ in ours) / 4, rel=tolerance)
+    assert_same_weights(ours[0][2], model.state_dict(), rtol=tolerance)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
+    "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05),
+}
+
+
+def small_problem(seed: int, sizes: list[int], iterations: int, world_size: int) -> tuple[nn.Module, list[list[Batch]]]:
+    """A float64 network with layers of ``sizes``, and batches[iteration][rank] for it."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
+    batches = [
+        [
+            (
+                torch.randn(3, sizes[0], generator=generator, dtype=torch.float64),
+                torch.randn(3, sizes[-1], generator=generator, dtype=torch.float64),
+            )
+            for _ in range(world_size)
+        ]
+        for _ in range(iterations)
+    ]
+    return nn.Sequential(*layers).double(), batches
+
+
+def regress(model: nn.Module, batch: Batch) -> Tensor:
+    return mse_loss(model(batch[0]), batch[1])
+
+
+def falling_lr(iteration: int) -> float:
+    return 0.03 / (1 + iteration)
+
+
+def _train_small(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor], int]]:
+    outcomes = []
+    for case in cases:
+        model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], ranks.world_size)
+        if ranks.rank:  # only rank 0's initial weights count
+            model.apply(lambda module: module.reset_parameters() if isinstance(module, nn.Linear) else None)
+        optimizer = OPTIMIZERS[case["optimizer"]](model.parameters())
+        pipeline = Pipelined(
+            model,
+            optimizer,
+            width=case["width"],
+            warmup_iterations=case["warmup"],
+            all_reduce=case["all_reduce"],
+            segment_bytes=64,
+            ranks=ranks,
+        )
+        losses = []
+        for iteration, of_ranks in enumerate(batches):
+            if case["scheduled"]:
+                for group in optimizer.param_groups:
+                    group["lr"] = falling_lr(iteration)
+            loss = regress(model, of_ranks[ranks.rank])
+            loss.backward()
+            pipeline.step()
+            losses.append(loss.item())
+        pipeline.flush()
+        pipeline.close()
+        outcomes.append((losses, model.state_dict(), pipeline.buffers_allocated))
+    return outcomes
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 1000),
+        "sizes": st.lists(st.integers(1, 6), min_size=2, max_size=4),
+        "iterations": st.integers(1, 7),
+        "width": st.integers(1, 5),
+        "warmup": st.integers(0, 4),
+        "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
+        "all_reduce": st.sampled_from(["ring", "native"]),
+        "scheduled": st.booleans(),
+    }
+)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@settings(max_examples=4)
+@given(cases=st.lists(CASES, min_size=8, max_size=8))
+def test_any_width_warmup_optimizer_and_schedule_is_the_recursion(world_size: int, cases: list[dict[str, Any]]) -> None:
+    results = run_ranks(world_size, _train_small, cases)
+    for index, case in enumerate(cases):
+        model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], world_size)
+        losses = pipe_sgd(
+            model,
+            OPTIMIZERS[case["optimizer"]](model.parameters()),
+            regress,
+            batches,
+            width=case["width"],
+            warmup_iterations=case["warmup"],
+            lr_of=falling_lr if case["scheduled"] else None,
+        )
+        for rank in range(world_size):
+            ours, weights, buffers = results[rank][index]
+            assert ours == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-9)
+            assert_same_weights(weights, model.state_dict(), rtol=1e-9)
+            assert all(torch.equal(weights[name], results[0][index][1][name]) for name in weights)
+            assert buffers <= case["width"]
+
+
+class OddParameters(nn.Module):
+    """What a layout of parameters can get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.one = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+        self.transposed = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+        self.wide = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.shared = nn.Linear(3, 3, bias=False)
+        self.tied = self.shared
+        self.unused = nn.Parameter(torch.full((2,), 7.0))
+        self.frozen = nn.Parameter(torch.full((2,), 9.0), requires_grad=False)
+        self.register_buffer("flag", torch.tensor([True, False]))
+        self.register_buffer("count", torch.tensor(3))
+
+    def loss(self, scale: float) -> Tensor:
+        """Linear in every parameter but the unused one: the gradient is ``scale`` times fixed integers."""
+        weight = torch.arange(12.0).view(4, 3)
+        parts = [self.scalar * 3, self.one.sum(), self.empty.sum(), (self.transposed * weight).sum(), self.wide.sum()]
+        parts += [self.shared.weight.sum(), (self.tied.weight * 2).sum()]
+        return scale * torch.stack([part.double() for part in parts]).sum()
+
+
+def _sum_of_applied_gradients(ranks: Ranks, width: int, iterations: int) -> dict[str, Tensor]:
+    """With SGD at lr 1 the weights go down by exactly the sum of all applied means."""
+    torch.manual_seed(ranks.rank)
+    model = OddParameters()
+    with torch.no_grad():
+        model.shared.weight.copy_(torch.arange(9.0).view(3, 3) + ranks.rank)
+        model.flag.copy_(torch.tensor([True, False]) if ranks.rank == 0 else torch.tensor([True, True]))
+        model.count.fill_(3 + ranks.rank)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    pipeline = Pipelined(model, optimizer, width=width, segment_bytes=16, ranks=ranks)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    applied = []
+    for iteration in range(iterations):
+        model.loss(float(ranks.world_size * (iteration + ranks.rank + 1))).backward()
+        applied += pipeline.step().applied
+    applied += pipeline.flush().applied
+    assert applied == list(range(iterations)), "every gradient once, in order"
+    assert pipeline.flush().applied == (), "nothing twice"
+    assert pipeline.buffers_allocated == min(width, iterations)
+    pipeline.close()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return {name: before[name].double() - value.double() for name, value in model.state_dict().items()} | {
+        "flag before": before["flag"],
+        "count before": before["count"],
+        "shared before": before["shared.weight"],
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("width", "iterations"), [(1, 4), (2, 5), (3, 2), (4, 9)])
+def test_no_gradient_is_lost_or_applied_twice(world_size: int, width: int, iterations: int) -> None:
+    total = float(sum(iteration + rank + 1 for iteration in range(iterations) for rank in range(world_size)))
+    for moved in run_ranks(world_size, _sum_of_applied_gradients, width, iterations):
+        assert moved["scalar"] == 3 * total
+        assert moved["one"].tolist() == [total]
+        assert moved["empty"].shape == (0, 3)
+        assert torch.equal(moved["transposed"], torch.arange(12.0, dtype=torch.float64).view(4, 3) * total)
+        assert moved["wide"].tolist() == [total] * 5
+        assert torch.equal(moved["shared.weight"], torch.full((3, 3), 3 * total, dtype=torch.float64))
+        assert moved["unused"].tolist() == moved["frozen"].tolist() == [0.0, 0.0]
+        # All started from rank 0's values.
+        assert moved["flag before"].tolist() == [True, False]
+        assert moved["count before"] == 3
+        assert torch.equal(moved["shared before"], torch.arange(9.0).view(3, 3))
+
+
+def _one_rank_computes_nan(ranks: Ranks, on_nonfinite: str, value: float) -> tuple[list[tuple[int, ...]], Any, str]:
+    model = nn.Linear(2, 1)
+    pipeline = Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, on_nonfinite=on_nonfinite, ranks=ranks
+    )
+    skipped, error = [], None
+    for iteration in range(6):
+        scale = value if ranks.rank == 1 and iteration == 3 else 1.0
+        (model(torch.ones(1, 2)).sum() * scale).backward()
+        try:
+            skipped.append(pipeline.step().skipped)
+        except NonFiniteGradientError as failure:
+            error = (iteration, failure.iteration)
+            break
+    pipeline.close()
+    return skipped, error, weights_sha256(model)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_gradient_that_is_not_finite_stops_all_ranks_in_the_same_iteration(value: float) -> None:
+    for skipped, error, _ in run_ranks(3, _one_rank_computes_nan, "stop", value):
+        assert error == (4, 3), "computed in iteration 3, due in iteration 4"
+        assert len(skipped) == 4
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
+    results = run_ranks(3, _one_rank_computes_nan, "skip", float("nan"))
+    for skipped, error, sha256 in results:
+        assert error is None
+        assert skipped == [(), (), (), (), (3,), ()]
+        assert sha256 == results[0][2]
+
+
+def _resume_in_the_middle(ranks: Ranks, width: int, at: int) -> tuple[str, str]:
+    def build() -> tuple[nn.Module, Any, Any, Pipelined]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return model, optimizer, schedule, Pipelined(model, optimizer, width=width, ranks=ranks)
+
+    def run(parts: tuple[nn.Module, Any, Any, Pipelined], first: int, last: int) -> None:
+        model, _, schedule, pipeline = parts
+        for iteration in range(first, last):
+            generator = torch.Generator().manual_seed(100 * iteration + ranks.rank)
+            model(torch.randn(3, 4, generator=generator)).square().sum().backward()
+            pipeline.step()
+            schedule.step()
+
+    def states(parts: tuple[nn.Module, Any, Any, Pipelined]) -> list[dict[str, Any]]:
+        return [part.state_dict() for part in parts]
+
+    one = build()
+    run(one, 0, at)
+    saved = copy.deepcopy(states(one))
+    run(one, at, 9)
+    one[3].flush()
+
+    other = build()
+    run(other, 0, 3)  # something else is in flight when the state is loaded
+    for part, state in zip(other, saved, strict=True):
+        part.load_state_dict(state)
+    run(other, at, 9)
+    other[3].flush()
+    for parts in (one, other):
+        parts[3].close()
+    return weights_sha256(one[0]), weights_sha256(other[0])
+
+
+@pytest.mark.parametrize(("width", "at"), [(1, 4), (2, 1), (2, 5), (3, 2), (4, 8)])
+def test_a_state_dict_continues_bit_for_bit(width: int, at: int) -> None:
+    for uninterrupted, resumed in run_ranks(2, _resume_in_the_middle, width, at):
+        assert resumed == uninterrupted
+
+
+def _average_buffers(ranks: Ranks) -> tuple[list[float], int]:
+    model = nn.BatchNorm1d(2)
+    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks)
+    model.running_mean.copy_(torch.tensor([1.0, 10.0]) * (ranks.rank + 1))
+    model.num_batches_tracked.fill_(4)
+    pipeline.average_buffers()
+    pipeline.close()
+    return model.running_mean.tolist(), int(model.num_batches_tracked)
+
+
+def test_buffers_are_averaged_over_ranks() -> None:
+    assert run_ranks(3, _average_buffers) == [([2.0, 20.0], 4)] * 3
+
+
+def test_without_torchrun_one_rank_trains_alone() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    pipeline = Pipelined(model, optimizer, width=3)
+    for _ in range(4):
+        model(torch.ones(1, 1)).sum().backward()
+        pipeline.step()
+    assert model.weight.item() == -2.0, "two of four are in flight"
+    with pipeline.true_weights():
+        assert model.weight.item() == -2.0
+    pipeline.flush()
+    assert model.weight.item() == -4.0
+    pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"width": 0}, "width must be at least 1; got 0"),
+        ({"width": 65}, "width must be at most 64"),
+        ({"warmup_iterations": -1}, "warmup-iterations must be at least 0; got -1"),
+        ({"all_reduce": "rign"}, "did you mean ring"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite must be stop or skip; got 'ignore'"),
+        ({"timeout": 0}, "timeout must be above 0; got 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(UserInputError, match=message):
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), **arguments)
+
+
+def test_nothing_to_train_is_refused() -> None:
+    model = nn.Linear(1, 1).requires_grad_(False)
+    with pytest.raises(UserInputError, match="a parameter that requires a gradient"):
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(3, 2, sparse=True)
+    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(UserInputError, match="sparse=False"):
+        pipeline.step()
+    pipeline.close()
