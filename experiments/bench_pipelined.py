@@ -53,8 +53,9 @@ class Workload:
     def build(self, data: DataSplits) -> nn.Module:
         """The model, with the same weights every time."""
         torch.manual_seed(0)
-        shapes = {"sample_shape": data.sample_shape, "num_classes": data.num_classes}
-        return build_model(self.model, **shapes, hidden_sizes=self.hidden_sizes)
+        return build_model(
+            self.model, sample_shape=data.sample_shape, num_classes=data.num_classes, hidden_sizes=self.hidden_sizes
+        )
 
     def batches(self, data: DataSplits, ranks: Ranks, number: int) -> list[Batch]:
         """The first batches of this rank, in memory."""

@@ -143,5 +143,4 @@ def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
-    console = Console()
-    console.print(table, width=console.width if console.is_terminal else LOG_WIDTH, crop=False)
+    Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table)

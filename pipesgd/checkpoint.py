@@ -8,11 +8,11 @@ every rank reads what its own machine wrote.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
 import sys
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,31 +27,49 @@ _FOLDER = re.compile(r"iteration-(\d+)")
 def save_atomically(state: Any, path: Path, *, writer: int = 0) -> None:
     """Write ``state`` with ``torch.save``, so that ``path`` is the old file or the whole new one, never a part.
 
+    Beside it goes ``<path>.sha256``, in the format of sha256sum: a zip archive, which is what torch writes, can be
+    changed in ways that neither torch nor its own checksums notice.
+
     ``writer`` tells apart ranks that write the same file to one disk.
     """
     aside = path.with_name(f".{path.name}.{writer}.tmp")
-    with aside.open("wb") as file:
+    with aside.open("w+b") as file:
         torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself must survive a power cut too
-    finally:
-        os.close(folder)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    _publish(aside, path)
+    aside.write_text(f"{digest}  {path.name}\n", encoding="ascii")
+    _publish(aside, _checksum_of(path))
 
 
 def what_is_wrong_with(path: Path) -> str | None:
-    """Why ``path`` is no whole file of ``torch.save``: those are zip archives with a checksum for each member."""
-    if not path.exists():
-        return "missing"
+    """Why ``path`` is not what ``save_atomically`` wrote; None if it is."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            corrupt = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as failure:
-        return f"truncated or corrupt ({failure})"
-    return f"corrupt (checksum of {corrupt})" if corrupt else None
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        meant = _checksum_of(path).read_bytes().split()[:1]
+    except FileNotFoundError as missing:
+        return f"not whole ({Path(missing.filename).name} is missing)"
+    return None if meant == [found.encode()] else "truncated or corrupt (its SHA-256 is not the one beside it)"
+
+
+def _checksum_of(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _publish(aside: Path, path: Path) -> None:
+    """Give ``aside`` the name ``path``, once its content is on the disk; then see that the name is, too."""
+    _sync(aside)
+    aside.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class CheckpointError(UserInputError):
 class DisagreementError(UserInputError):
     """The ranks were started with different options: said by every rank, since each may have its own screen."""
 
+    known_to_all = True
+
 
 class RunError(PipesgdError, RuntimeError):
     """A run that had started could not go on."""

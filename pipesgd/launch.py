@@ -91,18 +91,16 @@ class Ranks:
         agreed.known_to_all = True
         raise agreed from failure
 
-    def wait_for_rank_0(self) -> None:
-        """Return once rank 0 has called this too, or after a few seconds.
+    def wait_until_all_have_spoken(self) -> None:
+        """Return once all ranks have called this, or after some seconds.
 
-        torchrun ends all ranks as soon as one exits: nobody may exit before rank 0 has said why.
+        torchrun ends all ranks as soon as one exits: nobody may exit before the others have said why.
         """
-        if self.rank == 0:
-            self.store.set("rank 0 has spoken", "")
-            return
         try:
-            self.store.wait(["rank 0 has spoken"], timedelta(seconds=5))
+            self.store.set(f"spoken/{self.rank}", "")
+            self.store.wait([f"spoken/{rank}" for rank in range(self.world_size)], timedelta(seconds=5))
         except RuntimeError:
-            return  # rank 0, or the store, is gone: nobody is left to wait for
+            return  # a rank, or the store, is gone: nobody is left to wait for
 
     def start_process_group(self, device: str, timeout: float) -> None:
         """Start torch's default process group with this deadline for every operation.
@@ -185,6 +183,7 @@ def join() -> Ranks:
 
     Raises:
         UserInputError: torchrun's variables are set in part only.
+        CommunicationError: the store of the job cannot be reached.
     """
     given = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
     if not given:
@@ -195,7 +194,11 @@ def join() -> Ranks:
             f"torchrun's variables must be set all or none; got {', '.join(given)} without {', '.join(missing)} "
             f"(start with: {HOW_TO_START})"
         )
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
+    try:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
+    except RuntimeError as failure:
+        rank = int(os.environ["RANK"])
+        raise lost(failure, rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
     return Ranks(
         rank=rank,
         world_size=world_size,

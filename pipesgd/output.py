@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -42,19 +43,20 @@ def take_folder(config: TrainConfig, ranks: Ranks) -> Path:
             _delete(folder / name)
     ranks.exchange("an empty folder", None)  # on a disk shared by machines, nobody may write before
     if first_of_machine:
-        (folder / RUN_FILE).write_text(json.dumps(description, indent=1), encoding="utf-8")
+        aside = folder / f".{RUN_FILE}.{ranks.rank}.tmp"
+        aside.write_text(json.dumps(description, indent=1), encoding="utf-8")
+        aside.replace(folder / RUN_FILE)  # whole or not there, whenever this process is killed
     return folder
 
 
 def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        names = {path.name for path in folder.iterdir()}
-        probe = folder / f".{RUN_FILE}.probe"
-        probe.touch()
-        probe.unlink(missing_ok=True)
+        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     except OSError as failure:
         raise UserInputError(f"output must be a folder to write to; got {folder}: {failure.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserInputError(f"output must be a folder to write to; got {folder}, which is read-only")
     if not names:
         return
     if RUN_FILE not in names:

@@ -10,13 +10,12 @@ import contextlib
 import json
 import logging
 import math
-import os
 import platform
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +26,10 @@ from torch.nn.functional import cross_entropy
 import pipesgd
 from pipesgd import launch, output
 from pipesgd.checkpoint import Checkpoints, CheckpointSchedule, save_atomically
-from pipesgd.command_line import HelpRequested, as_toml, parse
+from pipesgd.command_line import as_toml, parse
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig, differing_options
-from pipesgd.errors import DisagreementError, PipesgdError, UserInputError
+from pipesgd.ending import run_and_exit
+from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.evaluation import test_accuracy
 from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
@@ -43,7 +43,6 @@ from pipesgd.trace import Trace
 from pipesgd.workloads import DataSplits, ShardedBatches, build_model, load_dataset
 
 DEFAULT_EPOCHS = 3
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 
 def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
@@ -65,6 +64,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
 
     # 2. Data and model, from one seed on all ranks; and the folder to write to.
     data, batches, model, device = ranks.agree("data and model", lambda: load(config, ranks))
+    agree_on_data(data, ranks)
     folder = output.take_folder(config, ranks)
     per_epoch = batches.iterations_per_epoch
     total = config.optimization.iterations or (config.optimization.epochs or DEFAULT_EPOCHS) * per_epoch
@@ -84,22 +84,22 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         timeout=config.run.timeout,
         ranks=ranks,
     )
-
-    # 4. Where an earlier run of the same command has come to.
-    losses: collections.deque[float] = collections.deque(maxlen=per_epoch)
-    state = RunState(model=model, optimizer=optimizer, schedule=schedule, strategy=strategy, losses=losses)
-    checkpoints = Checkpoints(folder / output.CHECKPOINTS, ranks, keep=config.run.keep_checkpoints)
-    if (found := checkpoints.load_newest()) is not None:
-        state.restore(found.shared, found.own)
-    start = strategy.iteration
-    checkpoint_schedule = CheckpointSchedule(
-        ranks, iterations=config.run.checkpoint_iterations, seconds=config.run.checkpoint_seconds, start=start
-    )
-
-    # 5. Train.
-    trace = Trace(ranks) if config.run.trace else None
-    begin = time.perf_counter() - state.seconds
     with contextlib.ExitStack() as stack:
+        stack.callback(strategy.close)
+
+        # 4. Where an earlier run of the same command has come to.
+        losses: collections.deque[float] = collections.deque(maxlen=per_epoch)
+        state = RunState(model=model, optimizer=optimizer, schedule=schedule, strategy=strategy, losses=losses)
+        checkpoints = Checkpoints(folder / output.CHECKPOINTS, ranks, keep=config.run.keep_checkpoints)
+        if (found := checkpoints.load_newest()) is not None:
+            state.restore(found.shared, found.own)
+        start = strategy.iteration
+        checkpoint_schedule = CheckpointSchedule(
+            ranks, iterations=config.run.checkpoint_iterations, seconds=config.run.checkpoint_seconds, start=start
+        )
+
+        # 5. Train.
+        trace = Trace(ranks) if config.run.trace else None
         samples = stack.enter_context(contextlib.closing(batches.from_iteration(start)))
         recorders: list[MetricsWriter | ProgressBar] = []
         if ranks.rank == 0:
@@ -108,6 +108,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             recorders.append(stack.enter_context(ProgressBar(console, total=total, start=start)))
         model.train()
         last = time.perf_counter()
+        begin = last - state.seconds
         for iteration in range(start, total):
             lr = float(schedule.get_last_lr()[0])
             loss, spans = forward_backward(model, samples, device, iteration)
@@ -144,33 +145,37 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
 
         # 6. Apply what is still in flight, and measure what came out.
         strategy.flush()
-        wall_seconds = time.perf_counter() - begin
-        accuracy = test_accuracy(model, strategy, data.test, ranks, device)
-        sha256 = check_replicas(model, ranks, total)
-    train_loss = float(np.mean(ranks.exchange("loss of the last epoch", float(np.mean(losses)))))
-    strategy.close()
+        result = Result(
+            iterations=total,
+            wall_seconds=time.perf_counter() - begin,
+            train_loss=float(np.mean(ranks.exchange("loss of the last epoch", float(np.mean(losses))))),
+            test_accuracy=test_accuracy(model, strategy, data.test, ranks, device),
+            weights_sha256=check_replicas(model, ranks, total),
+        )
 
     # 7. What it leaves behind.
-    written = [folder / output.SUMMARY_FILE, folder / output.METRICS_FILE, folder / output.WEIGHTS_FILE]
     if trace is not None:
         trace.write(folder / output.TRACE_FILE)
-        written.append(folder / output.TRACE_FILE)
     if ranks.local_rank == 0:
         save_atomically(model.state_dict(), folder / output.WEIGHTS_FILE, writer=ranks.rank)
     if ranks.rank == 0:
-        summary = summarize(config, ranks, read_metrics(folder / output.METRICS_FILE)) | {
-            "iterations": total,
-            "wall_seconds": wall_seconds,
-            "final": {
-                "train_loss": train_loss if math.isfinite(train_loss) else None,  # JSON has no NaN
-                "test_accuracy": accuracy,
-            },
-            "replicas_identical": True,  # or check_replicas had ended the run
-            "weights_sha256": sha256,
-        }
+        summary = summarize(config, ranks, result, read_metrics(folder / output.METRICS_FILE))
         (folder / output.SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        show_summary(console, summary, written)
+        names = [output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE]
+        show_summary(console, summary, [folder / name for name in names if name != output.TRACE_FILE or trace])
     ranks.exchange("the end", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came out of a run."""
+
+    iterations: int
+    wall_seconds: float
+    train_loss: float
+    """Mean over ranks and over the last epoch's iterations, of the loss before each update."""
+    test_accuracy: float
+    weights_sha256: str
 
 
 def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
@@ -189,6 +194,25 @@ def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
                 f"{options[name]!r} on rank {rank}"
             )
     return config
+
+
+def agree_on_data(data: DataSplits, ranks: Ranks) -> None:
+    """Check that every rank has found data of the same size: their folders may be on different machines.
+
+    Raises:
+        DisagreementError: they have not.
+    """
+    channels, height, width = data.sample_shape
+    found = (
+        f"{len(data.train)} training samples and {len(data.test)} test samples of {data.num_classes} classes, "
+        f"{channels}x{height}x{width}"
+    )
+    everybody = ranks.exchange("size of the data", found)
+    for rank, other in enumerate(everybody):
+        if other != everybody[0]:
+            raise DisagreementError(
+                f"data must be the same on all ranks; got {everybody[0]} on rank 0, {other} on rank {rank}"
+            )
 
 
 def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:
@@ -250,8 +274,8 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, *, total: int,
     return text
 
 
-def summarize(config: TrainConfig, ranks: Ranks, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The part of summary.json that follows from the configuration and from the ``lines`` of metrics.jsonl."""
+def summarize(config: TrainConfig, ranks: Ranks, result: Result, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """summary.json; ``lines`` are those of metrics.jsonl."""
     return {
         "world_size": ranks.world_size,
         "strategy": config.pipeline.strategy,
@@ -259,9 +283,17 @@ def summarize(config: TrainConfig, ranks: Ranks, lines: list[dict[str, Any]]) ->
         "codec": config.pipeline.codec,
         "all_reduce": config.pipeline.all_reduce,
         "prediction": "none",
+        "iterations": result.iterations,
+        "wall_seconds": result.wall_seconds,
         "seconds": {name: statistics(line["seconds"][name] for line in lines) for name in SECONDS},
         "wire_bytes_per_iteration": lines[-1]["wire_bytes"],
         "skipped_updates": sum(line["skipped"] for line in lines),
+        "final": {
+            "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
+            "test_accuracy": result.test_accuracy,
+        },
+        "replicas_identical": True,  # or check_replicas had ended the run
+        "weights_sha256": result.weights_sha256,
         "versions": {
             "pipesgd": pipesgd.__version__,
             "torch": torch.__version__,
@@ -272,74 +304,5 @@ def summarize(config: TrainConfig, ranks: Ranks, lines: list[dict[str, Any]]) ->
     }
 
 
-class Terminated(BaseException):
-    """SIGTERM came. Like KeyboardInterrupt it is no error of the program's."""
-
-
-def main() -> NoReturn:
-    """Run the command and exit: 0 done, 2 the input was wrong, 1 the run failed, 130 Ctrl-C, 143 SIGTERM."""
-    signal.signal(signal.SIGTERM, _raise_terminated)
-    launch.die_with_parent()
-    code = _run(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code:
-        # The other ranks may be gone: a normal exit would wait for the communication thread and for
-        # torch's groups, which wait for them.
-        os._exit(code)
-    sys.exit(0)
-
-
-def _run(words: Sequence[str]) -> int:
-    console = Console()
-    ranks: Ranks | None = None
-    try:
-        ranks = launch.join()
-        train(words, ranks, console)
-        ranks.leave()
-    except HelpRequested as request:
-        if ranks is None or ranks.rank == 0:
-            print(request)
-    except BaseException as failure:  # noqa: BLE001 (told apart, and said, below)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # one end is enough
-        return _explain(failure, ranks)
-    return 0
-
-
-def _explain(failure: BaseException, ranks: Ranks | None) -> int:
-    """Say in one line why this rank ends; the exit code."""
-    rank = 0 if ranks is None else ranks.rank
-    if isinstance(failure, UserInputError) and (ranks is None or failure.known_to_all):
-        if rank == 0:
-            _say(f"error: {failure}")
-        if ranks is not None:
-            ranks.wait_for_rank_0()
-        return EXIT_BAD_INPUT
-    if isinstance(failure, DisagreementError):
-        _say(f"error: rank {rank}: {failure}")
-        return EXIT_BAD_INPUT
-    if isinstance(failure, KeyboardInterrupt):
-        if rank == 0:
-            _say("interrupted; --resume continues from the last checkpoint")
-        return EXIT_INTERRUPTED
-    if not isinstance(failure, PipesgdError | Terminated):
-        raise failure
-    text = str(failure)
-    text = text if text.startswith("rank ") else f"rank {rank}: {text}"
-    _say("error: " + (text if ranks is None else ranks.diagnose(text)))
-    if isinstance(failure, Terminated):
-        return EXIT_TERMINATED
-    return EXIT_BAD_INPUT if isinstance(failure, UserInputError) else EXIT_FAILED
-
-
-def _say(line: str) -> None:
-    print(line.replace("\n", " "), file=sys.stderr, flush=True)
-
-
-def _raise_terminated(number: int, frame: object) -> NoReturn:
-    raise Terminated("told to stop (SIGTERM): another rank has failed, or somebody has stopped the job")
-
-
 if __name__ == "__main__":
-    main()
+    run_and_exit(train, sys.argv[1:])

@@ -12,6 +12,8 @@ import torch
 
 T = TypeVar("T")
 
+CLOSE_SECONDS = 1.0
+
 
 class CommunicationThread:
     """One thread that runs the jobs submitted to it in order, until one of them fails.
@@ -36,10 +38,10 @@ class CommunicationThread:
         self._jobs.put((job, future))
         return future
 
-    def close(self, timeout: float | None = None) -> None:
-        """Let the jobs submitted so far finish, then end the thread."""
+    def close(self) -> None:
+        """End the thread after the jobs submitted so far; do not wait long for a job that waits for a lost peer."""
         self._jobs.put(None)
-        self._thread.join(timeout)
+        self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         if self._device.type == "cuda":

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from pipesgd.config import DATASETS
 from pipesgd.errors import DatasetError, UserInputError
 from pipesgd.workloads import DataSplits, ShardedBatches, evaluation_batches, load_dataset
 from pipesgd.workloads.datasets import DEBIAN_FASHION_MNIST, IDX_FILES

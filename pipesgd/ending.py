@@ -1,0 +1,87 @@
+"""How a rank ends: one line that says why, and an exit code, whatever happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from rich.console import Console
+
+from pipesgd import launch
+from pipesgd.command_line import HelpRequested
+from pipesgd.errors import DisagreementError, PipesgdError, UserInputError
+from pipesgd.launch import Ranks
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+
+
+class Terminated(BaseException):
+    """SIGTERM came. Like KeyboardInterrupt it is no error of the program's."""
+
+
+def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str]) -> NoReturn:
+    """Join the ranks, run ``command``, and exit.
+
+    Exit codes: 0 done, 2 the input was wrong, 1 the run failed, 130 Ctrl-C, 143 SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    launch.die_with_parent()
+    code = _run(command, words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        # The other ranks may be gone: a normal exit would wait for the communication thread and for
+        # torch's groups, which wait for them.
+        os._exit(code)
+    sys.exit(0)
+
+
+def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str]) -> int:
+    ranks: Ranks | None = None
+    try:
+        ranks = launch.join()
+        command(words, ranks, Console())
+        ranks.leave()
+    except HelpRequested as request:
+        if ranks is None or ranks.rank == 0:
+            print(request)
+    except BaseException as failure:  # noqa: BLE001 (told apart, and said, below)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # one end is enough
+        return _explain(failure, ranks)
+    return 0
+
+
+def _explain(failure: BaseException, ranks: Ranks | None) -> int:
+    """Say in one line why this rank ends; the exit code."""
+    rank = 0 if ranks is None else ranks.rank
+    if isinstance(failure, KeyboardInterrupt):
+        if rank == 0:
+            _say("interrupted; --resume continues from the last checkpoint")
+        return EXIT_INTERRUPTED
+    if isinstance(failure, UserInputError) and (ranks is None or failure.known_to_all):
+        if rank == 0 or isinstance(failure, DisagreementError):
+            _say(f"error: {failure}")
+        if ranks is not None:
+            ranks.wait_until_all_have_spoken()
+        return EXIT_BAD_INPUT
+    if not isinstance(failure, PipesgdError | Terminated):
+        traceback.print_exception(failure)  # a defect of ours: the line alone would not help to mend it
+    text = str(failure) if isinstance(failure, PipesgdError | Terminated) else repr(failure)
+    text = text if text.startswith("rank ") else f"rank {rank}: {text}"
+    _say("error: " + (text if ranks is None else ranks.diagnose(text)))
+    if isinstance(failure, Terminated):
+        return EXIT_TERMINATED
+    return EXIT_BAD_INPUT if isinstance(failure, UserInputError) else EXIT_FAILED
+
+
+def _say(line: str) -> None:
+    print(line.replace("\n", " "), file=sys.stderr, flush=True)
+
+
+def _raise_terminated(number: int, frame: object) -> NoReturn:
+    raise Terminated("told to stop (SIGTERM): another rank has failed, or somebody has stopped the job")

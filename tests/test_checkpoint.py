@@ -1,0 +1,127 @@
+"""Checkpoints: whole or not there, found by agreement, and written when all ranks think it is time."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipesgd.checkpoint import Checkpoints, CheckpointSchedule, save_atomically, what_is_wrong_with
+from pipesgd.launch import Ranks, join
+
+
+def test_a_file_is_the_old_one_or_the_whole_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "state.pt"
+    save_atomically({"x": torch.ones(3)}, path)
+
+    class Unpicklable:
+        def __reduce__(self) -> str:
+            raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        save_atomically({"x": torch.zeros(1000), "y": Unpicklable()}, path)
+    assert torch.equal(torch.load(path, weights_only=True)["x"], torch.ones(3))
+    save_atomically({"x": torch.zeros(3)}, path)
+    assert torch.equal(torch.load(path, weights_only=True)["x"], torch.zeros(3))
+
+
+@given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255), suffix=st.sampled_from(["", ".sha256"]))
+def test_a_changed_byte_is_seen_wherever_it_is(
+    tmp_path_factory: pytest.TempPathFactory, where: float, flip: int, suffix: str
+) -> None:
+    path = tmp_path_factory.mktemp("changed") / "state.pt"
+    save_atomically({"x": torch.arange(500.0), "name": "a string"}, path)
+    assert what_is_wrong_with(path) is None
+    spoilt = path.with_name(path.name + suffix)
+    content = bytearray(spoilt.read_bytes())
+    size = 64 if suffix else len(content)  # behind the digest stands the name, for sha256sum
+    content[int(where * size)] ^= flip
+    spoilt.write_bytes(content)
+    assert "truncated or corrupt" in str(what_is_wrong_with(path))
+
+
+def test_a_file_without_its_checksum_is_not_whole(tmp_path: Path) -> None:
+    """The process was killed between the two."""
+    path = tmp_path / "state.pt"
+    assert what_is_wrong_with(path) == "not whole (state.pt is missing)"
+    save_atomically({"x": torch.ones(3)}, path)
+    (tmp_path / "state.pt.sha256").unlink()
+    assert what_is_wrong_with(path) == "not whole (state.pt.sha256 is missing)"
+
+
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_file_is_seen(tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
+    path = tmp_path_factory.mktemp("truncated") / "state.pt"
+    save_atomically({"x": torch.arange(500.0)}, path)
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    assert "truncated or corrupt" in str(what_is_wrong_with(path))
+
+
+def _save_and_spoil(ranks: Ranks, folder: str, spoilt: dict[int, str]) -> tuple[Any, list[str], str, list[str]]:
+    """Save iterations 1 to 5; on rank 1 spoil the files named for some; what is then loaded, and warned of."""
+    checkpoints = Checkpoints(Path(folder), ranks, keep=3)
+    for iteration in range(1, 6):
+        checkpoints.save(iteration, {"x": torch.tensor(iteration)}, {"rank": ranks.rank, "iteration": iteration})
+    ranks.exchange("pruned", None)
+    kept = sorted(path.name for path in Path(folder).iterdir())
+    ranks.exchange("saved", None)
+    if ranks.rank == 1:
+        for iteration, name in spoilt.items():
+            path = Path(folder) / f"iteration-{iteration}" / name
+            path.write_bytes(path.read_bytes()[:-20])
+    ranks.exchange("spoilt", None)
+    with contextlib.redirect_stderr(io.StringIO()) as warned:
+        found = checkpoints.load_newest()
+    left = sorted(path.name for path in Path(folder).iterdir())
+    return found and (found.iteration, int(found.shared["x"]), found.own), kept, warned.getvalue(), left
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "expected"),
+    [
+        ({}, 5),
+        ({5: "rank-1.pt"}, 4),
+        ({5: "shared.pt", 4: "rank-0.pt"}, 3),
+        ({5: "rank-1.pt", 4: "rank-1.pt", 3: "rank-0.pt"}, None),
+    ],
+)
+def test_the_newest_checkpoint_that_is_whole_on_all_ranks_is_found(
+    tmp_path: Path, spoilt: dict[int, str], expected: int | None
+) -> None:
+    results = run_ranks(2, _save_and_spoil, str(tmp_path), spoilt, process_group=False)
+    for rank, (found, kept, _, left) in enumerate(results):
+        assert kept == ["iteration-3", "iteration-4", "iteration-5"]
+        if expected is None:
+            assert found is None
+            assert left == []
+        else:
+            assert found == (expected, expected, {"rank": rank, "iteration": expected})
+            assert left == [f"iteration-{i}" for i in range(3, expected + 1)]
+    warnings = "".join(warned for *_, warned, _ in results)
+    for iteration, name in spoilt.items():
+        assert f"iteration-{iteration}/{name} is truncated or corrupt" in warnings
+
+
+def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "none", join(), keep=1).load_newest() is None
+
+
+def test_a_schedule_in_iterations_is_exact() -> None:
+    schedule = CheckpointSchedule(join(), iterations=4, seconds=60.0, start=6)
+    assert [iteration for iteration in range(7, 21) if schedule.is_due(iteration, 0.1)] == [8, 12, 16, 20]
+
+
+def _due(ranks: Ranks) -> list[int]:
+    schedule = CheckpointSchedule(ranks, iterations=None, seconds=3.0, start=0)
+    return [iteration for iteration in range(1, 100) if schedule.is_due(iteration, 0.1 if ranks.rank else 0.05)]
+
+
+def test_a_schedule_in_seconds_is_the_same_on_all_ranks_by_the_slowest_ones_pace() -> None:
+    assert run_ranks(2, _due, process_group=False) == [[40, 70]] * 2

@@ -1,0 +1,307 @@
+"""Whole runs of the command, in forked ranks: what it writes, how it continues, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from rich.console import Console
+
+from pipesgd.collectives.ring import RingAllReduce
+from pipesgd.errors import DisagreementError, NonFiniteGradientError, ReplicasDivergedError, UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.train import train
+
+SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
+
+
+def _train(ranks: Ranks, words: list[str], restart_count: int = 0) -> tuple[str, str, str]:
+    """(kind and text of the error, stdout, stderr) of one run."""
+    ranks.restart_count = restart_count
+    out = io.StringIO()
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            train(words, ranks, Console(file=out, width=200))
+            error = ""
+        except (UserInputError, NonFiniteGradientError, ReplicasDivergedError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    return error, out.getvalue(), err.getvalue()
+
+
+def run(world_size: int, words: str, output: Path, restart_count: int = 0) -> list[tuple[str, str, str]]:
+    return run_ranks(world_size, _train, [*words.split(), "--output", str(output)], restart_count, process_group=False)
+
+
+def summary(output: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return result
+
+
+def succeed(world_size: int, words: str, output: Path, restart_count: int = 0) -> dict[str, Any]:
+    results = run(world_size, words, output, restart_count)
+    assert [error for error, _, _ in results] == [""] * world_size
+    return summary(output)
+
+
+def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
+    words = "--dataset fashion-mnist --width 2 --batch-size 64 --iterations 150 --lr 0.02 --trace --check-replicas 50"
+    results = run(4, words, tmp_path)
+    assert [error for error, _, _ in results] == [""] * 4
+    result = summary(tmp_path)
+    assert result["world_size"] == 4
+    assert (result["strategy"], result["width"], result["codec"]) == ("pipelined", 2, "fp32")
+    assert (result["all_reduce"], result["prediction"], result["iterations"]) == ("ring", "none", 150)
+    assert result["replicas_identical"] is True
+    assert result["final"]["test_accuracy"] > 0.75
+    assert 0 < result["final"]["train_loss"] < 1.5
+    seconds = result["seconds"]
+    assert set(seconds) == {"iteration", "compute", "communication", "exposed", "update"}
+    assert all(set(values) == {"median", "mean", "p95"} for values in seconds.values())
+    parts = sum(seconds[name]["mean"] for name in ("compute", "exposed", "update"))
+    assert parts == pytest.approx(seconds["iteration"]["mean"])
+    # 784-500-500-10 has 648,010 parameters: 2 * 3/4 of 4 bytes each, up to the rounding of chunks.
+    assert result["wire_bytes_per_iteration"] == pytest.approx(648_010 * 4 * 1.5, abs=16)
+    assert result["versions"]["torch"] == torch.__version__
+
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(150))
+    weights = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert sum(value.numel() for value in weights.values()) == 648_010
+    assert list((tmp_path / "tensorboard").iterdir())
+    screen = results[0][1]
+    assert "150 iterations on 4 ranks" in screen
+    assert "bit-identical" in screen
+    assert f"wrote {tmp_path / 'summary.json'}" in screen
+    assert [out for _, out, _ in results[1:]] == [""] * 3, "only rank 0 speaks"
+
+    # In the trace, the all-reduce of an iteration overlaps the computation of the next, on every rank.
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for rank in range(4):
+        spans = {(e["name"], e["args"]["iteration"]): e for e in events if e["ph"] == "X" and e["pid"] == rank}
+        for iteration in range(20, 40):
+            reduction, forward = spans["all-reduce", iteration], spans["forward", iteration + 1]
+            assert reduction["tid"] != forward["tid"]
+            assert reduction["ts"] < forward["ts"] + forward["dur"], "hidden behind the next iteration"
+            assert reduction["ts"] + reduction["dur"] > spans["data", iteration + 1]["ts"]
+
+
+def test_the_loss_trajectory_stays_what_it_was(tmp_path: Path) -> None:
+    """Recorded at full precision in the first version: a change of the code must not change it unnoticed.
+
+    To float32's rounding only, since torch picks its matrix kernels by the processor.
+    """
+    succeed(2, "--hidden-sizes 30 --batch-size 32 --iterations 10 --width 2 --lr 0.1", tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == pytest.approx(GOLDEN, rel=1e-4)
+
+
+GOLDEN = [
+    2.335512399673462,
+    2.2875401973724365,
+    2.193089246749878,
+    2.2433831691741943,
+    2.1519501209259033,
+    2.075975179672241,
+    1.975888729095459,
+    1.7597675323486328,
+    1.7944668531417847,
+    1.5042108297348022,
+]
+
+
+def test_one_rank_is_the_same_path(tmp_path: Path) -> None:
+    result = succeed(1, SHORT, tmp_path)
+    assert result["world_size"] == 1
+    assert result["wire_bytes_per_iteration"] == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--width 2",
+        "--width 3 --warmup-iterations 4 --optimizer adamw --schedule one-cycle",
+        "--model resnet18 --dataset digits --width 2 --iterations 8",
+        "--width 1 --all-reduce native --schedule cosine",
+    ],
+)
+def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, words: str) -> None:
+    """Interrupted in the most literal way: what a later iteration left is deleted, and the run is started again."""
+    words = f"{SHORT} {words} --checkpoint-iterations 5"
+    if "resnet18" in words:
+        words = words.replace("--iterations 12 ", "")
+    whole = succeed(2, words, tmp_path / "whole")
+    first = succeed(2, words, tmp_path / "cut")
+    assert first["weights_sha256"] == whole["weights_sha256"], "the same command gives the same weights"
+    (tmp_path / "cut" / "summary.json").unlink()
+    (tmp_path / "cut" / "model.pt").unlink()
+    results = run(2, words + " --resume", tmp_path / "cut")
+    assert "continuing after iteration" in results[0][1]
+    resumed = summary(tmp_path / "cut")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert resumed["final"] == whole["final"]
+    for name in ("whole", "cut"):
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["iteration"] for line in lines] == list(range(whole["iterations"]))
+    weights = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "cut")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
+    words = f"{SHORT} --checkpoint-iterations 3"
+    whole = succeed(2, words, tmp_path)
+    path = tmp_path / "checkpoints" / "iteration-9" / "rank-1.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    results = run(2, words + " --resume", tmp_path)
+    assert [error for error, _, _ in results] == ["", ""]
+    assert "continuing after iteration 6 of 12" in results[0][1]
+    assert f"warning: rank 1: checkpoint skipped, since {path} is truncated or corrupt" in results[1][2]
+    assert summary(tmp_path)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_torchruns_restart_continues_without_being_asked(tmp_path: Path) -> None:
+    words = f"{SHORT} --checkpoint-iterations 5"
+    whole = succeed(2, words, tmp_path)
+    results = run(2, words, tmp_path, restart_count=1)
+    assert "continuing after iteration 10 of 12" in results[0][1]
+    assert summary(tmp_path)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_resume_without_a_checkpoint_starts_anew_and_says_so(tmp_path: Path) -> None:
+    results = run(2, SHORT + " --resume", tmp_path)
+    assert "no checkpoint yet: starting anew" in results[0][1]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_another_run_is_not_touched_unless_asked_to(tmp_path: Path) -> None:
+    succeed(2, SHORT + " --checkpoint-iterations 4", tmp_path)
+    before = contents(tmp_path)
+    for words, message in [
+        ("", "output must not hold another run; got {} (--resume continues it, --overwrite deletes it)"),
+        ("--resume --lr 0.1", "lr must be that of the run to resume, 0.05; got 0.1"),
+        ("--resume --model convnet", "model must be that of the run to resume, 'mlp'; got 'convnet'"),
+        ("--resume --width 3", "width must be that of the run to resume, 2; got 3"),
+    ]:
+        base = SHORT.replace(" --lr 0.05", "") if "--lr" in words else SHORT
+        results = run(2, f"{base} {words}", tmp_path)
+        assert {error.partition(": ")[2] for error, _, _ in results} == {message.format(tmp_path)}
+        assert contents(tmp_path) == before
+    results = run(3, SHORT + " --resume", tmp_path)
+    assert {e.partition(": ")[2] for e, _, _ in results} == {"world size must be that of the run to resume, 2; got 3"}
+    assert contents(tmp_path) == before
+
+    succeed(2, SHORT + " --overwrite", tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_folder_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("two years of work")
+    for words in ("", "--overwrite", "--resume"):
+        for error, _, _ in run(2, f"{SHORT} {words}", tmp_path):
+            assert "output must be new, empty, or a run's own" in error
+            assert "which holds thesis.tex but no run.json" in error
+    assert contents(tmp_path) == {"thesis.tex": b"two years of work"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--width 0", "UserInputError: width must be at least 1; got 0"),
+        ("--dataset mnist", "UserInputError: mnist must be in the folder --data-dir"),
+        ("--batch-size 800", "UserInputError: --batch-size must be at most 748: 2 ranks share 1497 samples; got 800"),
+        ("--device cuda --all-reduce native", "UserInputError: device must be cpu where torch finds no GPU; got cuda"),
+        ("--model convnet --dataset digits --hidden-sizes 3 --lr -1", "UserInputError: lr must be above 0; got -1.0"),
+    ],
+)
+def test_bad_input_is_said_before_anything_is_written(tmp_path: Path, words: str, message: str) -> None:
+    results = run(2, words, tmp_path / "run")
+    assert all(error.startswith(message) for error, _, _ in results)
+    assert not (tmp_path / "run").exists()
+
+
+def _train_with_own_words(ranks: Ranks, words_of_ranks: list[str], output: str) -> str:
+    out = io.StringIO()
+    try:
+        train([*words_of_ranks[ranks.rank].split(), "--output", output], ranks, Console(file=out))
+    except UserInputError as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return ""
+
+
+def test_ranks_with_different_options_all_say_which_one_differs(tmp_path: Path) -> None:
+    words = [SHORT, SHORT + " --width 3", SHORT]
+    results = run_ranks(3, _train_with_own_words, words, str(tmp_path / "run"), process_group=False)
+    message = "DisagreementError: --width must be the same on all ranks; got 2 on rank 0, 3 on rank 1"
+    assert issubclass(DisagreementError, UserInputError)
+    assert results == [message] * 3
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_different_data_all_say_so(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for folder, count in (("a", 40), ("b", 41)):
+        for split in ("train", "test"):
+            for name in ("x", "y"):
+                path = tmp_path / folder / split / name
+                path.mkdir(parents=True)
+                for i in range(count if (split, name) == ("train", "x") else 20):
+                    Image.new("RGB", (8, 8), (i, i, i)).save(path / f"{i}.png")
+    words = [f"{SHORT} --dataset images --image-size 8 --data-dir {tmp_path / folder}" for folder in ("a", "b")]
+    results = run_ranks(2, _train_with_own_words, words, str(tmp_path / "run"), process_group=False)
+    for text in results:
+        assert text.startswith("DisagreementError: data must be the same on all ranks; got 60 training samples")
+        assert "61 training samples" in text
+
+
+def test_a_dry_run_prints_the_configuration_and_writes_nothing(tmp_path: Path) -> None:
+    results = run(2, "--dry-run --width 5", tmp_path / "run")
+    assert "width = 5\n" in results[0][1]
+    assert results[1][1] == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_diverging_run_stops_everywhere_and_says_what_to_do(tmp_path: Path) -> None:
+    results = run(2, "--hidden-sizes 50 --iterations 60 --lr 1e30", tmp_path)
+    texts = {error for error, _, _ in results}
+    assert len(texts) == 1
+    assert "holds a NaN or an infinity: lower --lr, or leave such gradients out with --on-nonfinite skip" in texts.pop()
+
+
+def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
+    result = succeed(2, "--hidden-sizes 50 --iterations 20 --lr 1e30 --on-nonfinite skip", tmp_path)
+    assert result["skipped_updates"] > 0
+    assert result["final"]["train_loss"] is None or math.isfinite(result["final"]["train_loss"])
+    json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+
+
+def _train_with_a_faulty_ring(ranks: Ranks, output: str) -> str:
+    """One bit of one weight's gradient is lost on rank 1 in every all-reduce."""
+    if ranks.rank == 1:
+        right = RingAllReduce.__call__
+
+        def wrong(self: RingAllReduce, flat: torch.Tensor) -> None:
+            right(self, flat)
+            flat[7] += 1e-3
+
+        RingAllReduce.__call__ = wrong  # type: ignore[method-assign]
+    return _train(ranks, [*SHORT.split(), "--check-replicas", "4", "--output", output])[0]
+
+
+def test_replicas_that_differ_end_the_run(tmp_path: Path) -> None:
+    for error in run_ranks(2, _train_with_a_faulty_ring, str(tmp_path), process_group=False):
+        assert "ReplicasDivergedError: weights must be the same on all ranks after iteration 4; got rank 0: " in error
+
+
+def test_messages_are_logged_on_demand(tmp_path: Path) -> None:
+    results = run(2, "--hidden-sizes 5 --iterations 1 --log-messages", tmp_path)
+    assert "r0 | send -> 1 chunk 0 segment 0 at ring step 0, 768 B" in results[0][2]

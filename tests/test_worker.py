@@ -1,0 +1,100 @@
+"""The communication thread, and what the loss of a peer looks like."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from torch import nn
+
+from pipesgd import Pipelined
+from pipesgd.collectives.worker import CommunicationThread
+from pipesgd.errors import CommunicationError, DeadlineExceeded
+from pipesgd.launch import Ranks
+
+
+def test_jobs_run_in_order_in_one_other_thread() -> None:
+    thread = CommunicationThread(torch.device("cpu"))
+    futures = [thread.submit(lambda i=i: (i, threading.get_ident())) for i in range(100)]
+    results = [future.result(10) for future in futures]
+    thread.close()
+    assert [i for i, _ in results] == list(range(100))
+    assert len({ident for _, ident in results} - {threading.get_ident()}) == 1
+
+
+def test_after_a_failure_nothing_more_is_run_and_everybody_gets_it() -> None:
+    """An operation in flight that has failed must never be reported as a success."""
+    thread = CommunicationThread(torch.device("cpu"))
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise OSError("the network is down")
+
+    futures = [thread.submit(lambda: ran.append(0)), thread.submit(fail), thread.submit(lambda: ran.append(2))]
+    thread.close()
+    late = thread.submit(lambda: ran.append(3))
+    assert futures[0].result(10) is None
+    for future in futures[1:]:
+        with pytest.raises(OSError, match="the network is down"):
+            future.result(10)
+    assert ran == [0]
+    assert not late.done(), "a closed thread runs nothing"
+
+
+def _step_until_failure(ranks: Ranks, all_reduce: str, leaves: bool) -> Any:
+    """Rank 2 takes two steps; then it leaves, or stays without taking part. What do the others see?"""
+    model = nn.Linear(10, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = Pipelined(model, optimizer, width=2, all_reduce=all_reduce, timeout=2.0, ranks=ranks)
+    begin = time.monotonic()
+    try:
+        for iteration in range(6):
+            if ranks.rank == 2 and iteration == 2:
+                if not leaves:
+                    ranks.exchange("the others' failure", None)
+                pipeline.close()
+                return None
+            model(torch.ones(1, 10)).sum().backward()
+            pipeline.step()
+    except CommunicationError as error:
+        seconds = time.monotonic() - begin
+        pipeline.close()
+        if not leaves:
+            ranks.exchange("the others' failure", None)
+        return type(error), error.rank, error.peer, error.operation, error.iteration, seconds, str(error)
+    return "no failure"
+
+
+@pytest.mark.parametrize("all_reduce", ["ring", "native"])
+def test_a_rank_that_leaves_is_noticed_by_all_others_at_once(all_reduce: str) -> None:
+    results = run_ranks(4, _step_until_failure, all_reduce, True)
+    for rank in (0, 1, 3):
+        kind, own_rank, _, operation, iteration, seconds, text = results[rank]
+        assert issubclass(kind, CommunicationError)
+        assert own_rank == rank
+        assert iteration == 2
+        assert ("native all-reduce" if all_reduce == "native" else "of chunk") in operation
+        assert seconds < 15.0
+        assert text.startswith(f"rank {rank}: {operation}")
+    if all_reduce == "ring":
+        assert results[3][2] == 2, "its right neighbour names it"
+        assert "with rank 2 in iteration 2" in results[3][6]
+
+
+@pytest.mark.parametrize("all_reduce", ["ring", "native"])
+def test_a_rank_that_hangs_is_noticed_within_the_deadline(all_reduce: str) -> None:
+    results = run_ranks(4, _step_until_failure, all_reduce, False)
+    for rank in (0, 1, 3):
+        kind, _, _, _, iteration, seconds, _ = results[rank]
+        assert issubclass(kind, CommunicationError)
+        assert iteration == 2
+        assert 1.5 <= seconds < 15.0
+    kind, _, peer, _, _, _, text = results[3]
+    assert kind is DeadlineExceeded
+    if all_reduce == "ring":
+        assert peer == 2
+        assert text.endswith("with rank 2 in iteration 2 failed: no answer within 2 s")
