@@ -11,8 +11,8 @@ The time of a block is that of the slowest rank.
 
 from __future__ import annotations
 
-import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 
 from experiments import command, paired
@@ -87,7 +88,7 @@ FULL = Effort(workloads=WORKLOADS, block=20, rounds=20)
 QUICK = Effort(workloads=WORKLOADS[:1], block=5, rounds=3)
 
 
-def compute(ranks: Ranks, effort: Effort, data: DataSplits) -> list[Row]:
+def compute(ranks: Ranks, effort: Effort, data: DataSplits, console: Console) -> list[Row]:
     """A row for every workload and contender, the same on all ranks."""
     # 1. One round of each to warm up, which also says how long it all will take.
     loops = {workload: make_loops(workload.build(data), ranks) for workload in effort.workloads}
@@ -99,7 +100,7 @@ def compute(ranks: Ranks, effort: Effort, data: DataSplits) -> list[Row]:
     # 2. Time them.
     rows: list[Row] = []
     total = effort.rounds * sum(round_seconds.values())
-    with command.progress("time of an iteration", total, show=ranks.rank == 0) as advance:
+    with command.progress(console, "time of an iteration", total, show=ranks.rank == 0) as advance:
         for workload in effort.workloads:
             after_round = partial(advance, round_seconds[workload], workload.name)
             rows += summarize(workload, paired.interleave(blocks[workload], effort.rounds, after_round=after_round))
@@ -186,18 +187,22 @@ def verdict(row: Row) -> str:
     return "met" if row["ratio_to_ddp_median"] <= TARGET_RATIO else "MISSED"
 
 
-def main(ranks: Ranks) -> int:
-    """The command."""
-    options = command.parser("bench_pipelined", (__doc__ or "").splitlines()[0])
-    arguments = ranks.agree("options", lambda: command.parse(options, sys.argv[1:]))
-    if ranks.world_size < 2:
+def parse(words: Sequence[str], world_size: int) -> Namespace:
+    """The options; raises ``UserInputError``."""
+    arguments = command.parse(command.parser("bench_pipelined", __doc__), words)
+    if world_size < 2:
         raise UserInputError("at least 2 ranks must be started (torchrun --nproc-per-node 4 ...); got 1")
+    return arguments
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    arguments = ranks.agree("options", lambda: parse(words, ranks.world_size))
     data = ranks.agree("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
-    rows = compute(ranks, QUICK if arguments.quick else FULL, data)
+    rows = compute(ranks, QUICK if arguments.quick else FULL, data, console)
     if ranks.rank == 0:
         publish(rows, arguments.output)
-    return 0
 
 
 if __name__ == "__main__":

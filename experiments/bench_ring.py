@@ -10,11 +10,10 @@ the time of a call is that of the slowest rank. The first rounds are left out.
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 
 from experiments import command, paired
@@ -68,7 +68,7 @@ FULL = Effort(
 QUICK = Effort(sizes=FULL.sizes[:6], seconds_per_size=0.3, least_rounds=3, most_rounds=20)
 
 
-def compute(ranks: Ranks, effort: Effort) -> list[Row]:
+def compute(ranks: Ranks, effort: Effort, console: Console) -> list[Row]:
     """A row for every size, the same on all ranks.
 
     Raises:
@@ -87,7 +87,7 @@ def compute(ranks: Ranks, effort: Effort) -> list[Row]:
     # 2. Time them.
     total = sum((WARM_UP_ROUNDS + rounds[nbytes]) * round_seconds[nbytes] for nbytes in effort.sizes)
     rows = []
-    with command.progress(f"p = {ranks.world_size}", total, show=ranks.rank == 0) as advance:
+    with command.progress(console, f"p = {ranks.world_size}", total, show=ranks.rank == 0) as advance:
         for nbytes in effort.sizes:
             contenders = make_contenders(all_reduces, ranks.rank, nbytes)
             after_round = partial(advance, round_seconds[nbytes], readable(nbytes))
@@ -200,14 +200,15 @@ def run_all(arguments: Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         for p in WORLD_SIZES:
             words = ["-m", "experiments.bench_ring", "--output", folder, *(["--quick"] if arguments.quick else [])]
-            subprocess.run(command.torchrun(p, *words), cwd=REPOSITORY, check=True)
+            if subprocess.run(command.torchrun(p, *words), cwd=REPOSITORY).returncode:
+                raise RunError(f"the run with p = {p} has failed")
             rows += load(Path(folder) / f"bench_ring_p{p}.csv")
     return rows
 
 
-def parse(words: list[str], world_size: int) -> Namespace:
+def parse(words: Sequence[str], world_size: int) -> Namespace:
     """The options; raises ``UserInputError``."""
-    options = command.parser("bench_ring", (__doc__ or "").splitlines()[0])
+    options = command.parser("bench_ring", __doc__)
     options.add_argument("--all", action="store_true", help="run p = 2, 3 and 4, without torchrun before it")
     arguments = command.parse(options, words)
     if arguments.all and world_size > 1:
@@ -217,17 +218,16 @@ def parse(words: list[str], world_size: int) -> Namespace:
     return arguments
 
 
-def main(ranks: Ranks) -> int:
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
-    arguments = ranks.agree("options", lambda: parse(sys.argv[1:], ranks.world_size))
+    arguments = ranks.agree("options", lambda: parse(words, ranks.world_size))
     if arguments.all:
         publish("bench_ring", run_all(arguments), arguments.output)
-        return 0
+        return
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
-    rows = compute(ranks, QUICK if arguments.quick else FULL)
+    rows = compute(ranks, QUICK if arguments.quick else FULL, console)
     if ranks.rank == 0:
         publish(f"bench_ring_p{ranks.world_size}", rows, arguments.output)
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the commands of all experiments have in common: options, exit codes, progress, and starting torchrun."""
+"""What the commands of all experiments have in common: options, progress, tables, and starting torchrun."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from experiments.results import RESULTS, provenance
-from pipesgd import launch
+from pipesgd.command_line import HelpRequested
+from pipesgd.ending import run_and_exit
 from pipesgd.errors import UserInputError
-
-EXIT_BAD_INPUT = 2
+from pipesgd.launch import Ranks
 
 LINE_SECONDS = 10.0
 """Where output is no terminal, a line of progress this often."""
@@ -31,7 +31,10 @@ BAR_SECONDS = 0.5
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ``UserInputError`` where argparse would have every rank print its usage and exit."""
+    """Raises what the ranks can agree on, where argparse would have every rank print and exit."""
+
+    def print_help(self, file: object = None) -> NoReturn:
+        raise HelpRequested(self.format_help())
 
     def error(self, message: str) -> NoReturn:
         raise UserInputError(message.removeprefix("argument "))
@@ -39,7 +42,12 @@ class Parser(argparse.ArgumentParser):
 
 def parser(name: str, description: str | None) -> Parser:
     """A parser with the options that every experiment has."""
-    options = Parser(prog=f"python -m experiments.{name}", description=description, allow_abbrev=False)
+    options = Parser(
+        prog=f"{{torchrun ... | python}} -m experiments.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     options.add_argument("--quick", action="store_true", help="a short run, to see that it works; needs --output")
     options.add_argument(
         "--output", type=Path, default=RESULTS, metavar="DIR", help="folder of the results (experiments/results)"
@@ -51,6 +59,7 @@ def parse(options: Parser, words: Sequence[str]) -> argparse.Namespace:
     """The values of ``words``; their ``output`` is a folder to write to.
 
     Raises:
+        HelpRequested: ``--help`` is among the words.
         UserInputError: a value is wrong, or a quick run would overwrite the results of a full one.
     """
     arguments = options.parse_args(words)
@@ -77,27 +86,10 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def run(experiment: Callable[[launch.Ranks], int]) -> NoReturn:
-    """Run ``experiment`` on the ranks that torchrun started (or on one) and exit with the code it returns.
-
-    2 is for wrong input, said in one line. Other errors keep their traceback: torchrun then ends all ranks.
-    """
-    ranks: launch.Ranks | None = None
-    try:
-        ranks = launch.join()
-        if ranks.by_torchrun:
-            launch.die_with_parent()
-        if ranks.rank == 0:
-            provenance()  # the code as it is now, even if it is edited before the end
-        code = experiment(ranks)
-        ranks.leave()
-    except UserInputError as error:
-        code = EXIT_BAD_INPUT
-        if ranks is None or ranks.rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        if ranks is not None:
-            ranks.wait_for_rank_0()
-    sys.exit(code)
+def run(experiment: Callable[[Sequence[str], Ranks, Console], None]) -> NoReturn:
+    """Run ``experiment(words, ranks, console)`` on torchrun's ranks, or on one; exit as training does."""
+    provenance()  # the code as it is now, even if it is edited before the end
+    run_and_exit(experiment, sys.argv[1:])
 
 
 def torchrun(world_size: int, *words: str) -> list[str]:
@@ -106,12 +98,13 @@ def torchrun(world_size: int, *words: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def progress(label: str, total: float, *, show: bool = True) -> Iterator[Callable[[float, str], None]]:
+def progress(
+    console: Console, label: str, total: float, *, show: bool = True
+) -> Iterator[Callable[[float, str], None]]:
     """Shows how much of ``total`` is done and the time left: a bar on a terminal, else a line now and then.
 
     What it gives is called as ``advance(amount, what_is_being_done)``.
     """
-    console = Console()
     begin = time.perf_counter()
     spoke, done = begin, 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"))
@@ -130,7 +123,7 @@ def progress(label: str, total: float, *, show: bool = True) -> Iterator[Callabl
         left = timedelta(seconds=round((now - begin) / done * max(total - done, 0.0)))
         bar.update(task, completed=done, what=f"{what}, {left} left", refresh=True)
         if not console.is_terminal:
-            console.print(f"{label}: {what}, {done / total:.0%} done, {left} left", highlight=False)
+            console.print(f"{label}: {what}, {done / total:.0%} done, {left} left", highlight=False, soft_wrap=True)
 
     with bar:
         yield advance

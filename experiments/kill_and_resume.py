@@ -13,14 +13,16 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from rich.console import Console
 
 from experiments import command
 from experiments.results import REPOSITORY, Row, save
@@ -29,7 +31,7 @@ from pipesgd.launch import Ranks
 from pipesgd.output import METRICS_FILE, SUMMARY_FILE
 
 WORLD_SIZE = 4
-ITERATIONS, QUICK_ITERATIONS = 1500, 300
+ITERATIONS, QUICK_ITERATIONS = 800, 200
 KILLS, QUICK_KILLS = 20, 2
 POLL_SECONDS = 0.01
 DEADLINE_SECONDS = 300.0
@@ -42,7 +44,7 @@ RESUMED = re.compile(r"continuing after iteration (\d+) of|no checkpoint yet: st
 def training(folder: Path, iterations: int) -> Iterator[subprocess.Popen[bytes]]:
     """torchrun at work in ``folder``: its output goes to ``log``, the run's files to ``run``."""
     words = f"--max-restarts=3 -m pipesgd.train --dataset digits --model mlp --width 2 --iterations {iterations}"
-    words += " --momentum 0.9 --checkpoint-iterations 25 --output"
+    words += " --momentum 0.9 --checkpoint-iterations 25 --timeout 60 --output"
     arguments = command.torchrun(WORLD_SIZE, *words.split(), str(folder / "run"))
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(arguments, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
@@ -63,11 +65,12 @@ def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def appears(path: Path, process: subprocess.Popen[bytes]) -> bool:
-    """Wait for ``path``; whether it appears before ``process`` ends."""
-    while not path.exists():
+    """Wait for ``path``; whether it appears before ``process`` ends, and in time."""
+    deadline = time.perf_counter() + DEADLINE_SECONDS
+    while not path.exists() and time.perf_counter() < deadline:
         if ends_within(process, POLL_SECONDS):
-            return path.exists()
-    return True
+            break
+    return path.exists()
 
 
 def undisturbed(folder: Path, iterations: int) -> tuple[str, float]:
@@ -78,7 +81,7 @@ def undisturbed(folder: Path, iterations: int) -> tuple[str, float]:
             appears(folder / "run" / SUMMARY_FILE, process)
             seconds = time.perf_counter() - begin
         if not ends_within(process, DEADLINE_SECONDS) or process.returncode != 0:
-            raise RunError(f"the undisturbed run must end with exit code 0; its output ends:\n{log_end(folder)}")
+            raise RunError(f"the undisturbed run must end with exit code 0; it said:\n{log_of(folder)}")
     return weights_sha256(folder), seconds
 
 
@@ -87,7 +90,7 @@ def disturbed(folder: Path, iterations: int, rank: int, delay: float, expected: 
     begin = time.perf_counter()
     with training(folder, iterations) as process:
         if not appears(folder / "run" / METRICS_FILE, process):
-            raise RunError(f"a run failed before it was disturbed; its output ends:\n{log_end(folder)}")
+            raise RunError(f"a run failed before it was disturbed; it said:\n{log_of(folder)}")
         if ends_within(process, delay):
             return None
         killed = time.perf_counter() - begin
@@ -95,7 +98,7 @@ def disturbed(folder: Path, iterations: int, rank: int, delay: float, expected: 
             os.kill(pids_of_ranks(process.pid)[rank], signal.SIGKILL)
         ended = ends_within(process, DEADLINE_SECONDS)
         wall = time.perf_counter() - begin
-    restarts = list(RESUMED.finditer((folder / "log").read_text(encoding="utf-8", errors="replace")))
+    restarts = list(RESUMED.finditer(log_of(folder)))
     if process.returncode == 0 and not restarts:
         return None
     return {
@@ -126,19 +129,19 @@ def weights_sha256(folder: Path) -> str:
     return str(summary["weights_sha256"])
 
 
-def log_end(folder: Path) -> str:
-    """The last lines that the run in ``folder`` printed."""
-    return "\n".join((folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+def log_of(folder: Path) -> str:
+    """What the run in ``folder`` printed."""
+    return (folder / "log").read_text(encoding="utf-8", errors="replace")
 
 
-def compute(kills: int, iterations: int, seed: int) -> list[Row]:
-    """A row for every kill that hit."""
+def compute(kills: int, iterations: int, seed: int, output: Path, console: Console) -> list[Row]:
+    """A row for every kill that hit; what a run printed that ended otherwise is kept in ``output``."""
     chance = random.Random(seed)
     rows: list[Row] = []
-    with command.progress("kill and resume", kills + 1) as advance:
+    with command.progress(console, "kill and resume", kills + 1) as advance:
         with tempfile.TemporaryDirectory() as folder:
             expected, training_seconds = undisturbed(Path(folder), iterations)
-        advance(1, "undisturbed run")
+        advance(1, f"undisturbed run done, {training_seconds:.1f} s of training")
         while len(rows) < kills:
             rank, delay = chance.randrange(WORLD_SIZE), chance.uniform(0.0, training_seconds)
             with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +150,7 @@ def compute(kills: int, iterations: int, seed: int) -> list[Row]:
                     continue
                 rows.append({"run": len(rows), **row})
                 if not row["identical"]:
-                    print(f"run {len(rows) - 1}, rank {rank} killed:\n{log_end(Path(folder))}", flush=True)
+                    shutil.copy(Path(folder) / "log", output / f"kill_and_resume.run-{len(rows) - 1}.log")
             advance(1, f"{len(rows)} of {kills} killed, {sum(row['identical'] for row in rows)} identical")
     return rows
 
@@ -162,25 +165,27 @@ def show(rows: list[Row]) -> None:
     command.show(title, texts)
 
 
-def parse(words: list[str]) -> Namespace:
+def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """The options; raises ``UserInputError``."""
-    options = command.parser("kill_and_resume", (__doc__ or "").splitlines()[0])
+    options = command.parser("kill_and_resume", __doc__)
     options.add_argument("--kills", type=command.at_least(1), help=f"runs with a kill ({KILLS}; quick: {QUICK_KILLS})")
     options.add_argument("--seed", type=command.at_least(0), default=0, help="seed of the ranks and moments (0)")
-    return command.parse(options, words)
-
-
-def main(ranks: Ranks) -> int:
-    """The command."""
-    arguments = ranks.agree("options", lambda: parse(sys.argv[1:]))
-    if ranks.by_torchrun:
+    arguments = command.parse(options, words)
+    if by_torchrun:
         raise UserInputError("kill_and_resume must be run without torchrun: it starts torchrun itself")
+    return arguments
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     iterations = QUICK_ITERATIONS if arguments.quick else ITERATIONS
     kills = arguments.kills or (QUICK_KILLS if arguments.quick else KILLS)
-    rows = compute(kills, iterations, arguments.seed)
+    rows = compute(kills, iterations, arguments.seed, arguments.output, console)
     save("kill_and_resume", rows, extra={"iterations": iterations}, folder=arguments.output)
     show(rows)
-    return 0 if all(row["identical"] for row in rows) else 1
+    if not all(row["identical"] for row in rows):
+        raise RunError("every run must end in the weights of the undisturbed one; see the table")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 class Loop(Protocol):
     """A training loop, one iteration at a time."""
 
+    model: nn.Module
+
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         """Forward, backward, and the update that is due."""
 
@@ -36,12 +38,12 @@ class Plain:
     """The loop that everybody writes: DDP's, or without communication if ``model`` is no DDP."""
 
     def __init__(self, model: nn.Module):
-        self._model = model
+        self.model = model
         self._optimizer = sgd(model)
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        cross_entropy(self._model(images), labels).backward()
+        cross_entropy(self.model(images), labels).backward()
         self._optimizer.step()
 
     def flush(self) -> None:
@@ -55,11 +57,11 @@ class Piped:
     """Our loop."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, all_reduce: str):
-        self._model = model
+        self.model = model
         self._pipeline = Pipelined(model, sgd(model), width=width, all_reduce=all_reduce, ranks=ranks)
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
-        cross_entropy(self._model(images), labels).backward()
+        cross_entropy(self.model(images), labels).backward()
         self._pipeline.step()
 
     def flush(self) -> None:

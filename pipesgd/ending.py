@@ -59,9 +59,10 @@ def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequen
 def _explain(failure: BaseException, ranks: Ranks | None) -> int:
     """Say in one line why this rank ends; the exit code."""
     rank = 0 if ranks is None else ranks.rank
+    where = "" if ranks is None or ranks.iteration is None else f" in iteration {ranks.iteration}"
     if isinstance(failure, KeyboardInterrupt):
         if rank == 0:
-            _say("interrupted; --resume continues from the last checkpoint")
+            _say(f"interrupted{where}; --resume continues from the last checkpoint")
         return EXIT_INTERRUPTED
     if isinstance(failure, UserInputError) and (ranks is None or failure.known_to_all):
         if rank == 0 or isinstance(failure, DisagreementError):
@@ -71,7 +72,9 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
         return EXIT_BAD_INPUT
     if not isinstance(failure, PipesgdError | Terminated):
         traceback.print_exception(failure)  # a defect of ours: the line alone would not help to mend it
-    text = str(failure) if isinstance(failure, PipesgdError | Terminated) else repr(failure)
+    text = str(failure) if isinstance(failure, PipesgdError) else repr(failure)
+    if isinstance(failure, Terminated):
+        text = f"told to stop (SIGTERM){where}: another rank has failed, or somebody has stopped the job"
     text = text if text.startswith("rank ") else f"rank {rank}: {text}"
     _say("error: " + (text if ranks is None else ranks.diagnose(text)))
     if isinstance(failure, Terminated):
@@ -80,8 +83,9 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
 
 
 def _say(line: str) -> None:
-    print(line.replace("\n", " "), file=sys.stderr, flush=True)
+    sys.stderr.write(line.replace("\n", " ") + "\n")  # in one piece: other ranks write to the same screen
+    sys.stderr.flush()
 
 
 def _raise_terminated(number: int, frame: object) -> NoReturn:
-    raise Terminated("told to stop (SIGTERM): another rank has failed, or somebody has stopped the job")
+    raise Terminated

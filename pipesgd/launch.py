@@ -7,30 +7,35 @@ run fails, to find out who is missing. Gradients never pass through it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipesgd.config import DEFAULT_TIMEOUT
-from pipesgd.errors import CommunicationError, DeadlineExceeded, RunError, UserInputError
+from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 
 T = TypeVar("T")
 
 HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.train ..."
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-POLL_SECONDS = 0.5
-"""How often a wait for other ranks looks whether one of them has failed."""
+LONGEST_PAUSE = 0.02
+"""Seconds between two looks into the store, at most."""
+
+SPEECH_SECONDS = 5.0
+"""How long a rank that exits waits for the others to say why they do."""
 
 REPORT_GRACE_SECONDS = 1.0
 """How long a failing rank waits for the others' reports before it names the silent ones."""
@@ -51,6 +56,8 @@ class Ranks:
     """How often torchrun has restarted this job (``--max-restarts``)."""
     by_torchrun: bool = True
     timeout: float = DEFAULT_TIMEOUT
+    iteration: int | None = None
+    """What this rank is at: for its last words."""
     _exchanges: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
 
@@ -62,15 +69,33 @@ class Ranks:
             CommunicationError: a rank has failed meanwhile.
         """
         self._exchanges += 1
-        keys = [f"exchange/{self._exchanges}/{what}/{rank}" for rank in range(self.world_size)]
-        self.store.set(keys[self.rank], json.dumps(value))
-        self._wait_for(keys, f"exchange of {what}")
-        values = [json.loads(self.store.get(key)) for key in keys]
-        # Who has come to this exchange has read the last one: its key can go, so the store stays small.
-        self._own_keys.append(keys[self.rank])
-        if len(self._own_keys) > 2:
-            self.store.delete_key(self._own_keys.pop(0))
+        key = f"exchange/{self._exchanges}/{what}/{{}}"
+        try:
+            self.store.set(key.format(self.rank), json.dumps(value))
+            missing = self._missing(key, self.timeout, give_up=lambda: bool(self._failed()))
+            if missing:
+                self._raise_missing(missing, f"exchange of {what}")
+            values = [json.loads(self.store.get(key.format(rank))) for rank in range(self.world_size)]
+            # Who has come to this exchange has read the one before: its key can go, so the store stays small.
+            self._own_keys.append(key.format(self.rank))
+            if len(self._own_keys) > 2:
+                self.store.delete_key(self._own_keys.pop(0))
+        except dist.DistError as failure:
+            raise lost(failure, self.rank, None, f"exchange of {what} through the store", self.timeout) from failure
         return values
+
+    def _raise_missing(self, missing: list[int], operation: str) -> NoReturn:
+        failed = self._failed()
+        if failed:
+            report = self.store.get(f"failure/{failed[0]}").decode()
+            raise CommunicationError(rank=self.rank, peer=failed[0], operation=operation, reason=report)
+        raise DeadlineExceeded(
+            rank=self.rank,
+            peer=missing[0],
+            operation=operation,
+            reason=f"no word within {self.timeout:g} s from rank{'s' if len(missing) > 1 else ''} "
+            + ", ".join(map(str, missing)),
+        )
 
     def agree(self, what: str, attempt: Callable[[], T]) -> T:
         """This rank's ``attempt()``; if it raises ``UserInputError`` on any rank, all ranks raise that.
@@ -96,11 +121,9 @@ class Ranks:
 
         torchrun ends all ranks as soon as one exits: nobody may exit before the others have said why.
         """
-        try:
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to wait for
             self.store.set(f"spoken/{self.rank}", "")
-            self.store.wait([f"spoken/{rank}" for rank in range(self.world_size)], timedelta(seconds=5))
-        except RuntimeError:
-            return  # a rank, or the store, is gone: nobody is left to wait for
+            self._missing("spoken/{}", SPEECH_SECONDS)
 
     def start_process_group(self, device: str, timeout: float) -> None:
         """Start torch's default process group with this deadline for every operation.
@@ -129,7 +152,7 @@ class Ranks:
         """
         try:
             self.store.set(f"failure/{self.rank}", error)
-            silent = self._silent_ranks(REPORT_GRACE_SECONDS)
+            silent = self._missing("failure/{}", REPORT_GRACE_SECONDS)
         except RuntimeError:
             return f"{error} (the store that the ranks share is gone too)"
         if not silent:
@@ -142,40 +165,19 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _wait_for(self, keys: list[str], what: str) -> None:
-        deadline = time.monotonic() + self.timeout
-        while not self._wait_briefly(keys):
-            failed = [rank for rank in range(self.world_size) if self.store.check([f"failure/{rank}"])]
-            if failed:
-                report = self.store.get(f"failure/{failed[0]}").decode()
-                raise CommunicationError(rank=self.rank, peer=failed[0], operation=what, reason=report)
-            if time.monotonic() > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise DeadlineExceeded(
-                    rank=self.rank,
-                    peer=missing[0] if missing else None,
-                    operation=what,
-                    reason=f"no word within {self.timeout:g} s from ranks {missing}",
-                )
+    def _missing(self, key: str, timeout: float, give_up: Callable[[], bool] = lambda: False) -> list[int]:
+        """The ranks whose ``key`` is not in the store, once there are none, or ``timeout`` has passed."""
+        missing = list(range(self.world_size))
 
-    def _wait_briefly(self, keys: list[str]) -> bool:
-        try:
-            self.store.wait(keys, timedelta(seconds=min(POLL_SECONDS, self.timeout)))
-        except RuntimeError as failure:
-            if "timeout" in str(failure).lower():  # torch's stores have no type of their own for it
-                return False
-            raise RunError(f"rank {self.rank}: the store that the ranks share is gone: {failure}") from failure
-        return True
+        def none_missing() -> bool:
+            missing[:] = [rank for rank in missing if not self.store.check([key.format(rank)])]
+            return not missing or give_up()
 
-    def _silent_ranks(self, grace: float) -> list[int]:
-        deadline = time.monotonic() + grace
-        silent = list(range(self.world_size))
-        while silent:
-            silent = [rank for rank in silent if not self.store.check([f"failure/{rank}"])]
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        return silent
+        _poll(none_missing, timeout)
+        return missing
+
+    def _failed(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if self.store.check([f"failure/{rank}"])]
 
 
 def join() -> Ranks:
@@ -194,15 +196,16 @@ def join() -> Ranks:
             f"torchrun's variables must be set all or none; got {', '.join(given)} without {', '.join(missing)} "
             f"(start with: {HOW_TO_START})"
         )
+    rank = int(os.environ["RANK"])
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
-    except RuntimeError as failure:
-        rank = int(os.environ["RANK"])
+        session = _open_session(store, rank, world_size, DEFAULT_TIMEOUT)
+    except dist.DistError as failure:
         raise lost(failure, rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
     return Ranks(
         rank=rank,
         world_size=world_size,
-        store=dist.PrefixStore("pipesgd", store),
+        store=session,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
@@ -216,12 +219,56 @@ def current(timeout: float) -> Ranks:
         return ranks
     # torch offers no public way to the store of a group that somebody else has started.
     store = dist.distributed_c10d._get_default_store()
-    return Ranks(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        store=dist.PrefixStore("pipesgd", store),
-        timeout=timeout,
-    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    session = _open_session(store, rank, world_size, timeout)
+    return Ranks(rank=rank, world_size=world_size, store=session, timeout=timeout)
+
+
+def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.Store:
+    """A part of ``store`` that no process of an earlier attempt has written to.
+
+    torchrun keeps the store when it restarts the ranks (``--max-restarts``), and its count of restarts may
+    differ between machines. So every process takes a name of its own, and rank 0 answers each name that it
+    finds with its own, which is the session's: an answer to a dead process is read by nobody.
+    """
+    store = dist.PrefixStore("pipesgd", store)
+    me = uuid.uuid4().hex
+    store.set(f"name of rank {rank}", me)
+    if rank > 0:
+        if not _poll(lambda: store.check([f"answer to {me}"]), timeout):
+            raise DeadlineExceeded(rank=rank, peer=0, operation="start", reason=f"no answer within {timeout:g} s")
+        session = store.get(f"answer to {me}").decode()
+        store.set(f"{session}/joined by {rank}", "")
+        return dist.PrefixStore(session, store)
+
+    missing = list(range(1, world_size))
+
+    def answer() -> bool:
+        missing[:] = [other for other in missing if not store.check([f"{me}/joined by {other}"])]
+        for other in missing:
+            if store.check([f"name of rank {other}"]):
+                store.set(f"answer to {store.get(f'name of rank {other}').decode()}", me)
+        return not missing
+
+    if not _poll(answer, timeout):
+        reason = f"no word within {timeout:g} s from ranks {missing}"
+        raise DeadlineExceeded(rank=rank, peer=missing[0], operation="start", reason=reason)
+    return dist.PrefixStore(me, store)
+
+
+def _poll(done: Callable[[], bool], timeout: float) -> bool:
+    """Whether ``done()`` became true within ``timeout`` seconds.
+
+    torch's stores can wait themselves, but write warnings of their own to stderr when that takes long.
+    """
+    deadline = time.monotonic() + timeout
+    pause = 0.0005
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return True
 
 
 def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, timeout: float) -> CommunicationError:

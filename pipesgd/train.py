@@ -110,6 +110,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         last = time.perf_counter()
         begin = last - state.seconds
         for iteration in range(start, total):
+            ranks.iteration = iteration
             lr = float(schedule.get_last_lr()[0])
             loss, spans = forward_backward(model, samples, device, iteration)
             report = strategy.step()

@@ -1,0 +1,48 @@
+# Both commands do all of their own set-up, on a machine with Python 3.11 or newer, pip and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The one version that the tests run with. pyproject.toml allows a range, so that the package installs beside
+# another build of torch, one for CUDA say; to train with such a build, install it into $(VENV) first.
+TORCH ?= torch==2.13.0
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test benchmarks clean
+
+train: $(VENV)/train.stamp
+	$(VENV)/bin/torchrun --nproc-per-node 4 -m pipesgd.train --config experiments/digits.toml --overwrite
+
+test: $(VENV)/test.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/pytest
+
+# Every experiment of experiments/results, again: about half an hour.
+benchmarks: $(VENV)/test.stamp
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_ring --all
+	PYTHONPATH=. $(VENV)/bin/torchrun --nproc-per-node 4 -m experiments.bench_pipelined
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.kill_and_resume
+
+clean:
+	rm -rf $(VENV) dist runs
+
+$(VENV)/torch.stamp:
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --upgrade pip
+	$(VENV)/bin/pip install --quiet "$(TORCH)"
+	touch $@
+
+$(VENV)/train.stamp: $(VENV)/torch.stamp pyproject.toml
+	$(VENV)/bin/pip install --quiet --editable .
+	touch $@
+
+# Tests run against the wheel that is built here: a file missing from it must show.
+$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml $(shell find pipesgd timing_model -name '*.py')
+	rm -rf dist
+	$(VENV)/bin/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(VENV)/bin/pip install --quiet --force-reinstall --no-deps dist/pipesgd-*.whl
+	$(VENV)/bin/pip install --quiet "pipesgd[dev] @ file://$(CURDIR)/$$(ls dist/pipesgd-*.whl)"
+	rm -f $(VENV)/train.stamp
+	touch $@

@@ -1,0 +1,80 @@
+"""Options of the experiments: what is wrong is said in one line, and full results are safe from quick runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments import bench_pipelined, bench_ring, command, kill_and_resume
+from experiments.results import REPOSITORY, RESULTS
+from pipesgd.command_line import HelpRequested
+from pipesgd.errors import UserInputError
+
+Parse = Callable[[Sequence[str]], Namespace]
+PARSES: list[Parse] = [
+    lambda words: bench_ring.parse(words, 2),
+    lambda words: bench_pipelined.parse(words, 4),
+    lambda words: kill_and_resume.parse(words, by_torchrun=False),
+]
+
+
+@pytest.mark.parametrize("parse", PARSES)
+def test_a_quick_run_never_overwrites_full_results(parse: Parse, tmp_path: Path) -> None:
+    for words in (["--quick"], ["--quick", "--output", str(RESULTS)]):
+        with pytest.raises(UserInputError, match="--output must name another folder"):
+            parse(words)
+    assert parse(["--quick", "--output", str(tmp_path / "new")]).output.is_dir()
+    assert parse([]).output == RESULTS
+
+
+@pytest.mark.parametrize("parse", PARSES)
+def test_help_and_errors_are_for_the_ranks_to_agree_on(parse: Parse, tmp_path: Path) -> None:
+    with pytest.raises(HelpRequested, match="--quick"):
+        parse(["--help"])
+    (tmp_path / "file").touch()
+    for words in (["--quik"], ["--output", str(tmp_path / "file")], ["--output"]):
+        with pytest.raises(UserInputError) as error:
+            parse(words)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("words", [["--kills", "0"], ["--kills", "two"], ["--kills", "-1"], ["--seed", "1.5"]])
+def test_numbers_are_checked(words: list[str]) -> None:
+    with pytest.raises(UserInputError, match=rf"{words[0]}: must be a whole number of at least .; got '{words[1]}'"):
+        kill_and_resume.parse(words, by_torchrun=False)
+
+
+def test_the_number_of_ranks_is_checked() -> None:
+    with pytest.raises(UserInputError, match="at least 2 ranks"):
+        bench_ring.parse([], 1)
+    with pytest.raises(UserInputError, match="without torchrun"):
+        bench_ring.parse(["--all"], 2)
+    with pytest.raises(UserInputError, match="at least 2 ranks"):
+        bench_pipelined.parse([], 1)
+    with pytest.raises(UserInputError, match="without torchrun"):
+        kill_and_resume.parse([], by_torchrun=True)
+
+
+def test_a_wrong_option_ends_the_command_with_one_line_and_code_2() -> None:
+    words = [sys.executable, "-m", "experiments.kill_and_resume", "--kills", "none"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: --kills: must be a whole number of at least 1; got 'none'\n"
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 5.0, 20.0, 21.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    with command.progress(Console(), "ring", 4.0) as advance:
+        for _ in range(3):
+            advance(1.0, "1 MiB")
+    assert capsys.readouterr().out == "ring: 1 MiB, 50% done, 0:00:20 left\n"

@@ -1,0 +1,76 @@
+"""Who may import whom: the picture in ARCHITECTURE.md, held by a walk over the sources."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+LAYERS = [
+    {"errors"},
+    {"config"},
+    {"command_line", "collectives.schedule", "workloads", "launch", "gradients"},
+    {"collectives.base", "collectives.transport"},
+    {"collectives.ring", "collectives.native", "collectives.worker"},
+    {"strategies.base"},
+    {"strategies.pipelined"},
+    {"checkpoint", "metrics", "trace", "replicas", "evaluation", "optimization", "state", "output", "ending"},
+    {"progress"},
+    {"train"},
+]
+"""From the bottom up: a module imports from layers below its own, or from its own package."""
+
+MAY_NAME_TORCH_DISTRIBUTED = {"launch", "collectives.transport", "collectives.native"}
+
+
+def modules(package: str) -> dict[str, Path]:
+    root = REPOSITORY / package
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts): path
+        for path in sorted(root.rglob("*.py"))
+        if path.name != "__init__.py"
+    }
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of everything that the file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def layer(module: str) -> int:
+    return next(index for index, names in enumerate(LAYERS) if module in names or module.split(".")[0] in names)
+
+
+@pytest.mark.parametrize("module", modules("pipesgd"))
+def test_a_module_imports_from_below_only(module: str) -> None:
+    path = modules("pipesgd")[module]
+    ours = {name.removeprefix("pipesgd.") for name in imported(path) if name.startswith("pipesgd.")}
+    for other in ours & modules("pipesgd").keys():
+        same_package = other.split(".")[0] == module.split(".")[0] and "." in module
+        assert layer(other) < layer(module) or (same_package and layer(other) == layer(module)), other
+    names_torch_distributed = any(name.startswith("torch.distributed") for name in imported(path))
+    assert not names_torch_distributed or module in MAY_NAME_TORCH_DISTRIBUTED
+
+
+def test_every_module_has_its_layer() -> None:
+    for module in modules("pipesgd"):
+        layer(module)
+
+
+@pytest.mark.parametrize("module", modules("timing_model"))
+def test_the_timing_model_knows_neither_torch_nor_the_trainer(module: str) -> None:
+    for name in imported(modules("timing_model")[module]):
+        assert name.split(".")[0] not in {"torch", "pipesgd", "experiments"}
+
+
+def test_the_trainer_knows_neither_experiments_nor_yet_the_timing_model() -> None:
+    for path in modules("pipesgd").values():
+        assert not {name.split(".")[0] for name in imported(path)} & {"experiments", "tests", "timing_model"}

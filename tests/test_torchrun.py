@@ -1,0 +1,246 @@
+"""The command as a person starts it: torchrun, real processes, and what happens when they are killed or stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import REPOSITORY
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+LONG = "--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations 1000000"
+"""Longer than any test: it ends by being ended."""
+
+
+class Job:
+    """A torchrun with its ranks; what it prints is read as it comes."""
+
+    def __init__(self, folder: Path, words: str, *, ranks: int = 3, torchrun: str = ""):
+        self.output = folder / "run"
+        self.lines: list[str] = []
+        self._grown = threading.Condition()
+        self._ended = False
+        self.process = subprocess.Popen(
+            [
+                *TORCHRUN,
+                *["--nproc-per-node", str(ranks), *torchrun.split()],
+                *["-m", "pipesgd.train", *words.split(), "--output", str(self.output)],
+            ],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._grown:
+                self.lines.append(line.rstrip())
+                self._grown.notify_all()
+        with self._grown:
+            self._ended = True
+            self._grown.notify_all()
+
+    def wait_for(self, text: str, timeout: float = 60.0) -> str:
+        """The first line that holds ``text``."""
+
+        def found() -> str | None:
+            return next((line for line in self.lines if text in line), None)
+
+        with self._grown:
+            assert self._grown.wait_for(lambda: found() or self._ended, timeout), self.lines
+        line = found()
+        assert line is not None, self.lines
+        return line
+
+    def rank_pids(self) -> dict[int, int]:
+        """The process of every rank: the children of torchrun that have a RANK."""
+        found = {}
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            for pid in (task / "children").read_text().split():
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [int(entry[5:]) for entry in environment if entry.startswith(b"RANK=")]
+                found.update({rank: int(pid) for rank in ranks})
+        return found
+
+    def finish(self, timeout: float = 60.0) -> int:
+        """Its exit code, with everything that it printed in ``lines``."""
+        code = self.process.wait(timeout)
+        self._reader.join(10)
+        return code
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Any]:
+    jobs: list[Job] = []
+
+    def start(words: str, **options: Any) -> Job:
+        jobs.append(Job(tmp_path, words, **options))
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(one.process.pid, signal.SIGKILL)  # its own session: torchrun and the ranks, nobody else
+        one.process.wait(10)
+        assert one.process.stdout is not None
+        one._reader.join(10)
+        one.process.stdout.close()
+
+
+def errors_of(job: Job) -> list[str]:
+    return [line for line in job.lines if line.startswith("error: ")]
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; one that nobody has waited for yet (a zombie) has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until(done: Callable[[], bool], timeout: float) -> None:
+    """Look until ``done()``: neither files nor other processes' children tell when they change."""
+    deadline = time.monotonic() + timeout
+    while not done():
+        assert time.monotonic() < deadline, "not within the deadline"
+        time.sleep(0.02)
+
+
+def wait_until_gone(pids: list[int], timeout: float) -> None:
+    wait_until(lambda: all(map(gone, pids)), timeout)
+
+
+def newest_checkpoint(job: Job) -> int:
+    found = (job.output / "checkpoints").glob("iteration-*")
+    return max((int(path.name.partition("-")[2]) for path in found), default=0)
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(job: Any) -> None:
+    running = job(LONG)
+    running.wait_for("mlp (")
+    pids = running.rank_pids()
+    os.kill(pids[1], signal.SIGKILL)
+    assert running.finish() == 1
+    errors = errors_of(running)
+    assert len(errors) == 2, running.lines
+    assert all("no word from rank 1" in line for line in errors)
+    # Each names the iteration and what it was doing; or torchrun, who had seen it sooner, has told it to stop.
+    lost = (
+        r"error: rank \d: (receive|send) of chunk \d .* with rank \d in iteration \d+ failed: (Connection|Read error) "
+    )
+    told = r"error: rank \d: told to stop \(SIGTERM\) in iteration \d+: "
+    assert all(re.match(lost, line) or re.match(told, line) for line in errors), errors
+    assert not any("Traceback" in line for line in running.lines[: running.lines.index(errors[-1])])
+    wait_until_gone(list(pids.values()), 10)
+
+
+@pytest.mark.parametrize("all_reduce", ["ring", "native"])
+def test_a_rank_that_hangs_ends_the_job_within_the_deadline(job: Any, all_reduce: str) -> None:
+    running = job(f"{LONG} --timeout 3 --all-reduce {all_reduce}")
+    running.wait_for("mlp (")
+    pids = running.rank_pids()
+    os.kill(pids[2], signal.SIGSTOP)
+    begin = time.monotonic()
+    line = running.wait_for("error: ")
+    assert time.monotonic() - begin < 15
+    os.kill(pids[2], signal.SIGCONT)  # torchrun's SIGTERM takes effect; its SIGKILL would come after 30 s
+    assert running.finish() == 1
+    assert "no word from rank 2" in line
+    assert "iteration" in line
+    wait_until_gone(list(pids.values()), 10)
+
+
+def test_killed_ranks_with_restarts_give_the_same_weights(job: Any, tmp_path: Path) -> None:
+    words = "--hidden-sizes 300 300 --batch-size 32 --iterations 400 --checkpoint-iterations 20 --width 3"
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Job(tmp_path / "undisturbed", words)
+    assert undisturbed.finish() == 0, undisturbed.lines
+    assert undisturbed.process.stdout is not None
+    undisturbed.process.stdout.close()
+    expected = json.loads((undisturbed.output / "summary.json").read_text())
+
+    running = job(words, torchrun="--max-restarts 2")
+    for kill, rank in enumerate((0, 2)):
+        wait_until(lambda at=40 + 100 * kill: newest_checkpoint(running) >= at, 60)
+        os.kill(running.rank_pids()[rank], signal.SIGKILL)
+    assert running.finish() == 0, running.lines
+    assert any("continuing after iteration" in line for line in running.lines)
+    result = json.loads((running.output / "summary.json").read_text())
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert result["final"] == expected["final"]
+
+
+def test_ranks_do_not_outlive_torchrun(job: Any) -> None:
+    running = job(LONG)
+    running.wait_for("mlp (")
+    pids = list(running.rank_pids().values())
+    running.process.kill()
+    wait_until_gone(pids, 15)
+
+
+def test_ctrl_c_says_one_line_and_leaves_nobody(job: Any) -> None:
+    running = job(LONG)
+    running.wait_for("mlp (")
+    pids = list(running.rank_pids().values())
+    os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does: to torchrun and all its ranks
+    assert running.finish() != 0
+    assert sum("--resume continues from the last checkpoint" in line for line in running.lines) == 1
+    wait_until_gone(pids, 10)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--width 0", "error: width must be at least 1; got 0"),
+        ("--dataset images", "error: images must be in the folder --data-dir"),
+    ],
+)
+def test_bad_input_is_said_once_with_exit_code_2(job: Any, words: str, message: str) -> None:
+    running = job(words)
+    assert running.finish() == 1, "torchrun's own code for a rank that ended with another than 0"
+    assert [line[: len(message)] for line in errors_of(running)] == [message]
+    assert any(re.search(r"exitcode\s*: 2 ", line) for line in running.lines)
+    assert not running.output.exists()
+
+
+def test_without_torchrun_the_exit_code_is_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipesgd.train", "--width", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: width must be at least 1; got 0\n")
+
+
+def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    loop = next(block for block in blocks if "pipesgd.Pipelined" in block)
+    (tmp_path / "loop.py").write_text(loop + "\nprint('loss', loss.item())\n")
+    done = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node", "2", "loop.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 2
+    assert all(loss < 1.0 for loss in losses)
