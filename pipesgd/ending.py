@@ -29,7 +29,6 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words
     Exit codes: 0 done, 2 the input was wrong, 1 the run failed, 130 Ctrl-C, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, _raise_terminated)
-    launch.die_with_parent()
     code = _run(command, words)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -44,6 +43,8 @@ def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequen
     ranks: Ranks | None = None
     try:
         ranks = launch.join()
+        if ranks.by_torchrun:
+            launch.die_with_parent()
         command(words, ranks, Console())
         ranks.leave()
     except HelpRequested as request:
@@ -62,7 +63,7 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
     where = "" if ranks is None or ranks.iteration is None else f" in iteration {ranks.iteration}"
     if isinstance(failure, KeyboardInterrupt):
         if rank == 0:
-            _say(f"interrupted{where}; --resume continues from the last checkpoint")
+            _say(f"interrupted{where}" + ("; --resume continues from the last checkpoint" if where else ""))
         return EXIT_INTERRUPTED
     if isinstance(failure, UserInputError) and (ranks is None or failure.known_to_all):
         if rank == 0 or isinstance(failure, DisagreementError):

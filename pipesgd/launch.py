@@ -72,7 +72,7 @@ class Ranks:
         key = f"exchange/{self._exchanges}/{what}/{{}}"
         try:
             self.store.set(key.format(self.rank), json.dumps(value))
-            missing = self._missing(key, self.timeout, give_up=lambda: bool(self._failed()))
+            missing = self._missing(key, self.timeout, until_a_failure=True)
             if missing:
                 self._raise_missing(missing, f"exchange of {what}")
             values = [json.loads(self.store.get(key.format(rank))) for rank in range(self.world_size)]
@@ -85,7 +85,7 @@ class Ranks:
         return values
 
     def _raise_missing(self, missing: list[int], operation: str) -> NoReturn:
-        failed = self._failed()
+        failed = [rank for rank in range(self.world_size) if self.store.check([f"failure/{rank}"])]
         if failed:
             report = self.store.get(f"failure/{failed[0]}").decode()
             raise CommunicationError(rank=self.rank, peer=failed[0], operation=operation, reason=report)
@@ -152,6 +152,7 @@ class Ranks:
         """
         try:
             self.store.set(f"failure/{self.rank}", error)
+            self.store.set("a failure", "")
             silent = self._missing("failure/{}", REPORT_GRACE_SECONDS)
         except RuntimeError:
             return f"{error} (the store that the ranks share is gone too)"
@@ -165,19 +166,11 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _missing(self, key: str, timeout: float, give_up: Callable[[], bool] = lambda: False) -> list[int]:
+    def _missing(self, key: str, timeout: float, *, until_a_failure: bool = False) -> list[int]:
         """The ranks whose ``key`` is not in the store, once there are none, or ``timeout`` has passed."""
-        missing = list(range(self.world_size))
-
-        def none_missing() -> bool:
-            missing[:] = [rank for rank in missing if not self.store.check([key.format(rank)])]
-            return not missing or give_up()
-
-        _poll(none_missing, timeout)
-        return missing
-
-    def _failed(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if self.store.check([f"failure/{rank}"])]
+        keys = [key.format(rank) for rank in range(self.world_size)]
+        _poll(lambda: self.store.check(keys) or (until_a_failure and self.store.check(["a failure"])), timeout)
+        return [rank for rank, one in enumerate(keys) if not self.store.check([one])]
 
 
 def join() -> Ranks:

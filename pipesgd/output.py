@@ -34,7 +34,8 @@ def take_folder(config: TrainConfig, ranks: Ranks) -> Path:
         CheckpointError: it holds a run of another world size or configuration.
     """
     folder = config.run.output
-    resume = config.run.resume or ranks.restart_count > 0
+    # One machine's torchrun may not count a restart that another one asked for: all go by the highest count.
+    resume = config.run.resume or max(ranks.exchange("count of restarts", ranks.restart_count)) > 0
     description = {"world_size": ranks.world_size, "options": config.options()}
     ranks.agree("the output folder", lambda: _check(folder, description, resume, config.run.overwrite))
     first_of_machine = ranks.local_rank == 0

@@ -1,0 +1,23 @@
+"""The examples in the docstrings say what happens."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pipesgd.collectives.schedule",
+        "pipesgd.strategies.pipelined",
+        "timing_model.collectives",
+        "timing_model.iteration",
+    ],
+)
+def test_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0
+    assert result.failed == 0
