@@ -12,8 +12,8 @@ from pipesgd.collectives.transport import Pending, Transport
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 
 SEGMENTS_AHEAD = 2
-"""Receives that are posted before their segment is due: gloo's sender starts only when the receiver is
-ready, so with one the wire would rest while a segment is added up."""
+"""Receives of the reduce-scatter half that are posted before their segment is due: gloo's sender starts only when the
+receiver is ready, so with one the wire would rest while a segment is added up. Each takes a segment of scratch space."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,8 @@ class RingAllReduce:
 
     1. Post the first receives, and send the segments of the own chunk.
     2. For each segment of the stream, in order: wait for it; in the reduce-scatter half add it to the own
-       values; post another receive; send it on, if the stream goes on that far.
+       values; post more receives; send it on, if the stream goes on that far. Receives of the all-gather half go
+       straight to their place, so all of them are posted as soon as those of the reduce-scatter half are.
     3. Wait for the sends.
 
     A finished chunk is added up by one rank, whose bytes the others copy: hence the same on every rank.
@@ -56,20 +57,21 @@ class RingAllReduce:
         receives: list[tuple[Pending, Tensor]] = []
         sends: list[Pending] = []
 
-        def post_receive(index: int) -> None:
-            segment = stream[index]
-            place = flat[segment.receive]
-            if segment.reduce:
-                place = self._scratch[index % SEGMENTS_AHEAD][: place.nbytes].view(flat.dtype)
-            receives.append((transport.receive(place, left, segment.received), place))
+        def post_receives(consumed: int) -> None:
+            until = consumed + SEGMENTS_AHEAD
+            for index in range(len(receives), until if until < len(stream) // 2 else len(stream)):
+                segment = stream[index]
+                place = flat[segment.receive]
+                if segment.reduce:
+                    place = self._scratch[index % SEGMENTS_AHEAD][: place.nbytes].view(flat.dtype)
+                receives.append((transport.receive(place, left, segment.received), place))
 
         def send(index: int) -> None:
             segment = stream[index]
             sends.append(transport.send(flat[segment.send], right, segment.sent))
 
         # 1. The first receives, and the own chunk.
-        for index in range(min(SEGMENTS_AHEAD, len(stream))):
-            post_receive(index)
+        post_receives(0)
         for index in range(min(per_chunk, len(stream))):
             send(index)
         # 2. The stream.
@@ -78,8 +80,7 @@ class RingAllReduce:
             pending.wait()
             if segment.reduce:
                 flat[segment.receive].add_(place)
-            if index + SEGMENTS_AHEAD < len(stream):
-                post_receive(index + SEGMENTS_AHEAD)
+            post_receives(index + 1)
             if index + per_chunk < len(stream):
                 send(index + per_chunk)
         # 3. The sends.
