@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
+
+import pipesgd
 
 LAYERS = [
     {"errors"},
@@ -74,3 +77,8 @@ def test_the_timing_model_knows_neither_torch_nor_the_trainer(module: str) -> No
 def test_the_trainer_knows_neither_experiments_nor_yet_the_timing_model() -> None:
     for path in modules("pipesgd").values():
         assert not {name.split(".")[0] for name in imported(path)} & {"experiments", "tests", "timing_model"}
+
+
+@pytest.mark.skipif("CI" not in os.environ, reason="a developer may test an editable installation")
+def test_ci_tests_the_installed_wheel() -> None:
+    assert "site-packages" in Path(pipesgd.__file__).parts

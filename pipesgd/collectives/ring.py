@@ -12,8 +12,8 @@ from pipesgd.collectives.transport import Pending, Transport
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 
 SEGMENTS_AHEAD = 2
-"""Receives of the reduce-scatter half that are posted before their segment is due: gloo's sender starts only when the
-receiver is ready, so with one the wire would rest while a segment is added up. Each takes a segment of scratch space."""
+"""Receives of the reduce-scatter half that are posted before their segment is due. gloo's sender starts only when the
+receiver is ready, so with one the wire would rest while a segment is added up; each takes a segment of scratch space."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class RingAllReduce:
 
     1. Post the first receives, and send the segments of the own chunk.
     2. For each segment of the stream, in order: wait for it; in the reduce-scatter half add it to the own
-       values; post more receives; send it on, if the stream goes on that far. Receives of the all-gather half go
+       values; send it on, if the stream goes on that far; post more receives. Those of the all-gather half go
        straight to their place, so all of them are posted as soon as those of the reduce-scatter half are.
     3. Wait for the sends.
 
@@ -80,9 +80,9 @@ class RingAllReduce:
             pending.wait()
             if segment.reduce:
                 flat[segment.receive].add_(place)
-            post_receives(index + 1)
             if index + per_chunk < len(stream):
                 send(index + per_chunk)
+            post_receives(index + 1)
         # 3. The sends.
         for pending in sends:
             pending.wait()
