@@ -13,7 +13,7 @@ from pipesgd.config import DEFAULT_SEGMENT_BYTES
 
 SEGMENTS_AHEAD = 2
 """Receives of the reduce-scatter half that are posted before their segment is due. gloo's sender starts only when the
-receiver is ready, so with one the wire would rest while a segment is added up; each takes a segment of scratch space."""
+receiver is ready, so with one the wire would rest while a segment is added up. Each takes a segment of scratch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
