@@ -89,14 +89,22 @@ class DataConfig:
     """Samples per rank and iteration."""
     image_size: int = 64
     """Side in pixels to which the pictures of --dataset images are scaled and cropped."""
-    loader_workers: int = 0
-    """Processes per rank that load and decode beside the computation."""
+    loader_workers: int | None = None
+    """Processes per rank that load and decode beside the computation; 2 for images, 0 for the others by default."""
 
     def __post_init__(self) -> None:
         check_one_of("dataset", self.dataset, DATASETS)
         check_at_least("batch-size", self.batch_size, 1)
         check_at_least("image-size", self.image_size, 1)
-        check_at_least("loader-workers", self.loader_workers, 0)
+        if self.loader_workers is not None:
+            check_at_least("loader-workers", self.loader_workers, 0)
+
+    @property
+    def workers(self) -> int:
+        """``loader_workers``, or its default: only pictures take long enough to load to be worth a process."""
+        if self.loader_workers is None:
+            return 2 if self.dataset == "images" else 0
+        return self.loader_workers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,16 +15,26 @@ BATCH_SIZE = 512
 
 @torch.no_grad()
 def test_accuracy(
-    model: nn.Module, strategy: Strategy, dataset: BatchedDataset, ranks: Ranks, device: torch.device
+    model: nn.Module,
+    strategy: Strategy,
+    dataset: BatchedDataset,
+    ranks: Ranks,
+    device: torch.device,
+    loader_workers: int,
 ) -> float:
     """Share of ``dataset`` that the true weights classify rightly. Every rank takes its part; collective."""
     strategy.average_buffers()
     correct = 0
     model.eval()
     with strategy.true_weights():
-        for inputs, labels in evaluation_batches(
-            dataset, batch_size=BATCH_SIZE, rank=ranks.rank, world_size=ranks.world_size
-        ):
+        batches = evaluation_batches(
+            dataset,
+            batch_size=BATCH_SIZE,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            loader_workers=loader_workers,
+        )
+        for inputs, labels in batches:
             correct += int((model(inputs.to(device)).argmax(dim=1) == labels.to(device)).sum())
     model.train()
     corrects: list[int] = ranks.exchange("test accuracy", correct)

@@ -120,7 +120,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             done = iteration + 1
             accuracy = None
             if done % per_epoch == 0 and done < total:
-                accuracy = test_accuracy(model, strategy, data.test, ranks, device)
+                accuracy = test_accuracy(model, strategy, data.test, ranks, device, config.data.workers)
             metrics = IterationMetrics(
                 iteration=iteration,
                 epoch=iteration // per_epoch,
@@ -150,7 +150,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             iterations=total,
             wall_seconds=time.perf_counter() - begin,
             train_loss=float(np.mean(ranks.exchange("loss of the last epoch", float(np.mean(losses))))),
-            test_accuracy=test_accuracy(model, strategy, data.test, ranks, device),
+            test_accuracy=test_accuracy(model, strategy, data.test, ranks, device, config.data.workers),
             weights_sha256=check_replicas(model, ranks, total),
         )
 
@@ -227,7 +227,7 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         rank=ranks.rank,
         world_size=ranks.world_size,
         seed=config.optimization.seed,
-        loader_workers=config.data.loader_workers,
+        loader_workers=config.data.workers,
     )
     torch.manual_seed(config.optimization.seed)
     model = build_model(

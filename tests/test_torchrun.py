@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY
+from PIL import Image
+
+from pipesgd.config import DataConfig
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LONG = "--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations 1000000"
@@ -244,3 +247,20 @@ def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 2
     assert all(loss < 1.0 for loss in losses)
+
+
+def test_folders_of_images_are_decoded_beside_the_computation(job: Any, tmp_path: Path) -> None:
+    """Red against blue pictures, learnt by a convnet; the processes that decode end with the run."""
+    for split, count in (("train", 24), ("test", 8)):
+        for name, colour in (("blue", (20, 20, 200)), ("red", (200, 20, 20))):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (20 + i, 24), colour).save(tmp_path / split / name / f"{i}.jpg")
+    words = f"--dataset images --data-dir {tmp_path} --image-size 16 --model convnet --batch-size 6 --iterations 12"
+    running = job(f"{words} --lr 0.01", ranks=2)
+    assert running.finish(120) == 0, running.lines
+    summary = json.loads((running.output / "summary.json").read_text())
+    assert summary["final"]["test_accuracy"] == 1.0
+    assert summary["options"]["loader-workers"] is None
+    assert DataConfig(dataset="images").workers == 2
+    assert DataConfig(dataset="digits").workers == 0
