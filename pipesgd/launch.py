@@ -88,13 +88,16 @@ class Ranks:
         failed = [rank for rank in range(self.world_size) if self.store.check([f"failure/{rank}"])]
         if failed:
             report = self.store.get(f"failure/{failed[0]}").decode()
-            raise CommunicationError(rank=self.rank, peer=failed[0], operation=operation, reason=report)
+            raise CommunicationError(
+                rank=self.rank, peer=failed[0], operation=operation, reason=report, iteration=self.iteration
+            )
         raise DeadlineExceeded(
             rank=self.rank,
             peer=missing[0],
             operation=operation,
             reason=f"no word within {self.timeout:g} s from rank{'s' if len(missing) > 1 else ''} "
             + ", ".join(map(str, missing)),
+            iteration=self.iteration,
         )
 
     def agree(self, what: str, attempt: Callable[[], T]) -> T:

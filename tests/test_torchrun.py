@@ -22,7 +22,7 @@ from PIL import Image
 from pipesgd.config import DataConfig
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-LONG = "--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations 1000000"
+LONG = "--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations 20"
 """Longer than any test: it ends by being ended."""
 
 
@@ -127,8 +127,8 @@ def wait_until(done: Callable[[], bool], timeout: float) -> None:
         time.sleep(0.02)
 
 
-def wait_until_gone(pids: list[int], timeout: float) -> None:
-    wait_until(lambda: all(map(gone, pids)), timeout)
+def wait_until_gone(pids: list[int]) -> None:
+    wait_until(lambda: all(map(gone, pids)), 30)
 
 
 def newest_checkpoint(job: Job) -> int:
@@ -138,7 +138,7 @@ def newest_checkpoint(job: Job) -> int:
 
 def test_a_killed_rank_ends_the_job_and_is_named(job: Any) -> None:
     running = job(LONG)
-    running.wait_for("mlp (")
+    wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
     pids = running.rank_pids()
     os.kill(pids[1], signal.SIGKILL)
     assert running.finish() == 1
@@ -146,19 +146,17 @@ def test_a_killed_rank_ends_the_job_and_is_named(job: Any) -> None:
     assert len(errors) == 2, running.lines
     assert all("no word from rank 1" in line for line in errors)
     # Each names the iteration and what it was doing; or torchrun, who had seen it sooner, has told it to stop.
-    lost = (
-        r"error: rank \d: (receive|send) of chunk \d .* with rank \d in iteration \d+ failed: (Connection|Read error) "
-    )
+    lost = r"error: rank \d: (receive|send|exchange) of .* with rank \d in iteration \d+ failed: "
     told = r"error: rank \d: told to stop \(SIGTERM\) in iteration \d+: "
     assert all(re.match(lost, line) or re.match(told, line) for line in errors), errors
     assert not any("Traceback" in line for line in running.lines[: running.lines.index(errors[-1])])
-    wait_until_gone(list(pids.values()), 10)
+    wait_until_gone(list(pids.values()))
 
 
 @pytest.mark.parametrize("all_reduce", ["ring", "native"])
 def test_a_rank_that_hangs_ends_the_job_within_the_deadline(job: Any, all_reduce: str) -> None:
     running = job(f"{LONG} --timeout 3 --all-reduce {all_reduce}")
-    running.wait_for("mlp (")
+    wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
     pids = running.rank_pids()
     os.kill(pids[2], signal.SIGSTOP)
     begin = time.monotonic()
@@ -168,7 +166,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_deadline(job: Any, all_reduce
     assert running.finish() == 1
     assert "no word from rank 2" in line
     assert "iteration" in line
-    wait_until_gone(list(pids.values()), 10)
+    wait_until_gone(list(pids.values()))
 
 
 def test_killed_ranks_with_restarts_give_the_same_weights(job: Any, tmp_path: Path) -> None:
@@ -193,20 +191,20 @@ def test_killed_ranks_with_restarts_give_the_same_weights(job: Any, tmp_path: Pa
 
 def test_ranks_do_not_outlive_torchrun(job: Any) -> None:
     running = job(LONG)
-    running.wait_for("mlp (")
+    wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
     pids = list(running.rank_pids().values())
     running.process.kill()
-    wait_until_gone(pids, 15)
+    wait_until_gone(pids)
 
 
 def test_ctrl_c_says_one_line_and_leaves_nobody(job: Any) -> None:
     running = job(LONG)
-    running.wait_for("mlp (")
+    wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
     pids = list(running.rank_pids().values())
     os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does: to torchrun and all its ranks
     assert running.finish() != 0
     assert sum("--resume continues from the last checkpoint" in line for line in running.lines) == 1
-    wait_until_gone(pids, 10)
+    wait_until_gone(pids)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +242,7 @@ def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(text) for text in re.findall(r"loss ([\d.]+)", done.stdout)]
+    losses = [float(text) for text in re.findall(r"loss (\S+)", done.stdout)]
     assert len(losses) == 2
     assert all(loss < 1.0 for loss in losses)
 
