@@ -37,7 +37,7 @@ LONGEST_PAUSE = 0.02
 SPEECH_SECONDS = 5.0
 """How long a rank that exits waits for the others to say why they do."""
 
-REPORT_GRACE_SECONDS = 1.0
+REPORT_GRACE_SECONDS = 2.0
 """How long a failing rank waits for the others' reports before it names the silent ones."""
 
 
@@ -148,14 +148,18 @@ class Ranks:
         except RuntimeError as failure:
             raise lost(failure, self.rank, None, "connection to all ranks", timeout) from failure
 
+    def report(self, error: str) -> None:
+        """Tell the other ranks that this one has failed."""
+        self.store.set(f"failure/{self.rank}", error)
+        self.store.set("a failure", "")
+
     def diagnose(self, error: str) -> str:
         """``error``, and which ranks have no word to say about the failure: they are dead or hang.
 
         Every failing rank leaves its report in the store and waits a moment for the others'.
         """
         try:
-            self.store.set(f"failure/{self.rank}", error)
-            self.store.set("a failure", "")
+            self.report(error)
             silent = self._missing("failure/{}", REPORT_GRACE_SECONDS)
         except RuntimeError:
             return f"{error} (the store that the ranks share is gone too)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -106,6 +108,8 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             console.print(describe(config, ranks, model, total=total, start=start), highlight=False, soft_wrap=True)
             recorders.append(stack.enter_context(MetricsWriter(folder, start=start)))
             recorders.append(stack.enter_context(ProgressBar(console, total=total, start=start)))
+        # Pushed last, so run first: the others shall not take this rank for dead while it closes the rest.
+        stack.push(functools.partial(report_failure, ranks))
         model.train()
         last = time.perf_counter()
         begin = last - state.seconds
@@ -165,6 +169,15 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         names = [output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE]
         show_summary(console, summary, [folder / name for name in names if name != output.TRACE_FILE or trace])
     ranks.exchange("the end", None)
+
+
+def report_failure(
+    ranks: Ranks, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Tell the other ranks of ``error``, if there is one."""
+    if error is not None:
+        with contextlib.suppress(RuntimeError):  # the store may be gone; this rank says itself what happened
+            ranks.report(str(error) or repr(error))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(job: Any) -> None:
     assert running.finish() == 1
     errors = errors_of(running)
     assert len(errors) == 2, running.lines
-    assert all("no word from rank 1" in line for line in errors)
+    assert all(line.endswith("no word from rank 1") for line in errors), errors
     # Each names the iteration and what it was doing; or torchrun, who had seen it sooner, has told it to stop.
     lost = r"error: rank \d: (receive|send|exchange) of .* with rank \d in iteration \d+ failed: "
     told = r"error: rank \d: told to stop \(SIGTERM\) in iteration \d+: "
