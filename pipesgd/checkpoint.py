@@ -170,7 +170,7 @@ class CheckpointSchedule:
         self._every = iterations
         self._seconds = seconds
         self._look_at = start + self.FIRST_LOOK
-        self._next = None if iterations is None else (start // iterations + 1) * iterations
+        self._next: int | None = None
 
     def is_due(self, iteration: int, seconds_per_iteration: float) -> bool:
         """Whether to write one now, ``iteration`` being done. Every rank asks after every iteration."""

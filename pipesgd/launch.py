@@ -233,8 +233,8 @@ def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float)
     """
     store = dist.PrefixStore("pipesgd", store)
     me = uuid.uuid4().hex
-    store.set(f"name of rank {rank}", me)
     if rank > 0:
+        store.set(f"name of rank {rank}", me)
         if not _poll(lambda: store.check([f"answer to {me}"]), timeout):
             raise DeadlineExceeded(rank=rank, peer=0, operation="start", reason=f"no answer within {timeout:g} s")
         session = store.get(f"answer to {me}").decode()
