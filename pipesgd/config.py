@@ -20,9 +20,12 @@ from pipesgd.errors import UserInputError
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
 MODELS = ("mlp", "convnet", "resnet18")
-STRATEGIES = ("pipelined",)
+STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
+SERVER_STRATEGIES = ("ps-sync", "ps-async")
 CODECS = ("fp32",)
 ALL_REDUCES = ("ring", "native")
+SERVER_PLACEMENTS = ("beside", "own")
+DDP_HOOKS = ("none", "fp16", "bf16", "powersgd")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "one-cycle")
 DEVICES = ("cpu", "cuda")
@@ -166,7 +169,8 @@ class PipelineConfig:
     """How the gradients travel."""
 
     strategy: str = "pipelined"
-    """How gradients become a weight update: pipelined (width 1 is synchronous SGD)."""
+    """How gradients become a weight update: pipelined (width 1 is synchronous SGD), ddp (torch's own), ps-sync and
+    ps-async (parameter servers), or local (no communication: how fast any of them could be at most)."""
     width: int = 2
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous."""
     warmup_iterations: int = 0
@@ -175,12 +179,74 @@ class PipelineConfig:
     """What travels: fp32 (the values as they are)."""
     all_reduce: str = "ring"
     """Algorithm: ring (ours) or native (torch's own)."""
+    ddp_hook: str = "none"
+    """What --strategy ddp does to gradients on their way: none, or torch's fp16, bf16 or powersgd."""
+    servers: int = 1
+    """Parameter servers, each with its share of the weights (ps-sync, ps-async)."""
+    server_placement: str = "beside"
+    """Where the parameter servers run: beside the first workers, or on ranks of their own, the last ones."""
+    staleness_bound: int | None = None
+    """Iterations by which the fastest worker may lead the slowest (ps-async); no bound by default, 0 is ps-sync."""
 
     def __post_init__(self) -> None:
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_width(self.width, self.warmup_iterations)
         check_one_of("codec", self.codec, CODECS)
         check_one_of("all-reduce", self.all_reduce, ALL_REDUCES)
+        check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
+        check_at_least("servers", self.servers, 1)
+        check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
+        if self.staleness_bound is not None:
+            check_at_least("staleness-bound", self.staleness_bound, 0)
+        for item in dataclasses.fields(self):
+            readers = _READ_BY.get(item.name, STRATEGIES)
+            if self.strategy not in readers and getattr(self, item.name) != item.default:
+                raise UserInputError(
+                    f"{item.name.replace('_', '-')} must be left out with --strategy {self.strategy}, which has no "
+                    f"use for it (it belongs to {one_of(readers)}); got {getattr(self, item.name)}"
+                )
+
+    def describe(self) -> str:
+        """What is done with the gradients, in a few words."""
+        if self.strategy == "pipelined":
+            return f"pipelined width {self.width}, {self.all_reduce} all-reduce, {self.codec}"
+        if self.strategy == "ddp":
+            return f"ddp with {'no' if self.ddp_hook == 'none' else 'the ' + self.ddp_hook} hook"
+        if self.strategy not in SERVER_STRATEGIES:
+            return self.strategy
+        bound = "" if self.staleness_bound is None else f", staleness bound {self.staleness_bound}"
+        where = "beside workers" if self.server_placement == "beside" else "on ranks of their own"
+        return f"{self.strategy}{bound}, {self.servers} server{'s' if self.servers > 1 else ''} {where}"
+
+    def workers(self, world_size: int) -> int:
+        """How many of ``world_size`` ranks compute gradients: the first ones.
+
+        Raises:
+            UserInputError: there are too few ranks for the servers.
+        """
+        if self.strategy not in SERVER_STRATEGIES:
+            return world_size
+        workers = world_size - self.servers if self.server_placement == "own" else world_size
+        if workers < 1 or self.servers > world_size:
+            raise UserInputError(
+                f"servers must be at most {max(world_size - (self.server_placement == 'own'), 0)} on {world_size} "
+                f"rank{'s' if world_size > 1 else ''} with --server-placement {self.server_placement}; "
+                f"got {self.servers}"
+            )
+        return workers
+
+
+_READ_BY = {
+    "width": ("pipelined",),
+    "warmup_iterations": ("pipelined",),
+    "codec": ("pipelined",),
+    "all_reduce": ("pipelined",),
+    "ddp_hook": ("ddp",),
+    "servers": SERVER_STRATEGIES,
+    "server_placement": SERVER_STRATEGIES,
+    "staleness_bound": ("ps-async",),
+}
+"""The strategies that read an option of ``PipelineConfig``; what no one reads must not be asked for in silence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,10 +310,17 @@ class TrainConfig:
     run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        if self.run.device == "cuda" and self.pipeline.all_reduce != "native":
+        strategy, all_reduce = self.pipeline.strategy, self.pipeline.all_reduce
+        if self.run.device == "cuda" and strategy in SERVER_STRATEGIES:
+            raise UserInputError(f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda")
+        if self.run.device == "cuda" and strategy == "pipelined" and all_reduce != "native":
             raise UserInputError(
-                "all-reduce must be native with --device cuda, where the gradients stay on the GPU; "
-                f"got {self.pipeline.all_reduce}"
+                f"all-reduce must be native with --device cuda, where the gradients stay on the GPU; got {all_reduce}"
+            )
+        if self.run.check_replicas is not None and strategy in ("local", "ps-async"):
+            raise UserInputError(
+                f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "
+                f"got {self.run.check_replicas}"
             )
 
     def options(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -83,9 +83,14 @@ def take_mean(buffer: FlatBuffer, world_size: int) -> None:
 
 
 def all_finite(buffer: FlatBuffer) -> bool:
-    """Whether ``buffer`` holds neither NaN nor infinity.
+    """Whether ``buffer`` holds neither NaN nor infinity."""
+    return are_finite(buffer.flats)
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether ``tensors`` hold neither NaN nor infinity.
 
     A sum is one fast pass and not finite if any value is not; only when it is not (which large finite
     values can bring about too) every value is looked at.
     """
-    return all(bool(flat.sum().isfinite()) or bool(flat.isfinite().all()) for flat in buffer.flats)
+    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)

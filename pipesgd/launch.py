@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import signal
+import socket
+import struct
 import sys
 import time
 import uuid
@@ -58,8 +61,17 @@ class Ranks:
     timeout: float = DEFAULT_TIMEOUT
     iteration: int | None = None
     """What this rank is at: for its last words."""
+    job_size: int = 0
+    """All ranks of the job, where these are only its ``first``; by default these are all."""
     _exchanges: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.job_size = self.job_size or self.world_size
+
+    def first(self, number: int) -> Ranks:
+        """The first ``number`` of these ranks, who exchange among themselves from now on; the others take no part."""
+        return self if number == self.world_size else dataclasses.replace(self, world_size=number)
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's ``value`` (anything JSON can write), in rank order.
@@ -69,7 +81,7 @@ class Ranks:
             CommunicationError: a rank has failed meanwhile.
         """
         self._exchanges += 1
-        key = f"exchange/{self._exchanges}/{what}/{{}}"
+        key = f"exchange of {self.world_size}/{self._exchanges}/{what}/{{}}"
         try:
             self.store.set(key.format(self.rank), json.dumps(value))
             missing = self._missing(key, self.timeout, until_a_failure=True)
@@ -85,7 +97,7 @@ class Ranks:
         return values
 
     def _raise_missing(self, missing: list[int], operation: str) -> NoReturn:
-        failed = [rank for rank in range(self.world_size) if self.store.check([f"failure/{rank}"])]
+        failed = [rank for rank in range(self.job_size) if self.store.check([f"failure/{rank}"])]
         if failed:
             report = self.store.get(f"failure/{failed[0]}").decode()
             raise CommunicationError(
@@ -279,6 +291,42 @@ def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, tim
     # gloo's message ends in advice; its first sentence says what happened, after the place in its source.
     reason = str(failure).split("] ", 1)[-1].split(". ")[0]
     return CommunicationError(rank=rank, peer=peer, operation=operation, reason=reason)
+
+
+def network_address() -> str:
+    """The address at which gloo makes this rank reachable, and its interface: "10.0.0.2 (eth0)".
+
+    gloo takes the interface that GLOO_SOCKET_IFNAME names, else the address that the host's name stands for, else
+    loopback; a slow or wrong network card is a common cause of a slow job. Linux tells which address an interface
+    has; elsewhere the interface is not named.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    addresses = _interface_addresses()
+    if interface:
+        return f"{addresses.get(interface, 'no address')} ({interface})"
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = "127.0.0.1"
+    # Hosts often have an entry 127.0.1.1 for their own name: any such address is loopback's.
+    names = [name for name, own in addresses.items() if own == address or {own[:4], address[:4]} == {"127."}]
+    return f"{address} ({names[0]})" if names else address
+
+
+def _interface_addresses() -> dict[str, str]:
+    """The IPv4 address of every network interface that has one; none where the system is not Linux."""
+    if sys.platform != "linux":
+        return {}
+    import fcntl  # not on every system
+
+    get_interface_address = 0x8915  # SIOCGIFADDR
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(any_socket, get_interface_address, struct.pack("256s", name.encode()))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
 
 
 def die_with_parent() -> None:

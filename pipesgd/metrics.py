@@ -45,7 +45,7 @@ def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, floa
     return {
         "iteration": iteration_seconds,
         "compute": iteration_seconds - exposed - update,
-        "communication": report.seconds("all-reduce"),
+        "communication": report.seconds("communication"),
         "exposed": exposed,
         "update": update,
     }

@@ -98,7 +98,7 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     if hidden is not None and ranks > 1:
         table.add_row("hidden", f"{hidden:.0%} of communication")
     table.add_row("sent per iteration", f"{summary['wire_bytes_per_iteration'] / 1e6:.2f} MB by rank 0")
-    table.add_row("replicas", "bit-identical" if summary["replicas_identical"] else "DIFFERENT")
+    table.add_row("replicas", "bit-identical" if summary["replicas_identical"] else "each rank has its own weights")
     console.print(table)
     for path in written:
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -20,14 +21,18 @@ def weights_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def check_replicas(model: nn.Module, ranks: Ranks, iteration: int) -> str:
-    """The hash of the weights, equal on all ranks. All ranks call this together.
+def hashes_of_ranks(model: nn.Module, ranks: Ranks) -> list[str]:
+    """The hash of every rank's weights, in rank order. All ranks call this together."""
+    hashes: list[str] = ranks.exchange("a hash of the weights", weights_sha256(model))
+    return hashes
+
+
+def check_replicas(hashes: Sequence[str], iteration: int) -> None:
+    """Check that the ranks' hashes are one.
 
     Raises:
-        ReplicasDivergedError: it is not; the message says which ranks hold what.
+        ReplicasDivergedError: they are not; the message says which ranks hold what.
     """
-    hashes: list[str] = ranks.exchange("a hash of the weights", weights_sha256(model))
     if len(set(hashes)) > 1:
         held = ", ".join(f"rank {rank}: {text[:12]}" for rank, text in enumerate(hashes))
         raise ReplicasDivergedError(f"weights must be the same on all ranks after iteration {iteration}; got {held}")
-    return hashes[0]

@@ -29,12 +29,14 @@ class RunState:
 
     def snapshot(self, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """(what is equal on all ranks, what is this rank's own), after ``seconds`` of wall clock in all."""
-        shared = {
+        replica = {
             "parameters": dict(self.model.named_parameters()),
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
         }
+        shared = replica if self.strategy.replicated else {}
         own = {
+            **({} if self.strategy.replicated else replica),
             "buffers": dict(self.model.named_buffers()),
             "strategy": self.strategy.state_dict(),
             "losses": list(self.losses),
@@ -46,13 +48,14 @@ class RunState:
 
     def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         """Go back to a ``snapshot``."""
+        replica = shared if self.strategy.replicated else own
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(shared["parameters"][name])
+                parameter.copy_(replica["parameters"][name])
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(own["buffers"][name])
-        self.optimizer.load_state_dict(shared["optimizer"])
-        self.schedule.load_state_dict(shared["schedule"])
+        self.optimizer.load_state_dict(replica["optimizer"])
+        self.schedule.load_state_dict(replica["schedule"])
         self.strategy.load_state_dict(own["strategy"])
         self.losses.extend(own["losses"])
         self.seconds = own["seconds"]

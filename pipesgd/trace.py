@@ -19,7 +19,7 @@ from pipesgd.strategies.base import Span
 LAST_SPANS = 10_000
 """How many spans of a rank are kept: the end of a long run, a file that a browser can open."""
 
-_ROWS = {"all-reduce": (1, "communication")}
+_ROWS = {"communication": (1, "communication")}
 _COMPUTATION = (0, "computation")
 
 

@@ -37,10 +37,11 @@ from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.optimization import build_optimizer, build_schedule
 from pipesgd.progress import ProgressBar, show_summary
-from pipesgd.replicas import check_replicas
+from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.state import RunState
 from pipesgd.strategies.base import Span
-from pipesgd.strategies.pipelined import Pipelined
+from pipesgd.strategies.ddp import check_hook
+from pipesgd.strategies.make import make_strategy, serve
 from pipesgd.trace import Trace
 from pipesgd.workloads import DataSplits, ShardedBatches, build_model, load_dataset
 
@@ -65,72 +66,72 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         logging.getLogger("pipesgd").setLevel(logging.DEBUG)
 
     # 2. Data and model, from one seed on all ranks; and the folder to write to.
-    data, batches, model, device = ranks.agree("data and model", lambda: load(config, ranks))
+    workers = ranks.agree("strategy", lambda: who_works(config, ranks))
+    data, batches, model, device = ranks.agree("data and model", lambda: load(config, workers))
     agree_on_data(data, ranks)
     folder = output.take_folder(config, ranks)
     per_epoch = batches.iterations_per_epoch
     total = config.optimization.iterations or (config.optimization.epochs or DEFAULT_EPOCHS) * per_epoch
 
     # 3. The optimizer, and the strategy that feeds it.
+    network: list[str] = ranks.exchange("network address", launch.network_address())
     ranks.start_process_group(config.run.device, config.run.timeout)
     model.to(device)
     optimizer = build_optimizer(config.optimization, model.parameters())
     schedule = build_schedule(config.optimization, optimizer, total)
-    strategy = Pipelined(
-        model,
-        optimizer,
-        width=config.pipeline.width,
-        warmup_iterations=config.pipeline.warmup_iterations,
-        all_reduce=config.pipeline.all_reduce,
-        on_nonfinite=config.run.on_nonfinite,
-        timeout=config.run.timeout,
-        ranks=ranks,
-    )
+    if ranks.rank >= workers.world_size:
+        serve(config, model, optimizer, ranks)  # a parameter server on a rank of its own does nothing else
+        return
+    strategy = make_strategy(config, model, optimizer, ranks)
     with contextlib.ExitStack() as stack:
         stack.callback(strategy.close)
 
         # 4. Where an earlier run of the same command has come to.
         losses: collections.deque[float] = collections.deque(maxlen=per_epoch)
         state = RunState(model=model, optimizer=optimizer, schedule=schedule, strategy=strategy, losses=losses)
-        checkpoints = Checkpoints(folder / output.CHECKPOINTS, ranks, keep=config.run.keep_checkpoints)
+        checkpoints = Checkpoints(folder / output.CHECKPOINTS, workers, keep=config.run.keep_checkpoints)
         if (found := checkpoints.load_newest()) is not None:
             state.restore(found.shared, found.own)
         start = strategy.iteration
         checkpoint_schedule = CheckpointSchedule(
-            ranks, iterations=config.run.checkpoint_iterations, seconds=config.run.checkpoint_seconds, start=start
+            workers, iterations=config.run.checkpoint_iterations, seconds=config.run.checkpoint_seconds, start=start
         )
 
         # 5. Train.
-        trace = Trace(ranks) if config.run.trace else None
+        trace = Trace(workers) if config.run.trace else None
         samples = stack.enter_context(contextlib.closing(batches.from_iteration(start)))
         recorders: list[MetricsWriter | ProgressBar] = []
-        if ranks.rank == 0:
-            console.print(describe(config, ranks, model, total=total, start=start), highlight=False, soft_wrap=True)
+        if workers.rank == 0:
+            text = describe(config, ranks, model, network, total=total, start=start)
+            console.print(text, highlight=False, soft_wrap=True)
             recorders.append(stack.enter_context(MetricsWriter(folder, start=start)))
             recorders.append(stack.enter_context(ProgressBar(console, total=total, start=start)))
         # Pushed last, so run first: the others shall not take this rank for dead while it closes the rest.
         stack.push(functools.partial(report_failure, ranks))
+        paces: list[float] = []
         model.train()
         last = time.perf_counter()
         begin = last - state.seconds
         for iteration in range(start, total):
-            ranks.iteration = iteration
+            ranks.iteration = workers.iteration = iteration
             lr = float(schedule.get_last_lr()[0])
-            loss, spans = forward_backward(model, samples, device, iteration)
+            loss, spans = forward_backward(strategy.module, samples, device, iteration)
             report = strategy.step()
-            schedule.step()
+            for _ in range(report.schedule_steps):
+                schedule.step()
             losses.append(loss)
             seconds = step_seconds(report, time.perf_counter() - last)
+            paces.append(seconds["iteration"])
             done = iteration + 1
             accuracy = None
             if done % per_epoch == 0 and done < total:
-                accuracy = test_accuracy(model, strategy, data.test, ranks, device, config.data.workers)
+                accuracy = test_accuracy(model, strategy, data.test, workers, device, config.data.workers)
             metrics = IterationMetrics(
                 iteration=iteration,
                 epoch=iteration // per_epoch,
                 loss=loss,
                 lr=lr,
-                samples_per_second=config.data.batch_size * ranks.world_size / seconds["iteration"],
+                samples_per_second=config.data.batch_size * workers.world_size / seconds["iteration"],
                 seconds=seconds,
                 wire_bytes=report.wire_bytes,
                 skipped=len(report.skipped),
@@ -141,7 +142,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             if trace is not None:
                 trace.add([*spans, *report.spans])
             if config.run.check_replicas and done % config.run.check_replicas == 0:
-                check_replicas(model, ranks, done)
+                check_replicas(hashes_of_ranks(model, workers), done)
             if done < total and checkpoint_schedule.is_due(done, (time.perf_counter() - begin) / done):
                 for recorder in recorders:
                     recorder.flush()
@@ -150,25 +151,30 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
 
         # 6. Apply what is still in flight, and measure what came out.
         strategy.flush()
+        hashes = hashes_of_ranks(model, workers)
+        if strategy.replicated:
+            check_replicas(hashes, total)
         result = Result(
             iterations=total,
             wall_seconds=time.perf_counter() - begin,
-            train_loss=float(np.mean(ranks.exchange("loss of the last epoch", float(np.mean(losses))))),
-            test_accuracy=test_accuracy(model, strategy, data.test, ranks, device, config.data.workers),
-            weights_sha256=check_replicas(model, ranks, total),
+            train_loss=float(np.mean(workers.exchange("loss of the last epoch", float(np.mean(losses))))),
+            test_accuracy=test_accuracy(model, strategy, data.test, workers, device, config.data.workers),
+            iteration_seconds=workers.exchange("pace", statistics(paces)["median"]),
+            weights_sha256=hashes[0],
+            replicas_identical=len(set(hashes)) == 1,
         )
 
     # 7. What it leaves behind.
     if trace is not None:
         trace.write(folder / output.TRACE_FILE)
-    if ranks.local_rank == 0:
-        save_atomically(model.state_dict(), folder / output.WEIGHTS_FILE, writer=ranks.rank)
-    if ranks.rank == 0:
-        summary = summarize(config, ranks, result, read_metrics(folder / output.METRICS_FILE))
+    if workers.local_rank == 0:
+        save_atomically(model.state_dict(), folder / output.WEIGHTS_FILE, writer=workers.rank)
+    if workers.rank == 0:
+        summary = summarize(config, ranks, network, result, read_metrics(folder / output.METRICS_FILE))
         (folder / output.SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         names = [output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE]
         show_summary(console, summary, [folder / name for name in names if name != output.TRACE_FILE or trace])
-    ranks.exchange("the end", None)
+    workers.exchange("the end", None)
 
 
 def report_failure(
@@ -189,7 +195,11 @@ class Result:
     train_loss: float
     """Mean over ranks and over the last epoch's iterations, of the loss before each update."""
     test_accuracy: float
+    iteration_seconds: list[float | None]
+    """Median of every rank's iterations."""
     weights_sha256: str
+    """Of rank 0."""
+    replicas_identical: bool
 
 
 def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
@@ -208,6 +218,16 @@ def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
                 f"{options[name]!r} on rank {rank}"
             )
     return config
+
+
+def who_works(config: TrainConfig, ranks: Ranks) -> Ranks:
+    """The ranks that compute gradients: all, or all but the parameter servers that have ranks of their own.
+
+    Raises:
+        UserInputError: the strategy cannot run on these ranks or with this torch.
+    """
+    check_hook(config.pipeline.ddp_hook)
+    return ranks.first(config.pipeline.workers(ranks.world_size))
 
 
 def agree_on_data(data: DataSplits, ranks: Ranks) -> None:
@@ -237,7 +257,7 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
     batches = ShardedBatches(
         data.train,
         batch_size=config.data.batch_size,
-        rank=ranks.rank,
+        rank=min(ranks.rank, ranks.world_size - 1),  # a rank that is a server alone draws none of them
         world_size=ranks.world_size,
         seed=config.optimization.seed,
         loader_workers=config.data.workers,
@@ -272,15 +292,17 @@ def forward_backward(
     return value, spans
 
 
-def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, *, total: int, start: int) -> str:
-    """What is about to run, in a line or two."""
+def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[str], *, total: int, start: int) -> str:
+    """What is about to run, in a line or two; ``network`` is every rank's address."""
     size = sum(parameter.numel() for parameter in model.parameters())
-    pipeline = config.pipeline
+    workers = config.pipeline.workers(ranks.world_size)
     text = (
-        f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {ranks.world_size} "
-        f"rank{'s' if ranks.world_size > 1 else ''} x {config.data.batch_size} samples, "
-        f"{pipeline.strategy} width {pipeline.width}, {pipeline.all_reduce} all-reduce, {pipeline.codec}"
+        f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {workers} "
+        f"rank{'s' if workers > 1 else ''} x {config.data.batch_size} samples, {config.pipeline.describe()}"
     )
+    if ranks.world_size > 1:
+        here = f"all ranks at {network[0]}" if len(set(network)) == 1 else "ranks at " + ", ".join(network)
+        text += f"\nnetwork: {here}"
     if not ranks.by_torchrun:
         text += f"\nnot started by torchrun, hence one rank; for four: {launch.HOW_TO_START}"
     if config.run.resume or ranks.restart_count:
@@ -288,25 +310,32 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, *, total: int,
     return text
 
 
-def summarize(config: TrainConfig, ranks: Ranks, result: Result, lines: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(
+    config: TrainConfig, ranks: Ranks, network: list[str], result: Result, lines: list[dict[str, Any]]
+) -> dict[str, Any]:
     """summary.json; ``lines`` are those of metrics.jsonl."""
+    pipeline = config.pipeline
+    pipelined = pipeline.strategy == "pipelined"
     return {
         "world_size": ranks.world_size,
-        "strategy": config.pipeline.strategy,
-        "width": config.pipeline.width,
-        "codec": config.pipeline.codec,
-        "all_reduce": config.pipeline.all_reduce,
+        "network": network,
+        "workers": pipeline.workers(ranks.world_size),
+        "strategy": pipeline.strategy,
+        "width": pipeline.width if pipelined else None,
+        "codec": pipeline.codec if pipelined else None,
+        "all_reduce": pipeline.all_reduce if pipelined else None,
         "prediction": "none",
         "iterations": result.iterations,
         "wall_seconds": result.wall_seconds,
         "seconds": {name: statistics(line["seconds"][name] for line in lines) for name in SECONDS},
+        "iteration_seconds_of_ranks": result.iteration_seconds,
         "wire_bytes_per_iteration": lines[-1]["wire_bytes"],
         "skipped_updates": sum(line["skipped"] for line in lines),
         "final": {
             "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
             "test_accuracy": result.test_accuracy,
         },
-        "replicas_identical": True,  # or check_replicas had ended the run
+        "replicas_identical": result.replicas_identical,
         "weights_sha256": result.weights_sha256,
         "versions": {
             "pipesgd": pipesgd.__version__,

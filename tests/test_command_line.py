@@ -44,7 +44,32 @@ from pipesgd.errors import UserInputError
         ),
         ("--model resnet", "model must be one of mlp, convnet, resnet18; got 'resnet' (did you mean resnet18?)"),
         ("--hidden-sizes 500 0", "hidden-sizes must be at least 1; got 0"),
-        ("--strategy pipeline", "strategy must be pipelined; got 'pipeline' (did you mean pipelined?)"),
+        (
+            "--strategy pipeline",
+            "strategy must be one of pipelined, ddp, ps-sync, ps-async, local; "
+            "got 'pipeline' (did you mean pipelined?)",
+        ),
+        ("--strategy ddp --ddp-hook fp8", "ddp-hook must be one of none, fp16, bf16, powersgd; got 'fp8'"),
+        (
+            "--strategy ddp --width 3",
+            "width must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); got 3",
+        ),
+        (
+            "--staleness-bound 2",
+            "staleness-bound must be left out with --strategy pipelined, which has no use for it "
+            "(it belongs to ps-async); got 2",
+        ),
+        ("--strategy ps-async --staleness-bound -1", "staleness-bound must be at least 0; got -1"),
+        ("--strategy ps-sync --servers 0", "servers must be at least 1; got 0"),
+        ("--strategy ps-sync --server-placement apart", "server-placement must be beside or own; got 'apart'"),
+        (
+            "--strategy ps-sync --device cuda",
+            "device must be cpu with --strategy ps-sync, whose servers are on CPUs; got cuda",
+        ),
+        (
+            "--strategy local --check-replicas 5",
+            "check-replicas must be left out with --strategy local, whose replicas differ while they train; got 5",
+        ),
         ("--codec int8", "codec must be fp32; got 'int8'"),
         ("--all-reduce rign", "all-reduce must be ring or native; got 'rign' (did you mean ring?)"),
         ("--epochs 3 --iterations 4", "epochs and iterations must not both be given; leave one of them out"),
@@ -149,6 +174,30 @@ def test_help_explains_every_option_with_its_default() -> None:
         for item in dataclasses.fields(kind):
             assert f"    {item.name}: " in source
     assert text.count("(default: ") == len(TrainConfig().options())
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "workers"),
+    [
+        ("", 4, 4),
+        ("--strategy ps-sync --servers 4", 4, 4),
+        ("--strategy ps-sync --server-placement own", 4, 3),
+        ("--strategy ps-async --servers 3 --server-placement own", 4, 1),
+        ("--strategy ps-sync --servers 3", 2, "servers must be at most 2 on 2 ranks with --server-placement beside"),
+        (
+            "--strategy ps-sync --server-placement own",
+            1,
+            "servers must be at most 0 on 1 rank with --server-placement own",
+        ),
+    ],
+)
+def test_who_computes(words: str, world_size: int, workers: int | str) -> None:
+    pipeline = parse(words.split()).pipeline
+    if isinstance(workers, int):
+        assert pipeline.workers(world_size) == workers
+    else:
+        with pytest.raises(UserInputError, match=workers):
+            pipeline.workers(world_size)
 
 
 def test_options_that_are_free_to_differ_exist() -> None:

@@ -17,15 +17,17 @@ LAYERS = [
     {"command_line", "collectives.schedule", "workloads", "launch", "gradients"},
     {"collectives.base", "collectives.transport"},
     {"collectives.ring", "collectives.native", "collectives.worker"},
-    {"strategies.base"},
-    {"strategies.pipelined"},
+    {"collectives.make", "strategies.base", "strategies.staleness"},
+    {"strategies.replication"},
+    {"strategies.pipelined", "strategies.ddp", "strategies.local", "strategies.server", "strategies.parameter_server"},
+    {"strategies.make"},
     {"checkpoint", "metrics", "trace", "replicas", "evaluation", "optimization", "state", "output", "ending"},
     {"progress"},
     {"train"},
 ]
 """From the bottom up: a module imports from layers below its own, or from its own package."""
 
-MAY_NAME_TORCH_DISTRIBUTED = {"launch", "collectives.transport", "collectives.native"}
+MAY_NAME_TORCH_DISTRIBUTED = {"launch", "collectives.transport", "collectives.native", "strategies.ddp"}
 
 
 def modules(package: str) -> dict[str, Path]:

@@ -16,7 +16,9 @@ from pipesgd.launch import Ranks
 
 def _exchange(ranks: Ranks) -> tuple[list[Any], int]:
     values = [ranks.exchange("a value", [ranks.rank, i, math.nan]) for i in range(20)]
-    return values, sum(ranks.store.check([f"exchange/{n}/a value/{ranks.rank}"]) for n in range(1, 21))
+    return values, sum(
+        ranks.store.check([f"exchange of {ranks.world_size}/{n}/a value/{ranks.rank}"]) for n in range(1, 21)
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -111,3 +113,35 @@ def test_without_torchrun_there_is_one_rank() -> None:
     ranks = launch.join()
     assert (ranks.rank, ranks.world_size, ranks.by_torchrun) == (0, 1, False)
     assert ranks.exchange("a value", "x") == ["x"]
+
+
+def _first(ranks: Ranks) -> Any:
+    first = ranks.first(2)
+    assert first.first(2) is first
+    everybody = ranks.exchange("a value", first.exchange("a value", ranks.rank) if ranks.rank < 2 else None)
+    if ranks.rank == 2:
+        ranks.report("the third has failed")
+        return None
+    try:
+        if ranks.rank == 0:
+            first.exchange("another value", 0)  # rank 1 does not come: it would not, if its server has failed
+    except CommunicationError as failure:
+        return everybody, failure.peer, failure.reason
+    return everybody
+
+
+def test_some_of_the_ranks_exchange_among_themselves_and_hear_of_the_others_failures() -> None:
+    everybody = [[0, 1], [0, 1], None]
+    assert run_ranks(3, _first, process_group=False)[:2] == [(everybody, 2, "the third has failed"), everybody]
+
+
+def test_the_network_address_is_that_of_the_interface_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert launch.network_address() == "127.0.0.1 (lo)"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    assert launch.network_address() == "no address (eth77)"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    assert launch.network_address() == "127.0.0.1 (lo)"
+    monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
+    assert launch.network_address() == "127.0.0.1 (lo)"  # as gloo does

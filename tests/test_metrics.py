@@ -35,7 +35,7 @@ def metrics(iteration: int, loss: float = 1.5) -> IterationMetrics:
 def test_the_parts_of_an_iteration_sum_to_it() -> None:
     spans = (
         Span("pack", 4, 9.0, 9.25),
-        Span("all-reduce", 3, 5.0, 9.0),
+        Span("communication", 3, 5.0, 9.0),
         Span("wait", 3, 10.0, 11.0),
         Span("update", 3, 11.0, 11.5),
     )
@@ -84,18 +84,18 @@ def test_hidden_is_what_was_not_waited_for(exposed: float, share: float) -> None
 
 
 def test_a_trace_has_one_process_row_per_rank_and_communication_over_computation(tmp_path: Path) -> None:
-    rows = [("forward", 1, -1.0, 0.5), ("all-reduce", 0, -0.75, 0.5)]
+    rows = [("forward", 1, -1.0, 0.5), ("communication", 0, -0.75, 0.5)]
     events = chrome_events([rows, rows])  # type: ignore[list-item]
     complete = [event for event in events if event["ph"] == "X"]
     assert [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"], e["args"]["iteration"]) for e in complete] == [
-        (pid, *row) for pid in (0, 1) for row in ((0, "forward", 0.0, 5e5, 1), (1, "all-reduce", 2.5e5, 5e5, 0))
+        (pid, *row) for pid in (0, 1) for row in ((0, "forward", 0.0, 5e5, 1), (1, "communication", 2.5e5, 5e5, 0))
     ]
     names = {(e["name"], e["pid"], e.get("tid"), e["args"].get("name")) for e in events if e["ph"] == "M"}
     assert ("process_name", 1, None, "rank 1") in names
     assert ("thread_name", 0, 1, "communication") in names
 
     trace = Trace(join())
-    trace.add([Span("forward", 1, 1.0, 1.5), Span("all-reduce", 0, 1.25, 1.75)])
+    trace.add([Span("forward", 1, 1.0, 1.5), Span("communication", 0, 1.25, 1.75)])
     trace.write(tmp_path / "trace.json")
     written: dict[str, Any] = json.loads((tmp_path / "trace.json").read_text())
     assert [e["ts"] for e in written["traceEvents"] if e["ph"] == "X"] == pytest.approx([0.0, 2.5e5])

@@ -88,7 +88,7 @@ def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
         spans = {(e["name"], e["args"]["iteration"]): e for e in events if e["ph"] == "X" and e["pid"] == rank}
         over_the_next = 0
         for iteration in range(149):
-            reduction, following = spans["all-reduce", iteration], spans["backward", iteration + 1]
+            reduction, following = spans["communication", iteration], spans["backward", iteration + 1]
             assert reduction["tid"] != following["tid"]
             assert end(spans["backward", iteration]) < reduction["ts"]
             assert end(reduction) < spans["update", iteration]["ts"]
@@ -131,12 +131,42 @@ def test_one_rank_is_the_same_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "workers", "identical"),
+    [
+        ("--strategy ddp --ddp-hook fp16", 3, True),
+        ("--strategy ps-sync --servers 2 --check-replicas 4", 3, True),
+        ("--strategy ps-sync --server-placement own", 2, True),
+        ("--strategy ps-async --schedule one-cycle", 3, True),
+        ("--strategy ps-async --staleness-bound 1 --servers 2 --server-placement own --schedule one-cycle", 1, True),
+        ("--strategy local", 3, False),
+    ],
+)
+def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, workers: int, identical: bool) -> None:
+    strategy = words.split()[1]
+    words = f"{SHORT} {words} --iterations 30 --checkpoint-iterations 10 --trace".replace("--iterations 12", "")
+    result = succeed(3, words, tmp_path)
+    assert (result["strategy"], result["world_size"], result["workers"]) == (strategy, 3, workers)
+    assert (result["width"], result["replicas_identical"]) == (None, identical)
+    assert len(result["iteration_seconds_of_ranks"]) == workers
+    assert result["final"]["test_accuracy"] > 0.5
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 30
+    assert all(line["seconds"]["exposed"] > 0 for line in lines) == ("local" not in words)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["iteration-10", "iteration-20"]
+    resumed = succeed(3, f"{words} --resume", tmp_path)
+    assert resumed["final"]["test_accuracy"] > 0.5
+
+
+@pytest.mark.parametrize(
     "words",
     [
         "--width 2",
         "--width 3 --warmup-iterations 4 --optimizer adamw --schedule one-cycle",
         "--model resnet18 --dataset digits --width 2 --iterations 8",
         "--width 1 --all-reduce native --schedule cosine",
+        "--strategy ddp --schedule cosine",
+        "--strategy ps-sync --servers 2 --optimizer adamw --schedule one-cycle",
+        "--strategy local",
     ],
 )
 def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, words: str) -> None:
@@ -227,6 +257,8 @@ def test_a_folder_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
         ("--dataset mnist", "UserInputError: mnist must be in the folder --data-dir"),
         ("--batch-size 800", "UserInputError: --batch-size must be at most 748: 2 ranks share 1497 samples; got 800"),
         ("--device cuda --all-reduce native", "UserInputError: device must be cpu where torch finds no GPU; got cuda"),
+        ("--strategy ps-sync --servers 3", "UserInputError: servers must be at most 2 on 2 ranks"),
+        ("--strategy ddp --ddp-hook bf16", "UserInputError: ddp-hook must be one that torch accepts here; got bf16: "),
         ("--model convnet --dataset digits --hidden-sizes 3 --lr -1", "UserInputError: lr must be above 0; got -1.0"),
     ],
 )

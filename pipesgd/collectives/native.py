@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipesgd.collectives.schedule import ring_bytes_sent, split
+from pipesgd.collectives.schedule import ring_wire_bytes
 from pipesgd.launch import lost
 
 
@@ -30,6 +30,4 @@ class NativeAllReduce:
 
     def wire_bytes(self, flat: Tensor) -> int:
         """What a ring sends. torch does not count; gloo's real ring rounds chunks up a little."""
-        rank, world_size = self._group.rank(), self._group.size()
-        nbytes = [(stop - start) * flat.element_size() for start, stop in split(flat.numel(), world_size)]
-        return ring_bytes_sent(rank, world_size, nbytes)
+        return ring_wire_bytes(self._group.rank(), self._group.size(), flat.numel(), flat.element_size())

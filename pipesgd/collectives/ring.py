@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipesgd.collectives.schedule import ring_bytes_sent, ring_steps, split
+from pipesgd.collectives.schedule import ring_steps, ring_wire_bytes, split
 from pipesgd.collectives.transport import Pending, Transport
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 
@@ -88,9 +88,8 @@ class RingAllReduce:
             pending.wait()
 
     def wire_bytes(self, flat: Tensor) -> int:
-        chunks = split(flat.numel(), self._transport.world_size)
-        nbytes = [(stop - start) * flat.element_size() for start, stop in chunks]
-        return ring_bytes_sent(self._transport.rank, self._transport.world_size, nbytes)
+        transport = self._transport
+        return ring_wire_bytes(transport.rank, transport.world_size, flat.numel(), flat.element_size())
 
     def _stream(self, flat: Tensor) -> tuple[list[_Segment], int]:
         """The stream of segments for buffers like ``flat``, and how many a chunk has.

@@ -44,3 +44,9 @@ def ring_steps(rank: int, world_size: int) -> list[RingStep]:
 def ring_bytes_sent(rank: int, world_size: int, nbytes_of_chunk: list[int]) -> int:
     """Bytes that ``rank`` sends in one ring all-reduce of chunks of these sizes: about 2(p-1)/p of all."""
     return sum(nbytes_of_chunk[step.send_chunk] for step in ring_steps(rank, world_size))
+
+
+def ring_wire_bytes(rank: int, world_size: int, numel: int, element_size: int) -> int:
+    """Bytes that ``rank`` sends in one ring all-reduce of ``numel`` elements, cut into p chunks."""
+    chunks = split(numel, world_size)
+    return ring_bytes_sent(rank, world_size, [(stop - start) * element_size for start, stop in chunks])

@@ -14,6 +14,9 @@ from pipesgd.launch import Ranks, lost
 
 log = logging.getLogger(__name__)
 
+Group = dist.ProcessGroup
+"""What ``communication_group`` makes, for annotations elsewhere."""
+
 
 class Pending(Protocol):
     """A message under way. The tensor must not be touched before ``wait`` has returned."""
@@ -43,19 +46,21 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """Transport over a process group of torch.distributed that no other thread uses.
+    """Transport over a process group of torch.distributed, of messages that bear ``tag``, used by no other thread.
 
-    Two threads that issue operations on one group in different orders on different ranks would mix up
-    their messages, hence a group of its own (``communication_group``).
+    Two threads that issue operations in different orders on different ranks would mix up their messages, hence
+    a group of its own (``communication_group``), or, where messages differ in kind, a tag of its own in one group:
+    gloo keeps the tags of a connection apart, and lets any thread send and receive.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float):
+    def __init__(self, group: dist.ProcessGroup, timeout: float, tag: int = 0):
         self.rank = group.rank()
         self.world_size = group.size()
         self.bytes_sent = 0
         self.bytes_received = 0
         self._group = group
         self._timeout = timeout
+        self._tag = tag
         self._logging = log.isEnabledFor(logging.DEBUG)
 
     def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
@@ -76,7 +81,7 @@ class TorchTransport:
         self, begin: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, peer: int, operation: str
     ) -> Pending:
         try:
-            work = begin([tensor], peer, 0)
+            work = begin([tensor], peer, self._tag)
         except RuntimeError as failure:
             raise lost(failure, self.rank, peer, operation, self._timeout) from failure
         return _TorchPending(work, self.rank, peer, operation, self._timeout)
@@ -98,13 +103,15 @@ class _TorchPending:
 
 
 def communication_group(ranks: Ranks, timeout: float, backend: str | None) -> dist.ProcessGroup:
-    """A new process group of all ranks, for one thread alone. All ranks must call this together.
+    """A new process group of ``ranks``, for one thread alone. All ranks of the job must call this together.
 
     Raises:
         CommunicationError: not every rank could be reached.
     """
     try:
-        group: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=timeout), backend=backend)
+        group: dist.ProcessGroup = dist.new_group(
+            list(range(ranks.world_size)), timeout=timedelta(seconds=timeout), backend=backend
+        )
     except RuntimeError as failure:
         raise lost(failure, ranks.rank, None, "connection to all ranks", timeout) from failure
     return group

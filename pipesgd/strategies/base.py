@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import nn
+
 
 @dataclass(frozen=True)
 class Span:
     """A stretch of time in which one iteration's data, forward, backward, pack, wait, update or
-    all-reduce ran, on the clock of ``time.perf_counter``, in seconds."""
+    communication ran, on the clock of ``time.perf_counter``, in seconds."""
 
     what: str
     iteration: int
@@ -31,9 +33,12 @@ class StepReport:
     skipped: tuple[int, ...]
     """Iterations whose averaged gradients were not finite, and left out."""
     spans: tuple[Span, ...]
-    """pack, wait and update in this step; and all-reduce, of what arrived, which ran beside earlier steps."""
+    """pack, wait and update in this step; and the communication of what arrived, which may have run beside earlier
+    steps."""
     wire_bytes: int
     """Bytes that this rank sends for the gradient handed over in this step."""
+    schedule_steps: int = 1
+    """How often a learning-rate schedule is to be stepped now: once, unless other ranks' updates count too."""
 
     def seconds(self, what: str) -> float:
         """Seconds in spans of this name: "wait" is exposed communication."""
@@ -48,6 +53,10 @@ class Strategy(Protocol):
 
     iteration: int
     """Gradients taken over so far."""
+    module: nn.Module
+    """What the forward pass calls: the model, or a wrapper of it."""
+    replicated: bool
+    """Whether all ranks hold the same weights, bit for bit, after every step."""
 
     def step(self) -> StepReport:
         """Take the gradients over and apply those that are due."""
@@ -68,4 +77,4 @@ class Strategy(Protocol):
         """Continue from a ``state_dict``; the model and the optimizer have theirs already."""
 
     def close(self) -> None:
-        """End the communication thread."""
+        """End what runs beside the training loop."""

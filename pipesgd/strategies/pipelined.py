@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipesgd import launch
-from pipesgd.collectives.base import AllReduce
-from pipesgd.collectives.native import NativeAllReduce
-from pipesgd.collectives.ring import RingAllReduce
-from pipesgd.collectives.transport import TorchTransport, communication_group
+from pipesgd.collectives.make import make_all_reduce
 from pipesgd.collectives.worker import CommunicationThread
 from pipesgd.config import (
     ALL_REDUCES,
@@ -32,6 +28,14 @@ from pipesgd.config import (
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
 from pipesgd.gradients import FlatBuffer, all_finite, assign_gradients, pack_gradients, take_mean
 from pipesgd.strategies.base import Span, StepReport
+from pipesgd.strategies.replication import (
+    average_buffers,
+    count_as_stepped,
+    learning_rates,
+    set_learning_rates,
+    share_rank_0s_values,
+    trainable_parameters,
+)
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class Pipelined:
         self.width = width
         self.warmup_iterations = warmup_iterations
         self.iteration = 0
-        self._model = model
+        self.module = model
+        self.replicated = True
         self._optimizer = optimizer
         self._skip_nonfinite = on_nonfinite == "skip"
         self._in_flight: collections.deque[_InFlight] = collections.deque()
@@ -119,7 +124,7 @@ class Pipelined:
         self._ranks = ranks or launch.current(timeout)
         self._thread = CommunicationThread(device)
         self._all_reduce = make_all_reduce(all_reduce, self._ranks, timeout=timeout, segment_bytes=segment_bytes)
-        self._share_rank_0s_values()
+        share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_over_ranks)
 
     def step(self) -> StepReport:
         """Take over the gradients in ``.grad`` and apply the one that is due: see the class.
@@ -153,12 +158,7 @@ class Pipelined:
 
     def average_buffers(self) -> None:
         """Give floating-point buffers their mean over ranks; others are left as they are. Collective."""
-        buffers = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
-        flat = FlatBuffer(buffers)
-        flat.fill_from(buffers)
-        self._sum_over_ranks(flat)
-        take_mean(flat, self._ranks.world_size)
-        flat.copy_to(buffers)
+        average_buffers(self.module, self._ranks.world_size, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """The gradients in flight, averaged: waits for them, applies none, and copies them."""
@@ -188,7 +188,7 @@ class Pipelined:
                 flat.copy_(saved)
             now = time.perf_counter()
             arrived: Future[tuple[bool, Span]] = Future()
-            arrived.set_result((entry["finite"], Span("all-reduce", entry["iteration"], now, now)))
+            arrived.set_result((entry["finite"], Span("communication", entry["iteration"], now, now)))
             self._in_flight.append(_InFlight(entry["iteration"], buffer, list(entry["lrs"]), arrived))
 
     def close(self) -> None:
@@ -215,14 +215,12 @@ class Pipelined:
             except CommunicationError as failure:
                 failure.iteration = iteration
                 raise
-            span = Span("all-reduce", iteration, start, time.perf_counter())
+            span = Span("communication", iteration, start, time.perf_counter())
             take_mean(buffer, self._ranks.world_size)
             return all_finite(buffer), span
 
-        # torch's schedulers warn if they are stepped before the optimizer was: here it was, only later.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        lrs = [float(group["lr"]) for group in self._optimizer.param_groups]
-        return _InFlight(iteration, buffer, lrs, self._thread.submit(reduce))
+        count_as_stepped(self._optimizer)
+        return _InFlight(iteration, buffer, learning_rates(self._optimizer), self._thread.submit(reduce))
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight."""
@@ -251,44 +249,13 @@ class Pipelined:
 
     def _apply(self, gradient: _InFlight) -> None:
         assign_gradients(self._parameters, gradient.buffer)
-        groups = self._optimizer.param_groups
-        current = [group["lr"] for group in groups]
-        for group, lr in zip(groups, gradient.lrs, strict=True):
-            group["lr"] = lr
+        current = learning_rates(self._optimizer)
+        set_learning_rates(self._optimizer, gradient.lrs)
         self._optimizer.step()
-        for group, lr in zip(groups, current, strict=True):
-            group["lr"] = lr
+        set_learning_rates(self._optimizer, current)
         for parameter in self._parameters:
             parameter.grad = None
-
-    def _share_rank_0s_values(self) -> None:
-        tensors = [*self._model.parameters(), *self._model.buffers(), *self._parameters]
-        tensors = list({id(tensor): tensor.detach() for tensor in tensors}.values())
-        tensors = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in tensors]
-        flat = FlatBuffer(tensors)
-        if self._ranks.rank == 0:  # the others add zeros: a broadcast without a second kind of collective
-            flat.fill_from(tensors)
-        self._sum_over_ranks(flat)
-        flat.copy_to(tensors)
 
     def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
         for flat in buffer.flats:
             self._thread.submit(lambda flat=flat: self._all_reduce(flat)).result()  # type: ignore[misc]
-
-
-def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters that ``optimizer`` updates, each once, in the order of its groups."""
-    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if not parameters:
-        raise UserInputError("optimizer must hold a parameter that requires a gradient; got none")
-    if len({parameter.device for parameter in parameters.values()}) > 1:
-        raise UserInputError("all parameters must be on one device")
-    return list(parameters.values())
-
-
-def make_all_reduce(name: str, ranks: launch.Ranks, *, timeout: float, segment_bytes: int) -> AllReduce:
-    """The all-reduce of this name, on a new process group of its own. All ranks must call this together."""
-    group = communication_group(ranks, timeout, backend="gloo" if name == "ring" else None)
-    if name == "ring":
-        return RingAllReduce(TorchTransport(group, timeout), segment_bytes=segment_bytes)
-    return NativeAllReduce(group, timeout)

@@ -1,0 +1,366 @@
+"""torch's own DistributedDataParallel, with the same deadlines, errors and measurements as the others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from pipesgd.collectives.make import make_all_reduce
+from pipesgd.collectives.schedule import ring_wire_bytes
+from pipesgd.collectives.transport import communication_group
+from pipesgd.collectives.worker import CommunicationThread
+from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT, ON_NONFINITE, check_above_zero, check_one_of
+from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
+from pipesgd.gradients import FlatBuffer
+from pipesgd.launch import Ranks, lost
+from pipesgd.strategies.base import Span, StepReport
+from pipesgd.strategies.replication import apply_gradients, average_buffers, trainable_parameters
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+POWERSGD_FROM_ITERATION = 2
+"""The first that torch allows: in the first two, its buckets may still change. (Its default is 1000.)"""
+
+
+class Ddp:
+    """Synchronous: buckets of gradients are all-reduced under the backward pass, by torch.
+
+    torch runs the hook named by ``hook`` for every bucket; ours only goes around it, to learn when it began and
+    ended. What fails, or is not there within ``timeout`` seconds after the last bucket was handed over, is raised
+    by ``step``, before anything is applied: torch itself would wait for ever.
+
+    A resumed run sums its first gradients in the buckets that torch starts with, which it cuts anew after one
+    iteration. Where that changes them, the first sums differ in their last bit from those of the undisturbed run,
+    and PowerSGD draws its low-rank guesses anew; its residuals are kept.
+
+    Args:
+        model: the module whose parameters ``optimizer`` updates.
+        optimizer: any ``torch.optim.Optimizer``.
+        hook: "none", or torch's communication hook "fp16", "bf16" or "powersgd" (rank 1, from iteration 2 on).
+        on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
+        timeout: seconds that a rank waits for the others' part of a bucket.
+        ranks: the ranks to work with; torch's process group must be there.
+
+    Raises:
+        UserInputError: a value out of range, or a hook that torch refuses on this machine.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        ranks: Ranks,
+        hook: str = "none",
+        on_nonfinite: str = "stop",
+        timeout: float = DEFAULT_TIMEOUT,
+    ):
+        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        check_above_zero("timeout", timeout)
+        check_hook(hook)
+        self.iteration = 0
+        self.replicated = True
+        self._model = model
+        self._optimizer = optimizer
+        self._parameters = trainable_parameters(optimizer)
+        self._skip_nonfinite = on_nonfinite == "skip"
+        self._ranks = ranks
+        self._timeout = timeout
+        self._all_reduce = make_all_reduce("native", ranks, timeout=timeout)
+        group = communication_group(ranks, timeout, backend=None)
+        self._powersgd = _PowerSGD(group, self._parameters) if hook == "powersgd" else None
+        self._element_size = {"fp16": 2, "bf16": 2}.get(hook)
+        try:
+            module = _Module(model, process_group=group)  # gives all ranks rank 0's values
+        except RuntimeError as failure:
+            raise lost(failure, ranks.rank, None, "start of DistributedDataParallel", timeout) from failure
+        module.name_failure = self._name_failure
+        self._buckets = _Buckets(ranks, timeout, self._wire_bytes)
+        state = group if self._powersgd is None else self._powersgd.state
+        module.register_comm_hook(state, self._buckets.around(_hook_named(hook)))
+        self.module: nn.Module = module
+        self._thread = CommunicationThread(self._parameters[0].device)
+        self._buckets.watch_by(self._thread)
+
+    def step(self) -> StepReport:
+        """Apply the gradients, which torch has averaged under the backward pass.
+
+        Raises:
+            CommunicationError: a rank was lost, or silent for longer than the timeout, or torch's hook failed.
+            NonFiniteGradientError: an averaged gradient holds a NaN or an infinity.
+        """
+        iteration = self.iteration
+        communication, wait, wire_bytes = self._buckets.take(iteration)
+        self.iteration += 1
+        report = apply_gradients(self._optimizer, self._parameters, iteration, skip_nonfinite=self._skip_nonfinite)
+        return dataclasses.replace(report, spans=(communication, wait, *report.spans), wire_bytes=wire_bytes)
+
+    def flush(self) -> StepReport:
+        """Nothing is in flight between two steps."""
+        return StepReport(applied=(), skipped=(), spans=(), wire_bytes=0)
+
+    @contextlib.contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """The model always holds them."""
+        yield
+
+    def average_buffers(self) -> None:
+        """Give floating-point buffers their mean over ranks; others are left as they are. Collective."""
+        average_buffers(self._model, self._ranks.world_size, self._sum_over_ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration, and what PowerSGD has not sent yet of each parameter."""
+        state: dict[str, Any] = {"iteration": self.iteration}
+        if self._powersgd is not None:
+            state["powersgd"] = self._powersgd.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``."""
+        self.iteration = state["iteration"]
+        if self._powersgd is not None:
+            self._powersgd.load_state_dict(state["powersgd"])
+
+    def close(self) -> None:
+        """End the thread that watches over the deadline."""
+        self._buckets.end_watch()
+        self._thread.close()
+
+    def _name_failure(self, failure: RuntimeError) -> CommunicationError:
+        named = lost(failure, self._ranks.rank, None, "forward pass of DistributedDataParallel", self._timeout)
+        named.iteration = self.iteration
+        return named
+
+    def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
+        for flat in buffer.flats:
+            self._all_reduce(flat)
+
+    def _wire_bytes(self, bucket: GradBucket, run_hook: Callable[[], Any]) -> tuple[Any, int]:
+        """What the hook returns, and the bytes that this rank sends for this bucket if each all-reduce is a ring."""
+        numel = bucket.buffer().numel()
+        if self._powersgd is None:
+            returned = run_hook()
+        else:
+            self._powersgd.follow(bucket)
+            before = self._powersgd.state.total_numel_after_compression
+            returned = run_hook()
+            numel = self._powersgd.state.total_numel_after_compression - before or numel
+        element_size = self._element_size or bucket.buffer().element_size()
+        return returned, ring_wire_bytes(self._ranks.rank, self._ranks.world_size, numel, element_size)
+
+
+class _PowerSGD:
+    """What torch's PowerSGD hook keeps between iterations, followed when torch cuts its buckets anew.
+
+    The hook keeps residuals by the number of a bucket, and would add them to other parameters' gradients.
+    """
+
+    def __init__(self, group: Any, parameters: Sequence[Tensor]):
+        self.state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=POWERSGD_FROM_ITERATION)
+        self._parameters = parameters
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._buckets: dict[int, list[int]] = {}
+        self._residuals: dict[int, Tensor] = {}  # of parameters whose bucket is not known yet
+
+    def follow(self, bucket: GradBucket) -> None:
+        """Before the hook runs: see that what it keeps for this bucket is of the parameters in it."""
+        index, numbers = bucket.index(), [self._numbers[id(parameter)] for parameter in bucket.parameters()]
+        if self._buckets.get(index) != numbers:
+            self._residuals = self._residuals_of_parameters()
+            self._buckets.clear()
+            for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
+                kept.clear()
+        if index not in self._buckets:
+            self._buckets[index] = numbers
+            if self._residuals.keys() & set(numbers):
+                parts = [self._residuals.pop(n, torch.zeros(self._parameters[n].numel())) for n in numbers]
+                self.state.error_dict[index] = torch.cat([part.to(bucket.buffer()) for part in parts])
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, position, has_gauss, gauss = self.state.rng.get_state()
+        return {
+            "iteration": self.state.iter,
+            "residuals": self._residuals_of_parameters(),
+            "rng": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.state.iter = saved["iteration"]
+        kind, keys, position, has_gauss, gauss = saved["rng"]
+        self.state.rng.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+        for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict, self._buckets):
+            kept.clear()
+        self._residuals = dict(saved["residuals"])
+
+    def _residuals_of_parameters(self) -> dict[int, Tensor]:
+        """Number of the parameter -> what is still to be sent of it, (numel,)."""
+        found = dict(self._residuals)
+        for index, residual in self.state.error_dict.items():
+            numbers = self._buckets[index]
+            parts = residual.split([self._parameters[number].numel() for number in numbers])
+            found.update({number: part.clone() for number, part in zip(numbers, parts, strict=True)})
+        return found
+
+
+class _Module(DistributedDataParallel):
+    """torch's, which communicates in the forward pass too: buffers, and in the second one how it cuts its buckets."""
+
+    name_failure: Callable[[RuntimeError], CommunicationError]
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._pre_forward(*inputs, **kwargs)
+        except RuntimeError as failure:
+            raise self.name_failure(failure) from failure
+
+
+class _Buckets:
+    """The buckets of one iteration on their way: when they began and ended, and what failed.
+
+    torch gets futures of ours, which become the hook's result, or, after a failure or the deadline, the local
+    gradient: so the backward pass returns, and ``take`` raises what has happened.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: float, counted: Callable[..., tuple[Any, int]]):
+        self._ranks = ranks
+        self._timeout = timeout
+        self._counted = counted
+        self._changed = threading.Condition()
+        self._pending: dict[int, tuple[torch.futures.Future[Tensor], Tensor]] = {}
+        self._failure: BaseException | None = None
+        self._watching = True
+        self._begin = self._handed_over = self._end = 0.0
+        self._wire_bytes = 0
+
+    def around(self, hook: Hook) -> Hook:
+        """``hook``, observed. It keeps the name, by which torch decides whether to accept it."""
+
+        @functools.wraps(hook)
+        def observed(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+            index, buffer = bucket.index(), bucket.buffer()
+            result: torch.futures.Future[Tensor] = torch.futures.Future()
+            with self._changed:
+                self._handed_over = time.perf_counter()
+                self._begin = self._begin or self._handed_over
+                self._pending[index] = (result, buffer)
+                failed = self._failure is not None
+                self._changed.notify_all()
+            if failed:  # the ranks no longer agree on what travels
+                self._finish(index, None)
+                return result
+            try:
+                future, nbytes = self._counted(bucket, lambda: hook(state, bucket))
+                self._wire_bytes += nbytes
+                future.then(functools.partial(self._arrived, index))
+            except BaseException as failure:  # noqa: BLE001 (raised by take)
+                self._fail(failure)
+            return result
+
+        return observed
+
+    def watch_by(self, thread: CommunicationThread) -> None:
+        """Have ``thread`` end the wait for buckets that do not arrive within the deadline."""
+        thread.submit(self._watch)
+
+    def end_watch(self) -> None:
+        with self._changed:
+            self._watching = False
+            self._changed.notify_all()
+
+    def take(self, iteration: int) -> tuple[Span, Span, int]:
+        """The spans "communication" and "wait" of the backward pass that has ended, and the bytes sent in it."""
+        with self._changed:
+            if self._failure is not None:
+                self._raise(self._failure, iteration)
+            communication = Span("communication", iteration, self._begin, self._end)
+            # Once the last bucket is handed over, nothing is left to compute: the rest of the backward is waiting.
+            wait = Span("wait", iteration, self._handed_over, max(self._handed_over, self._end))
+            sent = self._wire_bytes
+            self._begin = self._handed_over = self._end = 0.0
+            self._wire_bytes = 0
+        return communication, wait, sent
+
+    def _arrived(self, index: int, future: torch.futures.Future[Tensor]) -> None:
+        try:
+            value = future.value()
+        except BaseException as failure:  # noqa: BLE001 (raised by take)
+            self._fail(failure)
+        else:
+            self._finish(index, value)
+
+    def _finish(self, index: int, value: Tensor | None) -> None:
+        with self._changed:
+            pending = self._pending.pop(index, None)
+            self._end = time.perf_counter()
+            self._changed.notify_all()
+        if pending is not None:
+            result, buffer = pending
+            result.set_result(buffer if value is None else value)
+
+    def _fail(self, failure: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or failure
+            indices = list(self._pending)
+        for index in indices:
+            self._finish(index, None)
+
+    def _watch(self) -> None:
+        while self._watching:
+            with self._changed:
+                left = self._handed_over + self._timeout - time.perf_counter() if self._pending else None
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    continue
+            reason = f"no answer within {self._timeout:g} s"
+            self._fail(
+                DeadlineExceeded(
+                    rank=self._ranks.rank, peer=None, operation="all-reduce by DistributedDataParallel", reason=reason
+                )
+            )
+
+    def _raise(self, failure: BaseException, iteration: int) -> NoReturn:
+        if not isinstance(failure, CommunicationError) and isinstance(failure, RuntimeError):
+            operation = "all-reduce by DistributedDataParallel"
+            failure = lost(failure, self._ranks.rank, None, operation, self._timeout)
+        if isinstance(failure, CommunicationError):
+            failure.iteration = iteration
+        raise failure
+
+
+def check_hook(name: str) -> None:
+    """Ask torch whether it accepts the communication hook ``name`` on this machine.
+
+    Raises:
+        UserInputError: it does not, or there is none of this name.
+    """
+    check_one_of("ddp-hook", name, DDP_HOOKS)
+
+    def refuse(kind: type[Exception], text: str) -> NoReturn:
+        raise UserInputError(f"ddp-hook must be one that torch accepts here; got {name}: {text}")
+
+    # torch's own check, which a DistributedDataParallel makes when the hook is registered: too late for an input error.
+    nobody: Any = types.SimpleNamespace(_log_and_throw=refuse)
+    DistributedDataParallel._check_comm_hook(nobody, _hook_named(name))
+
+
+def _hook_named(name: str) -> Hook:
+    hooks: dict[str, Hook] = {
+        "none": default_hooks.allreduce_hook,
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "powersgd": powerSGD_hook.powerSGD_hook,
+    }
+    return hooks[name]

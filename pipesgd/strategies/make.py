@@ -1,0 +1,59 @@
+"""The strategy that a configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipesgd.config import SERVER_STRATEGIES, TrainConfig
+from pipesgd.launch import Ranks
+from pipesgd.strategies.base import Strategy
+from pipesgd.strategies.ddp import Ddp
+from pipesgd.strategies.local import Local
+from pipesgd.strategies.parameter_server import ParameterServers, serve_shard
+from pipesgd.strategies.pipelined import Pipelined
+
+
+def make_strategy(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Strategy:
+    """The strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
+    pipeline, run = config.pipeline, config.run
+    if pipeline.strategy == "local":
+        return Local(model, optimizer, on_nonfinite=run.on_nonfinite)
+    if pipeline.strategy == "ddp":
+        return Ddp(
+            model, optimizer, hook=pipeline.ddp_hook, on_nonfinite=run.on_nonfinite, timeout=run.timeout, ranks=ranks
+        )
+    if pipeline.strategy in SERVER_STRATEGIES:
+        return ParameterServers(model, optimizer, ranks=ranks, **_server_options(config))
+    return Pipelined(
+        model,
+        optimizer,
+        width=pipeline.width,
+        warmup_iterations=pipeline.warmup_iterations,
+        all_reduce=pipeline.all_reduce,
+        on_nonfinite=run.on_nonfinite,
+        timeout=run.timeout,
+        ranks=ranks,
+    )
+
+
+def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Be a parameter server on a rank of its own, until all workers have closed their strategies.
+
+    Raises:
+        CommunicationError: a worker was lost.
+    """
+    serve_shard(model, optimizer, ranks=ranks, **_server_options(config))
+
+
+def _server_options(config: TrainConfig) -> dict[str, Any]:
+    pipeline, run = config.pipeline, config.run
+    return {
+        "servers": pipeline.servers,
+        "placement": pipeline.server_placement,
+        "staleness_bound": 0 if pipeline.strategy == "ps-sync" else pipeline.staleness_bound,
+        "on_nonfinite": run.on_nonfinite,
+        "timeout": run.timeout,
+    }

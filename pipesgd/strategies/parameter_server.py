@@ -1,0 +1,502 @@
+"""Parameter servers: workers push gradients to them and pull weights back, in rounds or each at its own pace."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pipesgd import launch
+from pipesgd.collectives.base import AllReduce
+from pipesgd.collectives.make import make_all_reduce
+from pipesgd.collectives.transport import Pending, communication_group
+from pipesgd.collectives.worker import CLOSE_SECONDS, CommunicationThread
+from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, PipelineConfig, check_above_zero, check_one_of
+from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
+from pipesgd.gradients import FlatBuffer, all_finite, pack_gradients
+from pipesgd.strategies.base import Span, StepReport
+from pipesgd.strategies.replication import (
+    average_buffers,
+    count_as_stepped,
+    learning_rates,
+    share_rank_0s_values,
+    trainable_parameters,
+)
+from pipesgd.strategies.server import (
+    REPLY_NUMBERS,
+    REQUEST_NUMBERS,
+    Links,
+    Reply,
+    Request,
+    Shard,
+    ShardLayout,
+    ShardServer,
+    receive_all,
+    send_all,
+    wait_for,
+)
+
+T = TypeVar("T")
+_Answer = Callable[[], T]
+"""Waits for an answer, and gives it."""
+
+REPLY_GRACE_SECONDS = 1.0
+"""How much longer than a server waits for gradients a worker waits for its reply: the server knows who is missing."""
+
+FAREWELL_SECONDS = 5.0
+"""How long a server beside a worker that closes waits for the other workers to close, too."""
+
+
+class ParameterServers:
+    """Workers push gradients to servers, which own the weights, and pull the weights back.
+
+    The ranks that compute are the first w. The flat buffer of the weights is cut into ``servers`` ranges of elements;
+    each server updates its own with a copy of ``optimizer``. Each ``step`` of iteration t is
+
+    1. pack: the gradients move from ``.grad`` into a flat buffer;
+    2. push: every server gets its range, the learning rates, and whether the whole is finite;
+    3. wait: until every server has answered with the weights of its range;
+    4. update: the weights move into the parameters.
+
+    ``staleness_bound`` says when a server answers. 0 (``ps-sync``): when the mean of all workers' gradients is applied,
+    so that training is synchronous SGD and replicas are bit-identical. None (``ps-async``): at once, after it has
+    applied this gradient alone. b >= 1: also at once, but a worker that would start an iteration more than b ahead of
+    the slowest waits for it. Where gradients are applied alone, each is at 1/w of the learning rate that was set when
+    it was computed; and learning-rate schedules follow the number of all workers' updates, divided by w
+    (``StepReport.schedule_steps``).
+
+    A gradient that is not finite on its worker is left out: with bound 0 with all of its round, otherwise alone.
+    Optimizers must update each element on its own if there is more than one server, since ranges cut parameters
+    anywhere. The constructor gives all ranks, servers included, rank 0's parameters and buffers.
+
+    Args:
+        model: the module whose parameters ``optimizer`` updates, on the CPU.
+        optimizer: any ``torch.optim.Optimizer``. Only its learning rates are read from now on.
+        servers: how many.
+        placement: "beside": in threads beside the first workers; "own": on the last ranks, which call ``serve_shard``.
+        staleness_bound: iterations by which the fastest worker may lead the slowest; None is no bound.
+        on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the gradient out.
+        timeout: seconds that a rank waits for another one.
+        ranks: all ranks of the job; by default those of torch's process group, which is started from torchrun's
+            variables where there is none yet.
+
+    Raises:
+        UserInputError: a value out of range, or an optimizer without a parameter to train.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> servers = ParameterServers(model, torch.optim.SGD(model.parameters(), lr=0.1), staleness_bound=0)
+        >>> model(torch.ones(4, 2)).sum().backward()
+        >>> servers.step().applied
+        (0,)
+        >>> servers.close()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        servers: int = 1,
+        placement: str = "beside",
+        staleness_bound: int | None = None,
+        on_nonfinite: str = "stop",
+        timeout: float = DEFAULT_TIMEOUT,
+        ranks: launch.Ranks | None = None,
+    ):
+        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        job = _Job(model, optimizer, servers, placement, staleness_bound, timeout, ranks)
+        assert job.rank < job.workers.world_size, "a rank that is a server alone calls serve_shard"
+        self.iteration = 0
+        self.module = model
+        self.replicated = staleness_bound == 0
+        self._optimizer = optimizer
+        self._skip_nonfinite = on_nonfinite == "skip"
+        self._job = job
+        self._parameters = job.parameters
+        self._schedule_steps = 0
+        self._gradient = FlatBuffer(self._parameters)
+        self._weights = FlatBuffer(self._parameters)
+        self._links = Links(job.group, timeout, replies=timeout + REPLY_GRACE_SECONDS)
+        self._failed = False
+        self._servers: list[_Server] = [
+            _ServerBeside(job.server, job.rank)
+            if job.server is not None and rank == job.rank
+            else _RemoteServer(job, self._links, rank, ShardLayout(self._gradient, index, servers), self._gradient)
+            for index, rank in enumerate(job.server_ranks)
+        ]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent so far, as worker and as server."""
+        beside = self._job.server
+        return self._links.bytes_sent + (0 if beside is None else beside.bytes_sent)
+
+    def step(self) -> StepReport:
+        """Push the gradients in ``.grad`` and pull the weights: see the class.
+
+        Raises:
+            CommunicationError: a rank was lost, or silent for longer than the timeout.
+            NonFiniteGradientError: a gradient holds a NaN or an infinity.
+        """
+        iteration = self.iteration
+        self._job.workers.iteration = iteration
+        # 1. Pack.
+        begin = time.perf_counter()
+        pack_gradients(self._parameters, self._gradient)
+        finite = all_finite(self._gradient)
+        if not (finite or self._skip_nonfinite or self.replicated):
+            raise NonFiniteGradientError(iteration)
+        lrs = learning_rates(self._optimizer)
+        count_as_stepped(self._optimizer)
+        self.iteration += 1
+        # 2. and 3. Push and wait.
+        packed = time.perf_counter()
+        replies = self._ask(lambda server: server.push(self._gradient, finite, lrs, self._weights))
+        arrived = time.perf_counter()
+        # 4. Update.
+        applied = replies[0].applied
+        if not (applied or self._skip_nonfinite):
+            raise NonFiniteGradientError(iteration)
+        self._take_weights()
+        spans = (
+            Span("pack", iteration, begin, packed),
+            Span("communication", iteration, packed, arrived),
+            Span("wait", iteration, packed, arrived),
+            Span("update", iteration, arrived, time.perf_counter()),
+        )
+        return StepReport(
+            applied=(iteration,) if applied else (),
+            skipped=() if applied else (iteration,),
+            spans=spans,
+            wire_bytes=sum(server.wire_bytes for server in self._servers),
+            schedule_steps=self._count_schedule_steps(replies[0]),
+        )
+
+    def flush(self) -> StepReport:
+        """Wait until all workers are here, and pull: all have the same weights then. Further steps may follow.
+
+        Collective. After it no worker needs another's server any more.
+        """
+        steps = 0
+        with self._at_rest():
+            if not self.replicated:
+                steps = self._count_schedule_steps(self._pull())
+                self._take_weights()
+        return StepReport(applied=(), skipped=(), spans=(), wire_bytes=0, schedule_steps=steps)
+
+    @contextlib.contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """While it is open, the model holds the servers' weights, when all gradients pushed so far are in them.
+
+        Collective, unless the bound is 0: then the model always does.
+        """
+        if self.replicated:
+            yield
+            return
+        own = FlatBuffer(self._parameters)
+        own.fill_from([parameter.detach() for parameter in self._parameters])
+        with self._at_rest():
+            self._pull()
+            self._take_weights()
+        try:
+            yield
+        finally:
+            own.copy_to([parameter.detach() for parameter in self._parameters])
+
+    def average_buffers(self) -> None:
+        """Give floating-point buffers their mean over the workers; others are left as they are. Collective."""
+        average_buffers(self.module, self._job.workers.world_size, self._job.sum_over_workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far this worker is; on worker 0 also all that each server knows, as bytes. Collective."""
+        saved = None
+        with self._at_rest():
+            if self._job.rank == 0:
+                saved = self._ask(lambda server: server.save())
+        return {"iteration": self.iteration, "schedule_steps": self._schedule_steps, "servers": saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``. Collective."""
+        with self._at_rest():
+            if self._job.rank == 0:
+                saved = dict(zip(self._servers, state["servers"], strict=True))
+                self._ask(lambda server: server.load(saved[server]))
+        self.iteration = state["iteration"]
+        self._schedule_steps = state["schedule_steps"]
+
+    def close(self) -> None:
+        """Take leave of the servers; one beside this worker goes on for some seconds, until all workers have."""
+        byes: list[Pending] = []
+        for server in self._servers:
+            with contextlib.suppress(CommunicationError):  # it is gone
+                byes += server.leave()
+        if self._job.server is not None:
+            self._job.server.close(CLOSE_SECONDS if self._failed else FAREWELL_SECONDS)
+        for bye in byes:
+            with contextlib.suppress(CommunicationError):
+                bye.wait()
+        self._job.thread.close()
+
+    def _ask(self, question: Callable[[_Server], _Answer[T]]) -> list[T]:
+        """Ask all servers, and wait for their answers, in their order."""
+
+        def ask() -> list[T]:
+            # The one beside this worker may keep it waiting for the others, who need what goes to other servers.
+            answers = {server: question(server) for server in sorted(self._servers, key=lambda one: one.is_beside)}
+            return [answers[server]() for server in self._servers]
+
+        try:
+            return self._job.thread.submit(ask).result()
+        except Exception as failure:
+            self._failed = True
+            if isinstance(failure, CommunicationError) and failure.iteration is None:
+                failure.iteration = self._job.workers.iteration
+            raise
+
+    def _pull(self) -> Reply:
+        return self._ask(lambda server: server.pull(self._weights))[0]
+
+    def _take_weights(self) -> None:
+        self._weights.copy_to([parameter.detach() for parameter in self._parameters])
+
+    def _count_schedule_steps(self, reply: Reply) -> int:
+        """How often a schedule is to be stepped now, so that it follows the updates of all workers."""
+        steps = reply.arrivals // self._job.workers.world_size - self._schedule_steps
+        self._schedule_steps += steps
+        return steps
+
+    @contextlib.contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """While it is open, all workers are here and have their replies: no gradient is on its way."""
+        # The name of the group tells these exchanges from those of another strategy of the same job.
+        self._job.workers.exchange(f"workers at rest (group {self._job.group.group_name})", None)
+        yield
+        self._job.workers.exchange(f"workers going on (group {self._job.group.group_name})", None)
+
+
+def serve_shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    servers: int = 1,
+    placement: str = "own",
+    staleness_bound: int | None = None,
+    on_nonfinite: str = "stop",
+    timeout: float = DEFAULT_TIMEOUT,
+    ranks: launch.Ranks | None = None,
+) -> None:
+    """Be a server on a rank of its own until all workers have closed their ``ParameterServers``.
+
+    Takes what ``ParameterServers`` takes; its constructor and this are called together, by all ranks.
+
+    Raises:
+        UserInputError: a value out of range, or an optimizer without a parameter to train.
+        CommunicationError: a worker was lost.
+    """
+    check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
+    job = _Job(model, optimizer, servers, placement, staleness_bound, timeout, ranks)
+    assert job.server is not None, "a rank that computes makes a ParameterServers"
+    assert job.rank >= job.workers.world_size, "a rank that computes makes a ParameterServers"
+    job.thread.close()
+    job.server.shard.wait_until_all_have_left()
+    job.server.close(CLOSE_SECONDS)
+
+
+class _Job:
+    """What workers and servers set up together: who is who, connections, rank 0's values, this rank's server."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        servers: int,
+        placement: str,
+        bound: int | None,
+        timeout: float,
+        ranks: launch.Ranks | None,
+    ):
+        config = PipelineConfig(
+            strategy="ps-async", servers=servers, server_placement=placement, staleness_bound=bound
+        )  # checks them
+        check_above_zero("timeout", timeout)
+        self.parameters = trainable_parameters(optimizer)
+        device = self.parameters[0].device
+        if device.type != "cpu":
+            raise UserInputError(f"parameters must be on the CPU, where the servers are; got {device}")
+        ranks = ranks or launch.current(timeout)
+        self.rank = ranks.rank
+        self.workers = ranks.first(config.workers(ranks.world_size))
+        workers = self.workers.world_size
+        first_server = 0 if placement == "beside" else workers
+        self.server_ranks = range(first_server, first_server + servers)
+        self.groups = len(optimizer.param_groups)
+        # Waiting in a thread of its own leaves the main one free for signals.
+        self.thread = CommunicationThread(device)
+        self.group = communication_group(ranks, timeout, backend="gloo")
+        over_all = make_all_reduce("native", ranks, timeout=timeout)
+        self._over_workers = make_all_reduce("native", self.workers, timeout=timeout)
+        share_rank_0s_values(model, self.parameters, self.rank, lambda buffer: self._sum(buffer, over_all))
+        self.server: ShardServer | None = None
+        if self.rank in self.server_ranks:
+            layout = ShardLayout(FlatBuffer(self.parameters), self.server_ranks.index(self.rank), servers)
+            shard = Shard(
+                self.parameters, optimizer, layout, workers=workers, bound=bound, rank=self.rank, timeout=timeout
+            )
+            elsewhere = [worker for worker in range(workers) if worker != self.rank]
+            self.server = ShardServer(shard, self.group, elsewhere, self.groups, timeout)
+
+    def sum_over_workers(self, buffer: FlatBuffer) -> None:
+        self._sum(buffer, self._over_workers)
+
+    def _sum(self, buffer: FlatBuffer, all_reduce: AllReduce) -> None:
+        for flat in buffer.flats:
+            self.thread.submit(lambda flat=flat: all_reduce(flat)).result()  # type: ignore[misc]
+
+
+class _Server(Protocol):
+    """A server as a worker sees it."""
+
+    is_beside: bool
+    wire_bytes: int
+    """Bytes that this rank sends through it in an iteration."""
+
+    def push(self, gradient: FlatBuffer, finite: bool, lrs: Sequence[float], weights: FlatBuffer) -> _Answer[Reply]:
+        """Give it its range of ``gradient``; with the answer, its range of ``weights`` is there."""
+
+    def pull(self, weights: FlatBuffer) -> _Answer[Reply]:
+        """Get its range of ``weights``."""
+
+    def save(self) -> _Answer[Tensor]:
+        """Get all that it knows."""
+
+    def load(self, saved: Tensor) -> _Answer[Reply]:
+        """Give it what ``save`` gave."""
+
+    def leave(self) -> list[Pending]:
+        """Begin to take leave of it, if it still listens."""
+
+
+class _ServerBeside:
+    """A server in this process: no message is sent, and its answer may be a while in coming."""
+
+    is_beside = True
+
+    def __init__(self, server: ShardServer, worker: int):
+        self._shard = server.shard
+        self._worker = worker
+        self.wire_bytes = server.wire_bytes
+
+    def push(self, gradient: FlatBuffer, finite: bool, lrs: Sequence[float], weights: FlatBuffer) -> _Answer[Reply]:
+        layout = self._shard.layout
+        reply = self._shard.push(self._worker, layout.ranges_of(gradient), finite, lrs)
+        self._shard.copy_weights_to(layout.ranges_of(weights))
+        return lambda: reply
+
+    def pull(self, weights: FlatBuffer) -> _Answer[Reply]:
+        self._shard.copy_weights_to(self._shard.layout.ranges_of(weights))
+        return self._at_once
+
+    def save(self) -> _Answer[Tensor]:
+        return self._shard.save
+
+    def load(self, saved: Tensor) -> _Answer[Reply]:
+        self._shard.load(saved)
+        return self._at_once
+
+    def leave(self) -> list[Pending]:
+        self._shard.leave(self._worker)
+        return []
+
+    def _at_once(self) -> Reply:
+        return Reply(self._shard.arrivals, True)
+
+
+class _RemoteServer:
+    """A server on another rank."""
+
+    is_beside = False
+
+    def __init__(self, job: _Job, links: Links, rank: int, layout: ShardLayout, gradient: FlatBuffer):
+        self._links = links
+        self._farewells = Links(job.group, CLOSE_SECONDS).requests
+        self._rank = rank
+        self._own_rank = job.rank
+        self._layout = layout
+        self._groups = job.groups
+        self._listens = True
+        range_bytes = sum(part.nbytes for part in layout.ranges_of(gradient))
+        self.wire_bytes = 8 * (REQUEST_NUMBERS + job.groups) + range_bytes
+
+    def push(self, gradient: FlatBuffer, finite: bool, lrs: Sequence[float], weights: FlatBuffer) -> _Answer[Reply]:
+        ranges, into = self._layout.ranges_of(gradient), self._layout.ranges_of(weights)
+        return self._ask(self._request(Request.PUSH, finite=finite, lrs=lrs), gradient=ranges, into=into)
+
+    def pull(self, weights: FlatBuffer) -> _Answer[Reply]:
+        return self._ask(self._request(Request.PULL), into=self._layout.ranges_of(weights))
+
+    def save(self) -> _Answer[Tensor]:
+        answer = self._ask(self._request(Request.SAVE))
+
+        def receive() -> Tensor:
+            state = torch.empty(answer().state_bytes, dtype=torch.uint8)
+            self._links.states.receive(state, self._rank, "a state").wait()
+            return state
+
+        return receive
+
+    def load(self, saved: Tensor) -> _Answer[Reply]:
+        return self._ask(self._request(Request.LOAD, state_bytes=saved.nbytes), state=[saved])
+
+    def leave(self) -> list[Pending]:
+        return [self._farewells.send(self._request(Request.BYE), self._rank, "a farewell")] if self._listens else []
+
+    def _request(
+        self, kind: Request, *, finite: bool = True, lrs: Sequence[float] | None = None, state_bytes: int = 0
+    ) -> Tensor:
+        return torch.tensor([kind, finite, state_bytes, *(lrs or [0.0] * self._groups)], dtype=torch.float64)
+
+    def _ask(
+        self,
+        request: Tensor,
+        *,
+        gradient: Sequence[Tensor] = (),
+        state: Sequence[Tensor] = (),
+        into: Sequence[Tensor] = (),
+    ) -> _Answer[Reply]:
+        """Send a request and what belongs to it; the answer's weights go ``into`` these."""
+        links, rank = self._links, self._rank
+        # Receives are posted first, since gloo's sender starts only when the receiver is ready.
+        numbers = torch.empty(REPLY_NUMBERS, dtype=torch.float64)
+        reply = links.replies.receive(numbers, rank, "a reply")
+        weights = receive_all(links.weights, into, rank, "weights")
+        sent = [
+            links.requests.send(request, rank, "a request"),
+            *send_all(links.gradients, gradient, rank, "a gradient"),
+            *send_all(links.states, state, rank, "a state"),
+        ]
+
+        def answer() -> Reply:
+            reply.wait()
+            arrivals, applied, lost, state_bytes = (int(number) for number in numbers.tolist())
+            if lost >= 0:
+                self._listens = False
+                self._raise_lost(lost)
+            wait_for(weights)
+            wait_for(sent)
+            return Reply(arrivals, bool(applied), state_bytes)
+
+        return answer
+
+    def _raise_lost(self, lost: int) -> NoReturn:
+        reasons = {self._rank: "it has failed", self._own_rank: "the server has given up waiting for this rank"}
+        raise CommunicationError(
+            rank=self._own_rank,
+            peer=self._rank if lost == self._own_rank else lost,
+            operation="exchange of gradients",
+            reason=reasons.get(lost, f"the server on rank {self._rank} has lost it"),
+        )

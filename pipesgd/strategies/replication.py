@@ -1,0 +1,89 @@
+"""What the strategies that keep a replica of the model on every rank have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipesgd.errors import NonFiniteGradientError, UserInputError
+from pipesgd.gradients import FlatBuffer, are_finite, take_mean
+from pipesgd.strategies.base import Span, StepReport
+
+SumOverRanks = Callable[[FlatBuffer], None]
+"""Replaces a buffer's values by their sum over the ranks. Collective."""
+
+
+def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that ``optimizer`` updates, each once, in the order of its groups."""
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if not parameters:
+        raise UserInputError("optimizer must hold a parameter that requires a gradient; got none")
+    if len({parameter.device for parameter in parameters.values()}) > 1:
+        raise UserInputError("all parameters must be on one device")
+    return list(parameters.values())
+
+
+def share_rank_0s_values(model: nn.Module, also: Sequence[Tensor], rank: int, sum_over_ranks: SumOverRanks) -> None:
+    """Give all ranks rank 0's parameters and buffers, and its values of the tensors in ``also``. Collective."""
+    tensors = [*model.parameters(), *model.buffers(), *also]
+    tensors = list({id(tensor): tensor.detach() for tensor in tensors}.values())
+    tensors = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in tensors]
+    flat = FlatBuffer(tensors)
+    if rank == 0:  # the others add zeros: a broadcast without a second kind of collective
+        flat.fill_from(tensors)
+    sum_over_ranks(flat)
+    flat.copy_to(tensors)
+
+
+def average_buffers(model: nn.Module, world_size: int, sum_over_ranks: SumOverRanks) -> None:
+    """Give floating-point buffers their mean over ranks; others are left as they are. Collective."""
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    flat = FlatBuffer(buffers)
+    flat.fill_from(buffers)
+    sum_over_ranks(flat)
+    take_mean(flat, world_size)
+    flat.copy_to(buffers)
+
+
+def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep torch's schedulers from warning that they are stepped before the optimizer: here it was, only elsewhere."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """The learning rate of every group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, lrs: Sequence[float]) -> None:
+    """Give every group its learning rate."""
+    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+        group["lr"] = lr
+
+
+def apply_gradients(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], iteration: int, *, skip_nonfinite: bool
+) -> StepReport:
+    """One step of ``optimizer`` on what is in ``.grad``, which is dropped then.
+
+    Raises:
+        NonFiniteGradientError: it holds a NaN or an infinity, unless such an update is to be skipped.
+    """
+    begin = time.perf_counter()
+    finite = are_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
+    if finite:
+        optimizer.step()
+    elif skip_nonfinite:
+        count_as_stepped(optimizer)
+    else:
+        raise NonFiniteGradientError(iteration)
+    optimizer.zero_grad()
+    return StepReport(
+        applied=(iteration,) if finite else (),
+        skipped=() if finite else (iteration,),
+        spans=(Span("update", iteration, begin, time.perf_counter()),),
+        wire_bytes=0,
+    )

@@ -1,0 +1,225 @@
+"""The strategies that are not ours to invent: torch's DistributedDataParallel, and no communication at all."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from _reference import pipe_sgd
+from test_pipelined import assert_same_weights, classify, fashion_mnist_batches, momentum_sgd, paper_mlp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipesgd.collectives.schedule import ring_wire_bytes
+from pipesgd.errors import CommunicationError, DeadlineExceeded, NonFiniteGradientError, UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.replicas import weights_sha256
+from pipesgd.strategies.ddp import Ddp
+from pipesgd.strategies.local import Local
+
+ITERATIONS = 8
+
+
+def _train(ranks: Ranks, kind: str, iterations: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[str]]:
+    model = paper_mlp(dtype)
+    optimizer = momentum_sgd(model)
+    strategy = Local(model, optimizer) if kind == "local" else Ddp(model, optimizer, ranks=ranks)
+    hashes = []
+    for iteration, batch in enumerate(fashion_mnist_batches(ranks.rank, ranks.world_size, iterations, dtype)):
+        classify(strategy.module, batch).backward()
+        assert strategy.step().applied == (iteration,)
+        hashes.append(weights_sha256(model))
+    strategy.flush()
+    strategy.close()
+    return model.state_dict(), hashes
+
+
+def _train_plain(ranks: Ranks, iterations: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    model = paper_mlp(dtype)
+    wrapped, optimizer = DistributedDataParallel(model), momentum_sgd(model)
+    for batch in fashion_mnist_batches(ranks.rank, ranks.world_size, iterations, dtype):
+        optimizer.zero_grad()
+        classify(wrapped, batch).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_ddp_is_torchs_own_bit_for_bit() -> None:
+    # Four ranks: without a hook torch multiplies by 1/p, which is a division by p only where p is a power of two.
+    ours = run_ranks(4, _train, "ddp", ITERATIONS, torch.float32)
+    torchs = run_ranks(4, _train_plain, ITERATIONS, torch.float32)
+    for (weights, hashes), plain in zip(ours, torchs, strict=True):
+        assert_same_weights(weights, plain, rtol=0.0)
+        assert hashes == ours[0][1]  # bit-identical after every iteration
+
+
+def test_local_trains_every_rank_for_itself() -> None:
+    results = run_ranks(2, _train, "local", ITERATIONS, torch.float64)
+    assert results[0][1][0] != results[1][1][0]
+    for rank, (weights, _) in enumerate(results):
+        model = paper_mlp(torch.float64)
+        batches = [[batch] for batch in fashion_mnist_batches(rank, 2, ITERATIONS, torch.float64)]
+        pipe_sgd(model, momentum_sgd(model), classify, batches, width=1)
+        assert_same_weights(weights, model.state_dict(), rtol=1e-14)
+
+
+class Wide(nn.Module):
+    """64 x 512 weights: one bucket, and worth compressing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(512, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def _reports(ranks: Ranks, hook: str, iterations: int) -> list[tuple[int, Tensor]]:
+    model = Wide()
+    strategy = Ddp(model, torch.optim.SGD(model.parameters(), lr=0.0), ranks=ranks, hook=hook)
+    generator = torch.Generator().manual_seed(ranks.rank)
+    seen = []
+    for _ in range(iterations):
+        strategy.module(torch.randn(4, 512, generator=generator)).square().sum().backward()
+        gradient = model.linear.weight.grad
+        assert gradient is not None
+        mean = gradient.clone()
+        report = strategy.step()
+        assert report.seconds("communication") > 0
+        assert [span.what for span in report.spans] == ["communication", "wait", "update"]
+        seen.append((report.wire_bytes, mean))
+    strategy.close()
+    return seen
+
+
+def _mean_gradients(iterations: int, world_size: int) -> list[Tensor]:
+    generators = [torch.Generator().manual_seed(rank) for rank in range(world_size)]
+    means = []
+    for _ in range(iterations):
+        parts = []
+        for generator in generators:
+            model = Wide()
+            model(torch.randn(4, 512, generator=generator)).square().sum().backward()
+            assert model.linear.weight.grad is not None
+            parts.append(model.linear.weight.grad)
+        means.append(torch.stack(parts).mean(0))
+    return means
+
+
+def test_hooks_compress_as_announced() -> None:
+    world_size, iterations = 3, 4
+    numel = 512 * 64 + 64
+    expected = _mean_gradients(iterations, world_size)
+    for hook, element_size, error in (("none", 4, 1e-6), ("fp16", 2, 2e-3)):
+        seen = run_ranks(world_size, _reports, hook, iterations)[0]
+        for (wire_bytes, mean), right in zip(seen, expected, strict=True):
+            assert wire_bytes == ring_wire_bytes(0, world_size, numel, element_size)
+            assert (mean - right).norm() <= error * right.norm()
+    seen = run_ranks(world_size, _reports, "powersgd", iterations)[0]
+    compressed = 512 + 64 + 64  # P, Q, and the bias
+    sizes = [numel, numel, compressed, compressed]  # torch compresses from iteration 2 on
+    assert [wire_bytes for wire_bytes, _ in seen] == [ring_wire_bytes(0, world_size, size, 4) for size in sizes]
+    assert torch.linalg.matrix_rank(seen[3][1]) == 1
+
+
+def _powersgd_with_a_resume(ranks: Ranks, stop: int, iterations: int) -> tuple[Tensor, Tensor]:
+    """All gradients applied, added up, and what is left of this rank's; from ``stop`` on in a new strategy."""
+
+    def fresh() -> tuple[Wide, Ddp]:
+        model = Wide()  # without a learning rate it stays as it is: every iteration has the gradients of the first
+        return model, Ddp(model, torch.optim.SGD(model.parameters(), lr=0.0), ranks=ranks, hook="powersgd")
+
+    model, strategy = fresh()
+    applied = torch.zeros_like(model.linear.weight)
+    for iteration in range(iterations):
+        if iteration == stop:
+            saved = copy.deepcopy(strategy.state_dict())
+            strategy.close()
+            model, strategy = fresh()
+            strategy.load_state_dict(saved)
+        generator = torch.Generator().manual_seed(ranks.rank)
+        strategy.module(torch.randn(4, 512, generator=generator)).square().sum().backward()
+        assert model.linear.weight.grad is not None
+        applied += model.linear.weight.grad
+        strategy.step()
+    residuals = strategy.state_dict()["powersgd"]["residuals"]
+    strategy.close()
+    return applied, residuals[0].view_as(applied)  # parameter 0: the weights
+
+
+@pytest.mark.parametrize("stop", [3, 5])
+def test_powersgds_residuals_survive_a_checkpoint_and_stay_with_their_parameter(stop: int) -> None:
+    """Applied plus kept is what was meant, though torch puts the bias first in its first bucket, and then last."""
+    iterations = 7
+    results = run_ranks(2, _powersgd_with_a_resume, stop, iterations)
+    meant = iterations * _mean_gradients(1, 2)[0]
+    kept = torch.stack([residual for _, residual in results]).mean(0)
+    assert kept.norm() > 0.1 * meant.norm()
+    assert (results[0][0] + kept - meant).norm() <= 1e-5 * meant.norm()
+
+
+def _fail(ranks: Ranks, how: str) -> Any:
+    model = nn.Linear(4, 4)
+    options: dict[str, Any] = {"on_nonfinite": "skip"} if how == "skip" else {}
+    strategy = Ddp(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, timeout=2.0, **options)
+    last = ranks.rank == ranks.world_size - 1
+    try:
+        for iteration in range(3):
+            if iteration == 1 and last and how == "die":
+                os._exit(0)
+            if iteration == 1 and last and how == "hang":
+                ranks.exchange("the others have given up", None)
+                return None
+            inputs = torch.ones(2, 4)
+            if iteration == 1 and last and how in ("stop", "skip"):
+                inputs[0, 0] = float("inf")
+            strategy.module(inputs).sum().backward()
+            skipped = strategy.step().skipped
+            assert skipped == ((iteration,) if how == "skip" and iteration == 1 else ())
+    except (CommunicationError, NonFiniteGradientError) as failure:
+        if how == "hang":
+            ranks.exchange("the others have given up", None)
+        return type(failure), getattr(failure, "iteration", None)
+    finally:
+        strategy.close()
+    return float(model.weight.sum())
+
+
+def test_a_silent_rank_ends_the_backward_pass_within_the_deadline() -> None:
+    assert run_ranks(3, _fail, "hang")[:2] == [(DeadlineExceeded, 1)] * 2
+
+
+def test_a_gradient_that_is_not_finite_stops_or_is_skipped_on_all_ranks() -> None:
+    assert run_ranks(2, _fail, "stop") == [(NonFiniteGradientError, 1)] * 2
+    one, other = run_ranks(2, _fail, "skip")
+    assert one == other
+    assert one == one  # a number: the infinity did not get into the weights
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hook": "fp61"}, "ddp-hook must be one of none, fp16, bf16, powersgd; got 'fp61' (did you mean fp16?)"),
+        ({"on_nonfinite": "hope"}, "on_nonfinite must be stop or skip; got 'hope'"),
+        ({"timeout": 0.0}, "timeout must be above 0; got 0.0"),
+    ],
+)
+def test_bad_values(options: dict[str, Any], message: str) -> None:
+    model = nn.Linear(1, 1)
+    ranks = Ranks(rank=0, world_size=1, store=torch.distributed.HashStore())
+    with pytest.raises(UserInputError) as caught:
+        Ddp(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, **options)
+    assert str(caught.value) == message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch accepts the bf16 hook where it has nccl")
+def test_a_hook_that_torch_refuses_is_reported_as_such() -> None:
+    model = nn.Linear(1, 1)
+    ranks = Ranks(rank=0, world_size=1, store=torch.distributed.HashStore())
+    with pytest.raises(UserInputError, match=r"^ddp-hook must be one that torch accepts here; got bf16: .*NCCL"):
+        Ddp(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, hook="bf16")
