@@ -19,11 +19,16 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest
 
-# Every experiment of experiments/results, again: about half an hour.
+# Every experiment of experiments/results, again: about three hours. Those on emulated links need root or namespaces.
 benchmarks: $(VENV)/test.stamp
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_ring --all
 	PYTHONPATH=. $(VENV)/bin/torchrun --nproc-per-node 4 -m experiments.bench_pipelined
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.kill_and_resume
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.kill_testbed
+	for rate in 200mbit 1gbit; do PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_ring --all --rate $$rate || exit; done
+	for workload in mlp convnet; do for rate in 100mbit 200mbit 1gbit; do \
+	  PYTHONPATH=. $(VENV)/bin/python -m experiments.compare --nodes 4 --rate $$rate --workload $$workload || exit; \
+	done; done
 
 clean:
 	rm -rf $(VENV) dist runs

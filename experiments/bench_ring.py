@@ -1,7 +1,8 @@
 """Our ring all-reduce against torch's own, over gloo on this machine, in one interleaved run.
 
-    python -m experiments.bench_ring --all                        p = 2, 3, 4: bench_ring.csv, bench_ring.png
-    torchrun --nproc-per-node 2 -m experiments.bench_ring         one p: bench_ring_p2.csv
+    python -m experiments.bench_ring --all                    p = 2, 3, 4, loopback: bench_ring.csv, bench_ring.png
+    python -m experiments.bench_ring --all --rate 200mbit     p = 3, 4, 5, one rank a node: bench_ring_200mbit.csv
+    torchrun --nproc-per-node 2 -m experiments.bench_ring     one p: bench_ring_p2.csv
 
 A round times each of the two once, in alternating order, each after a barrier and on the same values;
 the time of a call is that of the slowest rank. The first rounds are left out.
@@ -14,10 +15,10 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,18 +28,21 @@ from torch import Tensor
 from experiments import command, paired
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
 from experiments.results import REPOSITORY, Row, load, save, save_figure
+from experiments.testbed import Link, Testbed, parse_rate, rate_name
 from pipesgd.collectives.base import AllReduce
+from pipesgd.collectives.make import make_all_reduce
 from pipesgd.config import DEFAULT_SEGMENT_BYTES, DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.launch import Ranks
-from pipesgd.strategies.pipelined import make_all_reduce
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WORLD_SIZES = (2, 3, 4)
+WORLD_SIZES, LINK_WORLD_SIZES = (2, 3, 4), (3, 4, 5)
 TARGET_RATIO = 1.10
-TARGET_FROM_NBYTES = 1 << 20
+SLOW_LINK, TARGET_RATIO_SLOW_LINK, TARGET_RATIO_LINK = 500e6, 1.03, 1.05
+"""Over links up to this rate, in bit/s, the ring must keep closer to native than over faster ones, where CPUs count."""
+TARGET_FROM_NBYTES = 1_000_000
 WARM_UP_ROUNDS = 3
 COLOURS = {"native": "#0072B2", "ring": "#D55E00"}  # Okabe and Ito: told apart by the colour-blind
 MARKERS = {"native": "o", "ring": "s"}
@@ -66,6 +70,10 @@ FULL = Effort(
     most_rounds=400,
 )
 QUICK = Effort(sizes=FULL.sizes[:6], seconds_per_size=0.3, least_rounds=3, most_rounds=20)
+LINK = Effort(
+    sizes=(1_000_000, 4_000_000, 16_000_000, 40_000_000), seconds_per_size=8.0, least_rounds=9, most_rounds=60
+)
+LINK_QUICK = Effort(sizes=(400_000, 1_000_000), seconds_per_size=0.2, least_rounds=3, most_rounds=5)
 
 
 def compute(ranks: Ranks, effort: Effort, console: Console) -> list[Row]:
@@ -160,17 +168,20 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def readable(nbytes: int) -> str:
-    """``nbytes`` in KiB or MiB."""
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+    """``nbytes`` in whole units."""
+    for unit, size in (("MiB", 1 << 20), ("MB", 1_000_000), ("KiB", 1 << 10), ("kB", 1000)):
+        if nbytes >= size and nbytes % size == 0:
+            return f"{nbytes // size} {unit}"
+    return f"{nbytes} B"
 
 
-def publish(name: str, rows: list[Row], folder: Path) -> None:
-    """Save the rows and their figure, and print them."""
-    target = {"ratio_median_at_most": TARGET_RATIO, "from_nbytes": TARGET_FROM_NBYTES}
-    save(name, rows, extra={"target": target}, folder=folder)
+def publish(name: str, rows: list[Row], folder: Path, *, target: float, facts: dict[str, Any] | None = None) -> None:
+    """Save the rows and their figure, and print them; ``facts`` are added to the manifest."""
+    goal = {"ratio_median_at_most": target, "from_nbytes": TARGET_FROM_NBYTES}
+    save(name, rows, extra={"target": goal, **(facts or {})}, folder=folder)
     save_figure(name, rows, by="p", plot=plot, folder=folder)
     command.show(
-        f"All-reduce, ring / native; target: at most {TARGET_RATIO:.2f} from {readable(TARGET_FROM_NBYTES)} on",
+        f"All-reduce, ring / native; target: at most {target:.2f} from {readable(TARGET_FROM_NBYTES)} on",
         [
             {
                 "p": str(row["p"]),
@@ -180,54 +191,82 @@ def publish(name: str, rows: list[Row], folder: Path) -> None:
                 "ratio": f"{row['ratio_median']:.3f}",
                 "95 %": f"{row['ratio_low']:.3f} to {row['ratio_high']:.3f}",
                 "rounds": str(row["rounds"]),
-                "target": verdict(row),
+                "target": verdict(row, target),
             }
             for row in rows
         ],
     )
 
 
-def verdict(row: Row) -> str:
+def verdict(row: Row, target: float) -> str:
     """Whether the row meets the target; empty where there is none."""
     if row["nbytes"] < TARGET_FROM_NBYTES:
         return ""
-    return "met" if row["ratio_median"] <= TARGET_RATIO else "MISSED"
+    return "met" if row["ratio_median"] <= target else "MISSED"
 
 
-def run_all(arguments: Namespace) -> list[Row]:
-    """The rows of all p: each in a torchrun of its own, one after the other."""
-    rows = []
+def run_all(world_sizes: Sequence[int], rate: float | None, *, quick: bool) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of all p, each in a job of its own, one after the other; and what the links were measured to do."""
+    rows: list[Row] = []
+    links: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for p in WORLD_SIZES:
-            words = ["-m", "experiments.bench_ring", "--output", folder, *(["--quick"] if arguments.quick else [])]
-            if subprocess.run(command.torchrun(p, *words), cwd=REPOSITORY).returncode:
+        words = ["-m", "experiments.bench_ring", "--output", folder]
+        words += [] if rate is None else ["--rate", f"{rate:.0f}bit"]
+        words += ["--quick"] if quick else []
+        for p in world_sizes:
+            if rate is None:
+                codes = [subprocess.run(command.torchrun(p, *words), cwd=REPOSITORY).returncode]
+            else:
+                with Testbed(nodes=p, link=Link(rate=rate)) as testbed:
+                    links[f"links of {p} nodes"] = [asdict(measured) for measured in testbed.measure()]
+                    codes = testbed.torchrun(words, cwd=REPOSITORY).wait()
+            if any(codes):
                 raise RunError(f"the run with p = {p} has failed")
-            rows += load(Path(folder) / f"bench_ring_p{p}.csv")
-    return rows
+            [result] = Path(folder).glob(f"*_p{p}.csv")
+            rows += load(result)
+    return rows, links
 
 
 def parse(words: Sequence[str], world_size: int) -> Namespace:
     """The options; raises ``UserInputError``."""
     options = command.parser("bench_ring", __doc__)
-    options.add_argument("--all", action="store_true", help="run p = 2, 3 and 4, without torchrun before it")
+    options.add_argument("--all", action="store_true", help="run every p, without torchrun before it")
+    options.add_argument("--rate", help="of the links that --all emulates, or that the ranks are on; e.g. 200mbit")
+    options.add_argument(
+        "--world-sizes",
+        type=command.at_least(2),
+        nargs="+",
+        metavar="P",
+        help="with --all (2 3 4; 3 4 5 with --rate)",
+    )
     arguments = command.parse(options, words)
     if arguments.all and world_size > 1:
         raise UserInputError("--all must be run without torchrun: it starts torchrun itself")
     if not arguments.all and world_size < 2:
         raise UserInputError("--all must be given, or at least 2 ranks started by torchrun; got 1 rank")
+    if arguments.world_sizes and not arguments.all:
+        raise UserInputError("--all must be given with --world-sizes")
+    arguments.rate = None if arguments.rate is None else parse_rate(arguments.rate)
     return arguments
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.world_size))
+    rate = arguments.rate
+    name, target, full, quick, world_sizes = "bench_ring", TARGET_RATIO, FULL, QUICK, WORLD_SIZES
+    if rate is not None:
+        name += f"_{rate_name(rate)}"
+        target = TARGET_RATIO_SLOW_LINK if rate <= SLOW_LINK else TARGET_RATIO_LINK
+        full, quick, world_sizes = LINK, LINK_QUICK, LINK_WORLD_SIZES
     if arguments.all:
-        publish("bench_ring", run_all(arguments), arguments.output)
+        rows, links = run_all(arguments.world_sizes or world_sizes, rate, quick=arguments.quick)
+        publish(name, rows, arguments.output, target=target, facts=links)
         return
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
-    rows = compute(ranks, QUICK if arguments.quick else FULL, console)
+    rows = compute(ranks, quick if arguments.quick else full, console)
     if ranks.rank == 0:
-        publish(f"bench_ring_p{ranks.world_size}", rows, arguments.output)
+        publish(f"{name}_p{ranks.world_size}", rows, arguments.output, target=target)
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ class _Module(DistributedDataParallel):
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
-            return super()._pre_forward(*inputs, **kwargs)
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as failure:
             raise self.name_failure(failure) from failure
 

@@ -149,8 +149,6 @@ class ParameterServers:
         begin = time.perf_counter()
         pack_gradients(self._parameters, self._gradient)
         finite = all_finite(self._gradient)
-        if not (finite or self._skip_nonfinite or self.replicated):
-            raise NonFiniteGradientError(iteration)
         lrs = learning_rates(self._optimizer)
         count_as_stepped(self._optimizer)
         self.iteration += 1

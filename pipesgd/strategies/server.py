@@ -119,10 +119,7 @@ def optimizer_of_shard(
     copied = copy.deepcopy(optimizer, memo)
     copied.state.pop(absent, None)
     for group in copied.param_groups:
-        here = [parameter is not absent for parameter in group["params"]]
-        for name in ("params", "param_names"):  # the latter where the optimizer was given named parameters
-            if name in group:
-                group[name] = [item for item, is_here in zip(group[name], here, strict=True) if is_here]
+        group["params"] = [parameter for parameter in group["params"] if parameter is not absent]
     return copied
 
 
@@ -318,9 +315,7 @@ class Links:
     Requests and replies may have deadlines of their own, in seconds.
     """
 
-    def __init__(
-        self, group: Group, timeout: float, *, requests: float | None = None, replies: float | None = None
-    ):
+    def __init__(self, group: Group, timeout: float, *, requests: float | None = None, replies: float | None = None):
         self.requests = TorchTransport(group, requests or timeout, tag=1)
         self.gradients = TorchTransport(group, timeout, tag=2)
         self.replies = TorchTransport(group, replies or timeout, tag=3)

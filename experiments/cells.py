@@ -1,0 +1,202 @@
+"""The cells of a comparison: one run of one contender each, kept in a file of its own as soon as it is done."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import pipesgd
+from experiments.contenders import Contender
+from experiments.paired import median, turns
+from experiments.results import REPOSITORY, provenance
+from pipesgd.metrics import SECONDS, read_metrics
+from pipesgd.output import METRICS_FILE, SUMMARY_FILE
+
+UNTIMED_ITERATIONS = 2
+"""The first ones of a run, which are left out of what the cell says of its iterations."""
+LONGEST_WORDS = 200
+"""Characters of an error that are kept; the log has them all."""
+WRAPPED_BY_TORCH = "Got the following error when running the callback: RuntimeError: "
+"""Once for every callback that an error went through."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What one run came to. Without ``failure`` nothing is None but a loss that was not finite."""
+
+    contender: str
+    index: int
+    """The round; the seed, where accuracy is compared."""
+    started: str
+    failure: str | None = None
+    """Why there is nothing else."""
+    iteration_s: float | None = None
+    """The slowest rank's median."""
+    iteration_s_of_ranks: list[float] = field(default_factory=list)
+    """Every worker's median."""
+    iterations_s: list[float] = field(default_factory=list)
+    """Rank 0's, without the first ``UNTIMED_ITERATIONS``."""
+    medians_s: dict[str, float] = field(default_factory=dict)
+    """Rank 0's compute, communication, exposed and update, likewise."""
+    wire_bytes: float | None = None
+    """That rank 0 sends in an iteration, median, likewise."""
+    loss: float | None = None
+    """Of the last epoch, mean."""
+    points: list[list[float]] = field(default_factory=list)
+    """Seconds of training, and the test accuracy after them: at the end of every epoch, and of the run."""
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The fields of ``Cell`` that the run in ``folder`` decides.
+
+    Seconds of training are the sum of rank 0's iterations: no evaluation is in them. Where another rank is slower,
+    as beside an asynchronous server, everybody waits for it at the end of every epoch: hence they are multiplied by
+    the slowest rank's median iteration over rank 0's.
+    """
+    summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+    lines = read_metrics(folder / METRICS_FILE)
+    timed = lines[UNTIMED_ITERATIONS:]
+    paces = summary["iteration_seconds_of_ranks"]
+    clock = [at * max(paces) / paces[0] for at in accumulate(line["seconds"]["iteration"] for line in lines)]
+    accuracies = [line["test_accuracy"] for line in lines]
+    accuracies[-1] = summary["final"]["test_accuracy"]
+    return {
+        "iteration_s": max(paces),
+        "iteration_s_of_ranks": paces,
+        "iterations_s": [line["seconds"]["iteration"] for line in timed],
+        "medians_s": {name: median([line["seconds"][name] for line in timed]) for name in SECONDS[1:]},
+        "wire_bytes": median([line["wire_bytes"] for line in timed]),
+        "loss": summary["final"]["train_loss"],
+        "points": [[at, accuracy] for at, accuracy in zip(clock, accuracies, strict=True) if accuracy is not None],
+    }
+
+
+def last_words(log: str) -> str:
+    """The line of a failed run's ``log`` that says why it failed.
+
+    A rank says "error: ..." in one line. The first is nearest to the cause; those that were stopped speak later.
+    Folders of this machine are left out of it, since it goes into result files.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ") and "SIGTERM" not in line]
+    others = [line for line in lines if re.search(r"\w(Error|Exception)\b|what\(\)|Signal \d", line)]
+    words = (ours[:1] or others[-1:] or lines[-1:] or ["not a word"])[0]
+    words = words.replace(WRAPPED_BY_TORCH, "")
+    return re.sub(r"(^|[\s\"'=])/\S*/", r"\1", words)[:LONGEST_WORDS]
+
+
+class Cells:
+    """The cells in a folder, whose name is a hash of everything that their figures depend on."""
+
+    def __init__(self, parent: Path, key: Any):
+        text = json.dumps([key, _sources(), _machine()], sort_keys=True, default=repr)
+        self.folder = parent / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def stem(self, contender: Contender, index: int) -> Path:
+        """The path of a cell's files, without what tells them apart."""
+        name = re.sub(r"[^a-z0-9]+", "-", contender.name.lower()).strip("-")
+        # The name alone may be another's: "a b" and "a, b".
+        digest = hashlib.sha256(contender.name.encode()).hexdigest()[:4]
+        return self.folder / f"{name}-{digest}-{index}"
+
+    def file(self, contender: Contender, index: int) -> Path:
+        return self.stem(contender, index).with_suffix(".json")
+
+    def load(self, contender: Contender, index: int) -> Cell | None:
+        """The finished cell, if it is."""
+        found = self.read(self.file(contender, index))
+        return None if found is None else Cell(**found)
+
+    def save(self, contender: Contender, cell: Cell) -> None:
+        """Keep ``cell``: whole or not there, whenever this process is killed."""
+        self.write(self.file(contender, cell.index), dataclasses.asdict(cell))
+
+    def write(self, path: Path, value: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(value) + "\n", encoding="utf-8")
+        aside.replace(path)
+
+    @staticmethod
+    def read(path: Path) -> Any:
+        """What ``write`` wrote; None if there is no such file."""
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def forget(self) -> None:
+        """Throw all of them away."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _sources() -> str:
+    """A hash of the code that is measured and of the links that it is measured on, committed or not."""
+    digest = hashlib.sha256()
+    for root in (Path(pipesgd.__file__).parent, REPOSITORY / "experiments" / "testbed"):
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _machine() -> dict[str, Any]:
+    found = provenance()
+    return {name: found[name] for name in ("versions", "machine")}
+
+
+def order(contenders: Sequence[Contender], indices: Iterable[int]) -> list[tuple[Contender, int]]:
+    """Who runs when: in every round all of them, everybody first equally often."""
+    return [(contender, index) for index in indices for contender in turns(contenders, index)]
+
+
+def complete(
+    cells: Cells,
+    todo: Sequence[tuple[Contender, int]],
+    run: Callable[[Contender, int], Cell],
+    console: Console,
+) -> Iterator[Cell]:
+    """The cells of ``todo``, of which those that are not there yet are run, and kept."""
+    missing = [(contender, index) for contender, index in todo if not cells.file(contender, index).exists()]
+    done, begin = 0, time.perf_counter()
+    with _bar(console) as bar:
+        task = bar.add_task("", total=len(todo), completed=len(todo) - len(missing), what="", left="")
+        for contender, index in todo:
+            cell = cells.load(contender, index)
+            if cell is None:
+                bar.update(task, what=contender.name, refresh=True)
+                cell = run(contender, index)
+                cells.save(contender, cell)
+                done += 1
+                pace = (time.perf_counter() - begin) / done
+                left = f", {timedelta(seconds=round(pace * (len(missing) - done)))} left"
+                bar.update(task, advance=1, left=left)
+                if cell.failure or not console.is_terminal:
+                    where = f"{len(todo) - len(missing) + done}/{len(todo)}"
+                    line = f"{where} {contender.name}, {index}: {_outcome(cell)}{left}"
+                    console.print(line, highlight=False, soft_wrap=True, markup=False)
+            yield cell
+
+
+def _outcome(cell: Cell) -> str:
+    if cell.iteration_s is None:
+        return f"failed: {cell.failure}"
+    return f"{cell.iteration_s * 1e3:.1f} ms an iteration"
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    texts = (TextColumn("{task.fields[what]}{task.fields[left]}"),)
+    # Once a second: what is measured runs on the same cores.
+    return Progress(
+        *columns, *texts, console=console, refresh_per_second=1, transient=True, disable=not console.is_terminal
+    )

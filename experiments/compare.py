@@ -1,0 +1,166 @@
+"""Strategies against each other, on the same emulated links, in the same minutes.
+
+    python -m experiments.compare --nodes 4 --rate 200mbit --workload mlp
+    python -m experiments.compare --nodes 4 --rate 200mbit --workload mlp --time-to-accuracy 0.88 --epochs 10
+
+Every cell is a run of pipesgd.train by torchrun on the nodes of one testbed. Contenders take turns: in every
+round each runs once, in rotated order, and ratios are of times of the same round. The time of a cell is the
+median iteration of its slowest rank. The limit is the longer of local and of the wire: 2(p-1)/p n / rate for p
+nodes and a gradient of n = 4 x parameters bytes, times 1514/1448 for the headers of full packets.
+
+With --time-to-accuracy a round is a seed, the same samples in the same order for all contenders.
+
+A run that fails is a cell that says why. Finished cells are kept in runs/compare/, by a hash of the code, the
+machine, the links and all words: the same command again runs only what is missing.
+
+compare_<workload>_<nodes>x<rate>.{csv,png,manifest.json}, or accuracy_....{json,png,manifest.json}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from experiments import accuracies, command, iteration_times
+from experiments.cells import Cell, Cells, complete, last_words, order, read_run
+from experiments.compare_plan import Plan, parse
+from experiments.contenders import Contender
+from experiments.results import save
+from experiments.testbed import Testbed
+from experiments.testbed.__main__ import show as show_links
+from pipesgd.ending import Terminated
+from pipesgd.errors import RunError
+from pipesgd.launch import Ranks
+from pipesgd.output import SUMMARY_FILE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CELLS = Path("runs/compare")
+"""Below the folder that the command is started in, as pipesgd.train has it."""
+LINKS_FILE = "links.json"
+
+
+def compute(plan: Plan, cells: Cells, console: Console) -> list[Cell]:
+    """All cells of the plan, of which those that are not there yet are run now.
+
+    Raises:
+        UserInputError: no testbed can be made here.
+    """
+    todo = order(plan.contenders, plan.indices)
+    found = [cell for one, index in todo if (cell := cells.load(one, index)) is not None]
+    if found:
+        failed = sum(cell.failure is not None for cell in found)
+        text = f"{len(found)} of {len(todo)} cells are there from before" + (f", {failed} failed" if failed else "")
+        _say(console, f"{text}; --fresh runs them again, or deletion of their files in {cells.folder}")
+    if len(found) == len(todo):
+        return found
+    try:
+        with Testbed(
+            nodes=plan.cluster.nodes, link=plan.cluster.link, slow_nodes=dict(plan.cluster.slow_nodes)
+        ) as testbed:
+            measured = testbed.measure()
+            cells.write(cells.folder / LINKS_FILE, [dataclasses.asdict(one) for one in measured])
+            show_links(testbed, measured)
+            return list(complete(cells, todo, partial(run_cell, testbed, plan, cells), console))
+    except (KeyboardInterrupt, Terminated):
+        done = sum(cells.file(one, index).exists() for one, index in todo)
+        _say(console, f"stopped with {done} of {len(todo)} cells done; the same command continues")
+        raise
+
+
+def run_cell(testbed: Testbed, plan: Plan, cells: Cells, contender: Contender, index: int) -> Cell:
+    """One run on the testbed's nodes; what it printed stays in a log, of its folder only the figures."""
+    stem = cells.stem(contender, index)
+    folder, log = stem.with_suffix(".run"), stem.with_suffix(".log")
+    shutil.rmtree(folder, ignore_errors=True)  # a killed comparison's
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    words = ["-m", "pipesgd.train", *contender.words, "--seed", str(plan.seed(index)), "--output", str(folder)]
+    failure: str | None = None
+    figures: dict[str, Any] = {}
+    try:
+        with log.open("wb") as file:
+            job = testbed.torchrun(
+                words, nproc_per_node=plan.cluster.nproc_per_node, stdout=file, stderr=subprocess.STDOUT
+            )
+            try:
+                codes = job.wait(plan.deadline)
+                if any(codes):
+                    failure = last_words(log.read_text(encoding="utf-8", errors="replace"))
+            except subprocess.TimeoutExpired:
+                failure = f"did not end within {plan.deadline:.0f} s"
+            finally:
+                job.terminate()
+        if failure is None and not (folder / SUMMARY_FILE).exists():
+            failure = f"ended without a {SUMMARY_FILE}"
+        if failure is None:
+            figures = read_run(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Cell(contender=contender.name, index=index, started=started, failure=failure, **figures)
+
+
+def publish(plan: Plan, cells: Sequence[Cell], links: Any) -> None:
+    """Save rows, manifest and figure, and print the rows."""
+    title = f"{plan.workload}, {plan.cluster.describe()}"
+    extra = {
+        **plan.describe(),
+        "links_measured": links,
+        "cells_started": {"first": min(cell.started for cell in cells), "last": max(cell.started for cell in cells)},
+    }
+    draw: Callable[[Axes], Axes]
+    if plan.target is None:
+        rows = iteration_times.summarize(plan.contenders, cells, plan.cluster, plan.gradient_bytes)
+        extra["against_servers"] = iteration_times.against_servers(rows, cells)
+        draw, height = partial(iteration_times.plot, rows, title=title), 1.8 + 0.4 * len(rows)
+        heading = f"{title}; iterations: median over rounds ({len(plan.indices)}), IQR of all of rank 0's"
+        iteration_times.show(rows, heading)
+        lines = iteration_times.notes(rows, cells, plan.cluster)
+    else:
+        rows = accuracies.summarize(plan.contenders, cells, plan.target)
+        extra["medians"] = accuracies.medians(rows)
+        draw, height = partial(accuracies.plot, rows, title=title), 5.0
+        accuracies.show(rows, f"{title}: seconds to {plan.target:.1%} test accuracy")
+        lines = accuracies.notes(rows)
+    path = save(plan.name, rows, extra=extra, folder=plan.output)
+    _save_figure(plan.output / f"{plan.name}.png", draw, height)
+    console = Console()
+    for line in [*lines, f"wrote {path}"]:
+        _say(console, line)
+
+
+def _save_figure(path: Path, draw: Callable[[Axes], Axes], height: float) -> None:
+    # Imported here: it takes a second. No pyplot, which would keep figures in a global list.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, height), layout="constrained")
+    draw(figure.subplots())
+    figure.savefig(path, dpi=150)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    plan = ranks.agree("options", lambda: parse(words, ranks.by_torchrun, __doc__))
+    cells = Cells(CELLS.resolve(), plan.key())
+    if plan.fresh:
+        cells.forget()
+    done = ranks.agree("testbed", lambda: compute(plan, cells, console))
+    publish(plan, done, cells.read(cells.folder / LINKS_FILE))
+    if all(cell.failure for cell in done):
+        raise RunError(f"a contender must get through; all failed, the first: {done[0].failure}")
+
+
+if __name__ == "__main__":
+    command.run(main)

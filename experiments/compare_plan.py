@@ -1,0 +1,225 @@
+"""The options of ``experiments.compare``, and the plan that they make; checked before any testbed is made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments import command, contenders
+from experiments.contenders import CONTENDERS, NEVER, WORKLOADS, Contender
+from experiments.limits import Cluster, wire_seconds
+from experiments.testbed.cluster import MOST_NODES
+from experiments.testbed.links import Link, parse_latency, parse_loss, parse_rate, parse_slow_node
+from pipesgd.config import TrainConfig, check_one_of
+from pipesgd.errors import UserInputError
+from pipesgd.workloads import ShardedBatches, build_model, load_dataset
+
+NODES, ROUNDS, ITERATIONS, EPOCHS = 4, 3, 16, 10
+QUICK_NODES, QUICK_ROUNDS, QUICK_ITERATIONS, QUICK_EPOCHS = 2, 1, 10, 2
+FEWEST_ROUNDS = 3
+"""Fewer tell nothing of the spread."""
+FEWEST_ITERATIONS = 4
+"""The first two are not timed."""
+SMALL_LR = 0.01
+"""Where only time is compared, nothing shall diverge."""
+START_SECONDS = 60.0
+"""Imports, connections and data, on a machine with more ranks than cores."""
+ITERATION_SECONDS = 5.0
+"""An iteration without its traffic, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be run, and where it is written."""
+
+    cluster: Cluster
+    workload: str
+    """Its name."""
+    contenders: list[Contender]
+    indices: range
+    """Of the rounds; the seeds, where accuracy is compared."""
+    length: dict[str, int]
+    """Iterations, or epochs, of a run."""
+    target: float | None
+    """The test accuracy to reach; None where iterations are timed."""
+    gradient_bytes: int
+    """Of the whole gradient as it is, in fp32: 4 x parameters."""
+    deadline: float
+    """Seconds; a cell that has not ended then hangs."""
+    fresh: bool
+    name: str
+    """Of the files in ``output``."""
+    output: Path
+
+    def seed(self, index: int) -> int:
+        """Of the run with this index: rounds do not differ."""
+        return 0 if self.target is None else index
+
+    def key(self) -> dict[str, Any]:
+        """What makes a cell another plan's. Not the number of rounds, nor the target: they may be raised later."""
+        return {
+            "cluster": dataclasses.asdict(self.cluster),
+            "contenders": [[one.name, one.words] for one in self.contenders],
+            "rounds_are_seeds": self.target is not None,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """For the manifest, without paths of this machine."""
+        return {
+            "workload": self.workload,
+            "links_asked": dataclasses.asdict(self.cluster),
+            "gradient_bytes": self.gradient_bytes,
+            ("rounds" if self.target is None else "seeds"): len(self.indices),
+            **self.length,
+            "contenders": {one.name: re.sub(r"(^|[ =])/\S*/", r"\1", " ".join(one.words)) for one in self.contenders},
+        }
+
+
+def parse(words: Sequence[str], by_torchrun: bool, description: str | None = None) -> Plan:
+    """The plan that ``words`` ask for.
+
+    Raises:
+        HelpRequested: ``--help`` is among them.
+        UserInputError: one is wrong, or what they ask for cannot be run.
+    """
+    arguments = command.parse(_options(description), words)
+    if by_torchrun:
+        raise UserInputError("compare must be run without torchrun: it starts torchrun itself, on every node")
+    timing = arguments.time_to_accuracy is None
+    indices, length = _effort(arguments)
+    cluster = _cluster(arguments)
+    chosen = contenders.choose(arguments.contenders, arguments.contender)
+    workload = _workload(arguments, SMALL_LR if timing else None)
+    base = contenders.config("workload", workload)
+    gradient_bytes, iterations_per_epoch = _measures(base, cluster)
+
+    # A server's card has the most to carry: what takes far longer than that hangs.
+    traffic = 2 * wire_seconds(cluster.ranks * gradient_bytes, min(cluster.rates))
+    timeout = round(START_SECONDS + 10 * traffic)
+    rules = [f"--{name} {value}" for name, value in length.items()]
+    rules += [f"--timeout {timeout}", f"--checkpoint-iterations {NEVER}"]
+    made = contenders.make(chosen, workload, " ".join(rules))
+    for one in made:
+        _check_servers(one, cluster)
+    iterations = length.get("iterations") or length["epochs"] * iterations_per_epoch
+    name = arguments.workload or f"{base.data.dataset}-{base.model.model}"
+    return Plan(
+        cluster=cluster,
+        workload=name,
+        contenders=made,
+        indices=indices,
+        length=length,
+        target=arguments.time_to_accuracy,
+        gradient_bytes=gradient_bytes,
+        deadline=2 * timeout + iterations * (ITERATION_SECONDS + 3 * traffic),
+        fresh=arguments.fresh,
+        name=arguments.name or f"{'compare' if timing else 'accuracy'}_{name}_{cluster.slug}",
+        output=arguments.output,
+    )
+
+
+def _options(description: str | None) -> command.Parser:
+    options = command.parser("compare", description)
+    add, number = options.add_argument, command.at_least
+    add("--nodes", type=number(2), help=f"nodes of the testbed ({NODES}; quick: {QUICK_NODES})")
+    add("--rate", required=True, metavar="RATE", help="of every link, both ways, e.g. 200mbit")
+    add("--latency", metavar="TIME", help="one way, from node to node, e.g. 5ms (none)")
+    add("--loss", metavar="SHARE", help="of a node's packets, e.g. 0.1%% (none)")
+    add("--slow-node", action="append", default=[], metavar="NODE:RATE", help="a link of another rate, e.g. 3:100mbit")
+    add("--nproc-per-node", type=number(1), default=1, metavar="RANKS", help="ranks on every node (1)")
+    add("--workload", help=f"{', '.join(WORKLOADS)} (mlp; quick: digits)")
+    add("--train", metavar="WORDS", help="any words of pipesgd.train, instead of --workload")
+    add("--contenders", nargs="+", metavar="NAME", help=f"which of: {'; '.join(CONTENDERS)} (all)")
+    add("--contender", action="append", default=[], metavar="NAME=WORDS", help='one more: "width 4=--width 4"')
+    add("--rounds", type=number(1), help=f"at least {FEWEST_ROUNDS} ({ROUNDS}; quick: {QUICK_ROUNDS})")
+    add("--iterations", type=number(FEWEST_ITERATIONS), help=f"of a run ({ITERATIONS}; quick: {QUICK_ITERATIONS})")
+    add("--time-to-accuracy", type=_share, metavar="TARGET", help="compare when a test accuracy is reached, e.g. 0.88")
+    add("--seeds", type=number(1), help=f"with it, instead of rounds ({ROUNDS}; quick: {QUICK_ROUNDS})")
+    add("--epochs", type=number(1), help=f"with it, instead of iterations ({EPOCHS}; quick: {QUICK_EPOCHS})")
+    add("--name", help="of the result files, without an ending")
+    add("--fresh", action="store_true", help="throw earlier cells of this very comparison away")
+    return options
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be a share of the test set above 0 and below 1; got {text!r}")
+    return value
+
+
+def _effort(arguments: argparse.Namespace) -> tuple[range, dict[str, int]]:
+    """The rounds or seeds, and the length of a run by the name of its option."""
+    timing, quick = arguments.time_to_accuracy is None, arguments.quick
+    for name in ("seeds", "epochs") if timing else ("rounds", "iterations"):
+        if getattr(arguments, name) is not None:
+            raise UserInputError(f"--{name} must be left out {'without' if timing else 'with'} --time-to-accuracy")
+    if arguments.name is not None and not re.fullmatch(r"[\w.-]+", arguments.name):
+        raise UserInputError(f"--name must be the name of a file; got {arguments.name!r}")
+    name = "rounds" if timing else "seeds"
+    number = getattr(arguments, name) or (QUICK_ROUNDS if quick else ROUNDS)
+    if number < FEWEST_ROUNDS and not quick:
+        raise UserInputError(f"--{name} must be at least {FEWEST_ROUNDS} without --quick; got {number}")
+    if timing:
+        return range(number), {"iterations": arguments.iterations or (QUICK_ITERATIONS if quick else ITERATIONS)}
+    return range(number), {"epochs": arguments.epochs or (QUICK_EPOCHS if quick else EPOCHS)}
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    nodes = arguments.nodes or (QUICK_NODES if arguments.quick else NODES)
+    if nodes > MOST_NODES:
+        raise UserInputError(f"--nodes must be at most {MOST_NODES}, the addresses of the testbed; got {nodes}")
+    slow: dict[int, float] = {}
+    for text in arguments.slow_node:
+        node, rate = parse_slow_node(text)
+        if node >= nodes or node in slow:
+            raise UserInputError(f"--slow-node must name each of nodes 0 to {nodes - 1} once at most; got {text!r}")
+        slow[node] = rate
+    link = Link(
+        rate=parse_rate(arguments.rate),
+        latency=parse_latency(arguments.latency) if arguments.latency is not None else 0.0,
+        loss=parse_loss(arguments.loss) if arguments.loss is not None else 0.0,
+    )
+    return Cluster(nodes=nodes, link=link, slow_nodes=slow, nproc_per_node=arguments.nproc_per_node)
+
+
+def _workload(arguments: argparse.Namespace, lr: float | None) -> str:
+    """Words of ``pipesgd.train``; ``lr`` is for those that have none of their own."""
+    if arguments.train is not None and arguments.workload is not None:
+        raise UserInputError("--train and --workload must not both be given: both say what is trained")
+    if arguments.train is None:
+        arguments.workload = arguments.workload or ("digits" if arguments.quick else "mlp")
+        check_one_of("workload", arguments.workload, list(WORKLOADS))
+    words = str(arguments.train if arguments.train is not None else WORKLOADS[arguments.workload])
+    has_own = "lr" in contenders.own_options("train", words)
+    return words if lr is None or has_own else f"{words} --lr {lr}"
+
+
+def _measures(config: TrainConfig, cluster: Cluster) -> tuple[int, int]:
+    """Bytes of the gradient in fp32, and iterations of an epoch."""
+    data = load_dataset(config.data.dataset, config.data.data_dir, image_size=config.data.image_size)
+    model = build_model(
+        config.model.model,
+        sample_shape=data.sample_shape,
+        num_classes=data.num_classes,
+        hidden_sizes=config.model.hidden_sizes,
+    )
+    shards = ShardedBatches(
+        data.train, batch_size=config.data.batch_size, rank=0, world_size=cluster.ranks, seed=0, loader_workers=0
+    )
+    return sum(4 * parameter.numel() for parameter in model.parameters()), shards.iterations_per_epoch
+
+
+def _check_servers(contender: Contender, cluster: Cluster) -> None:
+    try:
+        contender.config.pipeline.workers(cluster.ranks)
+    except UserInputError as failure:
+        raise UserInputError(f"contender {contender.name}: {failure}") from None

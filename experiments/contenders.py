@@ -1,0 +1,144 @@
+"""What is compared: workloads and contenders, as words of ``pipesgd.train``; checked before anything runs."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipesgd.command_line import HelpRequested
+from pipesgd.command_line import parse as parse_training
+from pipesgd.config import TrainConfig, check_one_of
+from pipesgd.errors import UserInputError
+
+WORKLOADS = {
+    "mlp": "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 512",
+    "convnet": "--dataset fashion-mnist --model convnet --batch-size 64",
+    "digits": "--dataset digits --model mlp --hidden-sizes 64 --batch-size 16",
+}
+CONTENDERS = {
+    "local": "--strategy local",
+    "ps-sync": "--strategy ps-sync",
+    "ps-async": "--strategy ps-async",
+    "D-Sync, native": "--width 1 --all-reduce native",
+    "D-Sync, ring": "--width 1 --all-reduce ring",
+    "ddp": "--strategy ddp",
+    "ddp fp16": "--strategy ddp --ddp-hook fp16",
+    "ddp powersgd": "--strategy ddp --ddp-hook powersgd",
+    "width 2, native": "--width 2 --all-reduce native",
+    "width 2, ring": "--width 2 --all-reduce ring",
+    "width 3, ring": "--width 3 --all-reduce ring",
+}
+DECIDED_HERE = (
+    *("output", "resume", "overwrite", "dry-run", "config", "help"),
+    *("iterations", "epochs", "seed", "timeout"),
+    *("checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints"),
+)
+"""Options of ``pipesgd.train`` that the comparison sets, the same for all."""
+NEVER = 10**9
+"""Iterations between checkpoints, so that no contender's time has one in it."""
+
+Options = dict[str, tuple[str, ...]]
+"""The values that follow an option, by its name without dashes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A name in the table, and what is run for it."""
+
+    name: str
+    words: tuple[str, ...]
+    """Of ``pipesgd.train``, all but --output and --seed."""
+    config: TrainConfig
+
+    @property
+    def method(self) -> str:
+        """What its colour in a figure stands for: the strategy, and the width where it has one."""
+        pipeline = self.config.pipeline
+        return f"width {pipeline.width}" if pipeline.strategy == "pipelined" else pipeline.strategy
+
+
+def choose(names: Sequence[str] | None, added: Iterable[str]) -> dict[str, str]:
+    """Names and words of the contenders called ``names`` (all by default), and of the ``added``, "NAME=WORDS".
+
+    Raises:
+        UserInputError: a name is unknown or given twice, or there are no words.
+    """
+    names = list(CONTENDERS) if names is None else names
+    for name in names:
+        check_one_of("contender", name, list(CONTENDERS))
+    chosen = [(name, CONTENDERS[name]) for name in names]
+    for text in added:
+        name, _, words = (part.strip() for part in text.partition("="))
+        if not name or not words.startswith("--") or name.startswith("-"):
+            raise UserInputError(f'contender must be "NAME=WORDS", e.g. "width 4=--width 4"; got {text!r}')
+        chosen.append((name, words))
+    for name, _ in chosen:
+        if [other for other, _ in chosen].count(name) + (name in CONTENDERS and name not in names) > 1:
+            raise UserInputError(f"every contender must have a name of its own; got {name!r} twice")
+    return dict(chosen)
+
+
+def make(chosen: Mapping[str, str], workload: str, rules: str) -> list[Contender]:
+    """The contenders; ``workload`` and ``rules`` are words for all of them, an own option wins over the workload's.
+
+    Raises:
+        UserInputError: ``pipesgd.train`` would refuse them, or they would not train the same thing.
+    """
+    shared, base = own_options("workload", workload), config("workload", workload)
+    contenders = []
+    for name, words in chosen.items():
+        options = shared | own_options(f"contender {name}", words) | _options("rules", rules)
+        own = _config(f"contender {name}", options)
+        if (own.data, own.model) != (base.data, base.model):
+            raise UserInputError(f"contender {name}: data, batch size and model must be the workload's; got {words}")
+        contenders.append(Contender(name=name, words=tuple(_words(options)), config=own))
+    return contenders
+
+
+def config(who: str, text: str) -> TrainConfig:
+    """What the words ``text`` ask ``pipesgd.train`` for. Raises ``UserInputError``, which begins with ``who``."""
+    return _config(who, own_options(who, text))
+
+
+def own_options(who: str, text: str) -> Options:
+    """The options that ``text`` sets. Raises ``UserInputError`` if one of them is the comparison's to set."""
+    options = _options(who, text)
+    for name in options:
+        if name in DECIDED_HERE:
+            raise UserInputError(f"{who}: --{name} must be left out, since the comparison decides it; got {text!r}")
+    return options
+
+
+def _options(who: str, text: str) -> Options:
+    try:
+        words = shlex.split(text)
+    except ValueError as failure:
+        raise UserInputError(f"{who} must be words as a shell splits them; got {text!r}: {failure}") from None
+    options: Options = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("_", "-")
+            if name in options:
+                raise UserInputError(f"{who}: {name} must be given once; got it twice in {text!r}")
+            options[name] = (value,) if equals else ()
+        elif not name:
+            raise UserInputError(f"{who} must begin with an option of pipesgd.train; got {text!r}")
+        else:
+            options[name] += (word,)
+    return options
+
+
+def _words(options: Options) -> list[str]:
+    return [word for name, values in options.items() for word in (f"--{name}", *values)]
+
+
+def _config(who: str, options: Options) -> TrainConfig:
+    try:
+        return parse_training(_words(options))
+    except UserInputError as failure:
+        raise UserInputError(f"{who}: {failure}") from None
+    except HelpRequested:  # "-h" as somebody's value
+        raise UserInputError(f"{who} must be options of pipesgd.train; got {' '.join(_words(options))}") from None

@@ -1,0 +1,231 @@
+"""From cells to what a reader gets: a row for every contender, its ratios and limits, a table and a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from experiments import command
+from experiments.cells import Cell
+from experiments.contenders import Contender
+from experiments.limits import Cluster, ring_limit, server_limit, textbook_server_limit
+from experiments.paired import Ratio, interquartile_range, median, paired_ratio
+from experiments.results import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TARGETS = {100e6: 1.06, 200e6: 1.06, 1e9: 1.15}
+"""What the iteration of an uncompressed width 2 may take at most, in limits, by the links' rate in bit/s."""
+COLOURS = (
+    *("#999999", "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"),
+    *("#332288", "#882255", "#999933"),
+)
+"""Grey, those of Okabe and Ito, and three of Paul Tol's."""
+
+
+def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], cluster: Cluster, nbytes: int) -> list[Row]:
+    """A row for every contender; ``nbytes`` are those of its gradient, uncompressed.
+
+    Ratios are to the cells of the same round; rounds in which one of the two failed are left out of them, and
+    columns to a contender that is not there are left out of the table. The limit of an iteration is the time of
+    "local" or of the wire, whichever is longer: the wire's is that of an uncompressed ring, so that a contender that
+    sends less may be below it.
+    """
+    of = {one.name: {cell.index: cell for cell in cells if cell.contender == one.name} for one in contenders}
+    times = {name: {i: cell.iteration_s for i, cell in some.items() if cell.iteration_s} for name, some in of.items()}
+    wire = ring_limit(cluster, nbytes)
+    limit = {index: max(seconds, wire) for index, seconds in times.get("local", {}).items()}
+    rows = []
+    for one in contenders:
+        row: Row = {"contender": one.name, "method": one.method, **_figures(list(of[one.name].values()))}
+        if "local" in times:
+            row |= _ratio("local", times[one.name], times["local"])
+        if "ddp" in times:
+            row |= _ratio("ddp", times[one.name], times["ddp"])
+        row["wire_limit_s"] = wire
+        if "local" in times:
+            row |= {"limit_median_s": median(list(limit.values())) if limit else None}
+            row |= _ratio("limit", times[one.name], limit)
+            row |= _verdict(one, cluster, row["ratio_to_limit_median"])
+        row |= _server_limits(one, cluster, nbytes)
+        row["failures"] = "; ".join(f"round {i}: {cell.failure}" for i, cell in of[one.name].items() if cell.failure)
+        rows.append(row)
+    return rows
+
+
+def _figures(cells: Sequence[Cell]) -> Row:
+    """Over the rounds that did not fail; None if all did."""
+    good = [cell for cell in cells if cell.iteration_s is not None]
+    iterations = [seconds for cell in good for seconds in cell.iterations_s]
+
+    def over(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return median(known) if known else None
+
+    return {
+        "rounds": len(good),
+        "rounds_failed": len(cells) - len(good),
+        "iteration_median_s": over([cell.iteration_s for cell in good]),
+        "iteration_iqr_s": interquartile_range(iterations) if iterations else None,
+        "iteration_mean_s": float(np.mean(iterations)) if iterations else None,
+        **{
+            f"{name}_median_s": over([cell.medians_s[name] for cell in good])
+            for name in ("compute", "update", "exposed", "communication")
+        },
+        "wire_bytes": over([cell.wire_bytes for cell in good]),
+        "train_loss": over([cell.loss for cell in good]),
+    }
+
+
+def _ratio(name: str, seconds: dict[int, float], baseline: dict[int, float]) -> Row:
+    both = sorted(seconds.keys() & baseline.keys())
+    ratio = paired_ratio([seconds[i] for i in both], [baseline[i] for i in both]) if both else None
+    return {
+        f"ratio_to_{name}_{field}": None if ratio is None else getattr(ratio, field)
+        for field in ("median", "low", "high")
+    }
+
+
+def _verdict(contender: Contender, cluster: Cluster, ratio: float | None) -> Row:
+    pipeline = contender.config.pipeline
+    targeted = pipeline.strategy == "pipelined" and pipeline.width == 2 and pipeline.codec == "fp32"
+    target = TARGETS.get(cluster.link.rate) if targeted and cluster.uniform else None
+    return {
+        "target_ratio_to_limit": target,
+        "target_met": None if target is None or ratio is None else ratio <= target,
+    }
+
+
+def _server_limits(contender: Contender, cluster: Cluster, nbytes: int) -> Row:
+    """What formulas say of the communication of a synchronous parameter server; None for others."""
+    pipeline = contender.config.pipeline
+    synchronous = pipeline.strategy == "ps-sync" or pipeline.staleness_bound == 0
+    limits: Row = {"server_limit_s": None, "textbook_server_limit_s": None}
+    if synchronous:
+        beside = pipeline.server_placement == "beside"
+        limits["server_limit_s"] = server_limit(cluster, nbytes, servers=pipeline.servers, beside=beside)
+        limits["textbook_server_limit_s"] = textbook_server_limit(cluster, nbytes, servers=pipeline.servers)
+    return limits
+
+
+def against_servers(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Row]:
+    """Every synchronous parameter server against every width 2: the ratio measured, and that of the formulas.
+
+    Of the formulas: (c + m_server) / max(c, m_ring), where c is the measured iteration of "local".
+    """
+    times: dict[str, dict[int, float]] = {}
+    for cell in cells:
+        if cell.iteration_s is not None:
+            times.setdefault(cell.contender, {})[cell.index] = cell.iteration_s
+    local = times.get("local")
+    found = []
+    for server in (row for row in rows if row["server_limit_s"] is not None):
+        for other in (row for row in rows if row["method"] == "width 2"):
+            ratio = _ratio("width_2", times.get(server["contender"], {}), times.get(other["contender"], {}))
+            found.append({"server": server["contender"], "width_2": other["contender"], **ratio})
+            if local:
+                alone = median(list(local.values()))
+                found[-1]["formula"] = (alone + server["server_limit_s"]) / max(alone, server["wire_limit_s"])
+    return found
+
+
+def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
+    """A bar for every contender: computation and update of rank 0, then what it waited; a dot at the slowest rank."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    places = range(len(rows))
+    known = [(place, row) for place, row in enumerate(rows) if row["iteration_median_s"] is not None]
+    colours = [COLOURS[methods.index(row["method"]) % len(COLOURS)] for _, row in known]
+    y = [place for place, _ in known]
+    computed = [1e3 * (row["compute_median_s"] + row["update_median_s"]) for _, row in known]
+    exposed = [1e3 * row["exposed_median_s"] for _, row in known]
+    medians = [1e3 * row["iteration_median_s"] for _, row in known]
+    spread = [1e3 * row["iteration_iqr_s"] / 2 for _, row in known]
+    axes.barh(y, computed, color=colours, label="computation and update")
+    axes.barh(y, exposed, left=computed, color=colours, alpha=0.4, hatch="//", label="exposed communication")
+    axes.errorbar(
+        medians, y, xerr=spread, fmt="o", ms=4, color="black", capsize=3, label="iteration, slowest rank; IQR"
+    )
+    write = partial(axes.annotate, xytext=(6, 0), textcoords="offset points", va="center")
+    for (place, row), time, half in zip(known, medians, spread, strict=True):
+        text = _number(time) + (f", {row['rounds_failed']} failed" if row["rounds_failed"] else "")
+        write(text, (time + half, place))
+    for place in set(places) - set(y):
+        write("failed", (0, place), color=COLOURS[1])
+    limit = rows[0].get("limit_median_s") or rows[0]["wire_limit_s"]
+    what = "the longer of local and the wire" if rows[0].get("limit_median_s") else "the wire"
+    axes.axvline(1e3 * limit, color="black", linestyle="--", linewidth=1, label=f"limit: {what}, {_ms(limit)} ms")
+    axes.set_yticks(places, [row["contender"] for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 1.12 * max([1e3 * limit, *(m + s for m, s in zip(medians, spread, strict=True))]))
+    axes.set(title=title, xlabel="time of an iteration, median (ms)")
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+    return axes
+
+
+def show(rows: Sequence[Row], title: str) -> None:
+    """Print the rows as a table for people. A ratio is its median and its interval over the rounds."""
+    texts = []
+    for row in rows:
+        text = {
+            "contender": row["contender"],
+            "ms": _ms(row["iteration_median_s"]) or "failed",
+            "IQR": _ms(row["iteration_iqr_s"]),
+            "exposed": _ms(row["exposed_median_s"]),
+            "MB": "" if row["wire_bytes"] is None else f"{row['wire_bytes'] / 1e6:.2f}",
+        }
+        for name, digits in (("local", 2), ("ddp", 2), ("limit", 3)):
+            if f"ratio_to_{name}_median" in row:
+                text[f"/ {name}"] = _interval(row, name, digits)
+        if any(other.get("target_ratio_to_limit") for other in rows):
+            text["target"] = {None: "", True: "met", False: "MISSED"}[row["target_met"]]
+        texts.append(text)
+    command.show(title, texts)
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else _number(1e3 * seconds)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _interval(row: Row, name: str, digits: int) -> str:
+    parts = [row[f"ratio_to_{name}_{field}"] for field in ("median", "low", "high")]
+    if parts[0] is None:
+        return ""
+    ratio = Ratio(*parts)
+    digits = digits if ratio.median < 10 else 1
+    return f"{ratio.median:.{digits}f} {ratio.low:.{digits}f}-{ratio.high:.{digits}f}"
+
+
+def notes(rows: Sequence[Row], cells: Sequence[Cell], cluster: Cluster) -> list[str]:
+    """What the table does not say, a line each: limits, targets, formulas, failures."""
+    row = rows[0]
+    lines = [f"wire limit, 2(p-1)/p n / rate, headers counted: {_ms(row['wire_limit_s'])} ms (p: nodes)"]
+    if row.get("limit_median_s"):
+        lines[0] += f"; limit, the longer of it and local: {_ms(row['limit_median_s'])} ms"
+    targets = dict.fromkeys(other["target_ratio_to_limit"] for other in rows if other.get("target_ratio_to_limit"))
+    lines += [f"target: width 2 at most {target:.2f} of the limit at {cluster.describe()}" for target in targets]
+    for server in rows:
+        if server["server_limit_s"] is None or server["exposed_median_s"] is None:
+            continue
+        lines.append(
+            f"{server['contender']}: {_ms(server['iteration_median_s'])} ms, of which rank 0 waited "
+            f"{_ms(server['exposed_median_s'])}; its links need at least {_ms(server['server_limit_s'])} for gradients "
+            f"and weights; timing.md's 2 p n beta, with servers apart from p workers: "
+            f"{_ms(server['textbook_server_limit_s'])}"
+        )
+    for pair in against_servers(rows, cells):
+        if pair["ratio_to_width_2_median"] is not None:
+            formula = f"; formulas: {pair['formula']:.2f}" if "formula" in pair else ""
+            names = f"{pair['server']} / {pair['width_2']}"
+            lines.append(f"{names}: {_interval(pair, 'width_2', 2)}{formula}")
+    lines += [f"{other['contender']} failed, {other['failures']}" for other in rows if other["failures"]]
+    return lines

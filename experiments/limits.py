@@ -1,0 +1,109 @@
+"""What the links allow at best: the time of an iteration's traffic, from the rates that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from experiments.testbed.links import Link, payload_share, rate_text, time_text
+from timing_model.collectives import ring_all_reduce_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The nodes of a testbed and their links, as asked for."""
+
+    nodes: int
+    link: Link
+    slow_nodes: Mapping[int, float] = field(default_factory=dict)
+    """bit/s of the nodes whose link has another rate."""
+    nproc_per_node: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """On all nodes."""
+        return self.nodes * self.nproc_per_node
+
+    @property
+    def rates(self) -> list[float]:
+        """bit/s of every node's link."""
+        return [self.slow_nodes.get(node, self.link.rate) for node in range(self.nodes)]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all links have one rate and nothing else is done to them."""
+        return not self.link.delays and len(set(self.rates)) == 1
+
+    @property
+    def slug(self) -> str:
+        """For names of files: "4x200mbit"."""
+        text = f"{self.nodes}x{_word(rate_text(self.link.rate))}"
+        if self.nproc_per_node > 1:
+            text += f"_{self.nproc_per_node}-ranks"
+        if self.link.latency:
+            text += f"_{_word(time_text(self.link.latency))}"
+        if self.link.loss:
+            text += f"_{100 * self.link.loss:g}pc-lost"
+        return text + "".join(f"_node{node}-{_word(rate_text(rate))}" for node, rate in self.slow_nodes.items())
+
+    def describe(self) -> str:
+        """For people: "4 nodes at 200 Mbit/s"."""
+        text = f"{self.nodes} nodes at {rate_text(self.link.rate)}"
+        if self.nproc_per_node > 1:
+            text += f", {self.nproc_per_node} ranks each"
+        if self.link.latency:
+            text += f", {time_text(self.link.latency)} latency"
+        if self.link.loss:
+            text += f", {100 * self.link.loss:g} % lost"
+        return text + "".join(f", node {node} at {rate_text(rate)}" for node, rate in self.slow_nodes.items())
+
+
+def _word(text: str) -> str:
+    return text.lower().removesuffix("/s").replace(" ", "")
+
+
+def wire_seconds(nbytes: float, rate: float) -> float:
+    """Seconds that ``nbytes`` take at ``rate`` bit/s in full packets, with the headers of Ethernet, IP and TCP.
+
+    >>> round(wire_seconds(1448, rate=8.0))
+    1514
+    """
+    return 8 * nbytes / payload_share() / rate
+
+
+def ring_limit(cluster: Cluster, nbytes: float) -> float:
+    """The least time of an uncompressed all-reduce of ``nbytes``, in seconds: 2(p-1)/p n / rate, headers counted.
+
+    p is the number of nodes: ranks of one node can add up their gradients before. The slowest link decides.
+
+    >>> cluster = Cluster(nodes=4, link=Link(rate=200e6))
+    >>> round(ring_limit(cluster, 7.2e6), 4)
+    0.4517
+    """
+    return wire_seconds(ring_all_reduce_bytes(nbytes, cluster.nodes), min(cluster.rates))
+
+
+def server_limit(cluster: Cluster, nbytes: float, *, servers: int, beside: bool) -> float | None:
+    """The least time of one round of a synchronous parameter server, in seconds: gradients in, then weights out.
+
+    ``servers`` on nodes of their own, the last ones, each take n/s from w = p - s workers: max(1, w/s) n beta each
+    way. timing.md has p for w: its p are the workers. Beside workers, the first ones, a server has p - 1 remote
+    workers, and its node's worker exchanges with the s - 1 other servers. With one server beside worker 0 that is
+    2 (p-1) n beta. Headers are counted. None for several ranks a node, where it depends on who is where.
+    """
+    if cluster.nproc_per_node > 1:
+        return None
+    rates = cluster.rates
+    share = nbytes / servers
+    if beside:
+        # What node i's card takes in while gradients travel: as a server; or gives out, as a worker.
+        loads = [share * (cluster.nodes - 1) if node < servers else nbytes for node in range(cluster.nodes)]
+    else:
+        workers = cluster.nodes - servers
+        loads = [nbytes if node < workers else share * workers for node in range(cluster.nodes)]
+    return 2 * max(wire_seconds(load, rate) for load, rate in zip(loads, rates, strict=True))
+
+
+def textbook_server_limit(cluster: Cluster, nbytes: float, *, servers: int) -> float:
+    """timing.md's 2 max(1, p/s) n beta, in seconds, for p nodes that are all workers and servers apart from them."""
+    return 2 * wire_seconds(max(1.0, cluster.nodes / servers) * nbytes, min(cluster.rates))

@@ -1,0 +1,174 @@
+"""Run torchrun on every node of an emulated cluster.
+
+    python -m experiments.testbed --nodes 4 --rate 200mbit [--latency 5ms] [--loss 0.1%] [--slow-node 3:100mbit]
+        [--nproc-per-node 2] -- [torchrun's options] -m pipesgd.train ...
+
+Before the run it measures the links and prints what it found. Needs Linux, and root or a user who may make
+namespaces. Whatever ends it, nothing of the cluster is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from experiments import command
+from experiments.testbed.cluster import Measured, Testbed
+from experiments.testbed.links import (
+    Link,
+    parse_latency,
+    parse_loss,
+    parse_rate,
+    parse_slow_node,
+    rate_text,
+    time_text,
+)
+from pipesgd.command_line import HelpRequested
+from pipesgd.ending import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated
+from pipesgd.errors import PipesgdError, RunError, UserInputError
+
+FAR = 0.2
+"""A measured rate or latency that differs by more than this share from what was asked is worth a warning."""
+OVERHEAD_SECONDS = 1e-3
+"""What the machine itself may add to a latency."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the words of the command ask for."""
+
+    nodes: int
+    link: Link
+    slow_nodes: dict[int, float]
+    nproc_per_node: int
+    torchrun: list[str]
+
+
+def parse(words: Sequence[str]) -> Options:
+    """The options; raises ``UserInputError``, and ``HelpRequested`` for ``--help``."""
+    split = words.index("--") if "--" in words else len(words)
+    options = command.Parser(
+        prog="python -m experiments.testbed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="%(prog)s --nodes N --rate RATE [options] -- [torchrun's options] -m pipesgd.train ...",
+    )
+    options.add_argument("--nodes", type=command.at_least(2), required=True, help="hosts of the cluster")
+    options.add_argument("--rate", required=True, help="of every link, in each direction, e.g. 200mbit")
+    options.add_argument("--latency", default="0ms", help="from node to node, one way, e.g. 5ms (none)")
+    options.add_argument("--loss", default="0%", help="share of the packets, e.g. 0.1%% or 0.001 (none)")
+    options.add_argument(
+        "--slow-node",
+        action="append",
+        default=[],
+        metavar="NODE:RATE",
+        help="this node's link has another rate, e.g. 3:100mbit; nodes count from 0; may be given again",
+    )
+    options.add_argument("--nproc-per-node", type=command.at_least(1), default=1, help="ranks on each node (1)")
+    arguments = options.parse_args(words[:split])
+    slow_nodes: dict[int, float] = {}
+    for text in arguments.slow_node:
+        node, rate = parse_slow_node(text)
+        if node in slow_nodes:
+            raise UserInputError(f"slow-node must name a node once; got node {node} twice")
+        slow_nodes[node] = rate
+    link = Link(
+        rate=parse_rate(arguments.rate), latency=parse_latency(arguments.latency), loss=parse_loss(arguments.loss)
+    )
+    if not words[split + 1 :]:
+        got = "nothing after --" if split < len(words) else "no --"
+        raise UserInputError(f"what torchrun runs must follow after --, e.g. -- -m pipesgd.train --help; got {got}")
+    return Options(
+        nodes=arguments.nodes,
+        link=link,
+        slow_nodes=slow_nodes,
+        nproc_per_node=arguments.nproc_per_node,
+        torchrun=list(words[split + 1 :]),
+    )
+
+
+def show(testbed: Testbed, measured: Sequence[Measured]) -> None:
+    """Print what was asked and what was measured, and a warning where they are far apart."""
+    link = testbed.link
+    title = f"{testbed.nodes} nodes; what each sees of the way to the next"
+    if testbed.delays_by is not None:
+        title += f"; latency {time_text(link.latency)} and loss {link.loss:.4g} asked for, by {testbed.delays_by}"
+    rows = [
+        {
+            "node": str(one.node),
+            "address": one.address,
+            "rate asked": rate_text(one.rate_asked),
+            "measured": "too little came" if one.rate is None else rate_text(one.rate_with_headers or 0.0),
+            "payload": "" if one.rate is None else rate_text(one.rate),
+            "latency": time_text(one.latency),
+        }
+        for one in measured
+    ]
+    command.show(title, rows)
+    if far := [f"node {one.node}: {text}" for one in measured for text in differences(one, link)]:
+        because = "; TCP is slower where packets are lost" if link.loss else ""
+        print(f"warning: the links are not what was asked for: {', '.join(far)}{because}", file=sys.stderr)
+
+
+def differences(measured: Measured, link: Link) -> list[str]:
+    """What is far from what was asked."""
+    rate, asked = measured.rate_with_headers, measured.rate_asked
+    texts = []
+    if rate is None or abs(rate - asked) > FAR * asked:
+        texts.append(f"{'no rate' if rate is None else rate_text(rate)} instead of {rate_text(asked)}")
+    if not 0 <= measured.latency - link.latency <= FAR * link.latency + OVERHEAD_SECONDS:
+        texts.append(f"{time_text(measured.latency)} instead of {time_text(link.latency)}")
+    return texts
+
+
+def run(words: Sequence[str]) -> None:
+    """The command; raises what went wrong."""
+    options = parse(words)
+    with Testbed(nodes=options.nodes, link=options.link, slow_nodes=options.slow_nodes) as testbed:
+        show(testbed, testbed.measure())
+        sys.stdout.flush()  # the ranks write to the same screen
+        codes = testbed.torchrun(options.torchrun, nproc_per_node=options.nproc_per_node).wait()
+    failed = [f"node {node} with {exit_text(code)}" for node, code in enumerate(codes) if code]
+    if failed:
+        raise RunError(f"torchrun ended on {', '.join(failed)}")
+
+
+def exit_text(code: int) -> str:
+    """An exit code for people."""
+    return f"exit code {code}" if code > 0 else signal.Signals(-code).name
+
+
+def main(words: Sequence[str]) -> int:
+    """The command's exit code: that of training, but 1 if a node failed, whatever it said."""
+    try:
+        run(words)
+    except HelpRequested as request:
+        print(request)
+    except KeyboardInterrupt:
+        return _say("interrupted", EXIT_INTERRUPTED)
+    except Terminated:
+        return _say("error: told to stop (SIGTERM)", EXIT_TERMINATED)
+    except PipesgdError as failure:
+        return _say(f"error: {failure}", EXIT_BAD_INPUT if isinstance(failure, UserInputError) else EXIT_FAILED)
+    return 0
+
+
+def _say(line: str, code: int) -> int:
+    with contextlib.suppress(OSError):  # nobody is left to read it
+        print(line.replace("\n", " "), file=sys.stderr, flush=True)
+    return code
+
+
+def _raise_terminated(number: int, frame: object) -> NoReturn:
+    raise Terminated
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""What a link is, and how its rate, latency and loss are written: ``200mbit``, ``5ms``, ``0.1%``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipesgd.config import did_you_mean
+from pipesgd.errors import UserInputError
+
+RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+"""bit/s."""
+LATENCY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+LOWEST_RATE, HIGHEST_RATE = 1e3, 1e12
+"""bit/s. At the lowest a full packet takes 12 s; no machine comes near the highest."""
+LONGEST_LATENCY = 10.0
+
+MTU, ETHERNET, IP_AND_TCP = 1500, 14, 20 + 20 + 12
+"""Bytes: of the largest IP packet, of the header in front of it, of those inside (TCP's timestamps are the 12)."""
+
+BURST_SECONDS = 1e-3
+SMALLEST_BURST, LARGEST_BURST = 3100, 1 << 17
+QUEUE_SECONDS = 0.1
+SMALLEST_QUEUE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """The cable between a node and the switch, the same in both directions."""
+
+    rate: float
+    """bit/s, headers included."""
+    latency: float = 0.0
+    """Seconds that every packet takes longer from one node to another, in one direction."""
+    loss: float = 0.0
+    """Probability that a packet of the node is lost."""
+
+    def __post_init__(self) -> None:
+        if not self.rate >= LOWEST_RATE:
+            raise UserInputError(f"rate must be at least 1kbit; got {self.rate:g} bit/s")
+        if self.rate > HIGHEST_RATE:
+            raise UserInputError(f"rate must be at most 1000gbit; got {self.rate:g} bit/s")
+        if not 0 <= self.latency <= LONGEST_LATENCY:
+            raise UserInputError(f"latency must be from 0 to {LONGEST_LATENCY:g} s; got {self.latency:g} s")
+        if not 0 <= self.loss <= 1:
+            raise UserInputError(f"loss must be a probability from 0 to 1; got {self.loss:g}")
+
+    @property
+    def delays(self) -> bool:
+        """Whether a token bucket alone does not make this link."""
+        return self.latency > 0 or self.loss > 0
+
+
+def burst(rate: float) -> int:
+    """The bytes that a link may send at once after a pause."""
+    return round(min(max(rate / 8 * BURST_SECONDS, SMALLEST_BURST), LARGEST_BURST))
+
+
+def token_bucket(rate: float) -> str:
+    """The words for ``tc`` that limit what an interface sends to ``rate`` bit/s."""
+    queue = max(rate / 8 * QUEUE_SECONDS, SMALLEST_QUEUE)
+    return f"tbf rate {rate:.0f}bit burst {burst(rate)} limit {queue:.0f}"
+
+
+def packets_at_once(rate: float) -> int:
+    """How many packets TCP may hand over in one piece: half a burst.
+
+    A piece larger than the burst is cut, which costs a lot of time. One as large as the burst needs a full bucket,
+    and what flows into a full bucket until the kernel's timer fires is lost: 1 to 2 % of the rate.
+    """
+    return burst(rate) // 2 // (MTU + ETHERNET)
+
+
+def payload_share() -> float:
+    """The share of a link's rate that is left for TCP's payload, at most."""
+    return (MTU - IP_AND_TCP) / (MTU + ETHERNET)
+
+
+def parse_rate(text: str) -> float:
+    """bit/s. Raises ``UserInputError``."""
+    value = _quantity("rate", text.lower().removesuffix("/s"), RATE_UNITS, "200mbit", text)
+    if value <= 0:
+        raise UserInputError(f"rate must be above 0, e.g. 200mbit; got {text!r}")
+    return value
+
+
+def parse_latency(text: str) -> float:
+    """Seconds. Raises ``UserInputError``."""
+    return _quantity("latency", text.lower(), LATENCY_UNITS, "5ms", text)
+
+
+def parse_loss(text: str) -> float:
+    """A probability, from ``0.1%`` or ``0.001``. Raises ``UserInputError``."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text.strip())
+    value = math.nan if match is None else float(match[1]) / (100 if match[2] else 1)
+    if not 0 <= value <= 1:
+        raise UserInputError(f"loss must be a percentage or a probability, e.g. 0.1% or 0.001; got {text!r}")
+    return value
+
+
+def parse_slow_node(text: str) -> tuple[int, float]:
+    """A node's number and the rate of its link in bit/s, from ``3:100mbit``. Raises ``UserInputError``."""
+    node, colon, rate = text.partition(":")
+    if not colon or not node.isdecimal():
+        raise UserInputError(f"slow-node must be the number of a node and a rate, e.g. 3:100mbit; got {text!r}")
+    return int(node), parse_rate(rate)
+
+
+def _quantity(name: str, text: str, units: Mapping[str, float], example: str, given: str) -> float:
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip())
+    if match is None or match[2] not in units:
+        *others, last = units
+        hint = "" if match is None else did_you_mean(match[2], list(units))
+        raise UserInputError(
+            f"{name} must be a number and a unit, {', '.join(others)} or {last}, e.g. {example}; got {given!r}{hint}"
+        )
+    return float(match[1]) * units[match[2]]
+
+
+def rate_text(rate: float) -> str:
+    """``rate`` in bit/s for people: "200 Mbit/s"."""
+    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if rate >= size:
+            return f"{rate / size:.4g} {unit}"
+    return f"{rate / 1e3:.4g} kbit/s"
+
+
+def time_text(seconds: float) -> str:
+    """``seconds`` for people: "5.12 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
