@@ -83,13 +83,16 @@ def ring_limit(cluster: Cluster, nbytes: float) -> float:
     return wire_seconds(ring_all_reduce_bytes(nbytes, cluster.nodes), min(cluster.rates))
 
 
-def server_limit(cluster: Cluster, nbytes: float, *, servers: int, beside: bool) -> float | None:
-    """The least time of one round of a synchronous parameter server, in seconds: gradients in, then weights out.
+def server_time(cluster: Cluster, nbytes: float, *, servers: int, beside: bool) -> float | None:
+    """The traffic of one round of a synchronous parameter server, in seconds: all gradients in, then all weights out.
 
     ``servers`` on nodes of their own, the last ones, each take n/s from w = p - s workers: max(1, w/s) n beta each
     way. timing.md has p for w: its p are the workers. Beside workers, the first ones, a server has p - 1 remote
     workers, and its node's worker exchanges with the s - 1 other servers. With one server beside worker 0 that is
     2 (p-1) n beta. Headers are counted. None for several ranks a node, where it depends on who is where.
+
+    Not a limit: a worker that has its weights early sends its next gradient while others still wait for theirs, and
+    cards are full-duplex. If all do so in turn, p n beta remain of 2 (p-1) n beta.
     """
     if cluster.nproc_per_node > 1:
         return None
@@ -104,6 +107,6 @@ def server_limit(cluster: Cluster, nbytes: float, *, servers: int, beside: bool)
     return 2 * max(wire_seconds(load, rate) for load, rate in zip(loads, rates, strict=True))
 
 
-def textbook_server_limit(cluster: Cluster, nbytes: float, *, servers: int) -> float:
+def textbook_server_time(cluster: Cluster, nbytes: float, *, servers: int) -> float:
     """timing.md's 2 max(1, p/s) n beta, in seconds, for p nodes that are all workers and servers apart from them."""
     return 2 * wire_seconds(max(1.0, cluster.nodes / servers) * nbytes, min(cluster.rates))

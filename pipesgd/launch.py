@@ -65,13 +65,17 @@ class Ranks:
     """All ranks of the job, where these are only its ``first``; by default these are all."""
     _exchanges: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
+    _first: dict[int, Ranks] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.job_size = self.job_size or self.world_size
+        self._first[self.world_size] = self
 
     def first(self, number: int) -> Ranks:
         """The first ``number`` of these ranks, who exchange among themselves from now on; the others take no part."""
-        return self if number == self.world_size else dataclasses.replace(self, world_size=number)
+        if number not in self._first:  # the same object every time, since it counts its exchanges
+            self._first[number] = dataclasses.replace(self, world_size=number)
+        return self._first[number]
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's ``value`` (anything JSON can write), in rank order.

@@ -22,7 +22,7 @@ from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.strategies.parameter_server import ParameterServers, serve_shard
-from pipesgd.strategies.server import ShardLayout
+from pipesgd.strategies.shard import ShardLayout
 
 Options = dict[str, Any]
 

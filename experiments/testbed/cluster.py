@@ -8,23 +8,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from experiments.testbed import wiring
 from experiments.testbed.jobs import Job, torchrun_environment, torchrun_words
-from experiments.testbed.links import MTU, Link, packets_at_once, payload_share, token_bucket
+from experiments.testbed.links import Link, payload_share
 from experiments.testbed.namespaces import Namespaces, Process
+from experiments.testbed.wiring import DELAY_LINE, MOST_NODES, NETEM, NETWORK
 from pipesgd.config import check_at_least
 from pipesgd.errors import RunError, UserInputError
 
-NETWORK, MOST_NODES = "10.77.0", 254
 FOLDER = Path(__file__).resolve().parent
-NETEM, DELAY_LINE = "netem", "delay line"
-QUIET = "conf=/proc/sys/net/ipv6/conf; [ ! -e $conf ] || echo 1 > $conf/default/disable_ipv6"
-"""A shell's command: no IPv6 on the interfaces to come, so that they carry what processes send and nothing else."""
 
 
 class Traffic(NamedTuple):
@@ -82,79 +80,48 @@ class Testbed:
         self._jobs: list[Job] = []
         self._inside = Namespaces()
         try:
-            bridge = ["ip link add switch type bridge mcast_snooping 0", "ip link set switch up"]
-            self._inside.run("\n".join([*self._names(), QUIET, *bridge]))
+            self._run([*wiring.names(nodes), *wiring.switch()])
             if link.delays:
                 self.delays_by = NETEM if self._has_netem() else DELAY_LINE
             if self.delays_by == DELAY_LINE:
                 self._start_delay_line()
-            self._inside.run("\n".join(line for node in range(nodes) for line in self._cable(node)))
+            self._run(
+                command
+                for node in range(nodes)
+                for command in wiring.cable(node, link, self.rates[node], self.delays_by)
+            )
         except BaseException:
             self.close()
             raise
 
     # ---- building ----
 
+    def _run(self, commands: Iterable[str]) -> str:
+        return self._inside.run("\n".join(commands))
+
+    @staticmethod
+    def address(node: int) -> str:
+        """The IPv4 address of ``node``."""
+        return wiring.address(node)
+
     def _has_netem(self) -> bool:
         try:
-            self._inside.run("tc qdisc add dev lo root netem delay 1ms; tc qdisc delete dev lo root")
+            self._run(["tc qdisc add dev lo root netem delay 1ms", "tc qdisc delete dev lo root"])
         except RunError:
             return False
         return True
 
     def _start_delay_line(self) -> None:
         line = self._python(None, "delay_line.py", self.nodes, self.link.latency, self.link.loss)
-        said = line.stdout.readline().strip()
+        said = _line(line, None)
         if said != "ready":
             raise UserInputError(
                 f"latency and loss need netem in the kernel, or TAP devices; here there is no netem, and: {said}"
             )
 
-    def _names(self) -> Iterator[str]:
-        """The commands that give addresses their names, as they are seen inside."""
-        # torch asks for the name of every peer. No name server can be reached, and waiting for one takes 5 s each.
-        yield "cat /etc/hosts > /run/hosts"
-        addresses = [(node, form + self.address(node)) for node in range(self.nodes) for form in ("", "::ffff:")]
-        yield from (f"echo {address} node{node} >> /run/hosts" for node, address in addresses)
-        yield "mount --bind /run/hosts /etc/hosts"
-        yield "[ ! -e /etc/resolv.conf ] || mount --bind /dev/null /etc/resolv.conf"
-
-    def _cable(self, node: int) -> Iterator[str]:
-        """The commands that put ``node`` there and connect it."""
-        yield f"ip netns add {node}"
-        yield f"ip netns exec {node} sh -c '{QUIET}'"
-        if self.delays_by == DELAY_LINE:
-            yield f"ip link set node{node} name eth0 netns {node}"
-        else:
-            yield f"ip link add n{node} type veth peer name eth0 netns {node}"
-        yield f"ip -n {node} link set lo up"
-        yield f"ip -n {node} link set eth0 mtu {MTU} up"
-        yield f"ip -n {node} address add {self.address(node)}/24 dev eth0"
-        yield f"ip link set n{node} mtu {MTU} master switch up"
-        if self.delays_by == NETEM:
-            held = 1000 + self.link.rate * self.link.latency / 8 / 64  # packets, small ones: more would be dropped
-            delay = f"delay {self.link.latency * 1e6:.0f}us loss {100 * self.link.loss:.6f}%"
-            yield f"tc -n {node} qdisc add dev eth0 root handle 1: netem limit {held:.0f} {delay}"
-        yield from self._limits(node, "add")
-
-    def _limits(self, node: int, verb: str) -> Iterator[str]:
-        """The commands that ``add`` the token buckets to both ends of the link of ``node``, or ``change`` them."""
-        rate = self.rates[node]
-        # netem loses what TCP hands over in one piece as one packet.
-        pieces = 1 if self.delays_by == NETEM and self.link.loss else packets_at_once(rate)
-        place = "parent 1:1 handle 10:" if self.delays_by == NETEM else "root"
-        yield f"ip -n {node} link set eth0 gso_max_segs {pieces}"
-        yield f"tc -n {node} qdisc {verb} dev eth0 {place} {token_bucket(rate)}"
-        yield f"tc qdisc {verb} dev n{node} root {token_bucket(rate)}"
-
     def _check_node(self, name: str, node: int) -> None:
         if not 0 <= node < self.nodes:
             raise UserInputError(f"{name} must be from 0 to {self.nodes - 1}, the numbers of the nodes; got {node}")
-
-    @staticmethod
-    def address(node: int) -> str:
-        """The IPv4 address of ``node``."""
-        return f"{NETWORK}.{node + 1}"
 
     # ---- what runs on it ----
 
@@ -224,10 +191,10 @@ class Testbed:
                 return process
 
             server = probe(to, "serve")
-            client = probe(node, "ask", self.address(to), server.stdout.readline().strip())
-            said = json.loads(client.stdout.readline())
+            client = probe(node, "ask", self.address(to), _line(server, to))
+            said = json.loads(_line(client, node))
             if "error" not in said:
-                said |= json.loads(server.stdout.readline())
+                said |= json.loads(_line(server, to))
         if "error" in said:
             raise RunError(f"node {node} cannot reach node {to}: {said['error']}")
         rate_asked = min(self.rates[node], self.rates[to])
@@ -243,17 +210,17 @@ class Testbed:
         """Let the link of ``node`` have ``rate`` bit/s from now on."""
         self._check_node("node", node)
         self.rates[node] = Link(rate=rate).rate
-        self._inside.run("\n".join(self._limits(node, "change")))
+        self._run(wiring.limits(node, self.link, self.rates[node], self.delays_by, "change"))
 
     def cut(self, node: int) -> None:
         """Lose everything to and from ``node`` from now on, in silence; its network card notices nothing."""
         self._check_node("node", node)
-        self._inside.run(f"ip link set n{node} nomaster")
+        self._run([f"ip link set n{node} nomaster"])
 
     def restore(self, node: int) -> None:
         """Mend what ``cut`` cut."""
         self._check_node("node", node)
-        self._inside.run(f"ip link set n{node} master switch")
+        self._run([f"ip link set n{node} master switch"])
 
     def traffic(self) -> list[Traffic]:
         """What has passed through each node's link since it was made."""
@@ -263,7 +230,7 @@ class Testbed:
             for command in (f"tc -n {node} -s -j qdisc show dev eth0", f"tc -s -j qdisc show dev n{node}")
         )
         # Not the counters of the interfaces: they count the headers of many packets handed over in one piece once.
-        ends = [_bytes(line) for line in self._inside.run("\n".join(commands)).splitlines()]
+        ends = [_bytes(line) for line in self._run(commands).splitlines()]
         return [Traffic(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
 
     # ---- the end ----
@@ -287,6 +254,16 @@ class Testbed:
                 job.terminate(signal.SIGINT if isinstance(value, KeyboardInterrupt) else signal.SIGTERM)
         finally:
             self.close()
+
+
+def _line(script: Process, node: int | None) -> str:
+    """The next line that our ``script`` prints; raises ``RunError`` if it ends without one."""
+    assert script.stdout is not None
+    line: str = script.stdout.readline()
+    if not line:
+        place = "at the switch" if node is None else f"on node {node}"
+        raise RunError(f"a script of the testbed {place} ended with exit code {script.wait()}, without a word")
+    return line.strip()
 
 
 def _bytes(line: str) -> int:

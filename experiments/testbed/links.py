@@ -20,10 +20,18 @@ LONGEST_LATENCY = 10.0
 MTU, ETHERNET, IP_AND_TCP = 1500, 14, 20 + 20 + 12
 """Bytes: of the largest IP packet, of the header in front of it, of those inside (TCP's timestamps are the 12)."""
 
-BURST_SECONDS = 1e-3
-SMALLEST_BURST, LARGEST_BURST = 3100, 1 << 17
-QUEUE_SECONDS = 0.1
-SMALLEST_QUEUE = 1 << 20
+BURST_SECONDS, SMALLEST_BURST, LARGEST_BURST = 1e-3, 3100, 1 << 17
+"""A link may catch up on a pause of a millisecond, with at least two packets and at most what the kernel needs.
+
+One TCP stream, or three into one node, get 95.6 % of the rate as payload with this, which is all that headers leave,
+at 10, 200 and 1000 Mbit/s, with cubic and with bbr. A larger burst at 10 Mbit/s (5000 to 20000 bytes) is no faster
+but is seen by small messages.
+"""
+QUEUE_SECONDS, SMALLEST_QUEUE, LARGEST_QUEUE = 0.1, 1 << 20, 1 << 30
+"""What waits at a link before packets are lost, in seconds of its rate, and in bytes.
+
+With 128 KiB at 10 Mbit/s bbr lost so much as it started that nothing arrived for half a second; 256 KiB were enough.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +68,7 @@ def burst(rate: float) -> int:
 
 def token_bucket(rate: float) -> str:
     """The words for ``tc`` that limit what an interface sends to ``rate`` bit/s."""
-    queue = max(rate / 8 * QUEUE_SECONDS, SMALLEST_QUEUE)
+    queue = min(max(rate / 8 * QUEUE_SECONDS, SMALLEST_QUEUE), LARGEST_QUEUE)
     return f"tbf rate {rate:.0f}bit burst {burst(rate)} limit {queue:.0f}"
 
 

@@ -68,7 +68,7 @@ def receive(connection: socket.socket) -> float | None:
 
 def ask(address: str, port: int) -> None:
     """Measure round trips, then send without end."""
-    times = []
+    times: list[float] = []
     with socket.create_connection((address, port), PATIENCE_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         begin = time.perf_counter()

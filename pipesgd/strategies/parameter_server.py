@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipesgd import launch
 from pipesgd.collectives.base import AllReduce
@@ -26,23 +26,11 @@ from pipesgd.strategies.replication import (
     share_rank_0s_values,
     trainable_parameters,
 )
-from pipesgd.strategies.server import (
-    REPLY_NUMBERS,
-    REQUEST_NUMBERS,
-    Links,
-    Reply,
-    Request,
-    Shard,
-    ShardLayout,
-    ShardServer,
-    receive_all,
-    send_all,
-    wait_for,
-)
+from pipesgd.strategies.server import Links, ShardServer
+from pipesgd.strategies.server_stubs import Answer, RemoteServer, Server, ServerBeside
+from pipesgd.strategies.shard import Reply, Shard, ShardLayout
 
 T = TypeVar("T")
-_Answer = Callable[[], T]
-"""Waits for an answer, and gives it."""
 
 REPLY_GRACE_SECONDS = 1.0
 """How much longer than a server waits for gradients a worker waits for its reply: the server knows who is missing."""
@@ -123,10 +111,18 @@ class ParameterServers:
         self._weights = FlatBuffer(self._parameters)
         self._links = Links(job.group, timeout, replies=timeout + REPLY_GRACE_SECONDS)
         self._failed = False
-        self._servers: list[_Server] = [
-            _ServerBeside(job.server, job.rank)
+        self._servers: list[Server] = [
+            ServerBeside(job.server, job.rank)
             if job.server is not None and rank == job.rank
-            else _RemoteServer(job, self._links, rank, ShardLayout(self._gradient, index, servers), self._gradient)
+            else RemoteServer(
+                rank,
+                ShardLayout(self._gradient, index, servers),
+                self._gradient,
+                links=self._links,
+                group=job.group,
+                own_rank=job.rank,
+                groups=job.groups,
+            )
             for index, rank in enumerate(job.server_ranks)
         ]
 
@@ -240,7 +236,7 @@ class ParameterServers:
                 bye.wait()
         self._job.thread.close()
 
-    def _ask(self, question: Callable[[_Server], _Answer[T]]) -> list[T]:
+    def _ask(self, question: Callable[[Server], Answer[T]]) -> list[T]:
         """Ask all servers, and wait for their answers, in their order."""
 
         def ask() -> list[T]:
@@ -354,147 +350,3 @@ class _Job:
     def _sum(self, buffer: FlatBuffer, all_reduce: AllReduce) -> None:
         for flat in buffer.flats:
             self.thread.submit(lambda flat=flat: all_reduce(flat)).result()  # type: ignore[misc]
-
-
-class _Server(Protocol):
-    """A server as a worker sees it."""
-
-    is_beside: bool
-    wire_bytes: int
-    """Bytes that this rank sends through it in an iteration."""
-
-    def push(self, gradient: FlatBuffer, finite: bool, lrs: Sequence[float], weights: FlatBuffer) -> _Answer[Reply]:
-        """Give it its range of ``gradient``; with the answer, its range of ``weights`` is there."""
-
-    def pull(self, weights: FlatBuffer) -> _Answer[Reply]:
-        """Get its range of ``weights``."""
-
-    def save(self) -> _Answer[Tensor]:
-        """Get all that it knows."""
-
-    def load(self, saved: Tensor) -> _Answer[Reply]:
-        """Give it what ``save`` gave."""
-
-    def leave(self) -> list[Pending]:
-        """Begin to take leave of it, if it still listens."""
-
-
-class _ServerBeside:
-    """A server in this process: no message is sent, and its answer may be a while in coming."""
-
-    is_beside = True
-
-    def __init__(self, server: ShardServer, worker: int):
-        self._shard = server.shard
-        self._worker = worker
-        self.wire_bytes = server.wire_bytes
-
-    def push(self, gradient: FlatBuffer, finite: bool, lrs: Sequence[float], weights: FlatBuffer) -> _Answer[Reply]:
-        layout = self._shard.layout
-        reply = self._shard.push(self._worker, layout.ranges_of(gradient), finite, lrs)
-        self._shard.copy_weights_to(layout.ranges_of(weights))
-        return lambda: reply
-
-    def pull(self, weights: FlatBuffer) -> _Answer[Reply]:
-        self._shard.copy_weights_to(self._shard.layout.ranges_of(weights))
-        return self._at_once
-
-    def save(self) -> _Answer[Tensor]:
-        return self._shard.save
-
-    def load(self, saved: Tensor) -> _Answer[Reply]:
-        self._shard.load(saved)
-        return self._at_once
-
-    def leave(self) -> list[Pending]:
-        self._shard.leave(self._worker)
-        return []
-
-    def _at_once(self) -> Reply:
-        return Reply(self._shard.arrivals, True)
-
-
-class _RemoteServer:
-    """A server on another rank."""
-
-    is_beside = False
-
-    def __init__(self, job: _Job, links: Links, rank: int, layout: ShardLayout, gradient: FlatBuffer):
-        self._links = links
-        self._farewells = Links(job.group, CLOSE_SECONDS).requests
-        self._rank = rank
-        self._own_rank = job.rank
-        self._layout = layout
-        self._groups = job.groups
-        self._listens = True
-        range_bytes = sum(part.nbytes for part in layout.ranges_of(gradient))
-        self.wire_bytes = 8 * (REQUEST_NUMBERS + job.groups) + range_bytes
-
-    def push(self, gradient: FlatBuffer, finite: bool, lrs: Sequence[float], weights: FlatBuffer) -> _Answer[Reply]:
-        ranges, into = self._layout.ranges_of(gradient), self._layout.ranges_of(weights)
-        return self._ask(self._request(Request.PUSH, finite=finite, lrs=lrs), gradient=ranges, into=into)
-
-    def pull(self, weights: FlatBuffer) -> _Answer[Reply]:
-        return self._ask(self._request(Request.PULL), into=self._layout.ranges_of(weights))
-
-    def save(self) -> _Answer[Tensor]:
-        answer = self._ask(self._request(Request.SAVE))
-
-        def receive() -> Tensor:
-            state = torch.empty(answer().state_bytes, dtype=torch.uint8)
-            self._links.states.receive(state, self._rank, "a state").wait()
-            return state
-
-        return receive
-
-    def load(self, saved: Tensor) -> _Answer[Reply]:
-        return self._ask(self._request(Request.LOAD, state_bytes=saved.nbytes), state=[saved])
-
-    def leave(self) -> list[Pending]:
-        return [self._farewells.send(self._request(Request.BYE), self._rank, "a farewell")] if self._listens else []
-
-    def _request(
-        self, kind: Request, *, finite: bool = True, lrs: Sequence[float] | None = None, state_bytes: int = 0
-    ) -> Tensor:
-        return torch.tensor([kind, finite, state_bytes, *(lrs or [0.0] * self._groups)], dtype=torch.float64)
-
-    def _ask(
-        self,
-        request: Tensor,
-        *,
-        gradient: Sequence[Tensor] = (),
-        state: Sequence[Tensor] = (),
-        into: Sequence[Tensor] = (),
-    ) -> _Answer[Reply]:
-        """Send a request and what belongs to it; the answer's weights go ``into`` these."""
-        links, rank = self._links, self._rank
-        # Receives are posted first, since gloo's sender starts only when the receiver is ready.
-        numbers = torch.empty(REPLY_NUMBERS, dtype=torch.float64)
-        reply = links.replies.receive(numbers, rank, "a reply")
-        weights = receive_all(links.weights, into, rank, "weights")
-        sent = [
-            links.requests.send(request, rank, "a request"),
-            *send_all(links.gradients, gradient, rank, "a gradient"),
-            *send_all(links.states, state, rank, "a state"),
-        ]
-
-        def answer() -> Reply:
-            reply.wait()
-            arrivals, applied, lost, state_bytes = (int(number) for number in numbers.tolist())
-            if lost >= 0:
-                self._listens = False
-                self._raise_lost(lost)
-            wait_for(weights)
-            wait_for(sent)
-            return Reply(arrivals, bool(applied), state_bytes)
-
-        return answer
-
-    def _raise_lost(self, lost: int) -> NoReturn:
-        reasons = {self._rank: "it has failed", self._own_rank: "the server has given up waiting for this rank"}
-        raise CommunicationError(
-            rank=self._own_rank,
-            peer=self._rank if lost == self._own_rank else lost,
-            operation="exchange of gradients",
-            reason=reasons.get(lost, f"the server on rank {self._rank} has lost it"),
-        )

@@ -18,7 +18,7 @@ from experiments import accuracies, contenders, iteration_times, testbed
 from experiments.cells import WRAPPED_BY_TORCH, Cell, Cells, complete, last_words, order, read_run
 from experiments.compare_plan import parse
 from experiments.contenders import CONTENDERS, WORKLOADS, Contender
-from experiments.limits import Cluster, ring_limit, server_limit, textbook_server_limit
+from experiments.limits import Cluster, ring_limit, server_time, textbook_server_time
 from experiments.results import REPOSITORY, RESULTS, load
 from experiments.testbed.links import Link
 from pipesgd.command_line import HelpRequested
@@ -160,17 +160,17 @@ def test_the_limit_of_the_wire_is_that_of_a_ring_at_the_slowest_link() -> None:
     ],
 )
 def test_the_limit_of_servers_is_the_busiest_card(servers: int, beside: bool, gradients: float) -> None:
-    limit = server_limit(CLUSTER, NBYTES, servers=servers, beside=beside)
+    limit = server_time(CLUSTER, NBYTES, servers=servers, beside=beside)
     assert limit == pytest.approx(2 * gradients * 7.2 / 25 * HEADERS)
 
 
 def test_a_slow_server_and_a_slow_worker_cost_what_their_cards_carry() -> None:
     for node, seconds in ((0, 3 * 7.2 / 6.25), (3, 3 * 7.2 / 25)):  # worker 3 needs 7.2 / 6.25, which is less
         slow = Cluster(nodes=4, link=Link(rate=200e6), slow_nodes={node: 50e6} if node == 0 else {node: 100e6})
-        assert server_limit(slow, NBYTES, servers=1, beside=True) == pytest.approx(2 * seconds * HEADERS)
-    assert textbook_server_limit(CLUSTER, NBYTES, servers=1) == pytest.approx(2 * 4 * 7.2 / 25 * HEADERS)
+        assert server_time(slow, NBYTES, servers=1, beside=True) == pytest.approx(2 * seconds * HEADERS)
+    assert textbook_server_time(CLUSTER, NBYTES, servers=1) == pytest.approx(2 * 4 * 7.2 / 25 * HEADERS)
     several = Cluster(nodes=4, link=Link(rate=200e6), nproc_per_node=2)
-    assert server_limit(several, NBYTES, servers=1, beside=True) is None
+    assert server_time(several, NBYTES, servers=1, beside=True) is None
 
 
 def test_what_differs_between_clusters_shows_in_their_names() -> None:

@@ -288,7 +288,22 @@ def test_what_is_measured_is_what_was_asked_for(cluster: Callable[..., testbed.T
         assert one.rate_with_headers is not None
         assert 0 < one.rate < one.rate_with_headers < 20e6
         assert one.latency > 0
-    assert len(command.differences(one, testbed.Link(rate=10e6, latency=1.0))) >= 1
+
+
+def test_what_is_far_from_what_was_asked_for_is_said() -> None:
+    link = testbed.Link(rate=100e6, latency=5e-3)
+
+    def differences(rate: float | None, latency: float) -> list[str]:
+        payload = None if rate is None else rate * links.payload_share()
+        one = testbed.Measured(node=0, address="10.77.0.1", rate_asked=100e6, rate=payload, latency=latency)
+        return command.differences(one, link)
+
+    assert differences(81e6, 5.1e-3) == differences(119e6, 6.9e-3) == []
+    assert differences(79e6, 5.1e-3) == ["79 Mbit/s instead of 100 Mbit/s"]
+    assert differences(121e6, 5.1e-3) == ["121 Mbit/s instead of 100 Mbit/s"]
+    assert differences(None, 5.1e-3) == ["no rate instead of 100 Mbit/s"]
+    assert differences(100e6, 7.1e-3) == ["7.1 ms instead of 5 ms"]
+    assert differences(100e6, 70e-6) == ["70 us instead of 5 ms"]
 
 
 CONNECT = """

@@ -1,0 +1,67 @@
+"""The shell's commands that make the switch, the nodes and the cables between them. Nothing is run here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from experiments.testbed.links import MTU, Link, packets_at_once, token_bucket
+
+NETWORK, MOST_NODES = "10.77.0", 254
+NETEM, DELAY_LINE = "netem", "delay line"
+"""What can make latency and loss."""
+
+QUIET = "conf=/proc/sys/net/ipv6/conf; [ ! -e $conf ] || echo 1 > $conf/default/disable_ipv6"
+"""No IPv6 on the interfaces to come, so that they carry what processes send and nothing else."""
+
+
+def address(node: int) -> str:
+    """The IPv4 address of ``node``."""
+    return f"{NETWORK}.{node + 1}"
+
+
+def names(nodes: int) -> Iterator[str]:
+    """Give the addresses their names, as they are seen inside."""
+    # torch asks for the name of every peer, often as an IPv6 address. No name server can be reached, and waiting
+    # for one can take 5 s each.
+    yield "cat /etc/hosts > /run/hosts"
+    for node in range(nodes):
+        yield f"echo {address(node)} node{node} >> /run/hosts"
+        yield f"echo ::ffff:{address(node)} node{node} >> /run/hosts"
+    yield "mount --bind /run/hosts /etc/hosts"
+    yield "[ ! -e /etc/resolv.conf ] || mount --bind /dev/null /etc/resolv.conf"
+
+
+def switch() -> Iterator[str]:
+    """Make the switch."""
+    yield QUIET
+    yield "ip link add switch type bridge mcast_snooping 0"
+    yield "ip link set switch up"
+
+
+def cable(node: int, link: Link, rate: float, delays_by: str | None) -> Iterator[str]:
+    """Make ``node`` and connect its eth0 to the port n<node> of the switch, by a link with another ``rate``."""
+    yield f"ip netns add {node}"
+    yield f"ip netns exec {node} sh -c '{QUIET}'"
+    if delays_by == DELAY_LINE:  # it has made both devices
+        yield f"ip link set node{node} name eth0 netns {node}"
+    else:
+        yield f"ip link add n{node} type veth peer name eth0 netns {node}"
+    yield f"ip -n {node} link set lo up"
+    yield f"ip -n {node} link set eth0 mtu {MTU} up"
+    yield f"ip -n {node} address add {address(node)}/24 dev eth0"
+    yield f"ip link set n{node} mtu {MTU} master switch up"
+    if delays_by == NETEM:
+        held = 1000 + rate * link.latency / 8 / 64  # packets, small ones: more would be dropped
+        delay = f"delay {link.latency * 1e6:.0f}us loss {100 * link.loss:.6f}%"
+        yield f"tc -n {node} qdisc add dev eth0 root handle 1: netem limit {held:.0f} {delay}"
+    yield from limits(node, link, rate, delays_by, "add")
+
+
+def limits(node: int, link: Link, rate: float, delays_by: str | None, verb: str) -> Iterator[str]:
+    """``add`` the token buckets to both ends of the link of ``node``, or ``change`` them."""
+    # netem loses what TCP hands over in one piece as if it were one packet.
+    pieces = 1 if delays_by == NETEM and link.loss else packets_at_once(rate)
+    place = "parent 1:1 handle 10:" if delays_by == NETEM else "root"
+    yield f"ip -n {node} link set eth0 gso_max_segs {pieces}"
+    yield f"tc -n {node} qdisc {verb} dev eth0 {place} {token_bucket(rate)}"
+    yield f"tc qdisc {verb} dev n{node} root {token_bucket(rate)}"
