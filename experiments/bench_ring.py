@@ -211,7 +211,7 @@ def run_all(world_sizes: Sequence[int], rate: float | None, *, quick: bool) -> t
     links: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         words = ["-m", "experiments.bench_ring", "--output", folder]
-        words += [] if rate is None else ["--rate", f"{rate:.0f}bit"]
+        words += [] if rate is None else ["--rate", rate_name(rate)]
         words += ["--quick"] if quick else []
         for p in world_sizes:
             if rate is None:

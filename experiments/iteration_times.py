@@ -94,8 +94,9 @@ def _ratio(name: str, seconds: dict[int, float], baseline: dict[int, float]) -> 
 def _verdict(contender: Contender, cluster: Cluster, ratio: float | None) -> Row:
     pipeline = contender.config.pipeline
     targeted = pipeline.strategy == "pipelined" and pipeline.width == 2 and pipeline.codec == "fp32"
-    target = TARGET_SLOW_LINK if cluster.link.rate <= SLOW_LINK else TARGET_LINK
-    target = target if targeted and cluster.uniform else None
+    target = None
+    if targeted and cluster.uniform:
+        target = TARGET_SLOW_LINK if cluster.link.rate <= SLOW_LINK else TARGET_LINK
     return {
         "target_ratio_to_limit": target,
         "target_met": None if target is None or ratio is None else ratio <= target,

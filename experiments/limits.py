@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from experiments.testbed.links import Link, payload_share, rate_text, time_text
+from experiments.testbed.links import Link, payload_share, rate_name, rate_text, time_text
 from timing_model.collectives import ring_all_reduce_bytes
 
 
@@ -37,14 +37,14 @@ class Cluster:
     @property
     def slug(self) -> str:
         """For names of files: "4x200mbit"."""
-        text = f"{self.nodes}x{_word(rate_text(self.link.rate))}"
+        text = f"{self.nodes}x{rate_name(self.link.rate)}"
         if self.nproc_per_node > 1:
             text += f"_{self.nproc_per_node}-ranks"
         if self.link.latency:
-            text += f"_{_word(time_text(self.link.latency))}"
+            text += "_" + time_text(self.link.latency).replace(" ", "")
         if self.link.loss:
             text += f"_{100 * self.link.loss:g}pc-lost"
-        return text + "".join(f"_node{node}-{_word(rate_text(rate))}" for node, rate in self.slow_nodes.items())
+        return text + "".join(f"_node{node}-{rate_name(rate)}" for node, rate in self.slow_nodes.items())
 
     def describe(self) -> str:
         """For people: "4 nodes at 200 Mbit/s"."""
@@ -56,10 +56,6 @@ class Cluster:
         if self.link.loss:
             text += f", {100 * self.link.loss:g} % lost"
         return text + "".join(f", node {node} at {rate_text(rate)}" for node, rate in self.slow_nodes.items())
-
-
-def _word(text: str) -> str:
-    return text.lower().removesuffix("/s").replace(" ", "")
 
 
 def wire_seconds(nbytes: float, rate: float) -> float:

@@ -231,7 +231,8 @@ def test_without_torchrun_the_exit_code_is_2(tmp_path: Path) -> None:
 def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     loop = next(block for block in blocks if "pipesgd.Pipelined" in block)
-    (tmp_path / "loop.py").write_text(loop + "\nprint('loss', loss.item())\n")
+    # One write a rank, so that the ranks' lines cannot mix.
+    (tmp_path / "loop.py").write_text(loop + "\nprint(f'loss {loss.item()}\\n', end='', flush=True)\n")
     done = subprocess.run(
         [*TORCHRUN, "--nproc-per-node", "2", "loop.py"],
         cwd=tmp_path,

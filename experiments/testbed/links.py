@@ -135,6 +135,11 @@ def rate_text(rate: float) -> str:
     return f"{rate / 1e3:.4g} kbit/s"
 
 
+def rate_name(rate: float) -> str:
+    """``rate`` in bit/s as ``parse_rate`` reads it, for options and the names of files: "200mbit"."""
+    return rate_text(rate).lower().removesuffix("/s").replace(" ", "")
+
+
 def time_text(seconds: float) -> str:
     """``seconds`` for people: "5.12 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

@@ -129,11 +129,12 @@ WRONG = [
 def test_a_wrong_option_is_one_line_and_exit_code_2(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    others = descendants(os.getpid())  # another test's helper processes may still be there
     code = command.main(["--nodes", "4", "--rate", "200mbit", *words.split(), "--", "-m", "pipesgd.train"])
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"error: {message}")
-    assert descendants(os.getpid()) == []
+    assert set(descendants(os.getpid())) <= set(others)
 
 
 @pytest.mark.parametrize(("words", "got"), [("", "no --"), ("--", "nothing after --")])
