@@ -35,8 +35,8 @@ MAX_WIDTH = 64
 """Each unit of width costs one copy of the gradient and one iteration of staleness."""
 
 DEFAULT_TIMEOUT = 120.0
-DEFAULT_SEGMENT_BYTES = 2 << 20
-"""Measured (experiments/bench_ring.py): smaller segments pay a rendezvous each, larger ones gain nothing."""
+DEFAULT_SEGMENT_BYTES = 1 << 20
+"""Measured: smaller segments pay a rendezvous each, larger ones leave gaps on a slow link while ranks compute."""
 
 
 def check_at_least(name: str, value: float, least: float) -> None:

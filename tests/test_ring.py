@@ -75,6 +75,16 @@ def test_the_sum_is_exact_the_same_everywhere_and_counted(numel: int, world_size
     assert all(nbytes <= max(segment_bytes, 4) for _, _, nbytes, _ in network.log)
 
 
+def test_a_chunk_travels_in_at_least_two_messages_unless_it_is_small() -> None:
+    def reduce(transport: MemoryTransport) -> None:
+        RingAllReduce(transport)(torch.zeros(numel))
+
+    for nbytes_of_chunk, messages in ((256 << 10, 2), ((256 << 10) - 4, 1), (1 << 20, 2), (4 << 20, 4)):
+        numel = 3 * nbytes_of_chunk // 4
+        _, network = run_threads(3, reduce)
+        assert len(network.log) == 3 * 4 * messages
+
+
 def test_rounding_is_the_same_on_every_rank() -> None:
     """Floats whose sum depends on the order: the ranks agree on one order for each chunk."""
 

@@ -96,7 +96,7 @@ def parse(words: Sequence[str]) -> Options:
 def show(testbed: Testbed, measured: Sequence[Measured]) -> None:
     """Print what was asked and what was measured, and a warning where they are far apart."""
     link = testbed.link
-    title = f"{testbed.nodes} nodes; what each sees of the way to the next"
+    title = f"{testbed.nodes} nodes, TCP with {measured[0].congestion_control}; what each sees of the way to the next"
     if testbed.delays_by is not None:
         title += f"; latency {time_text(link.latency)} and loss {link.loss:.4g} asked for, by {testbed.delays_by}"
     rows = [

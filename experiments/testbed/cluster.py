@@ -44,6 +44,8 @@ class Measured:
     """bit/s of payload of one TCP stream; None if too little arrived to tell."""
     latency: float
     """Seconds, one way: half of the median round trip of a small message."""
+    congestion_control: str
+    """That TCP uses there."""
 
     @property
     def rate_with_headers(self) -> float | None:
@@ -204,6 +206,7 @@ class Testbed:
             rate_asked=rate_asked,
             rate=said["rate"],
             latency=said["round_trip"] / 2,
+            congestion_control=said["congestion_control"],
         )
 
     def set_rate(self, node: int, rate: float) -> None:

@@ -1,7 +1,7 @@
 """What a link really does: a round trip of a small message, and the rate of one TCP stream. Runs on the nodes.
 
     python probe.py serve                 prints the port that it listens at; then one line of JSON: {"rate": ...}
-    python probe.py ask ADDRESS PORT      prints one line of JSON: {"round_trip": ...}, then sends until it is stopped
+    python probe.py ask ADDRESS PORT      prints one line of JSON, {"round_trip": ..., ...}, and sends until stopped
 
 Only the standard library, so that it starts fast. Rates are bit/s of payload, times are seconds.
 """
@@ -77,8 +77,9 @@ def ask(address: str, port: int) -> None:
             connection.sendall(bytes(MESSAGE))
             connection.recv(MESSAGE, socket.MSG_WAITALL)
             times.append(time.perf_counter() - sent)
+        algorithm = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
     round_trip = statistics.median(times)
-    print(json.dumps({"round_trip": round_trip}), flush=True)
+    print(json.dumps({"round_trip": round_trip, "congestion_control": algorithm}), flush=True)
     with socket.create_connection((address, port), PATIENCE_SECONDS) as connection, contextlib.suppress(OSError):
         connection.sendall(struct.pack("d", 0.05 + SLOW_START_ROUND_TRIPS * round_trip))
         while True:

@@ -11,9 +11,13 @@ from pipesgd.collectives.schedule import ring_steps, ring_wire_bytes, split
 from pipesgd.collectives.transport import Pending, Transport
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 
-SEGMENTS_AHEAD = 2
+SEGMENTS_AHEAD = 4
 """Receives of the reduce-scatter half that are posted before their segment is due. gloo's sender starts only when the
 receiver is ready, so with one the wire would rest while a segment is added up. Each takes a segment of scratch."""
+LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
+"""A chunk is cut in two, as long as that leaves messages of some size, in bytes. A ring step waits for the one before
+only segment by segment: with a second one on its way, a rank that the computation holds up leaves no gap on the wire.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +109,8 @@ class RingAllReduce:
         transport = self._transport
         chunks = split(numel, transport.world_size)
         largest = max(stop - start for start, stop in chunks)
-        per_chunk = max(1, -(-largest * element_size // self._segment_bytes))
+        nbytes = largest * element_size
+        per_chunk = max(1, -(-nbytes // self._segment_bytes), min(LEAST_SEGMENTS, nbytes // SMALLEST_SEGMENT))
         segments = [
             [slice(start + begin, start + end) for begin, end in split(stop - start, per_chunk)]
             for start, stop in chunks

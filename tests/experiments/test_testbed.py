@@ -289,6 +289,7 @@ def test_what_is_measured_is_what_was_asked_for(cluster: Callable[..., testbed.T
         assert one.rate_with_headers is not None
         assert 0 < one.rate < one.rate_with_headers < 20e6
         assert one.latency > 0
+        assert one.congestion_control in ("cubic", "reno")
 
 
 def test_what_is_far_from_what_was_asked_for_is_said() -> None:
@@ -296,7 +297,14 @@ def test_what_is_far_from_what_was_asked_for_is_said() -> None:
 
     def differences(rate: float | None, latency: float) -> list[str]:
         payload = None if rate is None else rate * links.payload_share()
-        one = testbed.Measured(node=0, address="10.77.0.1", rate_asked=100e6, rate=payload, latency=latency)
+        one = testbed.Measured(
+            node=0,
+            address="10.77.0.1",
+            rate_asked=100e6,
+            rate=payload,
+            latency=latency,
+            congestion_control="cubic",
+        )
         return command.differences(one, link)
 
     assert differences(81e6, 5.1e-3) == differences(119e6, 6.9e-3) == []
