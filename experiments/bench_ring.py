@@ -45,7 +45,8 @@ SLOW_LINK, TARGET_RATIO_SLOW_LINK, TARGET_RATIO_LINK = 500e6, 1.03, 1.05
 TARGET_FROM_NBYTES = 1_000_000
 WARM_UP_ROUNDS = 3
 COLOURS = {"native": "#0072B2", "ring": "#D55E00"}  # Okabe and Ito: told apart by the colour-blind
-MARKERS = {"native": "o", "ring": "s"}
+MARKERS = {"native": {"marker": "o", "markersize": 11, "fillstyle": "none"}, "ring": {"marker": "s"}}
+"""Both show where they lie on each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     """Time over size, both logarithmic, for the rows of one p."""
     for name in ("native", "ring"):
         times = [row[f"{name}_median_s"] for row in rows]
-        axes.plot([row["nbytes"] for row in rows], times, color=COLOURS[name], marker=MARKERS[name], label=name)
+        axes.plot([row["nbytes"] for row in rows], times, color=COLOURS[name], label=name, **MARKERS[name])
     axes.set(xscale="log", yscale="log", xlabel="buffer (bytes)", ylabel="time of an all-reduce, median (s)")
     axes.set_title(f"{rows[0]['p']} ranks")
     axes.legend()
