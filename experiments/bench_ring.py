@@ -26,6 +26,7 @@ from rich.console import Console
 from torch import Tensor
 
 from experiments import command, paired
+from experiments.limits import SLOW_LINK
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
 from experiments.results import REPOSITORY, Row, load, save, save_figure
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 WORLD_SIZES, LINK_WORLD_SIZES = (2, 3, 4), (3, 4, 5)
 TARGET_RATIO = 1.10
-SLOW_LINK, TARGET_RATIO_SLOW_LINK, TARGET_RATIO_LINK = 500e6, 1.03, 1.05
-"""Over links up to this rate, in bit/s, the ring must keep closer to native than over faster ones, where CPUs count."""
+TARGET_RATIO_SLOW_LINK, TARGET_RATIO_LINK = 1.03, 1.05
+"""Over links up to ``SLOW_LINK``, and over faster ones."""
 TARGET_FROM_NBYTES = 1_000_000
 WARM_UP_ROUNDS = 3
 COLOURS = {"native": "#0072B2", "ring": "#D55E00"}  # Okabe and Ito: told apart by the colour-blind

@@ -33,7 +33,7 @@ from experiments import accuracies, command, iteration_times
 from experiments.cells import Cell, Cells, complete, last_words, order, read_run
 from experiments.compare_plan import Plan, parse
 from experiments.contenders import Contender
-from experiments.results import save
+from experiments.results import save, save_panels
 from experiments.testbed import Testbed
 from experiments.testbed.__main__ import show as show_links
 from pipesgd.ending import Terminated
@@ -131,19 +131,10 @@ def publish(plan: Plan, cells: Sequence[Cell], links: Any) -> None:
         accuracies.show(rows, f"{title}: seconds to {plan.target:.1%} test accuracy")
         lines = accuracies.notes(rows)
     path = save(plan.name, rows, extra=extra, folder=plan.output)
-    _save_figure(plan.output / f"{plan.name}.png", draw, height)
+    save_panels(plan.name, [draw], size=(9.0, height), folder=plan.output)
     console = Console()
     for line in [*lines, f"wrote {path}"]:
         _say(console, line)
-
-
-def _save_figure(path: Path, draw: Callable[[Axes], Axes], height: float) -> None:
-    # Imported here: it takes a second. No pyplot, which would keep figures in a global list.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, height), layout="constrained")
-    draw(figure.subplots())
-    figure.savefig(path, dpi=150)
 
 
 def _say(console: Console, line: str) -> None:

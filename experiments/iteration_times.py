@@ -11,16 +11,16 @@ import numpy as np
 from experiments import command
 from experiments.cells import Cell
 from experiments.contenders import Contender
-from experiments.limits import Cluster, ring_limit, server_time, textbook_server_time
+from experiments.limits import SLOW_LINK, Cluster, ring_limit, server_time, textbook_server_time
 from experiments.paired import Ratio, interquartile_range, median, paired_ratio
 from experiments.results import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SLOW_LINK, TARGET_SLOW_LINK, TARGET_LINK = 500e6, 1.06, 1.15
-"""What the iteration of an uncompressed width 2 may take at most, in limits, over links up to this rate, in bit/s, and
-over faster ones, where two cores that serve all ranks count too."""
+TARGET_SLOW_LINK, TARGET_LINK = 1.06, 1.15
+"""What the iteration of an uncompressed width 2 may take at most, in limits, over links up to ``SLOW_LINK`` and over
+faster ones, where two cores that serve all ranks count too."""
 COLOURS = (
     *("#999999", "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"),
     *("#332288", "#882255", "#999933"),

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from experiments.testbed.links import Link, payload_share, rate_name, rate_text, time_text
 from timing_model.collectives import ring_all_reduce_bytes
 
+SLOW_LINK = 500e6
+"""bit/s. Up to this rate the wire is the limit, and targets are nearer to it than above, where CPUs count too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:

@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,13 +64,21 @@ def save_figure(
     name: str, rows: list[Row], *, by: str, plot: Callable[[list[Row], Axes], Axes], folder: Path = RESULTS
 ) -> Path:
     """Write ``folder/name.png``: a panel for every value of column ``by``, drawn by ``plot``; its path."""
+    values = list(dict.fromkeys(row[by] for row in rows))
+    panels = [functools.partial(plot, [row for row in rows if row[by] == value]) for value in values]
+    return save_panels(name, panels, size=(4.2 * len(panels), 4.0), folder=folder)
+
+
+def save_panels(
+    name: str, panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, float], folder: Path = RESULTS
+) -> Path:
+    """Write ``folder/name.png``, of ``size`` in inches: the panels side by side, each drawn by a function; its path."""
     # Imported here: one rank draws, at the end. No pyplot, which would keep figures in a global list.
     from matplotlib.figure import Figure
 
-    panels = list(dict.fromkeys(row[by] for row in rows))
-    figure = Figure(figsize=(4.2 * len(panels), 4.0), layout="constrained")
-    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
-        plot([row for row in rows if row[by] == panel], axes)
+    figure = Figure(figsize=size, layout="constrained")
+    for draw, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        draw(axes)
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=150)
     return path

@@ -26,16 +26,16 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one ``step`` did."""
+    """What one ``step`` or ``flush`` did: by default nothing."""
 
-    applied: tuple[int, ...]
+    applied: tuple[int, ...] = ()
     """Iterations whose gradients were applied: none while the pipeline fills, all in flight in a flush."""
-    skipped: tuple[int, ...]
+    skipped: tuple[int, ...] = ()
     """Iterations whose averaged gradients were not finite, and left out."""
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
     """pack, wait and update in this step; and the communication of what arrived, which may have run beside earlier
     steps."""
-    wire_bytes: int
+    wire_bytes: int = 0
     """Bytes that this rank sends for the gradient handed over in this step."""
     schedule_steps: int = 1
     """How often a learning-rate schedule is to be stepped now: once, unless other ranks' updates count too."""

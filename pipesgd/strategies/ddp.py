@@ -27,9 +27,12 @@ from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks, lost
 from pipesgd.strategies.base import Span, StepReport
-from pipesgd.strategies.replication import apply_gradients, average_buffers, trainable_parameters
+from pipesgd.strategies.replication import apply_gradients, average_buffers, sum_buffer, trainable_parameters
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+OPERATION = "all-reduce by DistributedDataParallel"
+"""As errors name it."""
 
 POWERSGD_FROM_ITERATION = 2
 """The first that torch allows: in the first two, its buckets may still change. (Its default is 1000.)"""
@@ -110,7 +113,7 @@ class Ddp:
 
     def flush(self) -> StepReport:
         """Nothing is in flight between two steps."""
-        return StepReport(applied=(), skipped=(), spans=(), wire_bytes=0)
+        return StepReport()
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
@@ -145,8 +148,7 @@ class Ddp:
         return named
 
     def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
-        for flat in buffer.flats:
-            self._all_reduce(flat)
+        sum_buffer(buffer, self._all_reduce)
 
     def _wire_bytes(self, bucket: GradBucket, run_hook: Callable[[], Any]) -> tuple[Any, int]:
         """What the hook returns, and the bytes that this rank sends for this bucket if each all-reduce is a ring."""
@@ -325,16 +327,11 @@ class _Buckets:
                     self._changed.wait(left)
                     continue
             reason = f"no answer within {self._timeout:g} s"
-            self._fail(
-                DeadlineExceeded(
-                    rank=self._ranks.rank, peer=None, operation="all-reduce by DistributedDataParallel", reason=reason
-                )
-            )
+            self._fail(DeadlineExceeded(rank=self._ranks.rank, peer=None, operation=OPERATION, reason=reason))
 
     def _raise(self, failure: BaseException, iteration: int) -> NoReturn:
         if not isinstance(failure, CommunicationError) and isinstance(failure, RuntimeError):
-            operation = "all-reduce by DistributedDataParallel"
-            failure = lost(failure, self._ranks.rank, None, operation, self._timeout)
+            failure = lost(failure, self._ranks.rank, None, OPERATION, self._timeout)
         if isinstance(failure, CommunicationError):
             failure.iteration = iteration
         raise failure

@@ -24,6 +24,7 @@ from pipesgd.strategies.replication import (
     count_as_stepped,
     learning_rates,
     share_rank_0s_values,
+    sum_buffer,
     trainable_parameters,
 )
 from pipesgd.strategies.server import Links, ShardServer
@@ -181,7 +182,7 @@ class ParameterServers:
             if not self.replicated:
                 steps = self._count_schedule_steps(self._pull())
                 self._take_weights()
-        return StepReport(applied=(), skipped=(), spans=(), wire_bytes=0, schedule_steps=steps)
+        return StepReport(schedule_steps=steps)
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
@@ -348,5 +349,4 @@ class _Job:
         self._sum(buffer, self._over_workers)
 
     def _sum(self, buffer: FlatBuffer, all_reduce: AllReduce) -> None:
-        for flat in buffer.flats:
-            self.thread.submit(lambda flat=flat: all_reduce(flat)).result()  # type: ignore[misc]
+        self.thread.submit(lambda: sum_buffer(buffer, all_reduce)).result()

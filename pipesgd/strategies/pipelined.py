@@ -34,6 +34,7 @@ from pipesgd.strategies.replication import (
     learning_rates,
     set_learning_rates,
     share_rank_0s_values,
+    sum_buffer,
     trainable_parameters,
 )
 
@@ -210,8 +211,7 @@ class Pipelined:
                 torch.cuda.current_stream().wait_event(packed)
             start = time.perf_counter()
             try:
-                for flat in buffer.flats:
-                    self._all_reduce(flat)
+                sum_buffer(buffer, self._all_reduce)
             except CommunicationError as failure:
                 failure.iteration = iteration
                 raise
@@ -257,5 +257,4 @@ class Pipelined:
             parameter.grad = None
 
     def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
-        for flat in buffer.flats:
-            self._thread.submit(lambda flat=flat: self._all_reduce(flat)).result()  # type: ignore[misc]
+        self._thread.submit(lambda: sum_buffer(buffer, self._all_reduce)).result()

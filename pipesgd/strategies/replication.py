@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from pipesgd.collectives.base import AllReduce
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.gradients import FlatBuffer, are_finite, take_mean
 from pipesgd.strategies.base import Span, StepReport
@@ -36,6 +37,12 @@ def share_rank_0s_values(model: nn.Module, also: Sequence[Tensor], rank: int, su
         flat.fill_from(tensors)
     sum_over_ranks(flat)
     flat.copy_to(tensors)
+
+
+def sum_buffer(buffer: FlatBuffer, all_reduce: AllReduce) -> None:
+    """Replace the buffer's values by their sum over the ranks of ``all_reduce``. Collective."""
+    for flat in buffer.flats:
+        all_reduce(flat)
 
 
 def average_buffers(model: nn.Module, world_size: int, sum_over_ranks: SumOverRanks) -> None:

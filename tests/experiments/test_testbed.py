@@ -12,6 +12,7 @@ import stat
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -590,16 +591,19 @@ def test_however_it_is_ended_nothing_is_left(number: int, code: int, line: str |
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="all other tests show it: they are run by an ordinary user")
 def test_an_ordinary_user_can_have_one(tmp_path: Path) -> None:
-    # Python itself may be in root's home, which an ordinary user cannot enter: it is mounted elsewhere for him.
+    # Python, its packages and the project may be where an ordinary user cannot enter: he gets them mounted elsewhere.
     folder = Path(tempfile.mkdtemp())
+    sources = {"python": sys.base_prefix, "packages": sysconfig.get_path("purelib"), "project": str(REPOSITORY)}
+    for name in sources:
+        (folder / name).mkdir()
     try:
         folder.chmod(0o755)
         user = "setpriv --reuid 65534 --regid 65534 --clear-groups --no-new-privs"
         trial = [*user.split(), "unshare", "--user", "--map-root-user", "true"]
         if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
             pytest.skip("ordinary users may not make namespaces here")
-        python = f"{folder}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-        mount = f'mount --bind "{sys.base_prefix}" "{folder}"'
+        python = f"{folder}/python/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+        mount = " && ".join(f'mount --bind "{source}" "{folder}/{name}"' for name, source in sources.items())
         program = (
             "from experiments import testbed\n"
             "with testbed.Testbed(nodes=2, link=testbed.Link(rate=1e9)) as bed:\n"
@@ -607,12 +611,14 @@ def test_an_ordinary_user_can_have_one(tmp_path: Path) -> None:
         )
         done = subprocess.run(
             [*["unshare", "--mount", "sh", "-c", f'{mount} && exec {user} "$@"', "sh"], python, "-B", "-c", program],
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])},
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": f"{folder}/project:{folder}/packages"},
             capture_output=True,
             text=True,
             check=False,
         )
     finally:
+        for name in sources:
+            (folder / name).rmdir()
         folder.rmdir()
     assert (done.stdout, done.returncode) == ("True 7\n", 0), done.stderr
