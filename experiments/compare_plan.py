@@ -15,7 +15,8 @@ from experiments.contenders import CONTENDERS, NEVER, WORKLOADS, Contender
 from experiments.limits import Cluster, wire_seconds
 from experiments.testbed.cluster import MOST_NODES
 from experiments.testbed.links import Link, parse_latency, parse_loss, parse_rate, parse_slow_node
-from pipesgd.config import TrainConfig, check_one_of
+from pipesgd.checks import check_one_of
+from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.workloads import ShardedBatches, build_model, load_dataset
 

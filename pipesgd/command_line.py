@@ -18,7 +18,8 @@ from typing import Any
 
 import tyro
 
-from pipesgd.config import TrainConfig, did_you_mean
+from pipesgd.checks import did_you_mean
+from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 
 CONFIG_HELP = """
@@ -85,7 +86,7 @@ def _read_options(path: Path) -> list[list[str]]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserInputError(f"config must be a readable file; got {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not UTF-8, not TOML, or a path that no file can have
         raise UserInputError(f"config must be a TOML file; got {path}: {error}") from None
     defaults = TrainConfig().options()
     options = []

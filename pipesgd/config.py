@@ -7,23 +7,21 @@ checked where it becomes known. The docstring under a field is the help text of 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of, one_of
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
 MODELS = ("mlp", "convnet", "resnet18")
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
-CODECS = ("fp32",)
-ALL_REDUCES = ("ring", "native")
+ALL_REDUCES = ("ring", "halving-doubling", "recursive-doubling", "all-to-all", "hierarchical", "native")
 SERVER_PLACEMENTS = ("beside", "own")
 DDP_HOOKS = ("none", "fp16", "bf16", "powersgd")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw")
@@ -34,40 +32,11 @@ ON_NONFINITE = ("stop", "skip")
 MAX_WIDTH = 64
 """Each unit of width costs one copy of the gradient and one iteration of staleness."""
 
+MAX_STREAMS = 16
+
 DEFAULT_TIMEOUT = 120.0
 DEFAULT_SEGMENT_BYTES = 1 << 20
 """Measured: smaller segments pay a rendezvous each, larger ones leave gaps on a slow link while ranks compute."""
-
-
-def check_at_least(name: str, value: float, least: float) -> None:
-    """Raise ``UserInputError`` unless ``value`` is a finite number of at least ``least``."""
-    if not math.isfinite(value) or value < least:
-        raise UserInputError(f"{name} must be at least {least:g}; got {value}")
-
-
-def check_above_zero(name: str, value: float) -> None:
-    """Raise ``UserInputError`` unless ``value`` is a finite number above zero."""
-    if not math.isfinite(value) or value <= 0:
-        raise UserInputError(f"{name} must be above 0; got {value}")
-
-
-def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ``UserInputError`` naming the nearest choice unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise UserInputError(f"{name} must be {one_of(choices)}; got {value!r}{did_you_mean(value, choices)}")
-
-
-def one_of(choices: Sequence[str]) -> str:
-    """``choices`` as words: "fp32", "ring or native", "one of a, b, c"."""
-    if len(choices) <= 2:
-        return " or ".join(choices)
-    return "one of " + ", ".join(choices)
-
-
-def did_you_mean(value: str, choices: Sequence[str]) -> str:
-    """A clause that names the choice nearest to ``value``, empty if none is near."""
-    near = difflib.get_close_matches(value, choices, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def check_width(width: int, warmup_iterations: int) -> None:
@@ -78,6 +47,18 @@ def check_width(width: int, warmup_iterations: int) -> None:
             f"width must be at most {MAX_WIDTH}, since every unit costs a copy of the gradient; got {width}"
         )
     check_at_least("warmup-iterations", warmup_iterations, 0)
+
+
+def check_connections(all_reduce: str, segment_bytes: int, streams: int) -> None:
+    """Raise ``UserInputError`` unless messages can be cut and sent like this."""
+    check_at_least("segment-bytes", segment_bytes, 1)
+    check_at_least("streams", streams, 1)
+    if streams > MAX_STREAMS:
+        raise UserInputError(
+            f"streams must be at most {MAX_STREAMS}, since each is a connection to every rank; got {streams}"
+        )
+    if all_reduce == "native" and (streams, segment_bytes) != (1, DEFAULT_SEGMENT_BYTES):
+        raise UserInputError("streams and segment-bytes must be left out with --all-reduce native, torch's own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,10 +156,13 @@ class PipelineConfig:
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous."""
     warmup_iterations: int = 0
     """First iterations that run at width 1."""
-    codec: str = "fp32"
-    """What travels: fp32 (the values as they are)."""
     all_reduce: str = "ring"
-    """Algorithm: ring (ours) or native (torch's own)."""
+    """Algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then between
+    them), or native (torch's own)."""
+    segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    """Largest message; native cuts as torch does."""
+    streams: int = 1
+    """Connections to each rank, on which messages take turns: one TCP stream may not fill a fast or a long link."""
     ddp_hook: str = "none"
     """What --strategy ddp does to gradients on their way: none, or torch's fp16, bf16 or powersgd."""
     servers: int = 1
@@ -191,8 +175,8 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_width(self.width, self.warmup_iterations)
-        check_one_of("codec", self.codec, CODECS)
         check_one_of("all-reduce", self.all_reduce, ALL_REDUCES)
+        check_connections(self.all_reduce, self.segment_bytes, self.streams)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
         check_at_least("servers", self.servers, 1)
         check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
@@ -209,7 +193,8 @@ class PipelineConfig:
     def describe(self) -> str:
         """What is done with the gradients, in a few words."""
         if self.strategy == "pipelined":
-            return f"pipelined width {self.width}, {self.all_reduce} all-reduce, {self.codec}"
+            streams = f" on {self.streams} streams" if self.streams > 1 else ""
+            return f"pipelined width {self.width}, {self.all_reduce} all-reduce{streams}"
         if self.strategy == "ddp":
             return f"ddp with {'no' if self.ddp_hook == 'none' else 'the ' + self.ddp_hook} hook"
         if self.strategy not in SERVER_STRATEGIES:
@@ -239,8 +224,9 @@ class PipelineConfig:
 _READ_BY = {
     "width": ("pipelined",),
     "warmup_iterations": ("pipelined",),
-    "codec": ("pipelined",),
     "all_reduce": ("pipelined",),
+    "segment_bytes": ("pipelined",),
+    "streams": ("pipelined",),
     "ddp_hook": ("ddp",),
     "servers": SERVER_STRATEGIES,
     "server_placement": SERVER_STRATEGIES,
@@ -307,10 +293,18 @@ class TrainConfig:
     model: Annotated[ModelConfig, tyro.conf.arg(name="")] = field(default_factory=ModelConfig)
     optimization: Annotated[OptimizationConfig, tyro.conf.arg(name="")] = field(default_factory=OptimizationConfig)
     pipeline: Annotated[PipelineConfig, tyro.conf.arg(name="")] = field(default_factory=PipelineConfig)
+    compression: Annotated[CodecOptions, tyro.conf.arg(name="")] = field(default_factory=CodecOptions)
     run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         strategy, all_reduce = self.pipeline.strategy, self.pipeline.all_reduce
+        if strategy == "pipelined":
+            self.compression.check_all_reduce(all_reduce)
+        elif self.compression != CodecOptions():
+            raise UserInputError(
+                f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
+                f"belong to pipelined); got --codec {self.compression.codec}"
+            )
         if self.run.device == "cuda" and strategy in SERVER_STRATEGIES:
             raise UserInputError(f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda")
         if self.run.device == "cuda" and strategy == "pipelined" and all_reduce != "native":
@@ -331,8 +325,13 @@ class TrainConfig:
             for item in dataclasses.fields(section)
         }
 
-    def _sections(self) -> tuple[DataConfig, ModelConfig, OptimizationConfig, PipelineConfig, RunConfig]:
-        return self.data, self.model, self.optimization, self.pipeline, self.run
+    def describe(self) -> str:
+        """What is done with the gradients, in a few words."""
+        codec = f", {self.compression.describe()}" if self.pipeline.strategy == "pipelined" else ""
+        return self.pipeline.describe() + codec
+
+    def _sections(self) -> tuple[Any, ...]:
+        return self.data, self.model, self.optimization, self.pipeline, self.compression, self.run
 
 
 FREE_BETWEEN_RANKS = frozenset({"data-dir", "output", "loader-workers", "log-messages", "resume"})

@@ -55,6 +55,8 @@ class Ranks:
     world_size: int
     store: dist.Store
     local_rank: int = 0
+    local_world_size: int = 1
+    """Ranks on this node."""
     restart_count: int = 0
     """How often torchrun has restarted this job (``--max-restarts``)."""
     by_torchrun: bool = True
@@ -76,6 +78,24 @@ class Ranks:
         if number not in self._first:  # the same object every time, since it counts its exchanges
             self._first[number] = dataclasses.replace(self, world_size=number)
         return self._first[number]
+
+    def per_node(self) -> int:
+        """Ranks on each node. Collective.
+
+        Raises:
+            UserInputError: nodes differ in it, or a node's ranks have no adjoining numbers, as torchrun gives them.
+        """
+        places = self.exchange("ranks on each node", [self.local_world_size, self.local_rank])
+        numbers = sorted({number for number, _ in places})
+        number: int = numbers[0]
+        if len(numbers) > 1 or self.world_size % number or any(r % number != p for r, (_, p) in enumerate(places)):
+            failure = UserInputError(
+                "all-reduce must not be hierarchical unless all nodes have the same number of ranks, and those of a "
+                f"node adjoining numbers; got {self.world_size} ranks on nodes of {' and '.join(map(str, numbers))}"
+            )
+            failure.known_to_all = True
+            raise failure
+        return number
 
     def exchange(self, what: str, value: Any) -> list[Any]:
         """Every rank's ``value`` (anything JSON can write), in rank order.
@@ -223,6 +243,7 @@ def join() -> Ranks:
         world_size=world_size,
         store=session,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 

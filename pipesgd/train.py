@@ -298,7 +298,7 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[
     workers = config.pipeline.workers(ranks.world_size)
     text = (
         f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {workers} "
-        f"rank{'s' if workers > 1 else ''} x {config.data.batch_size} samples, {config.pipeline.describe()}"
+        f"rank{'s' if workers > 1 else ''} x {config.data.batch_size} samples, {config.describe()}"
     )
     if ranks.world_size > 1:
         here = f"all ranks at {network[0]}" if len(set(network)) == 1 else "ranks at " + ", ".join(network)
@@ -322,7 +322,7 @@ def summarize(
         "workers": pipeline.workers(ranks.world_size),
         "strategy": pipeline.strategy,
         "width": pipeline.width if pipelined else None,
-        "codec": pipeline.codec if pipelined else None,
+        "codec": config.compression.codec if pipelined else None,
         "all_reduce": pipeline.all_reduce if pipelined else None,
         "prediction": "none",
         "iterations": result.iterations,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +19,13 @@ class Network:
     """The wires between ``world_size`` threads: one first-in, first-out queue for each ordered pair."""
 
     world_size: int
-    wires: dict[tuple[int, int], queue.Queue[Tensor]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    wires: dict[tuple[int, int], queue.Queue[Tensor]] = field(init=False)
     log: list[tuple[int, int, int, str]] = field(default_factory=list)
     """(sender, receiver, bytes, what) of every message."""
+
+    def __post_init__(self) -> None:
+        ranks = range(self.world_size)  # all made now: two threads that make one at once would lose messages
+        self.wires = {(sender, receiver): queue.Queue() for sender in ranks for receiver in ranks}
 
 
 class MemoryTransport:

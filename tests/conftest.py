@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # Appended, not put first: CI tests the installed wheel, not the sources beside it.
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tests")]
+
+# A job in the background ignores Ctrl-C, and so would the runs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Ranks and threads take the time they take on a busy machine; pytest-timeout watches over hangs.
 settings.register_profile("pipesgd", deadline=None, print_blob=True)

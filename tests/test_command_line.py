@@ -70,8 +70,62 @@ from pipesgd.errors import UserInputError
             "--strategy local --check-replicas 5",
             "check-replicas must be left out with --strategy local, whose replicas differ while they train; got 5",
         ),
-        ("--codec int8", "codec must be fp32; got 'int8'"),
-        ("--all-reduce rign", "all-reduce must be ring or native; got 'rign' (did you mean ring?)"),
+        (
+            "--codec int5",
+            "codec must be one of fp32, truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign, topk, powersgd; "
+            "got 'int5' (did you mean int8?)",
+        ),
+        ("--codec int8 --codec-block 0", "codec-block must be at least 1; got 0"),
+        ("--codec int8 --codec-block 10000000", "codec-block must be at most 1048576; got 10000000"),
+        (
+            "--codec-block 64",
+            "codec-block must be left out with --codec fp32, which has no use for it "
+            "(it belongs to one of int8, int4, ternary, qsgd, sign); got 64",
+        ),
+        ("--codec int8 --rounding up", "rounding must be nearest or stochastic; got 'up'"),
+        ("--codec int8 --error-feedback yes", "error-feedback must be on or off; got 'yes'"),
+        (
+            "--codec ternary --rounding stochastic --error-feedback on",
+            "error-feedback must be off with --rounding stochastic below 8 bits, whose errors can be larger than the "
+            "values, so that residuals grow without end; got on with --codec ternary",
+        ),
+        ("--codec qsgd --qsgd-levels 0", "qsgd-levels must be at least 1; got 0"),
+        ("--codec qsgd --qsgd-levels 128", "qsgd-levels must be at most 127; got 128"),
+        ("--codec topk --density 0", "density must be above 0; got 0.0"),
+        ("--codec topk --density 1.5", "density must be at most 1; got 1.5"),
+        ("--codec topk --density-warmup -1", "density-warmup must be at least 0; got -1"),
+        ("--codec topk --momentum-correction 1", "momentum-correction must be below 1; got 1.0"),
+        (
+            "--codec topk --all-reduce all-to-all",
+            "all-reduce must be ring with --codec topk, whose values are gathered around it; got all-to-all",
+        ),
+        ("--codec powersgd --low-rank 0", "low-rank must be at least 1; got 0"),
+        (
+            "--codec int8 --all-reduce native",
+            "codec must be one of fp32, bf16, fp16, powersgd with --all-reduce native, in which torch adds up; "
+            "got int8",
+        ),
+        (
+            "--codec bf16 --all-reduce native --error-feedback on",
+            "error-feedback must be off with --all-reduce native, in which torch rounds; got on",
+        ),
+        (
+            "--strategy ddp --codec int8",
+            "codec and its options must be left out with --strategy ddp, which has no use for them (they belong to "
+            "pipelined); got --codec int8",
+        ),
+        ("--segment-bytes 0", "segment-bytes must be at least 1; got 0"),
+        ("--streams 0", "streams must be at least 1; got 0"),
+        ("--streams 17", "streams must be at most 16, since each is a connection to every rank; got 17"),
+        (
+            "--all-reduce native --streams 2",
+            "streams and segment-bytes must be left out with --all-reduce native, torch's own",
+        ),
+        (
+            "--all-reduce rign",
+            "all-reduce must be one of ring, halving-doubling, recursive-doubling, all-to-all, hierarchical, native; "
+            "got 'rign' (did you mean ring?)",
+        ),
         ("--epochs 3 --iterations 4", "epochs and iterations must not both be given; leave one of them out"),
         ("--epochs 0", "epochs must be at least 1; got 0"),
         ("--iterations 0", "iterations must be at least 1; got 0"),

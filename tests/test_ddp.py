@@ -14,7 +14,7 @@ from test_pipelined import assert_same_weights, classify, fashion_mnist_batches,
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.collectives.schedule import ring_wire_bytes
+from pipesgd.collectives.ring import ring_wire_bytes
 from pipesgd.errors import CommunicationError, DeadlineExceeded, NonFiniteGradientError, UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256

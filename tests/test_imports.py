@@ -13,11 +13,19 @@ import pipesgd
 
 LAYERS = [
     {"errors"},
+    {"checks"},
+    {"codecs.options"},
     {"config"},
-    {"command_line", "collectives.schedule", "workloads", "launch", "gradients"},
-    {"collectives.base", "collectives.transport"},
-    {"collectives.ring", "collectives.native", "collectives.worker"},
+    {"command_line", "collectives.schedule", "workloads", "launch", "gradients", "codecs.kernels"},
+    {
+        *("collectives.base", "collectives.transport", "codecs.base", "codecs.keys"),
+        *("collectives.ring", "collectives.halving_doubling", "collectives.recursive_doubling"),
+        *("collectives.all_to_all", "collectives.hierarchical"),
+    },
+    {"codecs"},
+    {"collectives.scheduled", "collectives.native", "collectives.worker"},
     {"collectives.make", "strategies.base", "strategies.staleness"},
+    {"exchanges"},
     {"strategies.replication"},
     {"strategies.shard"},
     {"strategies.server"},
@@ -54,7 +62,9 @@ def imported(path: Path) -> set[str]:
 
 
 def layer(module: str) -> int:
-    return next(index for index, names in enumerate(LAYERS) if module in names or module.split(".")[0] in names)
+    parts = module.split(".")
+    prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]  # the nearest package counts
+    return next(index for name in prefixes for index, names in enumerate(LAYERS) if name in names)
 
 
 @pytest.mark.parametrize("module", modules("pipesgd"))

@@ -177,7 +177,7 @@ def _train_small(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[f
             width=case["width"],
             warmup_iterations=case["warmup"],
             all_reduce=case["all_reduce"],
-            segment_bytes=64,
+            **({"segment_bytes": 64} if case["all_reduce"] != "native" else {}),
             ranks=ranks,
         )
         losses = []

@@ -14,7 +14,7 @@ import torch
 from _ranks import run_ranks
 from rich.console import Console
 
-from pipesgd.collectives.ring import RingAllReduce
+from pipesgd.collectives.scheduled import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, NonFiniteGradientError, ReplicasDivergedError, UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.train import train
@@ -327,13 +327,13 @@ def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
 def _train_with_a_faulty_ring(ranks: Ranks, output: str) -> str:
     """One bit of one weight's gradient is lost on rank 1 in every all-reduce."""
     if ranks.rank == 1:
-        right = RingAllReduce.__call__
+        right = ScheduledAllReduce.__call__
 
-        def wrong(self: RingAllReduce, flat: torch.Tensor) -> None:
-            right(self, flat)
+        def wrong(self: ScheduledAllReduce, flat: torch.Tensor, *others: Any) -> None:
+            right(self, flat, *others)
             flat[7] += 1e-3
 
-        RingAllReduce.__call__ = wrong  # type: ignore[method-assign]
+        ScheduledAllReduce.__call__ = wrong  # type: ignore[method-assign]
     return _train(ranks, [*SHORT.split(), "--check-replicas", "4", "--output", output])[0]
 
 
@@ -344,4 +344,4 @@ def test_replicas_that_differ_end_the_run(tmp_path: Path) -> None:
 
 def test_messages_are_logged_on_demand(tmp_path: Path) -> None:
     results = run(2, "--hidden-sizes 5 --iterations 1 --log-messages", tmp_path)
-    assert "r0 | send -> 1 chunk 0 segment 0 at ring step 0, 768 B" in results[0][2]
+    assert "r0 | send -> 1 chunk 0 segment 0 at step 0, 768 B" in results[0][2]

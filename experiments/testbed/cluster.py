@@ -19,7 +19,7 @@ from experiments.testbed.jobs import Job, torchrun_environment, torchrun_words
 from experiments.testbed.links import Link, payload_share
 from experiments.testbed.namespaces import Namespaces, Process
 from experiments.testbed.wiring import DELAY_LINE, MOST_NODES, NETEM, NETWORK
-from pipesgd.config import check_at_least
+from pipesgd.checks import check_at_least
 from pipesgd.errors import RunError, UserInputError
 
 FOLDER = Path(__file__).resolve().parent

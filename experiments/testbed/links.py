@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipesgd.config import did_you_mean
+from pipesgd.checks import did_you_mean
 from pipesgd.errors import UserInputError
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

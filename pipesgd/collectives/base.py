@@ -13,8 +13,14 @@ class AllReduce(Protocol):
     One instance serves one thread. It never takes a mean: that is ``gradients.take_mean``'s.
     """
 
-    def __call__(self, flat: Tensor) -> None:
-        """Replace ``flat`` (numel,) by its sum over the ranks.
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0) -> None:
+        """Replace ``flat`` (numel,) by its sum over the ranks, as exactly as the codec on the wire allows.
+
+        Args:
+            flat: the values, contiguous.
+            residual: shaped like ``flat``, or None. It is added to the values first, and is afterwards what this rank's
+                encodings have left out: the sums and all ranks' residuals together are what all ranks put in.
+            key: 32 bits, the same on all ranks, that choose the random numbers of a codec that draws any.
 
         Raises:
             CommunicationError: a peer was lost, or silent for longer than the deadline.

@@ -8,18 +8,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipesgd.collectives.schedule import ring_wire_bytes
+from pipesgd.collectives.ring import ring_wire_bytes
 from pipesgd.launch import lost
+
+NATIVE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What torch adds up, by the name of the codec; None for what the tensor is of."""
 
 
 class NativeAllReduce:
-    """Sums a flat tensor over the ranks of ``group``, in place, by ``torch.distributed.all_reduce``."""
+    """Sums a flat tensor over the ranks of ``group``, in place, by ``torch.distributed.all_reduce``.
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float):
+    With the codec bf16 or fp16 the values are rounded to that dtype first, and every sum on the way is.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float, codec: str = "fp32"):
         self._group = group
         self._timeout = timeout
+        self._dtype = NATIVE_DTYPES[codec]
+        self._rounded: dict[tuple[int, torch.device], Tensor] = {}
 
-    def __call__(self, flat: Tensor) -> None:
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0) -> None:
+        if self._dtype is None:
+            self._sum(flat)
+            return
+        kind = (flat.numel(), flat.device)
+        if kind not in self._rounded:
+            self._rounded[kind] = torch.empty_like(flat, dtype=self._dtype)
+        rounded = self._rounded[kind]
+        rounded.copy_(flat)
+        self._sum(rounded)
+        flat.copy_(rounded)
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        """What a ring sends. torch does not count; gloo's real ring rounds chunks up a little."""
+        element_size = flat.element_size() if self._dtype is None else self._dtype.itemsize
+        return ring_wire_bytes(self._group.rank(), self._group.size(), flat.numel(), element_size)
+
+    def _sum(self, flat: Tensor) -> None:
         try:
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             work.wait(timedelta(seconds=self._timeout))
@@ -27,7 +52,3 @@ class NativeAllReduce:
                 torch.cuda.current_stream().synchronize()
         except RuntimeError as failure:
             raise lost(failure, self._group.rank(), None, "native all-reduce", self._timeout) from failure
-
-    def wire_bytes(self, flat: Tensor) -> int:
-        """What a ring sends. torch does not count; gloo's real ring rounds chunks up a little."""
-        return ring_wire_bytes(self._group.rank(), self._group.size(), flat.numel(), flat.element_size())

@@ -1,132 +1,73 @@
-"""The ring all-reduce: reduce-scatter, then all-gather (Patarasuk & Yuan, 2009)."""
+"""The ring: reduce-scatter, then all-gather, between neighbours (Patarasuk & Yuan, 2009)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
-from pipesgd.collectives.schedule import ring_steps, ring_wire_bytes, split
-from pipesgd.collectives.transport import Pending, Transport
-from pipesgd.config import DEFAULT_SEGMENT_BYTES
-
-SEGMENTS_AHEAD = 4
-"""Receives of the reduce-scatter half that are posted before their segment is due. gloo's sender starts only when the
-receiver is ready, so with one the wire would rest while a segment is added up. Each takes a segment of scratch."""
-LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
-"""A chunk is cut in two, as long as that leaves messages of some size, in bytes. A ring step waits for the one before
-only segment by segment: with a second one on its way, a rank that the computation holds up leaves no gap on the wire.
-"""
+from pipesgd.collectives.schedule import Encode, Operation, Receive, Schedule, Send, split
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Segment:
-    """One message each way: elements of the buffer, and their names in errors and in the log."""
+def ring(rank: int, world_size: int) -> Schedule:
+    """The 2(p-1) ring steps of ``rank``, with p chunks.
 
-    send: slice
-    receive: slice
-    reduce: bool
-    sent: str
-    received: str
-
-
-class RingAllReduce:
-    """Sums a flat tensor over the ranks of ``transport``, in place, the same bytes on every rank.
-
-    The buffer is cut into p chunks, a chunk into segments of at most ``segment_bytes``, and the segments
-    of all 2(p-1) ring steps form one stream. What arrives as segment i of the stream is sent on as
-    segment i + (segments of a chunk), so only the first chunk is ours to send unasked:
-
-    1. Post the first receives, and send the segments of the own chunk.
-    2. For each segment of the stream, in order: wait for it; in the reduce-scatter half add it to the own
-       values; send it on, if the stream goes on that far; post more receives. Those of the all-gather half go
-       straight to their place, so all of them are posted as soon as those of the reduce-scatter half are.
-    3. Wait for the sends.
-
-    A finished chunk is added up by one rank, whose bytes the others copy: hence the same on every rank.
+    Reduce-scatter, p-1 steps: chunk r travels from rank r around the ring, summed up on its way, and is finished on
+    rank r-1. All-gather, p-1 steps: the finished chunks travel around once more. What a rank receives at one step is
+    what it sends at the next: there is no other dependence.
     """
+    p = world_size
+    if p == 1:
+        return Schedule(chunks=1, operations=())
+    own = reduce_scatter(rank, range(p), [[chunk] for chunk in range(p)])
+    return Schedule(
+        chunks=p,
+        operations=(
+            *own,
+            Encode((rank + 1) % p),
+            *all_gather(rank, range(p), [[chunk] for chunk in range(p)], first_step=p - 1),
+        ),
+    )
 
-    def __init__(self, transport: Transport, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES):
-        self._transport = transport
-        self._segment_bytes = segment_bytes
-        self._scratch: list[Tensor] = []  # uint8, one for each receive that is posted ahead
-        self._streams: dict[tuple[int, int], tuple[list[_Segment], int]] = {}
 
-    def __call__(self, flat: Tensor) -> None:
-        transport = self._transport
-        right = (transport.rank + 1) % transport.world_size
-        left = (transport.rank - 1) % transport.world_size
-        stream, per_chunk = self._stream(flat)
-        receives: list[tuple[Pending, Tensor]] = []
-        sends: list[Pending] = []
+def reduce_scatter(
+    index: int, members: Sequence[int], groups: Sequence[Sequence[int]], first_step: int = 0
+) -> list[Operation]:
+    """Ring steps after which ``members[index]`` holds the sum of the chunks in ``groups[index + 1]``.
 
-        def post_receives(consumed: int) -> None:
-            until = consumed + SEGMENTS_AHEAD
-            for index in range(len(receives), until if until < len(stream) // 2 else len(stream)):
-                segment = stream[index]
-                place = flat[segment.receive]
-                if segment.reduce:
-                    place = self._scratch[index % SEGMENTS_AHEAD][: place.nbytes].view(flat.dtype)
-                receives.append((transport.receive(place, left, segment.received), place))
+    ``members`` are the ranks on the ring, ``groups`` the chunks that travel together, one group for each member.
+    """
+    p = len(members)
+    left, right = members[(index - 1) % p], members[(index + 1) % p]
+    operations: list[Operation] = []
+    for step in range(p - 1):
+        for chunk in groups[(index - step) % p]:
+            operations += [Encode(chunk), Send(chunk, right, first_step + step)]
+        for chunk in groups[(index - step - 1) % p]:
+            operations.append(Receive(chunk, left, first_step + step, reduce=True))
+    return operations
 
-        def send(index: int) -> None:
-            segment = stream[index]
-            sends.append(transport.send(flat[segment.send], right, segment.sent))
 
-        # 1. The first receives, and the own chunk.
-        post_receives(0)
-        for index in range(min(per_chunk, len(stream))):
-            send(index)
-        # 2. The stream.
-        for index, segment in enumerate(stream):
-            pending, place = receives[index]
-            pending.wait()
-            if segment.reduce:
-                flat[segment.receive].add_(place)
-            if index + per_chunk < len(stream):
-                send(index + per_chunk)
-            post_receives(index + 1)
-        # 3. The sends.
-        for pending in sends:
-            pending.wait()
+def all_gather(
+    index: int, members: Sequence[int], groups: Sequence[Sequence[int]], first_step: int = 0
+) -> list[Operation]:
+    """Ring steps that bring the chunks of ``groups[index + 1]``, which ``members[index]`` has, to all members."""
+    p = len(members)
+    left, right = members[(index - 1) % p], members[(index + 1) % p]
+    operations: list[Operation] = []
+    for step in range(p - 1):
+        operations += [Send(chunk, right, first_step + step) for chunk in groups[(index - step + 1) % p]]
+        operations += [Receive(chunk, left, first_step + step, reduce=False) for chunk in groups[(index - step) % p]]
+    return operations
 
-    def wire_bytes(self, flat: Tensor) -> int:
-        transport = self._transport
-        return ring_wire_bytes(transport.rank, transport.world_size, flat.numel(), flat.element_size())
 
-    def _stream(self, flat: Tensor) -> tuple[list[_Segment], int]:
-        """The stream of segments for buffers like ``flat``, and how many a chunk has.
+def ring_wire_bytes(rank: int, world_size: int, numel: int, element_size: int) -> int:
+    """Bytes that ``rank`` sends in a ring all-reduce of ``numel`` elements: about 2(p-1)/p of them."""
+    chunks = split(numel, world_size)
+    sizes = [(stop - start) * element_size for start, stop in chunks]
+    return sum(sizes[send.chunk] for send in ring(rank, world_size).sends)
 
-        Planned once: a run reduces buffers of a few sizes many thousand times.
-        """
-        key = (flat.numel(), flat.element_size())
-        if key not in self._streams:
-            self._streams[key] = self._plan(*key)
-        return self._streams[key]
 
-    def _plan(self, numel: int, element_size: int) -> tuple[list[_Segment], int]:
-        transport = self._transport
-        chunks = split(numel, transport.world_size)
-        largest = max(stop - start for start, stop in chunks)
-        nbytes = largest * element_size
-        per_chunk = max(1, -(-nbytes // self._segment_bytes), min(LEAST_SEGMENTS, nbytes // SMALLEST_SEGMENT))
-        segments = [
-            [slice(start + begin, start + end) for begin, end in split(stop - start, per_chunk)]
-            for start, stop in chunks
-        ]
-        stream = [
-            _Segment(
-                send=segments[step.send_chunk][j],
-                receive=segments[step.receive_chunk][j],
-                reduce=step.reduce,
-                sent=f"chunk {step.send_chunk} segment {j} at ring step {s}",
-                received=f"chunk {step.receive_chunk} segment {j} at ring step {s}",
-            )
-            for s, step in enumerate(ring_steps(transport.rank, transport.world_size))
-            for j in range(per_chunk)
-        ]
-        needed = element_size * max((part.stop - part.start for chunk in segments for part in chunk), default=0)
-        if stream and (not self._scratch or self._scratch[0].numel() < needed):
-            self._scratch = [torch.empty(needed, dtype=torch.uint8) for _ in range(SEGMENTS_AHEAD)]
-        return stream, per_chunk
+def gather_ring(rank: int, world_size: int) -> Schedule:
+    """The p-1 ring steps that give every rank all p chunks, of which rank r has chunk r."""
+    p = world_size
+    gathered = all_gather(rank, range(p), [[(member - 1) % p] for member in range(p)])
+    return Schedule(chunks=p, operations=(Encode(rank), *gathered) if p > 1 else ())

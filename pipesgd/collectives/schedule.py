@@ -1,4 +1,13 @@
-"""Who sends which chunk to whom at which ring step. Integers only: no tensors, no communication."""
+"""What one rank does in an all-reduce, in order. Integers only: no tensors, no communication.
+
+An algorithm is a function that gives each rank its ``Schedule``: the buffer is cut into chunks, and a rank encodes,
+sends and receives chunks. It must keep to this:
+
+- A chunk is encoded when it holds what is to be sent next, and sent as it was encoded or received last.
+- Two ranks name the messages between them in the same order.
+- A rank sends chunks to a peer in the order in which it receives them itself, those that it need not receive first.
+  So a message can go as soon as its segment has come, and order is kept nevertheless.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +23,50 @@ def split(numel: int, parts: int) -> list[tuple[int, int]]:
     return [(numel * i // parts, numel * (i + 1) // parts) for i in range(parts)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RingStep:
-    """What one rank does at one ring step: send a chunk to the right, receive another from the left."""
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Turn a chunk's values into bytes."""
 
-    send_chunk: int
-    receive_chunk: int
+    chunk: int
+    holders: int = 1
+    """Ranks that hold the same values, aligned to a multiple of this number, and encode them to the same bytes: the
+    error that is made once, they share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a chunk's bytes to ``peer``."""
+
+    chunk: int
+    peer: int
+    step: int
+    """For people: of the algorithm's steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Receive a chunk from ``peer``, and add it up or take it instead of one's own."""
+
+    chunk: int
+    peer: int
+    step: int
     reduce: bool
-    """Add what arrives to the own chunk (reduce-scatter), or put it in its place (all-gather)."""
 
 
-def ring_steps(rank: int, world_size: int) -> list[RingStep]:
-    """The 2(p-1) ring steps of ``rank`` in a ring all-reduce (Patarasuk & Yuan, 2009).
-
-    Reduce-scatter, p-1 steps: chunk r travels from rank r around the ring, summed up on its way, and is
-    finished on rank r-1. All-gather, p-1 steps: the finished chunks travel around once more. What a rank
-    receives at one step is what it sends at the next: there is no other dependence.
-    """
-    p = world_size
-    reduce_scatter = [
-        RingStep(send_chunk=(rank - s) % p, receive_chunk=(rank - s - 1) % p, reduce=True) for s in range(p - 1)
-    ]
-    all_gather = [
-        RingStep(send_chunk=(rank - s + 1) % p, receive_chunk=(rank - s) % p, reduce=False) for s in range(p - 1)
-    ]
-    return reduce_scatter + all_gather
+Operation = Encode | Send | Receive
 
 
-def ring_bytes_sent(rank: int, world_size: int, nbytes_of_chunk: list[int]) -> int:
-    """Bytes that ``rank`` sends in one ring all-reduce of chunks of these sizes: about 2(p-1)/p of all."""
-    return sum(nbytes_of_chunk[step.send_chunk] for step in ring_steps(rank, world_size))
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One rank's part in an all-reduce of ``chunks`` chunks."""
 
+    chunks: int
+    operations: tuple[Operation, ...]
 
-def ring_wire_bytes(rank: int, world_size: int, numel: int, element_size: int) -> int:
-    """Bytes that ``rank`` sends in one ring all-reduce of ``numel`` elements, cut into p chunks."""
-    chunks = split(numel, world_size)
-    return ring_bytes_sent(rank, world_size, [(stop - start) * element_size for start, stop in chunks])
+    @property
+    def sends(self) -> list[Send]:
+        return [operation for operation in self.operations if isinstance(operation, Send)]
+
+    @property
+    def receives(self) -> list[Receive]:
+        return [operation for operation in self.operations if isinstance(operation, Receive)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -46,19 +47,24 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """Transport over a process group of torch.distributed, of messages that bear ``tag``, used by no other thread.
+    """Transport over process groups of torch.distributed, of messages that bear ``tag``, used by no other thread.
+
+    Each group has connections of its own; the messages between two ranks take turns on them, in the same order at both
+    ends: one TCP stream may not fill a fast or a long link. The groups are of the same ranks.
 
     Two threads that issue operations in different orders on different ranks would mix up their messages, hence
     a group of its own (``communication_group``), or, where messages differ in kind, a tag of its own in one group:
     gloo keeps the tags of a connection apart, and lets any thread send and receive.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, tag: int = 0):
-        self.rank = group.rank()
-        self.world_size = group.size()
+    def __init__(self, groups: Sequence[dist.ProcessGroup], timeout: float, tag: int = 0):
+        self.rank = groups[0].rank()
+        self.world_size = groups[0].size()
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._group = group
+        self._groups = list(groups)
+        self._sends: Counter[int] = Counter()  # so far, to each rank
+        self._receives: Counter[int] = Counter()
         self._timeout = timeout
         self._tag = tag
         self._logging = log.isEnabledFor(logging.DEBUG)
@@ -68,14 +74,18 @@ class TorchTransport:
         self.bytes_sent += nbytes
         if self._logging:
             log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)
-        return self._begin(self._group.send, tensor, peer, f"send of {what}")
+        return self._begin(self._next(self._sends, peer).send, tensor, peer, f"send of {what}")
 
     def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
         nbytes = tensor.nbytes
         self.bytes_received += nbytes
         if self._logging:
             log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
-        return self._begin(self._group.recv, tensor, peer, f"receive of {what}")
+        return self._begin(self._next(self._receives, peer).recv, tensor, peer, f"receive of {what}")
+
+    def _next(self, messages: Counter[int], peer: int) -> dist.ProcessGroup:
+        messages[peer] += 1
+        return self._groups[messages[peer] % len(self._groups)]
 
     def _begin(
         self, begin: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, peer: int, operation: str

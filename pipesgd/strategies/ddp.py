@@ -18,11 +18,12 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from pipesgd.checks import check_above_zero, check_one_of
 from pipesgd.collectives.make import make_all_reduce
-from pipesgd.collectives.schedule import ring_wire_bytes
+from pipesgd.collectives.ring import ring_wire_bytes
 from pipesgd.collectives.transport import communication_group
 from pipesgd.collectives.worker import CommunicationThread
-from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT, ON_NONFINITE, check_above_zero, check_one_of
+from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT, ON_NONFINITE
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks, lost

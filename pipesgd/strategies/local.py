@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipesgd.config import ON_NONFINITE, check_one_of
+from pipesgd.checks import check_one_of
+from pipesgd.config import ON_NONFINITE
 from pipesgd.strategies.base import StepReport
 from pipesgd.strategies.replication import apply_gradients, trainable_parameters
 

@@ -32,9 +32,13 @@ def make_strategy(config: TrainConfig, model: nn.Module, optimizer: torch.optim.
         optimizer,
         width=pipeline.width,
         warmup_iterations=pipeline.warmup_iterations,
+        codec=config.compression,
         all_reduce=pipeline.all_reduce,
+        segment_bytes=pipeline.segment_bytes,
+        streams=pipeline.streams,
         on_nonfinite=run.on_nonfinite,
         timeout=run.timeout,
+        seed=config.optimization.seed,
         ranks=ranks,
     )
 

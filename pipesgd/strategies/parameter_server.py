@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from pipesgd import launch
+from pipesgd.checks import check_above_zero, check_one_of
 from pipesgd.collectives.base import AllReduce
 from pipesgd.collectives.make import make_all_reduce
 from pipesgd.collectives.transport import Pending, communication_group
 from pipesgd.collectives.worker import CLOSE_SECONDS, CommunicationThread
-from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, PipelineConfig, check_above_zero, check_one_of
+from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, PipelineConfig
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
 from pipesgd.gradients import FlatBuffer, all_finite, pack_gradients
 from pipesgd.strategies.base import Span, StepReport

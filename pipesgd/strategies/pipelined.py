@@ -14,18 +14,20 @@ from typing import Any
 import torch
 
 from pipesgd import launch
-from pipesgd.collectives.make import make_all_reduce
+from pipesgd.checks import check_above_zero, check_one_of
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.collectives.make import Connections
 from pipesgd.collectives.worker import CommunicationThread
 from pipesgd.config import (
     ALL_REDUCES,
     DEFAULT_SEGMENT_BYTES,
     DEFAULT_TIMEOUT,
     ON_NONFINITE,
-    check_above_zero,
-    check_one_of,
+    check_connections,
     check_width,
 )
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
+from pipesgd.exchanges.make import make_exchange
 from pipesgd.gradients import FlatBuffer, all_finite, assign_gradients, pack_gradients, take_mean
 from pipesgd.strategies.base import Span, StepReport
 from pipesgd.strategies.replication import (
@@ -71,10 +73,13 @@ class Pipelined:
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
-        all_reduce: "ring" (ours, CPU) or "native" (torch's own).
+        codec: what travels: a name, or ``CodecOptions`` for more than its defaults.
+        all_reduce: the algorithm, by its name on the command line; "native" is torch's own.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
         timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native).
-        segment_bytes: largest message of the ring.
+        segment_bytes: largest message; native cuts as torch does.
+        streams: connections to each rank, on which messages take turns.
+        seed: of the random numbers of stochastic rounding.
         ranks: the ranks to work with; by default those of torch's process group, which is started from
             torchrun's variables where there is none yet.
 
@@ -97,14 +102,20 @@ class Pipelined:
         *,
         width: int = 2,
         warmup_iterations: int = 0,
+        codec: str | CodecOptions = "fp32",
         all_reduce: str = "ring",
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        streams: int = 1,
+        seed: int = 0,
         ranks: launch.Ranks | None = None,
     ):
         check_width(width, warmup_iterations)
         check_one_of("all_reduce", all_reduce, ALL_REDUCES)
+        check_connections(all_reduce, segment_bytes, streams)
+        options = CodecOptions(codec=codec) if isinstance(codec, str) else codec
+        options.check_all_reduce(all_reduce)
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_above_zero("timeout", timeout)
         self._parameters = trainable_parameters(optimizer)
@@ -124,7 +135,11 @@ class Pipelined:
         """Gradient copies made so far: at most ``width``."""
         self._ranks = ranks or launch.current(timeout)
         self._thread = CommunicationThread(device)
-        self._all_reduce = make_all_reduce(all_reduce, self._ranks, timeout=timeout, segment_bytes=segment_bytes)
+        connections = Connections(
+            all_reduce, self._ranks, timeout=timeout, segment_bytes=segment_bytes, streams=streams
+        )
+        self._exact = connections.all_reduce()
+        self._exchange = make_exchange(options, connections, device=device.type, seed=seed)
         share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_over_ranks)
 
     def step(self) -> StepReport:
@@ -145,7 +160,7 @@ class Pipelined:
         # 3. and 4. Wait and apply.
         width = self.width if self.iteration > self.warmup_iterations else 1
         report = self._apply_until(width - 1)
-        wire_bytes = sum(self._all_reduce.wire_bytes(flat) for flat in buffer.flats)
+        wire_bytes = self._exchange.wire_bytes(buffer)
         return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
@@ -162,19 +177,18 @@ class Pipelined:
         average_buffers(self.module, self._ranks.world_size, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The gradients in flight, averaged: waits for them, applies none, and copies them."""
-        return {
-            "iteration": self.iteration,
-            "in_flight": [
-                {
-                    "iteration": gradient.iteration,
-                    "lrs": list(gradient.lrs),
-                    "finite": gradient.reduction.result()[0],
-                    "flats": [flat.clone() for flat in gradient.buffer.flats],
-                }
-                for gradient in self._in_flight
-            ],
-        }
+        """The gradients in flight, averaged, and what the codec owes: waits for them, applies none, and copies them."""
+        in_flight = [
+            {
+                "iteration": gradient.iteration,
+                "lrs": list(gradient.lrs),
+                "finite": gradient.reduction.result()[0],
+                "flats": [flat.clone() for flat in gradient.buffer.flats],
+            }
+            for gradient in self._in_flight
+        ]
+        # Only now the communication thread rests, and the exchange with it.
+        return {"iteration": self.iteration, "in_flight": in_flight, "exchange": self._exchange.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; what is in flight here is dropped."""
@@ -183,6 +197,7 @@ class Pipelined:
             dropped.reduction.result()
             self._pool.append(dropped.buffer)
         self.iteration = state["iteration"]
+        self._exchange.load_state_dict(state["exchange"])
         for entry in state["in_flight"]:
             buffer = self._take_buffer()
             for flat, saved in zip(buffer.flats, entry["flats"], strict=True):
@@ -211,7 +226,7 @@ class Pipelined:
                 torch.cuda.current_stream().wait_event(packed)
             start = time.perf_counter()
             try:
-                sum_buffer(buffer, self._all_reduce)
+                self._exchange.sum(buffer)
             except CommunicationError as failure:
                 failure.iteration = iteration
                 raise
@@ -257,4 +272,4 @@ class Pipelined:
             parameter.grad = None
 
     def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
-        self._thread.submit(lambda: sum_buffer(buffer, self._all_reduce)).result()
+        self._thread.submit(lambda: sum_buffer(buffer, self._exact)).result()

@@ -45,11 +45,11 @@ class Links:
     """
 
     def __init__(self, group: Group, timeout: float, *, requests: float | None = None, replies: float | None = None):
-        self.requests = TorchTransport(group, requests or timeout, tag=1)
-        self.gradients = TorchTransport(group, timeout, tag=2)
-        self.replies = TorchTransport(group, replies or timeout, tag=3)
-        self.weights = TorchTransport(group, timeout, tag=4)
-        self.states = TorchTransport(group, timeout, tag=5)
+        self.requests = TorchTransport([group], requests or timeout, tag=1)
+        self.gradients = TorchTransport([group], timeout, tag=2)
+        self.replies = TorchTransport([group], replies or timeout, tag=3)
+        self.weights = TorchTransport([group], timeout, tag=4)
+        self.states = TorchTransport([group], timeout, tag=5)
 
     @property
     def bytes_sent(self) -> int:

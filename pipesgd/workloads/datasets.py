@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pipesgd.config import DATASETS, check_one_of
+from pipesgd.checks import check_one_of
+from pipesgd.config import DATASETS
 from pipesgd.errors import DatasetError
 from pipesgd.workloads.binary_files import read_cifar100, read_labelled_idx
 from pipesgd.workloads.image_folder import ImageFolder, class_names

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipesgd.config import MODELS, check_one_of
+from pipesgd.checks import check_one_of
+from pipesgd.config import MODELS
 from pipesgd.errors import UserInputError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesgd.collectives.schedule import ring_bytes_sent, ring_steps
+from pipesgd.collectives.ring import ring, ring_wire_bytes
 from timing_model import LinkParams, pipelined_iteration_time, ring_all_reduce_bytes, ring_all_reduce_time
 
 SECONDS = st.floats(0, 1e3)
@@ -17,7 +17,7 @@ SECONDS = st.floats(0, 1e3)
 @given(world_size=st.integers(1, 64), chunk=st.integers(0, 10**6))
 def test_the_bytes_are_those_that_the_ring_sends(world_size: int, chunk: int) -> None:
     for rank in range(world_size):
-        sent = ring_bytes_sent(rank, world_size, [chunk] * world_size)
+        sent = ring_wire_bytes(rank, world_size, chunk * world_size, 1)
         assert sent == pytest.approx(ring_all_reduce_bytes(chunk * world_size, world_size), rel=1e-12)
 
 
@@ -26,7 +26,8 @@ def test_the_time_is_that_of_the_rings_own_schedule(
     alpha: float, beta: float, gamma: float, sync: float, world_size: int, chunk: int
 ) -> None:
     link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=sync)
-    steps = [alpha + chunk * beta + (chunk * gamma if step.reduce else 0.0) for step in ring_steps(0, world_size)]
+    receives = ring(0, world_size).receives
+    steps = [alpha + chunk * beta + (chunk * gamma if receive.reduce else 0.0) for receive in receives]
     assert ring_all_reduce_time(link, chunk * world_size, world_size) == pytest.approx(sum(steps) + sync, rel=1e-9)
 
 

@@ -1,0 +1,40 @@
+"""What must hold of an option's value, and the one line that says so."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+
+from pipesgd.errors import UserInputError
+
+
+def check_at_least(name: str, value: float, least: float) -> None:
+    """Raise ``UserInputError`` unless ``value`` is a finite number of at least ``least``."""
+    if not math.isfinite(value) or value < least:
+        raise UserInputError(f"{name} must be at least {least:g}; got {value}")
+
+
+def check_above_zero(name: str, value: float) -> None:
+    """Raise ``UserInputError`` unless ``value`` is a finite number above zero."""
+    if not math.isfinite(value) or value <= 0:
+        raise UserInputError(f"{name} must be above 0; got {value}")
+
+
+def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ``UserInputError`` naming the nearest choice unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise UserInputError(f"{name} must be {one_of(choices)}; got {value!r}{did_you_mean(value, choices)}")
+
+
+def one_of(choices: Sequence[str]) -> str:
+    """``choices`` as words: "fp32", "ring or native", "one of a, b, c"."""
+    if len(choices) <= 2:
+        return " or ".join(choices)
+    return "one of " + ", ".join(choices)
+
+
+def did_you_mean(value: str, choices: Sequence[str]) -> str:
+    """A clause that names the choice nearest to ``value``, empty if none is near."""
+    near = difflib.get_close_matches(value, choices, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

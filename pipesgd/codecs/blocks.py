@@ -1,0 +1,133 @@
+"""Linear codecs: whole numbers of a few bits times a scale for each block of values."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+from torch import Tensor
+
+from pipesgd.codecs.kernels import kernels_for
+from pipesgd.codecs.kernels.kinds import ABSMAX, CLIPPED, NORM
+
+CLIP_STOCHASTIC = 2.5
+"""Root mean squares at which TernGrad clips (section 3.3 of its paper)."""
+CLIP_NEAREST = 1.224
+"""With rounding to nearest, the levels of -1, 0, 1 that leave the least squared error of normal values (Max, 1960)."""
+TINY = 2.0**-100
+"""A block whose largest magnitude is below this is sent as zeros."""
+
+
+class _Linear:
+    """Whole numbers in [-levels, levels], of 8, 4 or 2 bits, times a scale for each block of values.
+
+    A message is the scales (float32), then each block's payload in whole bytes. With 4 or 2 bits, byte j of a block
+    holds value j and, above it, values j + h, j + 2h, ..., h being the block's bytes: so loops over them vectorize.
+
+    Rounding is to the nearest level, ties to even, or stochastic: up or down with probabilities that make it unbiased,
+    but for the resolution of the random numbers: 24, 16 or 8 bits for each value of 8, 4 or 2 bits. Levels are apart by
+    the scale: the error of a value is at most half of it, and below it with stochastic rounding, plus what is clipped.
+    """
+
+    name: str
+    in_place = False
+    _rule: int
+
+    def __init__(self, *, bits: int, levels: int, block: int, stochastic: bool, clip: float = 0.0, device: str = "cpu"):
+        self.block = block
+        self.unbiased = stochastic
+        self._bits = bits
+        self._kernels: ModuleType = kernels_for(device)
+        self._encoding = {
+            "bits": bits,
+            "block": block,
+            "levels": levels,
+            "rule": self._rule,
+            "clip": clip,
+            "stochastic": stochastic,
+        }
+        self._decoding = {"bits": bits, "block": block}
+
+    def wire_bytes(self, numel: int) -> int:
+        blocks, rest = divmod(numel, self.block)
+        payload = blocks * math.ceil(self.block * self._bits / 8) + math.ceil(rest * self._bits / 8)
+        return 4 * (blocks + (rest > 0)) + payload
+
+    def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
+        self._kernels.encode_linear(None, values, residual, wire, key=key, **self._encoding)
+
+    def decode(self, wire: Tensor, values: Tensor) -> None:
+        self._kernels.decode_linear(wire, values, add=False, **self._decoding)
+
+    def decode_add(self, wire: Tensor, values: Tensor) -> None:
+        self._kernels.decode_linear(wire, values, add=True, **self._decoding)
+
+    def decode_add_encode(
+        self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
+    ) -> None:
+        self._kernels.encode_linear(received, values, residual, wire, key=key, **self._encoding)
+
+
+class Int8(_Linear):
+    """Eight bits a value, -127 to 127 times largest magnitude / 127: Pipe-SGD's quantization (Li et al., 2018, "Q").
+
+    8 + 32 / block bits a value. The scale is a block's, not the tensor's, whose range a few outliers would set. The
+    error of a value is at most 1/254 of the largest magnitude of its block; 1/127, and unbiased, with stochastic
+    rounding.
+    """
+
+    name = "int8"
+    _rule = ABSMAX
+
+    def __init__(self, *, block: int = 1024, stochastic: bool = False, device: str = "cpu"):
+        super().__init__(bits=8, levels=127, block=block, stochastic=stochastic, device=device)
+
+
+class Int4(_Linear):
+    """Four bits a value, -7 to 7 times the largest magnitude / 7, a scale for each block (Dettmers, ICLR 2016).
+
+    4 + 32 / block bits a value. The error of a value is at most 1/14 of the largest magnitude of its block; 1/7, and
+    unbiased, with stochastic rounding.
+    """
+
+    name = "int4"
+    _rule = ABSMAX
+
+    def __init__(self, *, block: int = 256, stochastic: bool = False, device: str = "cpu"):
+        super().__init__(bits=4, levels=7, block=block, stochastic=stochastic, device=device)
+
+
+class Ternary(_Linear):
+    """-1, 0 or 1 times a scale: TernGrad (Wen et al., NeurIPS 2017, equations 1 to 3 and section 3.3).
+
+    2 + 32 / block bits a value. The scale is the largest magnitude, clipped at 2.5 root mean squares of the block. With
+    stochastic rounding as in the paper it is unbiased but for what is clipped, and the error of a value is at most the
+    scale. With rounding to nearest, for use with error feedback, it is clipped at 1.224, where the squared error is
+    least, and the error is at most half of the scale, or what is clipped.
+
+    The paper shares one scale among the workers so that a server can add up their whole numbers. Here every hop
+    decodes and encodes anew, and all ranks decode the owner's bytes: they share its scale.
+    """
+
+    name = "ternary"
+    _rule = CLIPPED
+
+    def __init__(self, *, block: int = 1024, stochastic: bool = True, device: str = "cpu"):
+        clip = CLIP_STOCHASTIC if stochastic else CLIP_NEAREST
+        super().__init__(bits=2, levels=1, block=block, stochastic=stochastic, clip=clip, device=device)
+
+
+class Qsgd(_Linear):
+    """0 to s times the block's Euclidean norm / s, with a sign: QSGD (Alistarh et al., NeurIPS 2017, section 3.1).
+
+    8, 4 or 2 bits a value for s up to 127, 7 and 1, plus 32 / block. The paper's codes of varying length would save
+    more, and cost a pass that does not vectorize. Unbiased with stochastic rounding, as in the paper. The error of a
+    value is at most norm / s; half of it with rounding to nearest.
+    """
+
+    name = "qsgd"
+    _rule = NORM
+
+    def __init__(self, *, levels: int = 7, block: int = 512, stochastic: bool = True, device: str = "cpu"):
+        bits = 2 if levels == 1 else 4 if levels <= 7 else 8
+        super().__init__(bits=bits, levels=levels, block=block, stochastic=stochastic, device=device)

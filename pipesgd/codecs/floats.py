@@ -1,0 +1,99 @@
+"""Codecs that send floats: as they are, or in sixteen bits."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from pipesgd.codecs.kernels import kernels_for
+from pipesgd.codecs.kernels.kinds import BF16, FP16, TRUNCATE16
+
+
+class Uncompressed:
+    """The values as they are, of any dtype, 32 bits for float32. Exact."""
+
+    name = "fp32"
+    block = 1
+    unbiased = True
+    in_place = True
+
+    def wire_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
+        pass  # values and wire are the same memory
+
+    def decode(self, wire: Tensor, values: Tensor) -> None:
+        pass
+
+    def decode_add(self, wire: Tensor, values: Tensor) -> None:
+        values.add_(wire.view(values.dtype))
+
+    def decode_add_encode(
+        self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
+    ) -> None:
+        self.decode_add(received, values)
+
+
+class _Sixteen:
+    """What the codecs of sixteen bits share."""
+
+    name: str
+    block = 32  # messages begin at whole cache lines
+    unbiased = False
+    in_place = False
+    _kind: int
+
+    def __init__(self, device: str = "cpu"):
+        self._kernels: ModuleType = kernels_for(device)
+
+    def wire_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
+        self._kernels.encode_16(None, values, residual, wire, kind=self._kind)
+
+    def decode(self, wire: Tensor, values: Tensor) -> None:
+        self._kernels.decode_16(wire, values, kind=self._kind, add=False)
+
+    def decode_add(self, wire: Tensor, values: Tensor) -> None:
+        self._kernels.decode_16(wire, values, kind=self._kind, add=True)
+
+    def decode_add_encode(
+        self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
+    ) -> None:
+        self._kernels.encode_16(received, values, residual, wire, kind=self._kind)
+
+
+class Truncate16(_Sixteen):
+    """The upper half of the float32 word: Pipe-SGD's truncation (Li et al., NeurIPS 2018, "T").
+
+    16 bits a value. Biased toward zero. The error of a value x is below 2**-7 |x| (2**-133 for denormals): a sum
+    that is re-encoded at every hop shrinks with the number of ranks; ``Bf16`` does not do that.
+    """
+
+    name = "truncate16"
+    _kind = TRUNCATE16
+
+
+class Bf16(_Sixteen):
+    """bfloat16, rounded to nearest, ties to even (Kalamkar et al., 2019, "A Study of BFLOAT16").
+
+    16 bits a value. Rounding to nearest is deterministic, hence biased for a given value, but not toward zero. The
+    error of a value x is at most 2**-8 |x| (2**-134 for denormals). Values that round beyond 3.39e38 become infinite.
+    """
+
+    name = "bf16"
+    _kind = BF16
+
+
+class Fp16(_Sixteen):
+    """IEEE half precision, rounded to nearest, ties to even (IEEE 754-2008; Micikevicius et al., ICLR 2018).
+
+    16 bits a value. Deterministic, hence biased for a given value. The error of a value x is at most 2**-11 |x|, and
+    at most 2**-25 for |x| below 2**-14. Sums of 65520 and more become infinite.
+    """
+
+    name = "fp16"
+    _kind = FP16

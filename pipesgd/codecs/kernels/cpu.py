@@ -1,0 +1,494 @@
+"""Codec loops on the CPU: compiled by numba, kept on disk between runs, and run without Python's lock.
+
+Each loop passes over a block of values that stays in the first-level cache several times rather than once in a
+complicated way, so that LLVM turns every pass into vector instructions. What that takes: the largest magnitude is
+searched among the bits of the floats as integers (which also finds NaN and infinity, the largest of all), a value is
+rounded by adding 1.5 * 2**23 to it, and sums that choose a scale are sums of integers, so that the order of the
+additions, which differs between machines, changes no byte.
+
+An array of size 0 stands for "none". ``kernels/cuda.py`` has the same functions and makes the same bytes.
+
+``encode_*`` take, all contiguous: the bytes ``received`` (or None), which are decoded and added to ``values`` (float32)
+first; ``residual`` (float32, or None), which is added too; and ``wire``, the bytes to make. Values are overwritten. The
+residual is afterwards what the bytes do not say; nothing is kept of a block with a NaN or an infinity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from pipesgd.codecs.kernels.kinds import ABSMAX, BF16, FP16, NORM
+
+# Scalars of fixed width: numba would compute in 64 bits.
+_F, _I, _U = np.float32, np.int32, np.uint32
+
+_ROUNDER, _ROUNDER_BITS = _F(12582912.0), _I(0x4B400000)
+_MAGNITUDE, _INFINITY = _I(0x7FFFFFFF), _I(0x7F800000)
+_TINY = _F(2.0**-100)
+_FINE = _F(1023.0)
+"""Steps in which the magnitudes of a block are counted where a scale needs their sum."""
+
+
+@intrinsic
+def _bits(context: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def _float(context: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def _to_half(context: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), generate
+
+
+@intrinsic
+def _from_half(context: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), generate
+
+
+def _kernel(function: Any) -> Any:
+    return njit(nogil=True, cache=True, error_model="numpy")(function)
+
+
+# --- Passes over one block -------------------------------------------------------------------------------------------
+
+
+@_kernel
+def _largest(v):
+    """Bits of the largest magnitude; at least those of infinity if a value is not finite."""
+    largest = _I(0)
+    for i in range(v.size):
+        largest = max(largest, _bits(v[i]) & _MAGNITUDE)
+    return largest
+
+
+@_kernel
+def _add_to(e, v):
+    for i in range(v.size):
+        e[i] += v[i]
+
+
+@_kernel
+def _sum_of_squares(v, inverse):
+    """Of the magnitudes in whole steps, of which the largest has 1023."""
+    total = np.int64(0)
+    for begin in range(0, v.size, 1024):  # whose squares add up to less than 2**31
+        part = v[begin : min(begin + 1024, v.size)]
+        squares = _I(0)
+        for i in range(part.size):
+            steps = _I(_bits(abs(part[i]) * inverse + _ROUNDER) - _ROUNDER_BITS)
+            squares = _I(squares + _I(steps * steps))
+        total += squares
+    return total
+
+
+@_kernel
+def _hash(x):
+    """32 bits that look random, by the finalizer "lowbias32": the same wherever they are computed."""
+    x = _U(_U(x ^ (x >> _U(16))) * _U(0x7FEB352D))
+    x = _U(_U(x ^ (x >> _U(15))) * _U(0x846CA68B))
+    return _U(x ^ (x >> _U(16)))
+
+
+@njit(inline="always")
+def _quantize_plane(p, inverse, levels, u, bits, shift, simple, stochastic, key):
+    mask = _I((1 << bits) - 1)
+    if simple:
+        for i in range(p.size):
+            q = _I(_bits(p[i] * inverse + _ROUNDER) & mask)
+            u[i] = np.uint8(q) if shift == 0 else np.uint8(u[i] | np.uint8(q << shift))
+    elif not stochastic:
+        for i in range(p.size):
+            q = _I(_bits(p[i] * inverse + _ROUNDER) - _ROUNDER_BITS)
+            q = min(max(q, _I(-levels)), levels) & mask
+            u[i] = np.uint8(q) if shift == 0 else np.uint8(u[i] | np.uint8(q << shift))
+    else:
+        for i in range(p.size):
+            # A byte's 32 random bits are shared out among its values; in [-1/2, 1/2).
+            noise = _F(_I(_hash(_U(key + _U(i))) << _U(4 * shift)) >> _I(32 - 4 * bits)) * _F(2.0 ** (-4 * bits))
+            q = _I(_bits(p[i] * inverse + noise + _ROUNDER) - _ROUNDER_BITS)
+            q = min(max(q, _I(-levels)), levels) & mask
+            u[i] = np.uint8(q) if shift == 0 else np.uint8(u[i] | np.uint8(q << shift))
+
+
+@njit(inline="always")
+def _quantize(v, inverse, levels, w, bits, simple, stochastic, key):
+    """Whole numbers in [-levels, levels], two's complement, value j of a plane in byte j: 8 / bits planes to a block.
+
+    ``simple`` says that rounding to nearest cannot leave the range.
+    """
+    h = w.size
+    _quantize_plane(v[:h], inverse, levels, w, bits, 0, simple, stochastic, key)
+    if bits <= 4:
+        _quantize_plane(v[h : 2 * h], inverse, levels, w, bits, bits, simple, stochastic, key)
+    if bits == 2:
+        _quantize_plane(v[2 * h : 3 * h], inverse, levels, w, bits, 4, simple, stochastic, key)
+        _quantize_plane(v[3 * h :], inverse, levels, w, bits, 6, simple, stochastic, key)
+
+
+@njit(inline="always")
+def _dequantize_plane(u, p, scale, up, left, sign):
+    if sign == 0:
+        for i in range(p.size):
+            p[i] = scale * _F(_I(_I(u[i]) << _I(up)) >> _I(left))
+    elif sign > 0:
+        for i in range(p.size):
+            p[i] += scale * _F(_I(_I(u[i]) << _I(up)) >> _I(left))
+    else:
+        for i in range(p.size):
+            p[i] -= scale * _F(_I(_I(u[i]) << _I(up)) >> _I(left))
+
+
+@njit(inline="always")
+def _dequantize(w, v, scale, bits, sign):
+    """``v`` becomes the values (sign 0), gets them added (1), or taken away (-1)."""
+    h = w.size
+    _dequantize_plane(w, v[:h], scale, 32 - bits, 32 - bits, sign)
+    if bits <= 4:
+        _dequantize_plane(w, v[h : 2 * h], scale, 32 - 2 * bits, 32 - bits, sign)
+    if bits == 2:
+        _dequantize_plane(w, v[2 * h : 3 * h], scale, 26, 30, sign)
+        _dequantize_plane(w, v[3 * h :], scale, 24, 30, sign)
+
+
+@_kernel
+def _range(v, largest, rule, clip):
+    """The magnitude that gets the highest level; 0 for a block of (almost) nothing, NaN for one that is not finite."""
+    if largest >= _INFINITY:
+        return _F(np.nan)
+    a = _float(largest)
+    if a < _TINY:
+        return _F(0.0)
+    if rule == ABSMAX:
+        return a
+    total = _F(_sum_of_squares(v, _FINE / a))
+    if rule == NORM:
+        return np.sqrt(total) * (a / _FINE)
+    return min(a, clip * np.sqrt(total / _F(v.size)) * (a / _FINE))
+
+
+# --- Linear codecs: whole numbers times a scale for each block --------------------------------------------------------
+
+
+@njit(inline="always")
+def _encode_linear(received, values, residual, wire, block, bits, levels, rule, clip, stochastic, key):
+    n = values.size
+    blocks = (n + block - 1) // block
+    in_a_byte = 8 // bits
+    nbytes = (block + in_a_byte - 1) // in_a_byte
+    scales = wire[: 4 * blocks].view(np.float32)
+    received_scales = received[: min(received.size, 4 * blocks)].view(np.float32)
+    simple = rule == ABSMAX and not stochastic
+    for b in range(blocks):
+        begin = b * block
+        v = values[begin : min(n, begin + block)]
+        at = 4 * blocks + b * nbytes
+        to = at + (v.size + in_a_byte - 1) // in_a_byte
+        w = wire[at:to]
+        if received.size > 0:
+            _dequantize(received[at:to], v, received_scales[b], bits, 1)
+        if residual.size > 0:
+            e = residual[begin : begin + v.size]
+            _add_to(e, v)
+            v = e
+        top = _range(v, _largest(v), rule, clip)
+        scales[b] = top / _F(levels)
+        if top > _F(0.0):
+            _quantize(v, _F(levels) / top, _I(levels), w, bits, simple, stochastic, _U(key + _U(begin)))
+            if residual.size > 0:
+                _dequantize(w, v, scales[b], bits, -1)
+        else:  # nothing there, or not finite: there is nothing to give back
+            w[:] = np.uint8(0)
+            if residual.size > 0 and top != _F(0.0):
+                v[:] = _F(0.0)
+
+
+@njit(inline="always")
+def _decode_linear(wire, values, block, bits, add):
+    n = values.size
+    blocks = (n + block - 1) // block
+    in_a_byte = 8 // bits
+    nbytes = (block + in_a_byte - 1) // in_a_byte
+    scales = wire[: 4 * blocks].view(np.float32)
+    for b in range(blocks):
+        v = values[b * block : min(n, b * block + block)]
+        at = 4 * blocks + b * nbytes
+        _dequantize(wire[at : at + (v.size + in_a_byte - 1) // in_a_byte], v, scales[b], bits, add)
+
+
+# A function for each number of bits, which LLVM then knows.
+
+
+@_kernel
+def _encode_8(received, values, residual, wire, block, levels, rule, clip, stochastic, key):
+    _encode_linear(received, values, residual, wire, block, 8, levels, rule, clip, stochastic, key)
+
+
+@_kernel
+def _encode_4(received, values, residual, wire, block, levels, rule, clip, stochastic, key):
+    _encode_linear(received, values, residual, wire, block, 4, levels, rule, clip, stochastic, key)
+
+
+@_kernel
+def _encode_2(received, values, residual, wire, block, levels, rule, clip, stochastic, key):
+    _encode_linear(received, values, residual, wire, block, 2, levels, rule, clip, stochastic, key)
+
+
+@_kernel
+def _decode_8(wire, values, block, add):
+    _decode_linear(wire, values, block, 8, add)
+
+
+@_kernel
+def _decode_4(wire, values, block, add):
+    _decode_linear(wire, values, block, 4, add)
+
+
+@_kernel
+def _decode_2(wire, values, block, add):
+    _decode_linear(wire, values, block, 2, add)
+
+
+_ENCODE_LINEAR = {8: _encode_8, 4: _encode_4, 2: _encode_2}
+_DECODE_LINEAR = {8: _decode_8, 4: _decode_4, 2: _decode_2}
+
+
+# --- Sixteen-bit floats ----------------------------------------------------------------------------------------------
+
+_IN_CACHE = 1024
+"""Values that are treated together where a codec has no blocks."""
+
+
+@_kernel
+def _encode_16(received, values, residual, wire, kind):
+    words, received_words = wire.view(np.int16), received.view(np.int16)
+    for begin in range(0, values.size, _IN_CACHE):
+        v = values[begin : begin + _IN_CACHE]
+        w = words[begin : begin + _IN_CACHE]
+        if received.size > 0:
+            _decode_words(received_words[begin : begin + _IN_CACHE], v, kind, 1)
+        if residual.size > 0:
+            e = residual[begin : begin + _IN_CACHE]
+            _add_to(e, v)
+            v = e
+        if kind == FP16:
+            for i in range(v.size):
+                w[i] = _to_half(v[i])
+        else:
+            for i in range(v.size):
+                word = _bits(v[i])
+                nan = _I(_I(_INFINITY - _I(word & _MAGNITUDE)) >> _I(31))  # all ones for NaN, which must stay one
+                if kind == BF16:
+                    word = _I(word + _I(_I(_I(0x7FFF) + _I(_I(word >> _I(16)) & _I(1))) & ~nan))
+                w[i] = np.int16(_I(_I(word >> _I(16)) | _I(nan & _I(0x40))))
+        if residual.size > 0:
+            _decode_words(w, v, kind, -1)
+            if _largest(v) >= _INFINITY:
+                for i in range(v.size):
+                    v[i] = v[i] if abs(v[i]) < np.inf else _F(0.0)
+
+
+@_kernel
+def _decode_words(w, v, kind, sign):
+    """``v`` becomes the values (sign 0), gets them added (1), or taken away (-1)."""
+    if kind == FP16:
+        if sign == 0:
+            for i in range(v.size):
+                v[i] = _from_half(w[i])
+        elif sign > 0:
+            for i in range(v.size):
+                v[i] += _from_half(w[i])
+        else:
+            for i in range(v.size):
+                v[i] -= _from_half(w[i])
+    elif sign == 0:
+        for i in range(v.size):
+            v[i] = _float(_I(_I(w[i]) << _I(16)))
+    elif sign > 0:
+        for i in range(v.size):
+            v[i] += _float(_I(_I(w[i]) << _I(16)))
+    else:
+        for i in range(v.size):
+            v[i] -= _float(_I(_I(w[i]) << _I(16)))
+
+
+# --- Signs, with the mean of the positive and of the negative values of each block ------------------------------------
+
+_FINER = _F(4095.0)
+"""Steps in which magnitudes are counted for a mean."""
+
+
+@_kernel
+def _encode_1(received, values, residual, wire, block):
+    n = values.size
+    blocks = (n + block - 1) // block
+    nbytes = (block + 7) // 8
+    means = wire[: 8 * blocks].view(np.float32)
+    received_means = received[: min(received.size, 8 * blocks)].view(np.float32)
+    for b in range(blocks):
+        v = values[b * block : min(n, b * block + block)]
+        at = 8 * blocks + b * nbytes
+        w = wire[at : at + (v.size + 7) // 8]
+        if received.size > 0:
+            u = received[at : at + (v.size + 7) // 8]
+            _add_signs(u, v, received_means[2 * b], received_means[2 * b + 1], _F(1.0))
+        if residual.size > 0:
+            e = residual[b * block : b * block + v.size]
+            _add_to(e, v)
+            v = e
+        largest = _largest(v)
+        unit = _F(0.0)
+        if largest >= _INFINITY:
+            unit = _F(np.nan)
+        elif _float(largest) >= _TINY:
+            unit = _float(largest) / _FINER
+        if unit > _F(0.0):
+            positive, negative = _mean_steps(v, _FINER / _float(largest))
+        else:
+            positive, negative = _F(1.0), _F(1.0)
+        means[2 * b], means[2 * b + 1] = unit * positive, -(unit * negative)
+        _pack_signs(v, w)
+        if residual.size > 0:
+            if largest >= _INFINITY:
+                v[:] = _F(0.0)
+            else:
+                _add_signs(w, v, means[2 * b], means[2 * b + 1], _F(-1.0))
+
+
+@_kernel
+def _mean_steps(v, inverse):
+    """Mean magnitude, in steps, of the values that are not negative, and of the negative ones."""
+    sums, negative_sums, negatives = np.int64(0), np.int64(0), np.int64(0)
+    for begin in range(0, v.size, 65536):  # whose steps add up to less than 2**31
+        part = v[begin : min(begin + 65536, v.size)]
+        of_all, of_negatives, count = _I(0), _I(0), _I(0)
+        for i in range(part.size):
+            steps = _I(_bits(abs(part[i]) * inverse + _ROUNDER) - _ROUNDER_BITS)
+            sign = _I(_bits(part[i]) >> _I(31))  # all ones for negative values
+            of_all = _I(of_all + steps)
+            of_negatives = _I(of_negatives + _I(steps & sign))
+            count = _I(count - sign)
+        sums += of_all
+        negative_sums += of_negatives
+        negatives += count
+    positive = _F(sums - negative_sums) / _F(max(v.size - negatives, 1))
+    return positive, _F(negative_sums) / _F(max(negatives, 1))
+
+
+@_kernel
+def _pack_signs(v, w):
+    h = w.size
+    for shift in range(8):
+        plane = v[min(shift * h, v.size) : min(shift * h + h, v.size)]
+        u = w[: plane.size]
+        if shift == 0:
+            w[:] = np.uint8(0)
+        for i in range(plane.size):
+            u[i] |= np.uint8(_U(_U(_bits(plane[i])) >> _U(31)) << _U(shift))
+
+
+@_kernel
+def _add_signs(w, v, positive, negative, factor):
+    """``v`` plus ``factor`` times the values; only the values for factor 0."""
+    h = w.size
+    for shift in range(8):
+        plane = v[min(shift * h, v.size) : min(shift * h + h, v.size)]
+        u = w[: plane.size]
+        if factor == _F(0.0):
+            for i in range(plane.size):
+                plane[i] = negative if (u[i] >> np.uint8(shift)) & np.uint8(1) else positive
+        else:
+            for i in range(plane.size):
+                plane[i] += factor * (negative if (u[i] >> np.uint8(shift)) & np.uint8(1) else positive)
+
+
+@_kernel
+def _decode_1(wire, values, block, factor):
+    n = values.size
+    blocks = (n + block - 1) // block
+    nbytes = (block + 7) // 8
+    means = wire[: 8 * blocks].view(np.float32)
+    for b in range(blocks):
+        v = values[b * block : min(n, b * block + block)]
+        at = 8 * blocks + b * nbytes
+        _add_signs(wire[at : at + (v.size + 7) // 8], v, means[2 * b], means[2 * b + 1], factor)
+
+
+# --- What codecs call: tensors in, tensors out ------------------------------------------------------------------------
+
+_NO_BYTES, _NO_VALUES = np.empty(0, np.uint8), np.empty(0, np.float32)
+
+
+def _bytes_of(wire: Tensor | None) -> Any:
+    return _NO_BYTES if wire is None else wire.numpy()
+
+
+def _values_of(residual: Tensor | None) -> Any:
+    return _NO_VALUES if residual is None else residual.numpy()
+
+
+def encode_linear(
+    received: Tensor | None,
+    values: Tensor,
+    residual: Tensor | None,
+    wire: Tensor,
+    *,
+    bits: int,
+    block: int,
+    levels: int,
+    rule: int,
+    clip: float,
+    stochastic: bool,
+    key: int,
+) -> None:
+    """Whole numbers of ``bits`` (8, 4 or 2) bits in [-levels, levels] times a scale for each block of values."""
+    _ENCODE_LINEAR[bits](
+        *(_bytes_of(received), values.numpy(), _values_of(residual), wire.numpy()),
+        *(block, levels, rule, _F(clip), stochastic, _U(key)),
+    )
+
+
+def decode_linear(wire: Tensor, values: Tensor, *, bits: int, block: int, add: bool) -> None:
+    """What ``encode_linear`` has made of values; added to those there are, if ``add``."""
+    _DECODE_LINEAR[bits](wire.numpy(), values.numpy(), block, int(add))
+
+
+def encode_16(received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, *, kind: int) -> None:
+    """Sixteen-bit floats of this kind."""
+    _encode_16(_bytes_of(received), values.numpy(), _values_of(residual), wire.numpy(), kind)
+
+
+def decode_16(wire: Tensor, values: Tensor, *, kind: int, add: bool) -> None:
+    """What ``encode_16`` has made of values; added to those there are, if ``add``."""
+    _decode_words(wire.numpy().view(np.int16), values.numpy(), kind, int(add))
+
+
+def encode_sign(received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, *, block: int) -> None:
+    """Signs, and for each block of values the mean of those that are not negative and of those that are."""
+    _encode_1(_bytes_of(received), values.numpy(), _values_of(residual), wire.numpy(), block)
+
+
+def decode_sign(wire: Tensor, values: Tensor, *, block: int, add: bool) -> None:
+    """What ``encode_sign`` has made of values; added to those there are, if ``add``."""
+    _decode_1(wire.numpy(), values.numpy(), block, _F(add))

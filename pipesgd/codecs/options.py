@@ -1,0 +1,152 @@
+"""Which codec, and how: options, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of, one_of
+from pipesgd.errors import UserInputError
+
+FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
+BLOCK_CODECS = ("int8", "int4", "ternary", "qsgd", "sign")
+DENSE_CODECS = FLOAT_CODECS + BLOCK_CODECS
+"""Those that every hop of an all-reduce can decode, add up and encode."""
+CODECS = (*DENSE_CODECS, "topk", "powersgd")
+ROUNDINGS = ("nearest", "stochastic")
+ON_OFF = ("on", "off")
+NATIVE_CODECS = ("fp32", "bf16", "fp16", "powersgd")
+"""Those that torch's own all-reduce can add up, or whose factors it can."""
+
+MAX_BLOCK = 1 << 20
+MAX_LEVELS = 127
+DEFAULT_BLOCKS = {"int8": 1024, "int4": 256, "ternary": 1024, "qsgd": 512, "sign": 1024}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecOptions:
+    """What travels."""
+
+    codec: str = "fp32"
+    """What travels: fp32 (as it is), truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign (about 1 bit a value),
+    topk (the largest values of a tensor) or powersgd (factors of low rank)."""
+    codec_block: int | None = None
+    """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 512 for qsgd."""
+    rounding: str | None = None
+    """Rounding of int8, int4, ternary and qsgd: nearest or stochastic (unbiased). Nearest by default; stochastic for
+    ternary and qsgd without error feedback, as in their papers."""
+    error_feedback: str | None = None
+    """Whether what a rank's encodings leave out is added to its gradient of the next iteration: on or off. On by
+    default below 8 bits a value, unless the rounding is stochastic."""
+    qsgd_levels: int = 7
+    """Levels of --codec qsgd: up to 1, 7 or 127 in 2, 4 or 8 bits."""
+    density: float = 0.01
+    """Share of the values that --codec topk sends."""
+    density_warmup: int = 0
+    """Iterations in which --codec topk comes down to --density from a quarter, by a factor each."""
+    momentum_correction: float = 0.0
+    """Momentum that --codec topk applies before it chooses (with --momentum 0 for the optimizer)."""
+    low_rank: int = 4
+    """Rank of the factors that --codec powersgd sends of a matrix."""
+
+    def __post_init__(self) -> None:
+        check_one_of("codec", self.codec, CODECS)
+        for item in dataclasses.fields(self):
+            readers = _READ_BY.get(item.name, CODECS)
+            if self.codec not in readers and getattr(self, item.name) != item.default:
+                raise UserInputError(
+                    f"{item.name.replace('_', '-')} must be left out with --codec {self.codec}, which has no use for "
+                    f"it (it belongs to {one_of(readers)}); got {getattr(self, item.name)}"
+                )
+        if self.codec_block is not None:
+            check_at_least("codec-block", self.codec_block, 1)
+            if self.codec_block > MAX_BLOCK:
+                raise UserInputError(f"codec-block must be at most {MAX_BLOCK}; got {self.codec_block}")
+        if self.rounding is not None:
+            check_one_of("rounding", self.rounding, ROUNDINGS)
+        if self.error_feedback is not None:
+            check_one_of("error-feedback", self.error_feedback, ON_OFF)
+        check_at_least("qsgd-levels", self.qsgd_levels, 1)
+        if self.qsgd_levels > MAX_LEVELS:
+            raise UserInputError(f"qsgd-levels must be at most {MAX_LEVELS}; got {self.qsgd_levels}")
+        check_above_zero("density", self.density)
+        if self.density > 1:
+            raise UserInputError(f"density must be at most 1; got {self.density}")
+        check_at_least("density-warmup", self.density_warmup, 0)
+        check_at_least("momentum-correction", self.momentum_correction, 0)
+        if self.momentum_correction >= 1:
+            raise UserInputError(f"momentum-correction must be below 1; got {self.momentum_correction}")
+        check_at_least("low-rank", self.low_rank, 1)
+        if self.few_bits and (self.rounding, self.error_feedback) == ("stochastic", "on"):
+            raise UserInputError(
+                f"error-feedback must be off with --rounding stochastic below 8 bits, whose errors can be larger than "
+                f"the values, so that residuals grow without end; got on with --codec {self.codec}"
+            )
+
+    @property
+    def few_bits(self) -> bool:
+        """Whether a value has fewer than 8 bits."""
+        return self.codec in ("int4", "ternary", "sign") or (self.codec == "qsgd" and self.qsgd_levels <= 7)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether a residual is kept and added in the next iteration."""
+        if self.error_feedback is None:
+            return self.few_bits and self.rounding != "stochastic"
+        return self.error_feedback == "on"
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether rounding is stochastic."""
+        if self.rounding is None:
+            return self.codec in ("ternary", "qsgd") and not self.gives_back
+        return self.rounding == "stochastic"
+
+    @property
+    def block(self) -> int:
+        """Values that share a scale."""
+        return self.codec_block or DEFAULT_BLOCKS[self.codec]
+
+    def check_all_reduce(self, all_reduce: str) -> None:
+        """Raise ``UserInputError`` unless the codec can go with this all-reduce."""
+        if all_reduce == "native" and self.codec not in NATIVE_CODECS:
+            raise UserInputError(
+                f"codec must be {one_of(NATIVE_CODECS)} with --all-reduce native, in which torch adds up; "
+                f"got {self.codec}"
+            )
+        if all_reduce == "native" and self.error_feedback == "on":
+            raise UserInputError("error-feedback must be off with --all-reduce native, in which torch rounds; got on")
+        if self.codec == "topk" and all_reduce != "ring":
+            raise UserInputError(
+                f"all-reduce must be ring with --codec topk, whose values are gathered around it; got {all_reduce}"
+            )
+
+    def describe(self) -> str:
+        """What travels, in a few words."""
+        words = [self.codec]
+        if self.codec in BLOCK_CODECS:
+            words.append(f"in blocks of {self.block}")
+        if self.codec == "qsgd":
+            words.append(f"with {self.qsgd_levels} levels")
+        if self.codec == "topk":
+            words.append(f"with density {self.density:g}")
+        if self.codec == "powersgd":
+            words.append(f"of rank {self.low_rank}")
+        if self.stochastic:
+            words.append("rounded stochastically")
+        if self.gives_back:
+            words.append("with error feedback")
+        return " ".join(words)
+
+
+_READ_BY = {
+    "codec_block": BLOCK_CODECS,
+    "rounding": ("int8", "int4", "ternary", "qsgd"),
+    "error_feedback": DENSE_CODECS[1:],
+    "qsgd_levels": ("qsgd",),
+    "density": ("topk",),
+    "density_warmup": ("topk",),
+    "momentum_correction": ("topk",),
+    "low_rank": ("powersgd",),
+}
+"""The codecs that read an option; what no one reads must not be asked for in silence."""

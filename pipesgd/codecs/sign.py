@@ -1,0 +1,46 @@
+"""The codec of one bit a value."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+from torch import Tensor
+
+from pipesgd.codecs.kernels import kernels_for
+
+
+class Sign:
+    """Signs, and the mean of the values on either side of zero in each block: 1-bit SGD (Seide et al., 2014).
+
+    1 + 64 / block bits a value. Biased: it is made for error feedback. The means are those that leave the least squared
+    error, which is never larger than the values' own squares; so residuals stay bounded, also those of values that are
+    always zero, which a single scale for both signs would let grow. The error of a value is at most the sum of its own
+    magnitude and the largest of its block.
+    """
+
+    name = "sign"
+    unbiased = False
+    in_place = False
+
+    def __init__(self, *, block: int = 1024, device: str = "cpu"):
+        self.block = block
+        self._kernels: ModuleType = kernels_for(device)
+
+    def wire_bytes(self, numel: int) -> int:
+        blocks, rest = divmod(numel, self.block)
+        return 8 * (blocks + (rest > 0)) + blocks * math.ceil(self.block / 8) + math.ceil(rest / 8)
+
+    def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
+        self._kernels.encode_sign(None, values, residual, wire, block=self.block)
+
+    def decode(self, wire: Tensor, values: Tensor) -> None:
+        self._kernels.decode_sign(wire, values, block=self.block, add=False)
+
+    def decode_add(self, wire: Tensor, values: Tensor) -> None:
+        self._kernels.decode_sign(wire, values, block=self.block, add=True)
+
+    def decode_add_encode(
+        self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
+    ) -> None:
+        self._kernels.encode_sign(received, values, residual, wire, block=self.block)

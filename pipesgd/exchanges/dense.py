@@ -1,0 +1,73 @@
+"""Every value is summed in an all-reduce, with a codec on the wire, and with error feedback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesgd.codecs.keys import mixed
+from pipesgd.collectives.base import AllReduce
+from pipesgd.gradients import FlatBuffer
+
+
+class DenseExchange:
+    """One all-reduce for each flat tensor of the buffer.
+
+    With ``error_feedback``, what a rank's encodings leave out of the sum in one iteration is added to its own gradient
+    in the next one (Seide et al., 2014; Karimireddy et al., ICML 2019). Sum and residuals together are what the ranks
+    put in: nothing is lost, it only comes later.
+
+    A codec knows float32. Other gradients are summed in float32 then, and rounded back.
+
+    Args:
+        all_reduce: sums exactly, or with a codec on the wire.
+        exact: whether it sums any dtype as it is.
+        error_feedback: whether residuals are kept.
+        seed: of random numbers, the same on all ranks.
+    """
+
+    def __init__(self, all_reduce: AllReduce, *, exact: bool, error_feedback: bool = False, seed: int = 0):
+        self._all_reduce = all_reduce
+        self._exact = exact
+        self._error_feedback = error_feedback
+        self._seed = seed
+        self._sums = 0
+        self._residuals: list[Tensor] = []
+        self._converted: dict[int, Tensor] = {}  # by number of the flat tensor
+
+    def sum(self, buffer: FlatBuffer) -> None:
+        values = [self._float32(number, flat) for number, flat in enumerate(buffer.flats)]
+        if self._error_feedback and not self._residuals:
+            self._residuals = [torch.zeros_like(flat) for flat in values]
+        for number, (flat, own) in enumerate(zip(buffer.flats, values, strict=True)):
+            if own is not flat:
+                own.copy_(_real(flat))
+            residual = self._residuals[number] if self._error_feedback else None
+            self._all_reduce(own, residual, mixed(self._seed, self._sums, number))
+            if own is not flat:
+                _real(flat).copy_(own)
+        self._sums += 1
+
+    def wire_bytes(self, buffer: FlatBuffer) -> int:
+        return sum(self._all_reduce.wire_bytes(self._float32(number, flat)) for number, flat in enumerate(buffer.flats))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self._sums, "residuals": [residual.clone() for residual in self._residuals]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums = state["sums"]
+        self._residuals = [residual.clone() for residual in state["residuals"]]
+
+    def _float32(self, number: int, flat: Tensor) -> Tensor:
+        """``flat``, or a place for its values in float32."""
+        if self._exact or flat.dtype == torch.float32:
+            return flat
+        if number not in self._converted:
+            self._converted[number] = torch.empty_like(_real(flat), dtype=torch.float32)
+        return self._converted[number]
+
+
+def _real(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
