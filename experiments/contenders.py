@@ -29,6 +29,9 @@ CONTENDERS = {
     "width 2, native": "--width 2 --all-reduce native",
     "width 2, ring": "--width 2 --all-reduce ring",
     "width 3, ring": "--width 3 --all-reduce ring",
+    "width 2, int8": "--width 2 --codec int8",
+    "width 2, int4": "--width 2 --codec int4",
+    "width 2, ternary": "--width 2 --codec ternary",
 }
 DECIDED_HERE = (
     *("output", "resume", "overwrite", "dry-run", "config", "help"),
@@ -53,10 +56,17 @@ class Contender:
     config: TrainConfig
 
     @property
+    def codec(self) -> str:
+        """What travels, where our own all-reduces carry it; fp32 for other strategies."""
+        return self.config.compression.codec
+
+    @property
     def method(self) -> str:
         """What its colour in a figure stands for: the strategy, and the width where it has one."""
         pipeline = self.config.pipeline
-        return f"width {pipeline.width}" if pipeline.strategy == "pipelined" else pipeline.strategy
+        if pipeline.strategy != "pipelined":
+            return pipeline.strategy
+        return f"width {pipeline.width}" + ("" if self.codec == "fp32" else f", {self.codec}")
 
 
 def choose(names: Sequence[str] | None, added: Iterable[str]) -> dict[str, str]:

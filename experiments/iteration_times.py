@@ -14,12 +14,14 @@ from experiments.contenders import Contender
 from experiments.limits import SLOW_LINK, Cluster, ring_limit, server_time, textbook_server_time
 from experiments.paired import Ratio, interquartile_range, median, paired_ratio
 from experiments.results import Row
+from timing_model.collectives import ring_all_reduce_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TARGET_SLOW_LINK, TARGET_LINK = 1.06, 1.15
-"""What the iteration of an uncompressed width 2 may take at most, in limits, over links up to ``SLOW_LINK`` and over
+TARGETS_SLOW_LINK = {"fp32": 1.06, "int8": 1.12, "int4": 1.25, "ternary": 1.25}
+TARGETS_LINK = {"fp32": 1.15}
+"""What the iteration of width 2 with a codec may take at most, in limits, over links up to ``SLOW_LINK`` and over
 faster ones, where two cores that serve all ranks count too."""
 COLOURS = (
     *("#999999", "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"),
@@ -33,13 +35,11 @@ def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], cluster: C
 
     Ratios are to the cells of the same round; rounds in which one of the two failed are left out of them, and
     columns to a contender that is not there are left out of the table. The limit of an iteration is the time of
-    "local" or of the wire, whichever is longer: the wire's is that of an uncompressed ring, so that a contender that
-    sends less may be below it.
+    "local" or of the wire, whichever is longer: the wire's is that of a ring, uncompressed or, for a contender of ours
+    with a codec, with as much less as it sends. Others that send less may be below it.
     """
     of = {one.name: {cell.index: cell for cell in cells if cell.contender == one.name} for one in contenders}
     times = {name: {i: cell.iteration_s for i, cell in some.items() if cell.iteration_s} for name, some in of.items()}
-    wire = ring_limit(cluster, nbytes)
-    limit = {index: max(seconds, wire) for index, seconds in times.get("local", {}).items()}
     rows = []
     for one in contenders:
         row: Row = {"contender": one.name, "method": one.method, **_figures(list(of[one.name].values()))}
@@ -47,8 +47,9 @@ def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], cluster: C
             row |= _ratio("local", times[one.name], times["local"])
         if "ddp" in times:
             row |= _ratio("ddp", times[one.name], times["ddp"])
-        row["wire_limit_s"] = wire
+        wire = row["wire_limit_s"] = _wire_limit(one, row["wire_bytes"], cluster, nbytes)
         if "local" in times:
+            limit = {index: max(seconds, wire) for index, seconds in times["local"].items()}
             row |= {"limit_median_s": median(list(limit.values())) if limit else None}
             row |= _ratio("limit", times[one.name], limit)
             row |= _verdict(one, cluster, row["ratio_to_limit_median"])
@@ -56,6 +57,14 @@ def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], cluster: C
         row["failures"] = "; ".join(f"round {i}: {cell.failure}" for i, cell in of[one.name].items() if cell.failure)
         rows.append(row)
     return rows
+
+
+def _wire_limit(contender: Contender, wire_bytes: float | None, cluster: Cluster, nbytes: int) -> float:
+    """Seconds that the wire takes at least: of an uncompressed ring, or of what our codec leaves of it."""
+    uncompressed = ring_limit(cluster, nbytes)
+    if contender.codec == "fp32" or wire_bytes is None:
+        return uncompressed
+    return uncompressed * wire_bytes / ring_all_reduce_bytes(nbytes, cluster.ranks)
 
 
 def _figures(cells: Sequence[Cell]) -> Row:
@@ -93,10 +102,10 @@ def _ratio(name: str, seconds: dict[int, float], baseline: dict[int, float]) -> 
 
 def _verdict(contender: Contender, cluster: Cluster, ratio: float | None) -> Row:
     pipeline = contender.config.pipeline
-    targeted = pipeline.strategy == "pipelined" and pipeline.width == 2 and pipeline.codec == "fp32"
     target = None
-    if targeted and cluster.uniform:
-        target = TARGET_SLOW_LINK if cluster.link.rate <= SLOW_LINK else TARGET_LINK
+    if pipeline.strategy == "pipelined" and pipeline.width == 2 and cluster.uniform:
+        targets = TARGETS_SLOW_LINK if cluster.link.rate <= SLOW_LINK else TARGETS_LINK
+        target = targets.get(contender.codec)
     return {
         "target_ratio_to_limit": target,
         "target_met": None if target is None or ratio is None else ratio <= target,
@@ -158,9 +167,16 @@ def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
         write(text, (time + half, place))
     for place in set(places) - set(y):
         write("failed", (0, place), color=COLOURS[1])
-    limit = rows[0].get("limit_median_s") or rows[0]["wire_limit_s"]
+    limits = [row.get("limit_median_s") or row["wire_limit_s"] for row in rows]
     what = "the longer of local and the wire" if rows[0].get("limit_median_s") else "the wire"
-    axes.axvline(1e3 * limit, color="black", linestyle="--", linewidth=1, label=f"limit: {what}, {_ms(limit)} ms")
+    axes.plot(
+        [1e3 * limit for limit in limits for _ in range(3)],
+        [y for place in places for y in (place - 0.45, place + 0.45, float("nan"))],
+        *("k--",),
+        linewidth=1,
+        label=f"limit: {what}",
+    )
+    limit = max(limits)
     axes.set_yticks(places, [row["contender"] for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.12 * max([1e3 * limit, *(m + s for m, s in zip(medians, spread, strict=True))]))
@@ -210,12 +226,19 @@ def _interval(row: Row, name: str, digits: int) -> str:
 
 def notes(rows: Sequence[Row], cells: Sequence[Cell], cluster: Cluster) -> list[str]:
     """What the table does not say, a line each: limits, targets, formulas, failures."""
-    row = rows[0]
-    lines = [f"wire limit, 2(p-1)/p n / rate, headers counted: {_ms(row['wire_limit_s'])} ms (p: nodes)"]
-    if row.get("limit_median_s"):
-        lines[0] += f"; limit, the longer of it and local: {_ms(row['limit_median_s'])} ms"
-    targets = dict.fromkeys(other["target_ratio_to_limit"] for other in rows if other.get("target_ratio_to_limit"))
-    lines += [f"target: width 2 at most {target:.2f} of the limit at {cluster.describe()}" for target in targets]
+    lines = []
+    for wire, limit in dict.fromkeys((row["wire_limit_s"], row.get("limit_median_s")) for row in rows):
+        names = ", ".join(row["contender"] for row in rows if row["wire_limit_s"] == wire)
+        lines.append(
+            f"wire limit, headers counted: {_ms(wire)} ms"
+            + ("" if limit is None else f"; limit, the longer of it and local: {_ms(limit)} ms")
+            + f" ({names})"
+        )
+    lines += [
+        f"target: {row['contender']} at most {row['target_ratio_to_limit']:.2f} of its limit at {cluster.describe()}"
+        for row in rows
+        if row.get("target_ratio_to_limit")
+    ]
     for server in rows:
         if server["server_time_s"] is None or server["exposed_median_s"] is None:
             continue

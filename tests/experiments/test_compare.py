@@ -57,7 +57,8 @@ def test_all_contenders_are_compared_by_default_and_others_can_be_added() -> Non
 
 def test_every_contender_is_one_that_pipesgd_trains() -> None:
     methods = [one.method for one in made(*CONTENDERS)]
-    assert list(dict.fromkeys(methods)) == ["local", "ps-sync", "ps-async", "width 1", "ddp", "width 2", "width 3"]
+    uncompressed = ["local", "ps-sync", "ps-async", "width 1", "ddp", "width 2", "width 3"]
+    assert list(dict.fromkeys(methods)) == [*uncompressed, "width 2, int8", "width 2, int4", "width 2, ternary"]
 
 
 def test_a_contenders_own_option_wins_over_the_workloads() -> None:
@@ -332,6 +333,17 @@ def test_where_local_takes_longer_than_the_wire_it_is_the_limit() -> None:
     assert got[3]["limit_median_s"] == pytest.approx(0.24)
 
 
+def test_with_a_codec_the_wires_limit_is_that_of_what_is_sent() -> None:
+    sent = 2 * 3 / 4 * NBYTES / 4  # a quarter of what a ring of four ranks sends uncompressed
+    cells = [cell("width 2, int8", i, 0.25, wire_bytes=sent) for i in range(3)]
+    cells += [cell(name, i, seconds) for name, seconds in (("local", 0.01), ("width 2, ring", 0.5)) for i in range(3)]
+    people = made("local", "width 2, int8", "width 2, ring")
+    _, int8, ring = iteration_times.summarize(people, cells, CLUSTER, NBYTES)
+    assert int8["limit_median_s"] == int8["wire_limit_s"] == pytest.approx(WIRE / 4)
+    assert int8["ratio_to_limit_median"] == pytest.approx(0.25 / (WIRE / 4))
+    assert ring["wire_limit_s"] == pytest.approx(WIRE)
+
+
 def test_a_failed_cell_is_no_number() -> None:
     by_name = {row["contender"]: row for row in rows()}
     ddp, powersgd = by_name["ddp"], by_name["ddp powersgd"]
@@ -353,9 +365,12 @@ def test_without_local_or_ddp_there_are_no_ratios_to_them() -> None:
 
 def test_targets_are_for_width_2_on_plain_links() -> None:
     everybody = iteration_times.summarize(made(*CONTENDERS), compared()[1], CLUSTER, NBYTES)
-    assert {row["contender"] for row in everybody if row["target_ratio_to_limit"]} == {
-        "width 2, native",
-        "width 2, ring",
+    assert {row["contender"]: row["target_ratio_to_limit"] for row in everybody if row["target_ratio_to_limit"]} == {
+        "width 2, native": 1.06,
+        "width 2, ring": 1.06,
+        "width 2, int8": 1.12,
+        "width 2, int4": 1.25,
+        "width 2, ternary": 1.25,
     }
     targets = {row["contender"]: (row["target_ratio_to_limit"], row["target_met"]) for row in rows()}
     assert targets["width 2, ring"] == (1.06, False)
