@@ -124,9 +124,9 @@ class Qsgd(_Linear):
 
     8, 4 or 2 bits a value for s up to 127, 7 and 1, plus 32 / block. The paper's codes of varying length would save
     more, and cost a pass that does not vectorize. Unbiased with stochastic rounding, as in the paper. The error of a
-    value is at most norm / s; half of it with rounding to nearest. The norm is that of magnitudes rounded to 1/1023 of
-    the block's largest one, at most sqrt(block) / 2046 of it away from the exact one; beyond float32's range it stays
-    at the end of that range.
+    value is at most norm / s; half of it with rounding to nearest. In a block of 512, say, that is more than most
+    values, anew at every hop. The norm is that of magnitudes rounded to 1/1023 of the block's largest one, at most
+    sqrt(block) / 2046 of it away from the exact one; beyond float32's range it stays at the end of that range.
 
     With rounding to nearest, a block of (2 s)**2 values that are alike becomes zeros: error feedback needs smaller
     blocks.
@@ -135,6 +135,6 @@ class Qsgd(_Linear):
     name = "qsgd"
     _rule = NORM
 
-    def __init__(self, *, levels: int = 7, block: int = 512, stochastic: bool = True, device: str = "cpu"):
+    def __init__(self, *, levels: int = 7, block: int = 64, stochastic: bool = True, device: str = "cpu"):
         bits = 2 if levels == 1 else 4 if levels <= 7 else 8
         super().__init__(bits=bits, levels=levels, block=block, stochastic=stochastic, device=device)

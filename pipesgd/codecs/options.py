@@ -20,7 +20,7 @@ NATIVE_CODECS = ("fp32", "bf16", "fp16", "powersgd")
 
 MAX_BLOCK = 1 << 20
 MAX_LEVELS = 127
-DEFAULT_BLOCKS = {"int8": 1024, "int4": 256, "ternary": 1024, "qsgd": 512, "sign": 1024}
+DEFAULT_BLOCKS = {"int8": 1024, "int4": 256, "ternary": 1024, "qsgd": 64, "sign": 1024}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class CodecOptions:
     """What travels: fp32 (as it is), truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign (about 1 bit a value),
     topk (the largest values of a tensor) or powersgd (factors of low rank)."""
     codec_block: int | None = None
-    """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 512 for qsgd."""
+    """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None
     """Rounding of int8, int4, ternary and qsgd: nearest or stochastic (unbiased). Nearest by default; stochastic, as in
     their papers, for ternary and qsgd without error feedback."""

@@ -38,12 +38,12 @@ from pipesgd.errors import UserInputError
             *(1024, True, False, "ternary in blocks of 1024 rounded stochastically"),
         ),
         ({"codec": "ternary", "rounding": "nearest", "error_feedback": "off"}, 1024, False, False, None),
-        ({"codec": "qsgd"}, 512, True, False, "qsgd in blocks of 512 with 7 levels rounded stochastically"),
+        ({"codec": "qsgd"}, 64, True, False, "qsgd in blocks of 64 with 7 levels rounded stochastically"),
         (
-            {"codec": "qsgd", "error_feedback": "on", "codec_block": 64},
-            *(64, False, True, "qsgd in blocks of 64 with 7 levels with error feedback"),
+            {"codec": "qsgd", "error_feedback": "on", "codec_block": 32},
+            *(32, False, True, "qsgd in blocks of 32 with 7 levels with error feedback"),
         ),
-        ({"codec": "qsgd", "rounding": "nearest"}, 512, False, False, None),
+        ({"codec": "qsgd", "rounding": "nearest"}, 64, False, False, None),
         ({"codec": "sign"}, 1024, False, True, "sign in blocks of 1024 with error feedback"),
         ({"codec": "sign", "error_feedback": "off"}, 1024, False, False, "sign in blocks of 1024"),
     ],
@@ -67,13 +67,13 @@ def test_every_dense_codec_can_be_made() -> None:
         assert make_codec(CodecOptions(codec=name, codec_block=11)).block == 11
     for levels, bits in ((1, 2), (2, 4), (7, 4), (8, 8), (127, 8)):
         codec = make_codec(CodecOptions(codec="qsgd", qsgd_levels=levels))
-        assert codec.wire_bytes(512) == 4 + 512 * bits // 8
+        assert codec.wire_bytes(64) == 4 + 64 * bits // 8
 
 
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        ({"qsgd_levels": 7}, 195),
+        ({"codec_block": 196}, 195),
         ({"qsgd_levels": 1}, 3),
         ({"qsgd_levels": 8, "rounding": "stochastic"}, 63),
         ({"qsgd_levels": 127, "codec_block": 1 << 20}, 64515),
