@@ -124,6 +124,15 @@ GOLDEN = [
 ]
 
 
+def test_a_codecs_bytes_are_counted(tmp_path: Path) -> None:
+    """64-20-10 has 1510 parameters, of which each of two ranks sends half twice: 755, in three blocks of up to 256."""
+    result = succeed(2, f"{SHORT} --codec int4 --width 2", tmp_path)
+    assert result["codec"] == "int4"
+    assert result["wire_bytes_per_iteration"] == 2 * (3 * 4 + 128 + 128 + 122)
+    assert result["final"]["test_accuracy"] > 0.3
+    assert result["replicas_identical"]
+
+
 def test_one_rank_is_the_same_path(tmp_path: Path) -> None:
     result = succeed(1, SHORT, tmp_path)
     assert result["world_size"] == 1
@@ -162,6 +171,8 @@ def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, worker
     [
         "--width 2",
         "--width 3 --warmup-iterations 4 --optimizer adamw --schedule one-cycle",
+        "--width 2 --codec int4",
+        "--width 2 --codec int8 --rounding stochastic --error-feedback on --codec-block 100",
         "--model resnet18 --dataset digits --width 2 --iterations 8",
         "--width 1 --all-reduce native --schedule cosine",
         "--strategy ddp --schedule cosine",

@@ -11,7 +11,8 @@ class Codec(Protocol):
     """Encodes float32 values for the hops of an all-reduce. It has no state: the same input gives the same bytes.
 
     A message holds the values of one segment and is encoded by itself. Its scales, if any, come first, then the
-    payload. Zeros stay zeros. A NaN arrives as a NaN; what an infinity becomes is not finite either.
+    payload. Zeros stay zeros, but among others with ``Sign``. A NaN arrives as a NaN; what an infinity becomes is not
+    finite either. Where values share a scale, no value of their block is finite then.
 
     All tensors are contiguous: values and residuals float32 (numel,), messages uint8 (``wire_bytes(numel)``,). Those of
     messages begin at multiples of 4 bytes.
@@ -31,6 +32,7 @@ class Codec(Protocol):
     def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
         """Make ``wire`` of ``values`` plus ``residual``; afterwards the residual is what ``wire`` does not say of them.
 
+        That is 0 where the two differ by what is not finite: it would come back in every iteration.
         ``values`` may be overwritten. ``key`` (32 bits) chooses the random numbers, if the codec draws any.
         """
 

@@ -14,8 +14,6 @@ CLIP_STOCHASTIC = 2.5
 """Root mean squares at which TernGrad clips (section 3.3 of its paper)."""
 CLIP_NEAREST = 1.224
 """With rounding to nearest, the levels of -1, 0, 1 that leave the least squared error of normal values (Max, 1960)."""
-TINY = 2.0**-100
-"""A block whose largest magnitude is below this is sent as zeros."""
 
 
 class _Linear:
@@ -25,8 +23,12 @@ class _Linear:
     holds value j and, above it, values j + h, j + 2h, ..., h being the block's bytes: so loops over them vectorize.
 
     Rounding is to the nearest level, ties to even, or stochastic: up or down with probabilities that make it unbiased,
-    but for the resolution of the random numbers: 24, 16 or 8 bits for each value of 8, 4 or 2 bits. Levels are apart by
-    the scale: the error of a value is at most half of it, and below it with stochastic rounding, plus what is clipped.
+    but for the resolution of the random numbers, 15 bits for a value of 8 or 4 bits, 8 for one of 2: the mean is off by
+    at most 2**-16 or 2**-9 of the scale, up as often as down. Levels are apart by the scale: the error of a value is at
+    most half of it, and below it with stochastic rounding, plus what is clipped.
+
+    Two things come on top of the errors stated here and below. Float32 rounds the scale and its products: 2**-22 of the
+    largest magnitude of the block. And a block whose largest magnitude is below 2**-100 is sent as zeros.
     """
 
     name: str
@@ -122,12 +124,17 @@ class Qsgd(_Linear):
 
     8, 4 or 2 bits a value for s up to 127, 7 and 1, plus 32 / block. The paper's codes of varying length would save
     more, and cost a pass that does not vectorize. Unbiased with stochastic rounding, as in the paper. The error of a
-    value is at most norm / s; half of it with rounding to nearest.
+    value is at most norm / s; half of it with rounding to nearest. In a block of 512, say, that is more than most
+    values, anew at every hop. The norm is that of magnitudes rounded to 1/1023 of the block's largest one, at most
+    sqrt(block) / 2046 of it away from the exact one; beyond float32's range it stays at the end of that range.
+
+    With rounding to nearest, a block of (2 s)**2 values that are alike becomes zeros: error feedback needs smaller
+    blocks.
     """
 
     name = "qsgd"
     _rule = NORM
 
-    def __init__(self, *, levels: int = 7, block: int = 512, stochastic: bool = True, device: str = "cpu"):
+    def __init__(self, *, levels: int = 7, block: int = 64, stochastic: bool = True, device: str = "cpu"):
         bits = 2 if levels == 1 else 4 if levels <= 7 else 8
         super().__init__(bits=bits, levels=levels, block=block, stochastic=stochastic, device=device)

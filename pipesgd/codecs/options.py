@@ -20,7 +20,7 @@ NATIVE_CODECS = ("fp32", "bf16", "fp16", "powersgd")
 
 MAX_BLOCK = 1 << 20
 MAX_LEVELS = 127
-DEFAULT_BLOCKS = {"int8": 1024, "int4": 256, "ternary": 1024, "qsgd": 512, "sign": 1024}
+DEFAULT_BLOCKS = {"int8": 1024, "int4": 256, "ternary": 1024, "qsgd": 64, "sign": 1024}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class CodecOptions:
     """What travels: fp32 (as it is), truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign (about 1 bit a value),
     topk (the largest values of a tensor) or powersgd (factors of low rank)."""
     codec_block: int | None = None
-    """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 512 for qsgd."""
+    """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None
-    """Rounding of int8, int4, ternary and qsgd: nearest or stochastic (unbiased). Nearest by default; stochastic for
-    ternary and qsgd without error feedback, as in their papers."""
+    """Rounding of int8, int4, ternary and qsgd: nearest or stochastic (unbiased). Nearest by default; stochastic, as in
+    their papers, for ternary and qsgd without error feedback."""
     error_feedback: str | None = None
     """Whether what a rank's encodings leave out is added to its gradient of the next iteration: on or off. On by
-    default below 8 bits a value, unless the rounding is stochastic."""
+    default for int4, ternary and sign, unless the rounding is stochastic."""
     qsgd_levels: int = 7
     """Levels of --codec qsgd: up to 1, 7 or 127 in 2, 4 or 8 bits."""
     density: float = 0.01
@@ -82,6 +82,13 @@ class CodecOptions:
                 f"error-feedback must be off with --rounding stochastic below 8 bits, whose errors can be larger than "
                 f"the values, so that residuals grow without end; got on with --codec {self.codec}"
             )
+        if self.codec == "qsgd" and self.gives_back:
+            most = ((1 if self.stochastic else 2) * self.qsgd_levels) ** 2 - 1
+            if self.block > most:
+                raise UserInputError(
+                    f"codec-block must be at most {most} with --codec qsgd --qsgd-levels {self.qsgd_levels} "
+                    f"--error-feedback on, or residuals can grow without end; got {self.block}"
+                )
 
     @property
     def few_bits(self) -> bool:
@@ -92,7 +99,7 @@ class CodecOptions:
     def gives_back(self) -> bool:
         """Whether a residual is kept and added in the next iteration."""
         if self.error_feedback is None:
-            return self.few_bits and self.rounding != "stochastic"
+            return self.codec in ("int4", "ternary", "sign") and self.rounding != "stochastic"
         return self.error_feedback == "on"
 
     @property

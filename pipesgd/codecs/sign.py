@@ -14,9 +14,11 @@ class Sign:
     """Signs, and the mean of the values on either side of zero in each block: 1-bit SGD (Seide et al., 2014).
 
     1 + 64 / block bits a value. Biased: it is made for error feedback. The means are those that leave the least squared
-    error, which is never larger than the values' own squares; so residuals stay bounded, also those of values that are
-    always zero, which a single scale for both signs would let grow. The error of a value is at most the sum of its own
-    magnitude and the largest of its block.
+    error (but for steps of 1/4095 of the largest magnitude, in which they are counted), which is never larger than the
+    values' own squares; so residuals stay bounded, also those of values that are always zero, which a single scale for
+    both signs would let grow. The error of a value is at most the largest magnitude of its block. Zeros among other
+    values become the mean of their side; -0.0 is on the negative one. A block whose largest magnitude is below 2**-100
+    is sent as zeros.
     """
 
     name = "sign"

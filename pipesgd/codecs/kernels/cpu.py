@@ -31,6 +31,8 @@ _F, _I, _U = np.float32, np.int32, np.uint32
 _ROUNDER, _ROUNDER_BITS = _F(12582912.0), _I(0x4B400000)
 _MAGNITUDE, _INFINITY = _I(0x7FFFFFFF), _I(0x7F800000)
 _TINY = _F(2.0**-100)
+_HUGE = _F(2.0**128 - 2.0**105)
+"""The largest range: the highest level times its scale, which is rounded, must not become infinite."""
 _FINE = _F(1023.0)
 """Steps in which the magnitudes of a block are counted where a scale needs their sum."""
 
@@ -114,6 +116,7 @@ def _hash(x):
 @njit(inline="always")
 def _quantize_plane(p, inverse, levels, u, bits, shift, simple, stochastic, key):
     mask = _I((1 << bits) - 1)
+    resolution = min(4 * bits, 15)
     if simple:
         for i in range(p.size):
             q = _I(_bits(p[i] * inverse + _ROUNDER) & mask)
@@ -125,8 +128,10 @@ def _quantize_plane(p, inverse, levels, u, bits, shift, simple, stochastic, key)
             u[i] = np.uint8(q) if shift == 0 else np.uint8(u[i] | np.uint8(q << shift))
     else:
         for i in range(p.size):
-            # A byte's 32 random bits are shared out among its values; in [-1/2, 1/2).
-            noise = _F(_I(_hash(_U(key + _U(i))) << _U(4 * shift)) >> _I(32 - 4 * bits)) * _F(2.0 ** (-4 * bits))
+            # A byte's 32 random bits are shared out among its values; odd multiples in (-1/2, 1/2), symmetric.
+            # At most 15 bits: the sum with 127 is exact then, and a whole number, even one unit off, stays what it is.
+            steps = _I(_I(_hash(_U(key + _U(i))) << _U(4 * shift)) >> _I(31 - resolution)) | _I(1)
+            noise = _F(steps) * _F(2.0 ** (-1 - resolution))
             q = _I(_bits(p[i] * inverse + noise + _ROUNDER) - _ROUNDER_BITS)
             q = min(max(q, _I(-levels)), levels) & mask
             u[i] = np.uint8(q) if shift == 0 else np.uint8(u[i] | np.uint8(q << shift))
@@ -181,10 +186,10 @@ def _range(v, largest, rule, clip):
     if a < _TINY:
         return _F(0.0)
     if rule == ABSMAX:
-        return a
+        return min(a, _HUGE)
     total = _F(_sum_of_squares(v, _FINE / a))
     if rule == NORM:
-        return np.sqrt(total) * (a / _FINE)
+        return min(np.sqrt(total) * (a / _FINE), _HUGE)
     return min(a, clip * np.sqrt(total / _F(v.size)) * (a / _FINE))
 
 
