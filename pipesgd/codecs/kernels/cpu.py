@@ -81,7 +81,7 @@ def _largest(v):
     """Bits of the largest magnitude; at least those of infinity if a value is not finite."""
     largest = _I(0)
     for i in range(v.size):
-        largest = max(largest, _bits(v[i]) & _MAGNITUDE)
+        largest = _I(max(largest, _I(_bits(v[i]) & _MAGNITUDE)))
     return largest
 
 
@@ -93,13 +93,13 @@ def _add_to(e, v):
 
 @_kernel
 def _sum_of_squares(v, inverse):
-    """Of the magnitudes in whole steps, of which the largest has 1023."""
+    """Of the values in whole steps, of which the largest magnitude has 1023."""
     total = np.int64(0)
     for begin in range(0, v.size, 1024):  # whose squares add up to less than 2**31
         part = v[begin : min(begin + 1024, v.size)]
         squares = _I(0)
         for i in range(part.size):
-            steps = _I(_bits(abs(part[i]) * inverse + _ROUNDER) - _ROUNDER_BITS)
+            steps = _I(_bits(part[i] * inverse + _ROUNDER) - _ROUNDER_BITS)
             squares = _I(squares + _I(steps * steps))
         total += squares
     return total
@@ -114,42 +114,85 @@ def _hash(x):
 
 
 @njit(inline="always")
-def _quantize_plane(p, inverse, levels, u, bits, shift, simple, stochastic, key):
-    mask = _I((1 << bits) - 1)
+def _noise(random, bits, plane):
+    """In (-1/2, 1/2), symmetric: odd multiples of a small step, from the random bits of a byte, which its values share.
+
+    At most 15 bits: the sum with 127 is exact then, and a whole number, even one unit off, stays what it is.
+    """
     resolution = min(4 * bits, 15)
-    if simple:
-        for i in range(p.size):
-            q = _I(_bits(p[i] * inverse + _ROUNDER) & mask)
-            u[i] = np.uint8(q) if shift == 0 else np.uint8(u[i] | np.uint8(q << shift))
-    elif not stochastic:
-        for i in range(p.size):
-            q = _I(_bits(p[i] * inverse + _ROUNDER) - _ROUNDER_BITS)
-            q = min(max(q, _I(-levels)), levels) & mask
-            u[i] = np.uint8(q) if shift == 0 else np.uint8(u[i] | np.uint8(q << shift))
-    else:
-        for i in range(p.size):
-            # A byte's 32 random bits are shared out among its values; odd multiples in (-1/2, 1/2), symmetric.
-            # At most 15 bits: the sum with 127 is exact then, and a whole number, even one unit off, stays what it is.
-            steps = _I(_I(_hash(_U(key + _U(i))) << _U(4 * shift)) >> _I(31 - resolution)) | _I(1)
-            noise = _F(steps) * _F(2.0 ** (-1 - resolution))
-            q = _I(_bits(p[i] * inverse + noise + _ROUNDER) - _ROUNDER_BITS)
-            q = min(max(q, _I(-levels)), levels) & mask
-            u[i] = np.uint8(q) if shift == 0 else np.uint8(u[i] | np.uint8(q << shift))
+    steps = _I(_I(_I(random) << _I(4 * bits * plane)) >> _I(31 - resolution)) | _I(1)
+    return _F(_I(steps)) * _F(2.0 ** (-1 - resolution))
+
+
+@njit(inline="always")
+def _level(x, inverse, levels, noise, bits, simple):
+    """The whole number nearest to ``x * inverse + noise`` in [-levels, levels], in ``bits`` bits."""
+    t = x * inverse
+    if not simple:  # else it cannot leave the range
+        t = min(max(t + noise, -levels), levels)
+    return _I(_bits(t + _ROUNDER) & _I((1 << bits) - 1))
 
 
 @njit(inline="always")
 def _quantize(v, inverse, levels, w, bits, simple, stochastic, key):
-    """Whole numbers in [-levels, levels], two's complement, value j of a plane in byte j: 8 / bits planes to a block.
-
-    ``simple`` says that rounding to nearest cannot leave the range.
-    """
+    """Whole numbers, two's complement: value j of a plane in byte j, 8 / bits planes to a block."""
+    none = _F(0.0)
     h = w.size
-    _quantize_plane(v[:h], inverse, levels, w, bits, 0, simple, stochastic, key)
-    if bits <= 4:
-        _quantize_plane(v[h : 2 * h], inverse, levels, w, bits, bits, simple, stochastic, key)
-    if bits == 2:
-        _quantize_plane(v[2 * h : 3 * h], inverse, levels, w, bits, 4, simple, stochastic, key)
-        _quantize_plane(v[3 * h :], inverse, levels, w, bits, 6, simple, stochastic, key)
+    if bits == 8:
+        if simple:
+            for i in range(h):
+                w[i] = np.uint8(_level(v[i], inverse, levels, none, 8, True))
+        elif not stochastic:
+            for i in range(h):
+                w[i] = np.uint8(_level(v[i], inverse, levels, none, 8, False))
+        else:
+            for i in range(h):
+                noise = _noise(_hash(_U(key + _U(i))), 8, 0)
+                w[i] = np.uint8(_level(v[i], inverse, levels, noise, 8, False))
+        return
+    if v.size * bits < 8 * h:  # the last plane is shorter: seldom
+        for i in range(h):
+            random = _hash(_U(key + _U(i)))
+            byte = _I(0)
+            for plane in range(8 // bits):
+                if plane * h + i < v.size:
+                    noise = _noise(random, bits, plane) if stochastic else none
+                    byte |= _level(v[plane * h + i], inverse, levels, noise, bits, simple) << (plane * bits)
+            w[i] = np.uint8(byte)
+        return
+    a, b = v[:h], v[h : 2 * h]
+    if bits == 4:
+        if simple:
+            for i in range(h):
+                low = _level(a[i], inverse, levels, none, 4, True)
+                w[i] = np.uint8(_I(low | _I(_level(b[i], inverse, levels, none, 4, True) << _I(4))))
+        elif not stochastic:
+            for i in range(h):
+                low = _level(a[i], inverse, levels, none, 4, False)
+                w[i] = np.uint8(_I(low | _I(_level(b[i], inverse, levels, none, 4, False) << _I(4))))
+        else:
+            for i in range(h):
+                random = _hash(_U(key + _U(i)))
+                low = _level(a[i], inverse, levels, _noise(random, 4, 0), 4, False)
+                high = _level(b[i], inverse, levels, _noise(random, 4, 1), 4, False)
+                w[i] = np.uint8(_I(low | _I(high << _I(4))))
+        return
+    c, d = v[2 * h : 3 * h], v[3 * h :]
+    if not stochastic:
+        for i in range(h):
+            first = _level(a[i], inverse, levels, none, 2, False)
+            second = _I(_level(b[i], inverse, levels, none, 2, False) << _I(2))
+            third = _I(_level(c[i], inverse, levels, none, 2, False) << _I(4))
+            fourth = _I(_level(d[i], inverse, levels, none, 2, False) << _I(6))
+            w[i] = np.uint8(_I(_I(first | second) | _I(third | fourth)))
+    else:
+        for i in range(h):
+            random = _hash(_U(key + _U(i)))
+            first = _level(a[i], inverse, levels, _noise(random, 2, 0), 2, False)
+            second = _I(_level(b[i], inverse, levels, _noise(random, 2, 1), 2, False) << _I(2))
+            third = _I(_level(c[i], inverse, levels, _noise(random, 2, 2), 2, False) << _I(4))
+            fourth = _I(_level(d[i], inverse, levels, _noise(random, 2, 3), 2, False) << _I(6))
+            w[i] = np.uint8(_I(_I(first | second) | _I(third | fourth)))
 
 
 @njit(inline="always")
@@ -220,7 +263,7 @@ def _encode_linear(received, values, residual, wire, block, bits, levels, rule, 
         top = _range(v, _largest(v), rule, clip)
         scales[b] = top / _F(levels)
         if top > _F(0.0):
-            _quantize(v, _F(levels) / top, _I(levels), w, bits, simple, stochastic, _U(key + _U(begin)))
+            _quantize(v, _F(levels) / top, _F(levels), w, bits, simple, stochastic, _U(key + _U(begin)))
             if residual.size > 0:
                 _dequantize(w, v, scales[b], bits, -1)
         else:  # nothing there, or not finite: there is nothing to give back
