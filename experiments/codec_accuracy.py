@@ -21,6 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from experiments.cells import last_words
 from experiments.contenders import NEVER
 from experiments.iteration_times import COLOURS
 from experiments.paired import median
-from experiments.results import REPOSITORY, Row, provenance, save, save_figure
+from experiments.results import REPOSITORY, Row, provenance, save, save_panels
 from pipesgd.checks import check_one_of
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.launch import Ranks
@@ -213,7 +214,8 @@ def summarize(planned: Sequence[Planned], runs: Mapping[str, Run], numel: Mappin
         wire = next((run.wire_bytes for run in own.values() if run.wire_bytes is not None), None)
         plain = ring_all_reduce_bytes(numel[model], WORLD_SIZE)  # values that a rank sends
         base = {seed: run.test_accuracy for seed in seeds if (run := kept.get((model, BASELINE, seed)))}
-        lost = [100 * (value - base[seed]) for seed, value in good.items() if base.get(seed) is not None]
+        # Rounded, so that what is on the target's very edge meets it.
+        lost = [round(100 * (value - base[seed]), 6) for seed, value in good.items() if base.get(seed) is not None]
         rows.append(
             {
                 "model": model,
@@ -225,7 +227,7 @@ def summarize(planned: Sequence[Planned], runs: Mapping[str, Run], numel: Mappin
                 **{f"accuracy_seed_{seed}": good.get(seed) for seed in seeds},
                 "accuracy_median": median(list(good.values())) if good else None,
                 "accuracy_mean": float(np.mean(list(good.values()))) if good else None,
-                "difference_to_fp32_points": float(np.mean(lost)) if lost else None,
+                "difference_to_fp32_points": round(float(np.mean(lost)), 6) if lost else None,
                 "difference_lowest_points": min(lost, default=None),
                 "difference_highest_points": max(lost, default=None),
                 "run_median_s": median([run.seconds for run in own.values()]),
@@ -263,8 +265,9 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         axes.plot([x], [mean], marker="D", markersize=9, label=f"{row['codec']}, {mean:.2f} %", **style)
         if row["codec"] == BASELINE:
             axes.axhspan(mean - MOST_LOST, mean, color="black", alpha=0.12, linewidth=0, zorder=0)
-    axes.set(xscale="log", xlabel="sent by a rank in an iteration (bytes)", ylabel="test accuracy (%)")
-    axes.set_title(rows[0]["model"])
+    axes.set_xscale("log", base=2)
+    axes.margins(x=0.1)
+    axes.set(title=rows[0]["model"], xlabel="sent by a rank in an iteration (bytes)", ylabel="test accuracy (%)")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes
 
@@ -289,7 +292,9 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
         "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
     }
     save("codec_accuracy", rows, extra=extra, folder=folder)
-    save_figure("codec_accuracy", rows, by="model", plot=plot, folder=folder)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    panels = [partial(plot, [row for row in rows if row["model"] == model]) for model in models]
+    save_panels("codec_accuracy", panels, size=(7.0 * len(panels), 4.5), folder=folder)
     command.show(
         f"Test accuracy; target: {' and '.join(TARGETED)} lose at most {MOST_LOST} points to {BASELINE}",
         [_texts(row) for row in rows],
