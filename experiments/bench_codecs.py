@@ -144,9 +144,9 @@ def compute(sizes: Sequence[Size], codecs: Sequence[str], rivals: Sequence[str],
             for how in rivals if name in TORCH_CODECS else ():
                 for operation, function in torch_operations(name, how, buffers).items():
                     contenders[f"{name}, torch {how}", operation] = function
-        failures = _first_calls(contenders, buffers, console)
-        timed = {str(key): partial(_time, function, buffers, size) for key, function in contenders.items()}
-        timed["copy"] = partial(_time, partial(np.copyto, copied.numpy(), buffers.original.numpy()), buffers, size)
+        failures = _first_calls(contenders, console)
+        timed = {str(key): partial(time_calls, function, buffers, size) for key, function in contenders.items()}
+        timed["copy"] = partial(time_calls, partial(np.copyto, copied.numpy(), buffers.original.numpy()), buffers, size)
         with command.progress(console, f"codecs in {size.name}", size.rounds + 1) as advance:
             after_round = partial(advance, 1, f"{len(timed)} contenders")
             seconds = paired.interleave_here(timed, size.rounds, warm_up=1, after_round=after_round)
@@ -156,14 +156,11 @@ def compute(sizes: Sequence[Size], codecs: Sequence[str], rivals: Sequence[str],
     return rows
 
 
-def _first_calls(
-    contenders: dict[tuple[str, str], Operation], buffers: Buffers, console: Console
-) -> dict[tuple[str, str], str]:
+def _first_calls(contenders: dict[tuple[str, str], Operation], console: Console) -> dict[tuple[str, str], str]:
     """Call each once, which may compile it. Those that torch cannot compile here are taken out: why, by their names."""
     failures: dict[tuple[str, str], str] = {}
     with command.progress(console, "compiling", len(contenders)) as advance:
         for key, function in list(contenders.items()):
-            buffers.reset()
             try:
                 function()
             except Exception as failure:  # whatever a compiler may raise; ours have to work
@@ -175,7 +172,7 @@ def _first_calls(
     return failures
 
 
-def _time(function: Operation, buffers: Buffers, size: Size) -> float:
+def time_calls(function: Operation, buffers: Buffers, size: Size) -> float:
     """Seconds of a call."""
     buffers.reset()
     if size.warm:

@@ -24,6 +24,7 @@ from experiments.bench_codecs import (
     plot,
     summarize,
     target_of,
+    time_calls,
     torch_operations,
 )
 from experiments.paired import interleave_here
@@ -105,7 +106,19 @@ def test_targets_are_for_ours() -> None:
     assert [target_of("int8", operation) for operation in OPERATIONS] == [2.0, 2.0, 2.0, None]
     assert [target_of("ternary stochastic", operation) for operation in OPERATIONS] == [3.0, 2.0, 3.0, None]
     assert [target_of("sign", operation) for operation in OPERATIONS] == [None, 2.0, None, None]
-    assert target_of("int8, torch eager", "encode") is None
+    assert target_of("int8, torch eager", "encode") is target_of("int8, torch eager", "decode") is None
+
+
+@pytest.mark.parametrize(("warm", "calls"), [(True, 3), (False, 2)])
+def test_values_are_put_back_before_the_calls_of_a_round(warm: bool, calls: int) -> None:
+    buffers = Buffers(8)
+    buffers.residual.fill_(1.0)
+    seconds = time_calls(
+        lambda: buffers.values.add_(1.0), buffers, Size(name="", numel=8, calls=2, warm=warm, rounds=1)
+    )
+    assert seconds >= 0
+    assert torch.allclose(buffers.values, buffers.original + calls)
+    assert not buffers.residual.any()
 
 
 def test_contenders_take_turns_and_warm_up_rounds_are_left_out() -> None:
