@@ -62,10 +62,9 @@ def contender(algorithm: str = "ring", codec: str = "int8") -> Contender:
     return Contender(algorithm=algorithm, codec=CodecOptions(codec=codec), all_reduce=nothing, connections=nothing)
 
 
-def row(algorithm: str, codec: str, seconds: float, **more: Any) -> Row:
+def row(algorithm: str, codec: str, seconds: float) -> Row:
     times = {"native, fp32": np.full(5, 0.2), f"{algorithm}, {codec}": np.full(5, seconds)}
-    made = summarize(contender(algorithm, codec), 4, 200e6, 1_000_000, 1_500_000, times, np.full(5, 0.01))
-    return {**made, **more}
+    return summarize(contender(algorithm, codec), 4, 200e6, 1_000_000, 1_500_000, times, np.full(5, 0.01))
 
 
 def test_a_row_says_how_near_it_is_to_the_wire_and_to_native() -> None:
@@ -95,7 +94,7 @@ def test_a_row_says_how_near_it_is_to_the_wire_and_to_native() -> None:
     ],
 )
 def test_targets_are_for_the_ring_on_slow_links(changed: Row, met: bool | None) -> None:
-    assert target_met(row("ring", "int8", 0.1, **changed)) is met
+    assert target_met(row("ring", "int8", 0.1) | changed) is met
 
 
 def _timed(ranks: Ranks) -> tuple[bool, int, bool]:
