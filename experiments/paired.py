@@ -61,12 +61,24 @@ def interleave(
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Seconds]:
     """The times of each contender in so many rounds, of the slowest rank; ``warm_up`` rounds go before. Collective."""
+    seconds = interleave_here(contenders, rounds, warm_up=warm_up, after_round=after_round)
+    return {name: slowest(times) for name, times in seconds.items()}
+
+
+def interleave_here(
+    contenders: Mapping[str, Contender],
+    rounds: int,
+    *,
+    warm_up: int = 0,
+    after_round: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """The times of each contender in so many rounds, of this rank alone; ``warm_up`` rounds go before."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(warm_up + rounds):
         for name in turns(list(contenders), index):
             seconds[name].append(contenders[name]())
         after_round()
-    return {name: slowest(times[warm_up:]) for name, times in seconds.items()}
+    return {name: times[warm_up:] for name, times in seconds.items()}
 
 
 def round_seconds(contenders: Mapping[str, Contender]) -> float:

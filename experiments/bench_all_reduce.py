@@ -1,0 +1,331 @@
+"""All-reduces over emulated links: every algorithm with every codec, interleaved, beside what the wire allows.
+
+    python -m experiments.bench_all_reduce --rate 200mbit        bench_all_reduce_200mbit.csv, .png
+    python -m experiments.bench_all_reduce --rate 1gbit --world-sizes 4 --algorithms native ring --codecs fp32 int8
+
+Nodes of a testbed have one rank each. A round times every contender once, in rotated order, each after a barrier and
+on the same values, with error feedback where pipesgd.train has it; the time of a call is that of the slowest rank, and
+its CPU seconds, user and system of the whole process, are those of the busiest. The wire's limit is what the busiest
+rank sends or receives, headers of full packets counted, over the rate; the efficiency is the limit over the median.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from experiments import command, paired
+from experiments.bench_ring import input_values, readable
+from experiments.limits import wire_seconds
+from experiments.paired import interquartile_range, median, paired_ratio, slowest
+from experiments.results import REPOSITORY, Row, load, save, save_panels
+from experiments.testbed import Link, Testbed, parse_rate, rate_name
+from pipesgd.checks import check_one_of
+from pipesgd.codecs.make import make_codec
+from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions
+from pipesgd.collectives.base import AllReduce
+from pipesgd.collectives.make import Connections
+from pipesgd.config import ALL_REDUCES, DEFAULT_TIMEOUT
+from pipesgd.errors import RunError, UserInputError
+from pipesgd.launch import Ranks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ALGORITHMS = tuple(name for name in ALL_REDUCES if name != "hierarchical")
+"""Nodes have one rank each: there is no hierarchy."""
+SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 16_000_000, 40_000_000)
+DEFAULT_CODECS = ("fp32", "bf16", "int8", "int4")
+QUICK_SIZES, QUICK_CODECS, QUICK_ALGORITHMS = (4_000, 400_000), ("fp32", "int8"), ("native", "ring")
+LEAST_EFFICIENCY, LEAST_TO_NATIVE = 0.90, 0.97
+"""Of the ring with a codec, in its wire limits; of the fp32 ring, in times of native over its own."""
+TARGET_NODES, TARGET_RATE, TARGET_SIZES = 4, 200e6, (1_000_000, 40_000_000)
+WARM_UP_ROUNDS = 1
+COLOURS = dict(zip(ALGORITHMS, ("#D55E00", "#E69F00", "#009E73", "#CC79A7", "#0072B2"), strict=True))  # Okabe and Ito
+MARKERS = dict(zip(ALGORITHMS, "s^vDo", strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long is measured."""
+
+    seconds_per_size: float
+    least_rounds: int
+    most_rounds: int
+
+    def rounds(self, round_seconds: float) -> int:
+        """How many rounds of this duration are made for one size."""
+        return min(self.most_rounds, max(self.least_rounds, int(self.seconds_per_size / round_seconds)))
+
+
+FULL = Effort(seconds_per_size=90.0, least_rounds=5, most_rounds=60)
+QUICK = Effort(seconds_per_size=0.2, least_rounds=2, most_rounds=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """An algorithm with a codec."""
+
+    algorithm: str
+    codec: CodecOptions
+    all_reduce: AllReduce
+    connections: Connections
+
+    @property
+    def name(self) -> str:
+        return f"{self.algorithm}, {self.codec.codec}"
+
+    def busiest(self, flat: Tensor) -> float:
+        """Bytes that the busiest rank sends or receives to reduce ``flat``, which is reduced. Collective."""
+        if self.algorithm == "native":
+            self.all_reduce(flat)
+            return float(slowest([self.all_reduce.wire_bytes(flat)])[0])
+        transport = self.connections.transport
+        sent, received = transport.bytes_sent, transport.bytes_received
+        self.all_reduce(flat)
+        return float(slowest([max(transport.bytes_sent - sent, transport.bytes_received - received)])[0])
+
+
+def make_contenders(ranks: Ranks, algorithms: Sequence[str], codecs: Sequence[str]) -> list[Contender]:
+    """All that there are: torch's own cannot add up every codec. Collective."""
+    contenders = []
+    for algorithm in algorithms:
+        connections = Connections(algorithm, ranks, timeout=DEFAULT_TIMEOUT)
+        for name in codecs:
+            if algorithm != "native" or name in NATIVE_CODECS:
+                options = CodecOptions(codec=name)
+                all_reduce = connections.all_reduce(make_codec(options))
+                contenders.append(
+                    Contender(algorithm=algorithm, codec=options, all_reduce=all_reduce, connections=connections)
+                )
+    return contenders
+
+
+class Timed:
+    """Times calls on the same values in the same memory, and keeps their CPU seconds."""
+
+    def __init__(self, contender: Contender, values: Tensor, flat: Tensor):
+        self._contender, self._values, self._flat = contender, values, flat
+        self._residual = torch.zeros_like(values) if contender.codec.gives_back else None
+        self.cpu_seconds: list[float] = []
+
+    def __call__(self) -> float:
+        self._flat.copy_(self._values)
+        dist.barrier()
+        used, begin = _cpu_seconds(), time.perf_counter()
+        self._contender.all_reduce(self._flat, self._residual, 1)
+        seconds = time.perf_counter() - begin
+        self.cpu_seconds.append(_cpu_seconds() - used)
+        return seconds
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def compute(
+    ranks: Ranks, contenders: Sequence[Contender], sizes: Sequence[int], rate: float, effort: Effort, console: Console
+) -> list[Row]:
+    """A row for every size and contender, the same on all ranks.
+
+    Raises:
+        RunError: the exact ones do not give the same sums.
+    """
+    # 1. The same sums? What travels, and how long does a round take?
+    prepared = []
+    for nbytes in sizes:
+        values = input_values(ranks.rank, nbytes)
+        flat, sums = torch.empty_like(values), values.clone()
+        dist.all_reduce(sums)
+        wire = {}
+        for one in contenders:
+            flat.copy_(values)
+            wire[one.name] = one.busiest(flat)
+            if one.codec.codec == "fp32" and not torch.equal(flat, sums):
+                raise RunError(f"{one.name} must give torch's sums; they differ for {nbytes} bytes")
+        timed = {one.name: Timed(one, values, flat) for one in contenders}
+        prepared.append((nbytes, wire, timed, paired.round_seconds(timed)))
+    # 2. Time them.
+    total = sum((WARM_UP_ROUNDS + effort.rounds(seconds)) * seconds for *_, seconds in prepared)
+    rows = []
+    with command.progress(console, f"p = {ranks.world_size}", total, show=ranks.rank == 0) as advance:
+        for nbytes, wire, timed, seconds in prepared:
+            after_round = partial(advance, seconds, readable(nbytes))
+            times = paired.interleave(timed, effort.rounds(seconds), warm_up=WARM_UP_ROUNDS, after_round=after_round)
+            for one in contenders:
+                cpu = slowest(timed[one.name].cpu_seconds[-len(times[one.name]) :])
+                rows.append(summarize(one, ranks.world_size, rate, nbytes, wire[one.name], times, cpu))
+    return rows
+
+
+def summarize(
+    contender: Contender,
+    world_size: int,
+    rate: float,
+    nbytes: int,
+    wire_bytes: float,
+    times: Mapping[str, paired.Seconds],
+    cpu_seconds: paired.Seconds,
+) -> Row:
+    """One line of the table; algbw and busbw, in byte/s, as nccl-tests defines them."""
+    own, native = times[contender.name], times.get("native, fp32")
+    limit = wire_seconds(wire_bytes, rate)
+    to_native = None if native is None else paired_ratio(native, own)
+    row = {
+        "p": world_size,
+        "rate": rate,
+        "nbytes": nbytes,
+        "algorithm": contender.algorithm,
+        "codec": contender.codec.codec,
+        "median_s": median(own),
+        "iqr_s": interquartile_range(own),
+        "rounds": len(own),
+        "wire_bytes_busiest": wire_bytes,
+        "wire_limit_s": limit,
+        "efficiency": limit / median(own),
+        "native_fp32_over_it_median": to_native and to_native.median,
+        "native_fp32_over_it_low": to_native and to_native.low,
+        "native_fp32_over_it_high": to_native and to_native.high,
+        "algbw": nbytes / median(own),
+        "busbw": 2 * (world_size - 1) / world_size * nbytes / median(own),
+        "cpu_median_s": median(cpu_seconds),
+    }
+    return {**row, "target_met": target_met(row)}
+
+
+def target_met(row: Row) -> bool | None:
+    """Whether the row meets its target; None where there is none."""
+    least, most = TARGET_SIZES
+    on_target = row["p"] == TARGET_NODES and row["rate"] <= TARGET_RATE and least <= row["nbytes"] <= most
+    if not on_target or row["algorithm"] != "ring":
+        return None
+    if row["codec"] != "fp32":
+        return bool(row["efficiency"] >= LEAST_EFFICIENCY)
+    to_native = row["native_fp32_over_it_median"]
+    return None if to_native is None else bool(to_native >= LEAST_TO_NATIVE)
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """For one p and codec: time over size, both logarithmic, and as dashed lines what the wire allows."""
+    for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
+        own = [row for row in rows if row["algorithm"] == algorithm]
+        sizes, colour = [row["nbytes"] for row in own], COLOURS[algorithm]
+        marker: dict[str, Any] = {"marker": MARKERS[algorithm], "markersize": 4, "linewidth": 1}
+        axes.plot(sizes, [row["median_s"] for row in own], color=colour, label=algorithm, **marker)
+        axes.plot(sizes, [row["wire_limit_s"] for row in own], color=colour, linestyle="--", linewidth=1, label="_")
+    axes.set(xscale="log", yscale="log", xlabel="buffer (bytes)", ylabel="time of an all-reduce, median (s)")
+    axes.set_title(f"{rows[0]['codec']}, {rows[0]['p']} ranks; dashed: the wire's limit", fontsize="medium")
+    axes.legend(fontsize="small")
+    return axes
+
+
+def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> None:
+    """Save the rows and their figure, and print them."""
+    target = {
+        "nodes": TARGET_NODES,
+        "rate_at_most": TARGET_RATE,
+        "nbytes_from_to": TARGET_SIZES,
+        "ring_with_codec_efficiency_at_least": LEAST_EFFICIENCY,
+        "native_over_fp32_ring_at_least": LEAST_TO_NATIVE,
+    }
+    save(name, rows, extra={"target": target, **links}, folder=folder)
+    kinds = list(dict.fromkeys((row["p"], row["codec"]) for row in rows))
+    panels = [partial(plot, [row for row in rows if (row["p"], row["codec"]) == kind]) for kind in kinds]
+    save_panels(name, panels, size=(4.2 * len(panels), 4.0), folder=folder)
+    command.show(
+        f"All-reduces; target: ring with a codec at least {LEAST_EFFICIENCY} of the wire, fp32 ring at least "
+        f"{LEAST_TO_NATIVE} of native",
+        [
+            {
+                "p": str(row["p"]),
+                "size": readable(row["nbytes"]),
+                "algorithm": row["algorithm"],
+                "codec": row["codec"],
+                "ms": f"{row['median_s'] * 1e3:.2f}",
+                "IQR": f"{row['iqr_s'] * 1e3:.2f}",
+                "of the wire": f"{row['efficiency']:.3f}",
+                "of native": "" if (x := row["native_fp32_over_it_median"]) is None else f"{x:.3f}",
+                "busbw MB/s": f"{row['busbw'] / 1e6:.1f}",
+                "CPU ms": f"{row['cpu_median_s'] * 1e3:.2f}",
+                "target": {None: "", True: "met", False: "MISSED"}[row["target_met"]],
+            }
+            for row in rows
+        ],
+    )
+
+
+def run_all(arguments: Namespace) -> tuple[list[Row], dict[str, Any]]:
+    """The rows of all p, each in a job of its own, one after the other; and what the links were measured to do."""
+    rows: list[Row] = []
+    links: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["-m", "experiments.bench_all_reduce", "--rate", rate_name(arguments.rate), "--output", folder]
+        words += ["--sizes", *map(str, arguments.sizes), "--codecs", *arguments.codecs]
+        words += ["--algorithms", *arguments.algorithms, *(["--quick"] if arguments.quick else [])]
+        for p in arguments.world_sizes:
+            with Testbed(nodes=p, link=Link(rate=arguments.rate)) as testbed:
+                links[f"links of {p} nodes"] = [dataclasses.asdict(measured) for measured in testbed.measure()]
+                codes = testbed.torchrun(words, cwd=REPOSITORY).wait()
+            if any(codes):
+                raise RunError(f"the run with p = {p} has failed")
+            rows += load(Path(folder) / f"p{p}.csv")
+    return rows, links
+
+
+def parse(words: Sequence[str]) -> Namespace:
+    """The options; raises ``UserInputError``."""
+    options = command.parser("bench_all_reduce", __doc__)
+    add, number = options.add_argument, command.at_least
+    add("--rate", required=True, help="of every link, e.g. 200mbit")
+    add("--world-sizes", type=number(2), nargs="+", default=[4], metavar="P", help="nodes (4)")
+    add("--sizes", type=number(4), nargs="+", metavar="BYTES", help=f"of float32 ({' '.join(map(str, SIZES))})")
+    add("--algorithms", nargs="+", metavar="NAME", help=f"of {', '.join(ALGORITHMS)} (all)")
+    add("--codecs", nargs="+", metavar="NAME", help=f"of {', '.join(DENSE_CODECS)} ({' '.join(DEFAULT_CODECS)})")
+    arguments = command.parse(options, words)
+    quick = arguments.quick
+    arguments.rate = parse_rate(arguments.rate)
+    arguments.sizes = arguments.sizes or list(QUICK_SIZES if quick else SIZES)
+    arguments.algorithms = arguments.algorithms or list(QUICK_ALGORITHMS if quick else ALGORITHMS)
+    arguments.codecs = arguments.codecs or list(QUICK_CODECS if quick else DEFAULT_CODECS)
+    for name, known in (("algorithms", ALGORITHMS), ("codecs", DENSE_CODECS)):
+        for one in getattr(arguments, name):
+            check_one_of(f"--{name}", one, known)
+    for name in ("world_sizes", "sizes", "algorithms", "codecs"):
+        given = getattr(arguments, name)
+        if len(set(given)) < len(given):
+            raise UserInputError(f"--{name.replace('_', '-')} must name each once; got {' '.join(map(str, given))}")
+    if arguments.algorithms == ["native"] and not set(arguments.codecs) & set(NATIVE_CODECS):
+        raise UserInputError("--codecs must have one that torch can add up with --algorithms native; got none")
+    return arguments
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command; started by torchrun, it is a rank of its own job."""
+    arguments = ranks.agree("options", lambda: parse(words))
+    if not ranks.by_torchrun:
+        rows, links = run_all(arguments)
+        publish(f"bench_all_reduce_{rate_name(arguments.rate)}", rows, links, arguments.output)
+        return
+    ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
+    contenders = make_contenders(ranks, arguments.algorithms, arguments.codecs)
+    rows = compute(ranks, contenders, arguments.sizes, arguments.rate, QUICK if arguments.quick else FULL, console)
+    if ranks.rank == 0:
+        save(f"p{ranks.world_size}", rows, folder=arguments.output)
+
+
+if __name__ == "__main__":
+    command.run(main)

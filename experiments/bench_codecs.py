@@ -1,0 +1,293 @@
+"""What codecs cost on one thread: encode, decode and the fused hop, beside copying the same float32 values.
+
+    python -m experiments.bench_codecs                 bench_codecs.csv, bench_codecs.png
+
+A round times the copy (numpy's, of float32, warm) and every contender once, in rotated order; a ratio is of times of
+the same round, in CPU seconds of the thread: while others have the core, no time passes. "cache" is 256 KiB of
+float32, in calls that follow each other, the first of them not timed; "memory" is 128 MiB, one call. Values are put
+back before each, untimed. The hop decodes what was received, adds it and encodes the sum; "hop, residual" also adds a
+residual and takes what the message says out of it; it has no target. What Python itself adds to a call counts.
+
+Beside ours: bf16, int8 and int4 written straightforwardly in torch, eager and by torch.compile.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from experiments import command, paired
+from experiments.paired import interquartile_range, median, paired_ratio
+from experiments.results import Row, save, save_panels
+from experiments.torch_codecs import TORCH_CODECS
+from pipesgd.checks import check_one_of
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.make import make_codec
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.errors import UserInputError
+from pipesgd.launch import Ranks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CODECS = {
+    **{name: CodecOptions(codec=name) for name in ("truncate16", "bf16", "fp16")},
+    **{
+        name if rounding == "nearest" else f"{name} stochastic": CodecOptions(codec=name, rounding=rounding)
+        for name in ("int8", "int4", "ternary", "qsgd")
+        for rounding in ("nearest", "stochastic")
+    },
+    "sign": CodecOptions(codec="sign"),
+}
+RIVALS = ("eager", "compile")
+OPERATIONS = ("encode", "decode", "hop", "hop, residual")
+MOST_FOR_DECODE = 2.0
+MOST_FOR_THE_REST = {"bf16": 2.0, "int8": 2.0, "int4": 3.0, "ternary": 3.0, "ternary stochastic": 3.0}
+"""Copies that a decode, and an encode or a hop without residual of these, may take at most."""
+COLOURS = dict(zip(OPERATIONS, ("#0072B2", "#E69F00", "#D55E00", "#CC79A7"), strict=True))  # Okabe and Ito
+MARKERS = dict(zip(OPERATIONS, "^vso", strict=True))
+
+Operation = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How many values, and how they are timed."""
+
+    name: str
+    numel: int
+    calls: int
+    """That are timed together."""
+    warm: bool
+    """Whether a call goes before them, untimed."""
+    rounds: int
+
+
+FULL = (
+    Size(name="cache", numel=64 << 10, calls=20, warm=True, rounds=101),
+    Size(name="memory", numel=32 << 20, calls=1, warm=False, rounds=11),
+)
+QUICK = (
+    Size(name="cache", numel=64 << 10, calls=3, warm=True, rounds=3),
+    Size(name="memory", numel=1 << 20, calls=1, warm=False, rounds=3),
+)
+
+
+class Buffers:
+    """The float32 values that all contenders of one size share, like gradients, so that caches hold no more."""
+
+    def __init__(self, numel: int):
+        generator = torch.Generator().manual_seed(0)
+        self.original = 1e-3 * torch.randn(numel, generator=generator)
+        self.values = self.original.clone()
+        self.residual = torch.zeros(numel)
+
+    def reset(self) -> None:
+        self.values.copy_(self.original)
+        self.residual.zero_()
+
+
+def own_operations(codec: Codec, buffers: Buffers) -> dict[str, Operation]:
+    """Ours."""
+    values, residual = buffers.values, buffers.residual
+    received, wire = (torch.zeros(codec.wire_bytes(values.numel()), dtype=torch.uint8) for _ in range(2))
+    buffers.reset()
+    codec.encode(values, None, received, 1)
+    return {
+        "encode": lambda: codec.encode(values, None, wire, 2),
+        "decode": lambda: codec.decode(received, values),
+        "hop": lambda: codec.decode_add_encode(received, values, None, wire, 2),
+        "hop, residual": lambda: codec.decode_add_encode(received, values, residual, wire, 2),
+    }
+
+
+def torch_operations(name: str, how: str, buffers: Buffers) -> dict[str, Operation]:
+    """torch's, "eager" or by "compile"."""
+    codec = TORCH_CODECS[name]
+
+    def made(function: Callable[..., None]) -> Callable[..., None]:
+        return torch.compile(function, dynamic=False) if how == "compile" else function
+
+    values = buffers.values
+    received, message = codec.message(values.numel()), codec.message(values.numel())
+    buffers.reset()
+    codec.encode(values, *received)
+    return {
+        "encode": partial(made(codec.encode), values, *message),
+        "decode": partial(made(codec.decode), *received, values),
+        "hop": partial(made(codec.hop), *received, values, *message),
+    }
+
+
+def compute(sizes: Sequence[Size], codecs: Sequence[str], rivals: Sequence[str], console: Console) -> list[Row]:
+    """A row for every size, contender and operation."""
+    torch.set_num_threads(1)
+    rows = []
+    for size in sizes:
+        buffers = Buffers(size.numel)
+        copied = torch.empty_like(buffers.values)
+        contenders: dict[tuple[str, str], Operation] = {
+            (name, operation): function
+            for name in codecs
+            for operation, function in own_operations(make_codec(CODECS[name]), buffers).items()
+        }
+        for name in codecs:
+            for how in rivals if name in TORCH_CODECS else ():
+                for operation, function in torch_operations(name, how, buffers).items():
+                    contenders[f"{name}, torch {how}", operation] = function
+        failures = _first_calls(contenders, console)
+        timed = {str(key): partial(time_calls, function, buffers, size) for key, function in contenders.items()}
+        timed["copy"] = partial(time_calls, partial(np.copyto, copied.numpy(), buffers.original.numpy()), buffers, size)
+        with command.progress(console, f"codecs in {size.name}", size.rounds + 1) as advance:
+            after_round = partial(advance, 1, f"{len(timed)} contenders")
+            seconds = paired.interleave_here(timed, size.rounds, warm_up=1, after_round=after_round)
+        for name, operation in [*contenders, *failures]:
+            times = seconds.get(str((name, operation)))
+            rows.append(summarize(size, name, operation, times, seconds["copy"], failures.get((name, operation), "")))
+    return rows
+
+
+def _first_calls(contenders: dict[tuple[str, str], Operation], console: Console) -> dict[tuple[str, str], str]:
+    """Call each once, which may compile it. Those that torch cannot compile here are taken out: why, by their names."""
+    failures: dict[tuple[str, str], str] = {}
+    with command.progress(console, "compiling", len(contenders)) as advance:
+        for key, function in list(contenders.items()):
+            try:
+                function()
+            except Exception as failure:  # whatever a compiler may raise; ours have to work
+                if "torch compile" not in key[0]:
+                    raise
+                failures[key] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:100]}"
+                del contenders[key]
+            advance(1, ", ".join(key))
+    return failures
+
+
+def time_calls(function: Operation, buffers: Buffers, size: Size) -> float:
+    """Seconds of a call."""
+    buffers.reset()
+    if size.warm:
+        function()
+    begin = time.thread_time()
+    for _ in range(size.calls):
+        function()
+    return (time.thread_time() - begin) / size.calls
+
+
+def summarize(
+    size: Size, name: str, operation: str, times: Sequence[float] | None, copy: Sequence[float], failure: str = ""
+) -> Row:
+    """A line of the table; there are no ``times`` of what could not be compiled."""
+    ratio = None if times is None else paired_ratio(times, copy)
+    target = target_of(name, operation)
+    return {
+        "size": size.name,
+        "nbytes": 4 * size.numel,
+        "contender": name,
+        "operation": operation,
+        "median_s": None if times is None else median(times),
+        "copy_median_s": median(copy),
+        "copy_iqr_s": interquartile_range(copy),
+        "ratio_median": ratio and ratio.median,
+        "ratio_low": ratio and ratio.low,
+        "ratio_high": ratio and ratio.high,
+        "ratio_iqr": None if times is None else interquartile_range(np.asarray(times) / np.asarray(copy)),
+        "rounds": len(copy),
+        "target_ratio": target,
+        "target_met": None if target is None or ratio is None else ratio.median <= target,
+        "failure": failure,
+    }
+
+
+def target_of(name: str, operation: str) -> float | None:
+    """Copies that the operation may take; None where there is no target."""
+    if name not in CODECS or operation == "hop, residual":
+        return None
+    return MOST_FOR_DECODE if operation == "decode" else MOST_FOR_THE_REST.get(name)
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """For one size: a line for every contender, a mark for every operation, over the ratio, logarithmic."""
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    for operation in OPERATIONS:
+        own = [row for row in rows if row["operation"] == operation and row["ratio_median"] is not None]
+        x, y = [row["ratio_median"] for row in own], [names.index(row["contender"]) for row in own]
+        style: dict[str, Any] = {"color": COLOURS[operation], "marker": MARKERS[operation], "linestyle": ""}
+        axes.plot(x, y, label=operation, **style)
+    for most in (MOST_FOR_DECODE, max(MOST_FOR_THE_REST.values())):
+        axes.axvline(most, color="black", linestyle="--", linewidth=1, label="_")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", linewidth=0.3)
+    mib = rows[0]["nbytes"] / (1 << 20)
+    axes.set(title=f"{rows[0]['size']}, {mib:g} MiB of float32", xlabel="time over that of a copy, median")
+    axes.legend(fontsize="small")
+    return axes
+
+
+def publish(rows: list[Row], folder: Path) -> None:
+    """Save the rows and their figure, and print them."""
+    targets = {"decode_at_most": MOST_FOR_DECODE, "encode_and_hop_at_most": MOST_FOR_THE_REST}
+    save("bench_codecs", rows, extra={"target": targets}, folder=folder)
+    of_size = {size: [row for row in rows if row["size"] == size] for size in dict.fromkeys(r["size"] for r in rows)}
+    height = 1.5 + 0.3 * len({row["contender"] for row in rows})
+    panels = [partial(plot, some) for some in of_size.values()]
+    save_panels("bench_codecs", panels, size=(6.5 * len(panels), height), folder=folder)
+    for size, some in of_size.items():
+        us = 1e6 * some[0]["copy_median_s"]
+        command.show(f"{size}: times in copies of the same float32 values, of {us:.1f} us", _table(some))
+
+
+def _table(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """A line for every contender, its operations side by side."""
+    lines: dict[str, dict[str, str]] = {}
+    for row in rows:
+        line = lines.setdefault(row["contender"], {"contender": row["contender"], **dict.fromkeys(OPERATIONS, "")})
+        line[row["operation"]] = _text(row)
+    return list(lines.values())
+
+
+def _text(row: Row) -> str:
+    """E.g. "1.52 +-0.03 met", with half of the spread of the middle half."""
+    if row["ratio_median"] is None:
+        return "not available"
+    verdict = {None: "", True: " met", False: " MISSED"}[row["target_met"]]
+    return f"{row['ratio_median']:.2f} +-{row['ratio_iqr'] / 2:.2f}{verdict}"
+
+
+def parse(words: Sequence[str], world_size: int) -> Namespace:
+    """The options; raises ``UserInputError``."""
+    options = command.parser("bench_codecs", __doc__)
+    add = options.add_argument
+    add("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"of {'; '.join(CODECS)} (all)")
+    add("--rivals", nargs="*", default=list(RIVALS), metavar="HOW", help=f"torch's, of {', '.join(RIVALS)} (both)")
+    arguments = command.parse(options, words)
+    for name, known in (("codecs", list(CODECS)), ("rivals", RIVALS)):
+        for one in getattr(arguments, name):
+            check_one_of(f"--{name}", one, known)
+        setattr(arguments, name, list(dict.fromkeys(getattr(arguments, name))))
+    if world_size > 1:
+        raise UserInputError("bench_codecs must be run without torchrun: it uses one thread of one process")
+    return arguments
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    arguments = ranks.agree("options", lambda: parse(words, ranks.world_size))
+    rows = compute(QUICK if arguments.quick else FULL, arguments.codecs, arguments.rivals, console)
+    publish(rows, arguments.output)
+
+
+if __name__ == "__main__":
+    command.run(main)

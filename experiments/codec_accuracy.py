@@ -1,0 +1,364 @@
+"""What a codec costs in accuracy: the same training with every codec on the wire, for several seeds.
+
+    python -m experiments.codec_accuracy                          codec_accuracy.csv, codec_accuracy.png
+    python -m experiments.codec_accuracy --models mlp --codecs fp32 int8 "int8 stochastic"
+
+A run is pipesgd.train at width 1 on four ranks of this machine, over loopback. In a row stand all seeds of a
+codec; differences to fp32 are of the same seeds, which begin with the same weights and see the same samples.
+
+A run that fails is a result as well. Finished runs are kept in codec_accuracy.runs.json in the output folder,
+by their words, with the commit that they were made with: the same command runs only what is missing or failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from experiments import command, contenders
+from experiments.cells import last_words
+from experiments.contenders import NEVER
+from experiments.iteration_times import COLOURS
+from experiments.paired import median
+from experiments.results import REPOSITORY, Row, provenance, save, save_panels
+from pipesgd.checks import check_one_of
+from pipesgd.errors import RunError, UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.output import SUMMARY_FILE
+from pipesgd.workloads import build_model, load_dataset
+from timing_model.collectives import ring_all_reduce_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WORLD_SIZE = 4
+RECIPE = "--width 1 --optimizer sgd --momentum 0.9 --lr 0.05 --schedule one-cycle"
+MODELS = {
+    "mlp": "--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32",
+    "convnet": "--dataset fashion-mnist --model convnet --batch-size 64",
+    "digits": "--dataset digits --model mlp --hidden-sizes 64 --batch-size 16",
+}
+"""The last one is for trying out."""
+EPOCHS = {"mlp": 3, "convnet": 1, "digits": 3}
+CODECS = {
+    "fp32": "--codec fp32",
+    "truncate16": "--codec truncate16",
+    "bf16": "--codec bf16",
+    "fp16": "--codec fp16",
+    "int8": "--codec int8",
+    "int8 stochastic": "--codec int8 --rounding stochastic",
+    "int4": "--codec int4",
+    "ternary": "--codec ternary --error-feedback on",
+    "ternary stochastic": "--codec ternary --rounding stochastic",
+    "qsgd": "--codec qsgd --error-feedback on",
+    "qsgd stochastic": "--codec qsgd --rounding stochastic",
+    "sign": "--codec sign",
+    "topk": "--codec topk",
+    "powersgd": "--codec powersgd",
+}
+BASELINE = "fp32"
+TARGETED, MOST_LOST = ("int8", "int4"), 0.2
+"""Codecs that may lose so many points at most."""
+SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 30
+DEADLINE_SECONDS = 3600.0
+"""A run that takes longer than this hangs."""
+APART = 1.05
+"""Codecs that send as much stand side by side in the figure, each at so many times the bytes of the one before."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run came to."""
+
+    started: str
+    commit: str | None
+    """Of the code that it was made with; None where there is no repository."""
+    seconds: float
+    failure: str | None = None
+    """Why there is nothing else."""
+    test_accuracy: float | None = None
+    wire_bytes: int | None = None
+    """That rank 0 sends in an iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run to be made."""
+
+    model: str
+    codec: str
+    seed: int
+    words: str
+    """Of ``pipesgd.train``, all but --output."""
+
+
+class Runs:
+    """The finished runs of a folder, by their words; each is kept as soon as it is there."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / "codec_accuracy.runs.json"
+
+    def load(self) -> dict[str, Run]:
+        if not self._path.exists():
+            return {}
+        return {words: Run(**run) for words, run in json.loads(self._path.read_text(encoding="utf-8")).items()}
+
+    def add(self, words: str, run: Run) -> None:
+        kept = {words: dataclasses.asdict(run) for words, run in (self.load() | {words: run}).items()}
+        aside = self._path.with_suffix(".tmp")
+        aside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        aside.replace(self._path)  # whole or not there, whenever this process is killed
+
+    def forget(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def plan(models: Sequence[str], codecs: Sequence[str], seeds: int, *, quick: bool) -> list[Planned]:
+    """All runs, seed by seed."""
+    planned = []
+    for model in models:
+        length = f"--iterations {QUICK_ITERATIONS}" if quick else f"--epochs {EPOCHS[model]}"
+        rest = f"{RECIPE} {length} --checkpoint-iterations {NEVER}"
+        for seed in range(seeds):
+            for codec in codecs:
+                words = f"{MODELS[model]} {CODECS[codec]} {rest} --seed {seed}"
+                planned.append(Planned(model=model, codec=codec, seed=seed, words=words))
+    return planned
+
+
+def train(words: str) -> Run:
+    """One run of ``pipesgd.train`` by torchrun."""
+    started, begin = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
+    failure: str | None = None
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder, log = Path(name) / "run", Path(name) / "log"
+        arguments = command.torchrun(WORLD_SIZE, "-m", "pipesgd.train", *words.split(), "--output", str(folder))
+        with log.open("wb") as file:
+            process = subprocess.Popen(arguments, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT)
+            try:
+                if process.wait(DEADLINE_SECONDS) != 0:
+                    failure = last_words(log.read_text(encoding="utf-8", errors="replace"))
+            except subprocess.TimeoutExpired:
+                failure = f"did not end within {DEADLINE_SECONDS:.0f} s"
+            finally:
+                process.terminate()  # torchrun ends its ranks too; nothing happens if it has ended
+                process.wait()
+        if failure is None:
+            summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+            found["test_accuracy"] = summary["final"]["test_accuracy"]
+            found["wire_bytes"] = summary["wire_bytes_per_iteration"]
+    git = provenance()["git"]
+    commit = None if git is None else git["commit"] + (" and changes" if git["dirty"] else "")
+    return Run(started=started, commit=commit, seconds=time.perf_counter() - begin, failure=failure, **found)
+
+
+def compute(
+    planned: Sequence[Planned], runs: Runs, console: Console, train: Callable[[str], Run] = train
+) -> dict[str, Run]:
+    """The runs of the plan by their words; those that are not there yet, or failed, are made now."""
+    done = {words: run for words, run in runs.load().items() if run.failure is None}
+    missing = [one for one in planned if one.words not in done]
+    if len(missing) < len(planned):
+        _say(console, f"{len(planned) - len(missing)} of {len(planned)} runs are there; --fresh makes them again")
+    with command.progress(console, "accuracy", len(missing)) as advance:
+        for number, one in enumerate(missing, start=1):
+            run = done[one.words] = train(one.words)
+            runs.add(one.words, run)
+            name = f"{number}/{len(missing)} {one.model}, {one.codec}, seed {one.seed}"
+            if run.test_accuracy is None:
+                _say(console, f"{name} failed: {run.failure}")
+                advance(1, f"{name} failed")
+            else:
+                advance(1, f"{name}: {run.test_accuracy:.2%} in {run.seconds:.0f} s")
+    return {one.words: done[one.words] for one in planned}
+
+
+def parameters(model: str) -> int:
+    """How many the model has."""
+    config = contenders.config("workload", MODELS[model])
+    data = load_dataset(config.data.dataset, config.data.data_dir, image_size=config.data.image_size)
+    built = build_model(
+        config.model.model,
+        sample_shape=data.sample_shape,
+        num_classes=data.num_classes,
+        hidden_sizes=config.model.hidden_sizes,
+    )
+    return sum(parameter.numel() for parameter in built.parameters())
+
+
+def summarize(planned: Sequence[Planned], runs: Mapping[str, Run], numel: Mapping[str, int]) -> list[Row]:
+    """A row for every model and codec; ``numel`` is the number of parameters of each model.
+
+    Differences to fp32, in points, are over the seeds that both have; None where there are none.
+    """
+    kept = {(one.model, one.codec, one.seed): runs[one.words] for one in planned}
+    seeds = sorted({one.seed for one in planned})
+    rows = []
+    for model, codec in dict.fromkeys((one.model, one.codec) for one in planned):
+        own = {seed: kept[model, codec, seed] for seed in seeds}
+        good = {seed: run.test_accuracy for seed, run in own.items() if run.test_accuracy is not None}
+        wire = next((run.wire_bytes for run in own.values() if run.wire_bytes is not None), None)
+        plain = ring_all_reduce_bytes(numel[model], WORLD_SIZE)  # values that a rank sends
+        base = {seed: run.test_accuracy for seed in seeds if (run := kept.get((model, BASELINE, seed)))}
+        # Rounded, so that what is on the target's very edge meets it.
+        lost = [round(100 * (value - base[seed]), 6) for seed, value in good.items() if base.get(seed) is not None]
+        rows.append(
+            {
+                "model": model,
+                "codec": codec,
+                "words": CODECS[codec],
+                "wire_bytes_per_iteration": wire,
+                "bits_per_value": None if wire is None else 8 * wire / plain,
+                "wire_bytes_to_fp32": None if wire is None else wire / (4 * plain),
+                **{f"accuracy_seed_{seed}": good.get(seed) for seed in seeds},
+                "accuracy_median": median(list(good.values())) if good else None,
+                "accuracy_mean": float(np.mean(list(good.values()))) if good else None,
+                "difference_to_fp32_points": round(float(np.mean(lost)), 6) if lost else None,
+                "difference_lowest_points": min(lost, default=None),
+                "difference_highest_points": max(lost, default=None),
+                "run_median_s": median([run.seconds for run in own.values()]),
+                "failures": "; ".join(f"seed {seed}: {run.failure}" for seed, run in own.items() if run.failure),
+            }
+        )
+    return rows
+
+
+def accuracies(row: Row) -> list[float | None]:
+    """Of each seed; None for those that failed."""
+    return [value for name, value in row.items() if name.startswith("accuracy_seed_")]
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """For one model: the accuracy of every seed (small) and the mean (large) over the bytes sent, logarithmic.
+
+    A colour is a codec; a hollow mark says that it rounds stochastically. The band is what int8 and int4 may lose.
+    """
+    names = list(dict.fromkeys(name.split()[0] for name in CODECS))
+    of_size: dict[int, int] = {}
+    for row in rows:
+        values = [100 * value for value in accuracies(row) if value is not None]
+        if not values:
+            axes.plot([], [], linestyle="", label=f"{row['codec']} (failed)")
+            continue
+        wire = row["wire_bytes_per_iteration"]
+        place = of_size[wire] = of_size.get(wire, -1) + 1
+        x = wire * APART**place
+        colour = COLOURS[names.index(row["codec"].split()[0])]
+        face = "none" if "stochastic" in row["codec"] else colour
+        style: dict[str, Any] = {"linestyle": "", "color": colour, "markerfacecolor": face}
+        axes.plot([x] * len(values), values, marker="o", markersize=3, label="_", **style)
+        mean = 100 * row["accuracy_mean"]
+        axes.plot([x], [mean], marker="D", markersize=9, label=f"{row['codec']}, {mean:.2f} %", **style)
+        if row["codec"] == BASELINE:
+            axes.axhspan(mean - MOST_LOST, mean, color="black", alpha=0.12, linewidth=0, zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.margins(x=0.1)
+    axes.set(title=rows[0]["model"], xlabel="sent by a rank in an iteration (bytes)", ylabel="test accuracy (%)")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return axes
+
+
+def verdict(row: Row) -> str:
+    """Whether the row meets the target; empty where there is none, or no fp32 to compare with."""
+    if row["codec"] not in TARGETED or row["difference_to_fp32_points"] is None:
+        return ""
+    return "met" if row["difference_to_fp32_points"] >= -MOST_LOST else "MISSED"
+
+
+def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Console) -> None:
+    """Save the rows and their figure, and print them."""
+    extra = {
+        "target": {"codecs": TARGETED, "difference_to_fp32_points_at_least": -MOST_LOST},
+        "world_size": WORLD_SIZE,
+        "words_of_runs": sorted(runs),
+        "runs_started": {
+            "first": min(run.started for run in runs.values()),
+            "last": max(r.started for r in runs.values()),
+        },
+        "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
+    }
+    save("codec_accuracy", rows, extra=extra, folder=folder)
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    panels = [partial(plot, [row for row in rows if row["model"] == model]) for model in models]
+    save_panels("codec_accuracy", panels, size=(7.0 * len(panels), 4.5), folder=folder)
+    command.show(
+        f"Test accuracy; target: {' and '.join(TARGETED)} lose at most {MOST_LOST} points to {BASELINE}",
+        [_texts(row) for row in rows],
+    )
+    for row in rows:
+        if row["failures"]:
+            _say(console, f"{row['model']}, {row['codec']} failed: {row['failures']}")
+
+
+def _texts(row: Row) -> dict[str, str]:
+    def text(name: str, form: str, factor: float = 1.0) -> str:
+        return "" if row[name] is None else format(factor * row[name], form)
+
+    return {
+        "model": row["model"],
+        "codec": row["codec"],
+        "kB sent": text("wire_bytes_per_iteration", ".0f", 1e-3),
+        "bits": text("bits_per_value", ".2f"),
+        "accuracy % by seed": " ".join("failed" if x is None else f"{100 * x:.2f}" for x in accuracies(row)),
+        "mean": text("accuracy_mean", ".2f", 100),
+        "to fp32": text("difference_to_fp32_points", "+.2f"),
+        "s": text("run_median_s", ".0f"),
+        "target": verdict(row),
+    }
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
+    """The options; raises ``UserInputError``."""
+    options = command.parser("codec_accuracy", __doc__)
+    add, number = options.add_argument, command.at_least
+    add("--models", nargs="+", default=["mlp", "convnet"], metavar="NAME", help=f"of {', '.join(MODELS)} (mlp convnet)")
+    add("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"of {'; '.join(CODECS)} (all)")
+    add("--seeds", type=number(1), help=f"how many ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)")
+    add("--fresh", action="store_true", help="forget the finished runs in the output folder")
+    arguments = command.parse(options, words)
+    for name, known in (("models", MODELS), ("codecs", CODECS)):
+        given = getattr(arguments, name)
+        for one in given:
+            check_one_of(f"--{name}", one, list(known))
+            if given.count(one) > 1:
+                raise UserInputError(f"--{name} must name each once; got {one!r} twice")
+    if by_torchrun:
+        raise UserInputError("codec_accuracy must be run without torchrun: it starts torchrun itself")
+    arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
+    return arguments
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    runs = Runs(arguments.output)
+    if arguments.fresh:
+        runs.forget()
+    planned = plan(arguments.models, arguments.codecs, arguments.seeds, quick=arguments.quick)
+    numel = ranks.agree("data", lambda: {model: parameters(model) for model in arguments.models})
+    done = compute(planned, runs, console)
+    publish(summarize(planned, done, numel), done, arguments.output, console)
+    if all(run.failure for run in done.values()):
+        raise RunError(f"a codec must get through; all failed, the first: {done[planned[0].words].failure}")
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,106 @@
+"""Codecs as one would write them in torch, for comparison: bf16, and int8 and int4 with a scale for each block.
+
+Their bytes are those of ``pipesgd.codecs``, but for the order of the halves of int4 and for ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TINY = 2.0**-100
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchCodec:
+    """Functions of tensors: values float32 (numel,), scales float32 (blocks,), and as payload the whole numbers."""
+
+    block: int
+    in_a_byte: int
+    """Values that share an element of the payload."""
+    dtype: torch.dtype
+    """Of the payload."""
+    encode: Callable[[Tensor, Tensor, Tensor], None]
+    """Of values, scales and payload: makes the latter two."""
+    decode: Callable[[Tensor, Tensor, Tensor], None]
+    """Of scales, payload and values: replaces the values."""
+    hop: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    """Of scales and payload received, values, and scales and payload to make: adds, and encodes the sums."""
+
+    def message(self, numel: int) -> tuple[Tensor, Tensor]:
+        """Room for scales and payload of so many values, a multiple of the block."""
+        return torch.empty(numel // self.block), torch.empty(numel // self.in_a_byte, dtype=self.dtype)
+
+
+def _encode_bf16(values: Tensor, scales: Tensor, payload: Tensor) -> None:
+    payload.copy_(values)
+
+
+def _decode_bf16(scales: Tensor, payload: Tensor, values: Tensor) -> None:
+    values.copy_(payload)
+
+
+def _hop_bf16(received_scales: Tensor, received: Tensor, values: Tensor, scales: Tensor, payload: Tensor) -> None:
+    values.add_(received)
+    payload.copy_(values)
+
+
+def _whole_numbers(values: Tensor, scales: Tensor, levels: int) -> Tensor:
+    """int8 (blocks, block), and the scales."""
+    blocks = values.view(scales.numel(), -1)
+    scale = (blocks.abs().amax(dim=1, keepdim=True) / levels).clamp_min(TINY)
+    scales.copy_(scale.squeeze(1))
+    return (blocks / scale).round().to(torch.int8)
+
+
+def _encode_int8(values: Tensor, scales: Tensor, payload: Tensor) -> None:
+    payload.copy_(_whole_numbers(values, scales, 127).view(-1))
+
+
+def _values_int8(scales: Tensor, payload: Tensor) -> Tensor:
+    return (payload.view(scales.numel(), -1) * scales.unsqueeze(1)).view(-1)
+
+
+def _decode_int8(scales: Tensor, payload: Tensor, values: Tensor) -> None:
+    values.copy_(_values_int8(scales, payload))
+
+
+def _hop_int8(received_scales: Tensor, received: Tensor, values: Tensor, scales: Tensor, payload: Tensor) -> None:
+    values.add_(_values_int8(received_scales, received))
+    _encode_int8(values, scales, payload)
+
+
+def _encode_int4(values: Tensor, scales: Tensor, payload: Tensor) -> None:
+    low, high = _whole_numbers(values, scales, 7).chunk(2, dim=1)
+    payload.copy_(((low & 15) | (high << 4)).reshape(-1))
+
+
+def _values_int4(scales: Tensor, payload: Tensor) -> Tensor:
+    both = payload.view(scales.numel(), -1)
+    whole = torch.cat([(both << 4) >> 4, both >> 4], dim=1)  # arithmetic shifts: the sign is kept
+    return (whole * scales.unsqueeze(1)).view(-1)
+
+
+def _decode_int4(scales: Tensor, payload: Tensor, values: Tensor) -> None:
+    values.copy_(_values_int4(scales, payload))
+
+
+def _hop_int4(received_scales: Tensor, received: Tensor, values: Tensor, scales: Tensor, payload: Tensor) -> None:
+    values.add_(_values_int4(received_scales, received))
+    _encode_int4(values, scales, payload)
+
+
+TORCH_CODECS = {
+    "bf16": TorchCodec(
+        block=1024, in_a_byte=1, dtype=torch.bfloat16, encode=_encode_bf16, decode=_decode_bf16, hop=_hop_bf16
+    ),
+    "int8": TorchCodec(
+        block=1024, in_a_byte=1, dtype=torch.int8, encode=_encode_int8, decode=_decode_int8, hop=_hop_int8
+    ),
+    "int4": TorchCodec(
+        block=256, in_a_byte=2, dtype=torch.int8, encode=_encode_int4, decode=_decode_int4, hop=_hop_int4
+    ),
+}

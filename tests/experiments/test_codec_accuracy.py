@@ -1,0 +1,167 @@
+"""Accuracy of codecs: what is run, what is kept and made again, the rows, the figure; and a real run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from experiments.codec_accuracy import APART, CODECS, Run, Runs, compute, parse, plan, plot, summarize, verdict
+from experiments.contenders import config
+from experiments.results import REPOSITORY, RESULTS, Row, load
+from pipesgd.command_line import parse as parse_training
+from pipesgd.errors import UserInputError
+
+NUMEL = {"mlp": 1000}
+ACCURACIES = {
+    "fp32": (0.88, 0.89),
+    "int8": (0.879, 0.887),
+    "int4": (0.88, 0.885),
+    "sign": (None, 0.8),
+    "topk": (None, None),
+}
+WIRE_BYTES = {"fp32": 6000, "int8": 1506, "int4": 1506, "sign": 200}
+
+
+def ran(accuracy: float | None, wire: int | None = None, commit: str = "c0ffee") -> Run:
+    failure = "rank 2: it broke" if accuracy is None else None
+    return Run(
+        started="2026-11-21", commit=commit, seconds=9.0, failure=failure, test_accuracy=accuracy, wire_bytes=wire
+    )
+
+
+def rows() -> list[Row]:
+    planned = plan(["mlp"], list(ACCURACIES), 2, quick=False)
+    runs = {one.words: ran(ACCURACIES[one.codec][one.seed], WIRE_BYTES.get(one.codec)) for one in planned}
+    return summarize(planned, runs, NUMEL)
+
+
+def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
+    planned = plan(["mlp", "convnet", "digits"], list(CODECS), 3, quick=False)
+    assert len({one.words for one in planned}) == len(planned) == 3 * 3 * len(CODECS)
+    for one in planned:
+        got = parse_training(one.words.split())
+        assert (got.optimization.seed, got.pipeline.width) == (one.seed, 1)
+        assert got.compression.stochastic == ("stochastic" in one.codec)
+        assert got.compression == config("codec", CODECS[one.codec]).compression
+    quick = plan(["mlp"], ["fp32"], 1, quick=True)
+    assert "--iterations 30" in quick[0].words
+    assert "--epochs" not in quick[0].words
+
+
+def test_only_what_is_missing_or_failed_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made: list[str] = []
+
+    def train(words: str) -> Run:
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(words)
+        return ran(None if "topk" in words else 0.88, 6000)
+
+    planned = plan(["mlp"], ["fp32", "topk", "int8", "int4"], 1, quick=False)
+    with pytest.raises(KeyboardInterrupt):
+        compute(planned, Runs(tmp_path), Console(), train)
+    assert made == [one.words for one in planned[:3]]
+    assert "2/4 mlp, topk, seed 0 failed: rank 2: it broke" in capsys.readouterr().out
+    again: list[str] = []
+
+    def other(words: str) -> Run:
+        again.append(words)
+        return ran(0.5, 60, commit="later")
+
+    done = compute(planned, Runs(tmp_path), Console(), other)
+    assert again == [planned[1].words, planned[3].words]
+    assert [done[one.words].commit for one in planned] == ["c0ffee", "later", "c0ffee", "later"]
+    assert "2 of 4 runs are there" in capsys.readouterr().out
+    assert compute(planned, Runs(tmp_path), Console(), other) == done
+    assert len(again) == 2
+    Runs(tmp_path).forget()
+    assert Runs(tmp_path).load() == {}
+
+
+def test_a_row_has_all_seeds_and_differences_of_the_same_seeds() -> None:
+    by_codec = {row["codec"]: row for row in rows()}
+    int8, sign, topk = by_codec["int8"], by_codec["sign"], by_codec["topk"]
+    assert (int8["accuracy_seed_0"], int8["accuracy_seed_1"]) == (0.879, 0.887)
+    assert int8["accuracy_mean"] == int8["accuracy_median"] == pytest.approx(0.883)
+    assert int8["difference_to_fp32_points"] == pytest.approx(-0.2)
+    assert int8["difference_lowest_points"] == pytest.approx(-0.3)
+    assert int8["bits_per_value"] == pytest.approx(1506 * 8 / 1500)  # 2 (p-1)/p = 1.5
+    assert by_codec["fp32"]["wire_bytes_to_fp32"] == 1.0
+    assert sign["difference_to_fp32_points"] == pytest.approx(-9.0)  # of seed 1, which both have
+    assert sign["failures"] == "seed 0: rank 2: it broke"
+    numbers = [name for name in topk if name.startswith(("accuracy", "difference", "wire", "bits"))]
+    assert {topk[name] for name in numbers} == {None}
+
+
+def test_int8_and_int4_may_lose_a_fifth_of_a_point() -> None:
+    said = {row["codec"]: verdict(row) for row in rows()}
+    assert said == {"fp32": "", "int8": "met", "int4": "MISSED", "sign": "", "topk": ""}
+    assert verdict({"codec": "int4", "difference_to_fp32_points": -0.19}) == "met"
+    assert verdict({"codec": "int4", "difference_to_fp32_points": None}) == ""
+
+
+def test_the_figure_shows_every_seed_and_the_mean_over_the_bytes() -> None:
+    axes = plot(rows(), Figure().subplots())
+    lines = axes.get_lines()
+    means = {line.get_label(): line.get_xydata().tolist() for line in lines if not line.get_label().startswith("_")}
+    assert means == {
+        "fp32, 88.50 %": [[6000, 88.5]],
+        "int8, 88.30 %": [[1506, pytest.approx(88.3)]],
+        "int4, 88.25 %": [[1506 * APART, pytest.approx(88.25)]],
+        "sign, 80.00 %": [[200, 80.0]],
+        "topk (failed)": [],
+    }
+    seeds = [line.get_xydata().tolist() for line in lines if line.get_label().startswith("_")]
+    assert seeds[0] == [[6000, 88.0], [6000, 89.0]]
+    assert seeds[3] == [[200, 80.0]]
+    assert axes.get_xscale() == "log"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--codecs", "int9"], r"--codecs must be one of .*; got 'int9'"),
+        (["--codecs", "int8", "int8"], "--codecs must name each once; got 'int8' twice"),
+        (["--models", "resnet"], "--models must be one of"),
+        (["--seeds", "0"], "--seeds: must be a whole number of at least 1; got '0'"),
+        (["--output", str(RESULTS)], "--output must name another folder"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match=message) as error:
+        parse(["--quick", "--output", str(tmp_path), *words], by_torchrun=False)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserInputError, match="without torchrun"):
+        parse([], by_torchrun=True)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "experiments.codec_accuracy", *words]
+    return subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def test_a_wrong_option_ends_the_command_with_code_2() -> None:
+    done = command("--seeds", "many")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --seeds: must be a whole number of at least 1; got 'many'\n"
+
+
+def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
+    words = ["--quick", "--models", "digits", "--codecs", "fp32", "--output", str(tmp_path)]
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    (row,) = load(tmp_path / "codec_accuracy.csv")
+    assert row["accuracy_seed_0"] > 0.5
+    assert row["bits_per_value"] == pytest.approx(32, rel=0.01)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".json", ".png"}
+    kept = (tmp_path / "codec_accuracy.runs.json").read_bytes()
+    done = command(*words)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 runs are there" in done.stdout
+    assert (tmp_path / "codec_accuracy.runs.json").read_bytes() == kept
