@@ -22,5 +22,5 @@ class Float32Places:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """``tensor``, or the real and imaginary parts of a complex one, side by side in its last dimension."""
-    return torch.view_as_real(tensor).flatten(-2) if tensor.is_complex() else tensor
+    """The values of a contiguous tensor in one dimension, as a view; of complex ones their real and imaginary parts."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)

@@ -80,10 +80,10 @@ class PowerSgdExchange:
             matrix.residual.add_(_as_matrix(buffer, matrix))
             torch.mm(matrix.residual, matrix.right, out=matrix.left)
         for index, place in self._uncompressed:
-            place.copy_(real(buffer.views[index]).view(-1))
+            place.copy_(real(buffer.views[index]))
         self._all_reduce(self._left)
         for index, place in self._uncompressed:
-            real(buffer.views[index]).view(-1).copy_(place)
+            real(buffer.views[index]).copy_(place)
         # 3.
         for matrix in self._matrices:
             if are_finite([matrix.left]):

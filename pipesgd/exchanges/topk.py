@@ -24,7 +24,8 @@ NUMBERS_PER_VALUE = 2
 class TopKExchange:
     """Every rank sends its k largest values of each flat tensor, and keeps the others for later.
 
-    Lin, Han, Mao, Wang & Dally, "Deep Gradient Compression", ICLR 2018, sections 3.1 to 3.3. Each ``sum`` of iteration t, with the rank's gradient g, is
+    Lin, Han, Mao, Wang & Dally, "Deep Gradient Compression", ICLR 2018, sections 3.1 to 3.3. Each ``sum``, with the
+    rank's gradient g, is
 
     1. accumulate: u = momentum * u + g, v = v + u (without momentum v = v + g);
     2. choose: the k = max(1, round(density * numel)) values of v that are largest in magnitude;
