@@ -40,7 +40,7 @@ class PowerSgdExchange:
        summed in one all-reduce; then the columns of each P are made orthonormal;
     3. right factors: Q = M^T P, (columns, low_rank), summed in a second all-reduce;
     4. decode: the sum is P Q^T; the residual becomes M - P Q^T / p, so that the sum and what all ranks keep are
-       together what was put in. Q / p is where the next iteration starts.
+       together what was put in. The next iteration starts from Q, whose scale does not matter to it.
 
     What is not finite makes the whole matrix NaN, on all ranks, which forget its residual and start from the first Q.
 
@@ -96,7 +96,6 @@ class PowerSgdExchange:
             if are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
                 values.copy_(matrix.left @ matrix.right.t())
                 matrix.residual.add_(values, alpha=-1 / self._world_size)
-                matrix.right.div_(self._world_size)
             else:
                 values.fill_(torch.nan)
                 matrix.residual.zero_()

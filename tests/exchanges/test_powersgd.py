@@ -203,6 +203,20 @@ def test_what_is_not_finite_arrives_and_does_not_stay(bad: float, index: int) ->
         assert torch.equal(state["right"], states[0]["right"])
 
 
+def test_a_residual_that_overflows_does_not_stay() -> None:
+    """3e38 here and -3e38 on two more ranks: the sum is -3e38, which leaves 3e38 + 1e38."""
+
+    def with_two_that_have_the_opposite(flat: Tensor) -> None:
+        flat.neg_()
+
+    exchange = PowerSgdExchange(with_two_that_have_the_opposite, world_size=3, low_rank=1)
+    buffer = FlatBuffer([torch.zeros(30, 20)])
+    buffer.views[0][4, 2] = 3e38
+    exchange.sum(buffer, 0)
+    assert buffer.views[0][4, 2] == pytest.approx(-3e38)
+    assert exchange.state_dict()["residuals"].isfinite().all()
+
+
 def test_a_state_continues_bit_for_bit() -> None:
     gradients = noise(6, 2)
     whole, _ = exchanged(gradients, 2)

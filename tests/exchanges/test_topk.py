@@ -118,10 +118,12 @@ def test_the_largest_are_exact_in_value_and_number(shape: str, numel: int, densi
 
 def test_what_is_not_finite_is_chosen_first() -> None:
     magnitudes = torch.ones(LARGE)
-    magnitudes[12_345] = torch.nan
-    magnitudes[54_321] = torch.inf
-    assert largest(magnitudes, 1).tolist() == [12_345]
-    assert sorted(largest(magnitudes, 2).tolist()) == [12_345, 54_321]
+    for place in (12_345, 12_346):  # one that the sample sees, and one that it does not
+        magnitudes[place] = torch.nan
+        magnitudes[54_321] = torch.inf
+        assert largest(magnitudes, 1).tolist() == [place]
+        assert sorted(largest(magnitudes, 2).tolist()) == [place, 54_321]
+        magnitudes[place] = 1.0
 
 
 # --- Sums -------------------------------------------------------------------------------------------------------------
