@@ -305,6 +305,15 @@ class TrainConfig:
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
                 f"belong to pipelined); got --codec {self.compression.codec}"
             )
+        correction, optimization = self.compression.momentum_correction, self.optimization
+        if correction > 0 and optimization.optimizer == "nesterov":
+            raise UserInputError(
+                "optimizer must be sgd with --momentum-correction, which takes the place of its momentum; got nesterov"
+            )
+        if correction > 0 and optimization.optimizer == "sgd" and optimization.momentum > 0:
+            raise UserInputError(
+                f"momentum must be 0 with --momentum-correction, which takes its place; got {optimization.momentum}"
+            )
         if self.run.device == "cuda" and strategy in SERVER_STRATEGIES:
             raise UserInputError(f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda")
         if self.run.device == "cuda" and strategy == "pipelined" and all_reduce != "native":

@@ -96,6 +96,14 @@ from pipesgd.errors import UserInputError
         ("--codec topk --density-warmup -1", "density-warmup must be at least 0; got -1"),
         ("--codec topk --momentum-correction 1", "momentum-correction must be below 1; got 1.0"),
         (
+            "--codec topk --momentum-correction 0.9",
+            "momentum must be 0 with --momentum-correction, which takes its place; got 0.9",
+        ),
+        (
+            "--codec topk --momentum-correction 0.9 --optimizer nesterov",
+            "optimizer must be sgd with --momentum-correction, which takes the place of its momentum; got nesterov",
+        ),
+        (
             "--codec topk --all-reduce all-to-all",
             "all-reduce must be ring with --codec topk, whose values are gathered around it; got all-to-all",
         ),

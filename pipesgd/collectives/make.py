@@ -55,7 +55,7 @@ class Connections:
         streams: int = 1,
     ):
         self._name = all_reduce
-        self._ranks = ranks
+        self.ranks = ranks
         self._timeout = timeout
         self._segment_bytes = segment_bytes
         ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 0
@@ -78,7 +78,7 @@ class Connections:
 
     def all_gather(self) -> AllReduce:
         """Gives every rank the chunks of all: of a flat tensor of p equal parts, the own part goes in."""
-        return self._scheduled(gather_ring(self._ranks.rank, self._ranks.world_size), Uncompressed())
+        return self._scheduled(gather_ring(self.ranks.rank, self.ranks.world_size), Uncompressed())
 
     def _scheduled(self, schedule: Schedule, codec: Codec) -> AllReduce:
         return ScheduledAllReduce(self.transport, schedule, codec, segment_bytes=self._segment_bytes)

@@ -13,15 +13,19 @@ class Exchange(Protocol):
     It runs on the communication thread, once an iteration, and may remember what it has not sent.
     """
 
-    def sum(self, buffer: FlatBuffer) -> None:
-        """Replace the values in ``buffer`` by their sum over the ranks. Collective.
+    def sum(self, buffer: FlatBuffer, iteration: int) -> None:
+        """Replace the values in ``buffer``, the gradients of ``iteration``, by their sum over the ranks. Collective.
 
         Raises:
+            UserInputError: buffers like this one cannot be summed.
             CommunicationError: a peer was lost, or silent for longer than the deadline.
         """
 
-    def wire_bytes(self, buffer: FlatBuffer) -> int:
-        """Bytes that this rank sent in the last ``sum`` of a buffer like this one, headers of the network apart."""
+    def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
+        """Bytes that this rank sends in the ``sum`` of ``iteration`` for a buffer like this one.
+
+        Headers of the network are apart. It may be asked for while the communication thread sums.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What must be kept to continue bit for bit: a copy."""

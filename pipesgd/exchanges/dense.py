@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipesgd.codecs.keys import mixed
 from pipesgd.collectives.base import AllReduce
+from pipesgd.exchanges.float32 import Float32Places, real
 from pipesgd.gradients import FlatBuffer
 
 
@@ -33,41 +34,30 @@ class DenseExchange:
         self._exact = exact
         self._error_feedback = error_feedback
         self._seed = seed
-        self._sums = 0
         self._residuals: list[Tensor] = []
-        self._converted: dict[int, Tensor] = {}  # by number of the flat tensor
+        self._places = Float32Places()
 
-    def sum(self, buffer: FlatBuffer) -> None:
+    def sum(self, buffer: FlatBuffer, iteration: int) -> None:
         values = [self._float32(number, flat) for number, flat in enumerate(buffer.flats)]
         if self._error_feedback and not self._residuals:
             self._residuals = [torch.zeros_like(flat) for flat in values]
         for number, (flat, own) in enumerate(zip(buffer.flats, values, strict=True)):
             if own is not flat:
-                own.copy_(_real(flat))
+                own.copy_(real(flat))
             residual = self._residuals[number] if self._error_feedback else None
-            self._all_reduce(own, residual, mixed(self._seed, self._sums, number))
+            self._all_reduce(own, residual, mixed(self._seed, iteration, number))
             if own is not flat:
-                _real(flat).copy_(own)
-        self._sums += 1
+                real(flat).copy_(own)
 
-    def wire_bytes(self, buffer: FlatBuffer) -> int:
+    def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         return sum(self._all_reduce.wire_bytes(self._float32(number, flat)) for number, flat in enumerate(buffer.flats))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": self._sums, "residuals": [residual.clone() for residual in self._residuals]}
+        return {"residuals": [residual.clone() for residual in self._residuals]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums = state["sums"]
         self._residuals = [residual.clone() for residual in state["residuals"]]
 
     def _float32(self, number: int, flat: Tensor) -> Tensor:
         """``flat``, or a place for its values in float32."""
-        if self._exact or flat.dtype == torch.float32:
-            return flat
-        if number not in self._converted:
-            self._converted[number] = torch.empty_like(_real(flat), dtype=torch.float32)
-        return self._converted[number]
-
-
-def _real(flat: Tensor) -> Tensor:
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        return flat if self._exact else self._places.place(number, flat)

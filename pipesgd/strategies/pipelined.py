@@ -73,13 +73,14 @@ class Pipelined:
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
-        codec: what travels: a name, or ``CodecOptions`` for more than its defaults.
+        codec: what travels: a name, or ``CodecOptions`` for more than its defaults. A ``momentum_correction`` takes
+            the place of the optimizer's momentum, which must be 0 then.
         all_reduce: the algorithm, by its name on the command line; "native" is torch's own.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
         timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native).
         segment_bytes: largest message; native cuts as torch does.
         streams: connections to each rank, on which messages take turns.
-        seed: of the random numbers of stochastic rounding.
+        seed: of the random numbers of stochastic rounding, and of those that powersgd begins with.
         ranks: the ranks to work with; by default those of torch's process group, which is started from
             torchrun's variables where there is none yet.
 
@@ -160,7 +161,7 @@ class Pipelined:
         # 3. and 4. Wait and apply.
         width = self.width if self.iteration > self.warmup_iterations else 1
         report = self._apply_until(width - 1)
-        wire_bytes = self._exchange.wire_bytes(buffer)
+        wire_bytes = self._exchange.wire_bytes(buffer, pack.iteration)
         return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
@@ -226,7 +227,7 @@ class Pipelined:
                 torch.cuda.current_stream().wait_event(packed)
             start = time.perf_counter()
             try:
-                self._exchange.sum(buffer)
+                self._exchange.sum(buffer, iteration)
             except CommunicationError as failure:
                 failure.iteration = iteration
                 raise

@@ -1,0 +1,282 @@
+"""PowerSGD against exact sums, matrices of known rank, and the algorithm written from the paper in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from _memory_transport import MemoryTransport, integers, run_threads
+from _ranks import run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipesgd import Pipelined
+from pipesgd.codecs.floats import Uncompressed
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.collectives.make import SCHEDULES
+from pipesgd.collectives.scheduled import ScheduledAllReduce
+from pipesgd.config import ALL_REDUCES
+from pipesgd.exchanges.powersgd import PowerSgdExchange
+from pipesgd.gradients import FlatBuffer
+from pipesgd.launch import Ranks
+from pipesgd.replicas import weights_sha256
+
+State = dict[str, Any]
+Gradients = list[Tensor]
+"""Of all parameters."""
+
+SHAPES = [(12, 10), (7,), (9, 4, 3), (2, 2), (), (0, 5), (5, 40)]
+COMPRESSED = (0, 2, 6)
+"""Which of them are compressed, with rank 1 and 2."""
+
+
+def exchanged(
+    gradients: list[list[Gradients]], low_rank: int, states: list[State] | None = None, name: str = "ring"
+) -> tuple[list[Gradients], list[State]]:
+    """The sums of each iteration, and what every rank keeps then, of ``gradients[iteration][rank]``."""
+    world_size = len(gradients[0])
+
+    def run(transport: MemoryTransport) -> tuple[list[Gradients], State]:
+        schedule = SCHEDULES[name](transport.rank, world_size)
+        all_reduce = ScheduledAllReduce(transport, schedule, Uncompressed(), segment_bytes=64)
+        exchange = PowerSgdExchange(all_reduce, world_size=world_size, low_rank=low_rank, seed=3)
+        if states is not None:
+            exchange.load_state_dict(states[transport.rank])
+        sums = []
+        for iteration, of_ranks in enumerate(gradients):
+            buffer = FlatBuffer(of_ranks[transport.rank])
+            buffer.fill_from(of_ranks[transport.rank])
+            before, announced = transport.bytes_sent, exchange.wire_bytes(buffer, iteration)
+            exchange.sum(buffer, iteration)
+            assert transport.bytes_sent - before == announced == exchange.wire_bytes(buffer, iteration)
+            sums.append(buffer.views)
+        return sums, exchange.state_dict()
+
+    results, _ = run_threads(world_size, run)
+    for sums, _ in results[1:]:
+        for ours, theirs in zip(sums, results[0][0], strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0)), "replicas differ"
+    return results[0][0], [state for _, state in results]
+
+
+def noise(iterations: int, world_size: int, shapes: list[tuple[int, ...]] = SHAPES) -> list[list[Gradients]]:
+    generator = torch.Generator().manual_seed(world_size)
+    return [
+        [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(world_size)]
+        for _ in range(iterations)
+    ]
+
+
+def total_of(gradients: list[list[Gradients]], index: int) -> Tensor:
+    """The sum over iterations and ranks of one parameter's gradients."""
+    return torch.stack([of_rank[index] for of_ranks in gradients for of_rank in of_ranks]).sum(0)
+
+
+def residuals(states: list[State], shapes: list[tuple[int, ...]], compressed: tuple[int, ...]) -> list[Tensor]:
+    """The sum of all ranks' residuals, of each parameter that is compressed."""
+    sizes = [torch.Size(shapes[index]).numel() for index in compressed]
+    parts = torch.stack([state["residuals"] for state in states]).sum(0).split(sizes)
+    return [part.view(shapes[index]) for index, part in zip(compressed, parts, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_not_compressed_is_summed_exactly(name: str, dtype: torch.dtype) -> None:
+    """With rank 50 nothing is worth compressing."""
+    gradients = [
+        [[integers(torch.Size(shape).numel(), rank, dtype).view(shape) for shape in SHAPES] for rank in range(4)]
+    ]
+    (sums,), states = exchanged(gradients, 50, name=name)
+    for index, total in enumerate(sums):
+        assert total.dtype == dtype
+        assert torch.equal(total, total_of(gradients, index))
+    assert all(state["residuals"].numel() == 0 for state in states)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_small_parameters_are_exact_beside_compressed_ones(world_size: int) -> None:
+    gradients = noise(1, world_size)
+    (sums,), _ = exchanged(gradients, 2)
+    for index, total in enumerate(sums):
+        close = torch.allclose(total, total_of(gradients, index), rtol=1e-5, atol=1e-5)
+        assert close == (index not in COMPRESSED)
+
+
+def test_one_rank_keeps_its_gradients() -> None:
+    gradients = noise(1, 1)
+    (sums,), states = exchanged(gradients, 1)
+    assert all(torch.equal(ours, own) for ours, own in zip(sums, gradients[0][0], strict=True))
+    assert states[0]["residuals"].numel() == 0
+
+
+@settings(max_examples=25)
+@given(rows=st.integers(20, 60), columns=st.integers(20, 60), own_rank=st.integers(1, 2), world_size=st.integers(2, 4))
+def test_a_sum_whose_rank_is_not_above_that_of_the_factors_is_recovered(
+    rows: int, columns: int, own_rank: int, world_size: int
+) -> None:
+    """At once, whatever Q is: P spans the columns of the sum. Up to rounding, of entries of about 10."""
+    generator = torch.Generator().manual_seed(rows)
+    left = torch.randn(rows, own_rank, generator=generator)
+    rights = [torch.randn(own_rank, columns, generator=generator) for _ in range(world_size)]
+    gradients = [[[left @ right] for right in rights]]
+    (sums,), states = exchanged(gradients, 4)
+    assert states[0]["residuals"].numel() == rows * columns, "it was compressed"
+    torch.testing.assert_close(sums[0], total_of(gradients, 0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("low_rank", [1, 2])
+def test_what_has_arrived_and_what_is_kept_is_what_was_put_in(world_size: int, low_rank: int) -> None:
+    """Up to float32's rounding, of sums of up to about 100, in 8 iterations."""
+    gradients = noise(8, world_size)
+    sums, states = exchanged(gradients, low_rank)
+    for index, kept in zip(COMPRESSED, residuals(states, SHAPES, COMPRESSED), strict=True):
+        arrived = torch.stack([of_iteration[index] for of_iteration in sums]).sum(0)
+        assert kept.abs().max() > 0.1
+        torch.testing.assert_close(arrived + kept, total_of(gradients, index), rtol=0, atol=2e-4)
+
+
+def power_sgd(gradients: list[list[Tensor]], first: Tensor) -> list[Tensor]:
+    """Vogels et al., algorithms 1 and 2, with Gram-Schmidt, in float64: the mean of every iteration."""
+    errors = [torch.zeros_like(gradient, dtype=torch.float64) for gradient in gradients[0]]
+    q, means = first.double(), []
+    for of_ranks in gradients:
+        deltas = [gradient.double() + error for gradient, error in zip(of_ranks, errors, strict=True)]
+        p = torch.stack([delta @ q for delta in deltas]).mean(0)
+        for column in range(p.shape[1]):
+            for earlier in range(column):
+                p[:, column] -= (p[:, column] @ p[:, earlier]) * p[:, earlier]
+            p[:, column] /= p[:, column].norm()
+        q = torch.stack([delta.t() @ p for delta in deltas]).mean(0)
+        means.append(p @ q.t())
+        errors = [delta - means[-1] for delta in deltas]
+    return means
+
+
+@pytest.mark.parametrize("low_rank", [1, 3])
+def test_it_is_the_algorithm_of_the_paper(low_rank: int) -> None:
+    """From the same Q on; 10 iterations of float32 beside float64, where the residuals grow to about 20."""
+    shapes = [(30, 20)]
+    gradients = noise(11, 3, shapes)
+    for of_ranks in gradients:
+        for of_rank in of_ranks:
+            of_rank[0][:3] *= 5.0  # some directions stand out, as they do in gradients
+    _, states = exchanged(gradients[:1], low_rank)
+    for state in states:
+        state["residuals"].zero_()
+    sums, _ = exchanged(gradients[1:], low_rank, states)
+    means = power_sgd([[one for (one,) in row] for row in gradients[1:]], states[0]["right"].view(20, low_rank))
+    for (ours,), mean in zip(sums, means, strict=True):
+        torch.testing.assert_close(ours / 3, mean.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_column_that_was_zero_finds_a_direction_again() -> None:
+    """Gradients of zero leave Q zero; with Gram-Schmidt it would stay so, and nothing would ever be sent again."""
+    gradients = noise(4, 2, [(30, 20)])
+    for (gradient,) in gradients[0]:
+        gradient.zero_()
+    sums, states = exchanged(gradients[:1], 2)
+    assert not sums[0][0].any()
+    assert not states[0]["right"].any()
+    sums, _ = exchanged(gradients[1:], 2, states)
+    assert torch.linalg.matrix_rank(sums[-1][0]) == 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 3e38])
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_what_is_not_finite_arrives_and_does_not_stay(bad: float, index: int) -> None:
+    """3e38 is finite on each of two ranks, but not their sum."""
+    gradients = noise(3, 3)
+    for rank in (0, 2):
+        gradients[1][rank][index].view(-1)[-1] = bad
+    sums, states = exchanged(gradients, 2)
+    assert [bool(of_iteration[index].isfinite().all()) for of_iteration in sums] == [True, False, True]
+    for other in set(range(len(SHAPES))) - {index}:
+        assert all(of_iteration[other].isfinite().all() for of_iteration in sums), "the others are not concerned"
+    for state in states:
+        assert state["residuals"].isfinite().all()
+        assert state["right"].isfinite().all()
+        assert torch.equal(state["right"], states[0]["right"])
+
+
+def test_a_residual_that_overflows_does_not_stay() -> None:
+    """3e38 here and -3e38 on two more ranks: the sum is -3e38, which leaves 3e38 + 1e38."""
+
+    def with_two_that_have_the_opposite(flat: Tensor) -> None:
+        flat.neg_()
+
+    exchange = PowerSgdExchange(with_two_that_have_the_opposite, world_size=3, low_rank=1)
+    buffer = FlatBuffer([torch.zeros(30, 20)])
+    buffer.views[0][4, 2] = 3e38
+    exchange.sum(buffer, 0)
+    assert buffer.views[0][4, 2] == pytest.approx(-3e38)
+    assert exchange.state_dict()["residuals"].isfinite().all()
+
+
+def test_a_state_continues_bit_for_bit() -> None:
+    gradients = noise(6, 2)
+    whole, _ = exchanged(gradients, 2)
+    _, states = exchanged(gradients[:2], 2)
+    before = copy.deepcopy(states)
+    for _ in range(2):
+        rest, _ = exchanged(gradients[2:], 2, states)
+        for ours, theirs in zip(rest, whole[2:], strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+        for state, unchanged in zip(states, before, strict=True):
+            assert all(torch.equal(state[name], unchanged[name]) for name in state)
+    start = [{"residuals": torch.empty(0), "right": torch.empty(0)}] * 2
+    assert all(torch.equal(*pair) for pair in zip(exchanged(gradients, 2, start)[0][0], whole[0], strict=True))
+
+
+def _in_a_pipeline(ranks: Ranks) -> dict[str, tuple[list[str], str]]:
+    """For each all-reduce: hashes of the weights after every iteration, the last of a resumed run."""
+    ranks.local_world_size, ranks.local_rank = 2, ranks.rank % 2
+
+    def build(all_reduce: str) -> tuple[nn.Module, Pipelined]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        codec = CodecOptions(codec="powersgd", low_rank=2)
+        return model, Pipelined(model, optimizer, width=2, codec=codec, all_reduce=all_reduce, ranks=ranks)
+
+    def run(model: nn.Module, pipeline: Pipelined, first: int, last: int) -> list[str]:
+        hashes = []
+        for iteration in range(first, last):
+            generator = torch.Generator().manual_seed(100 * iteration + ranks.rank)
+            model(torch.randn(3, 20, generator=generator)).square().sum().backward()
+            assert pipeline.step().wire_bytes > 0
+            hashes.append(weights_sha256(model))
+        return hashes
+
+    outcomes = {}
+    for all_reduce in ALL_REDUCES:
+        model, pipeline = build(all_reduce)
+        hashes = run(model, pipeline, 0, 4)
+        weights, state = {name: value.clone() for name, value in model.state_dict().items()}, pipeline.state_dict()
+        hashes += run(model, pipeline, 4, 8)
+        pipeline.flush()
+        hashes.append(weights_sha256(model))
+
+        other, resumed = build(all_reduce)
+        run(other, resumed, 0, 2)  # something else is in flight when the state is loaded
+        other.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        run(other, resumed, 4, 8)
+        resumed.flush()
+        for one in (pipeline, resumed):
+            one.close()
+        outcomes[all_reduce] = (hashes, weights_sha256(other))
+    return outcomes
+
+
+def test_in_a_pipeline_replicas_are_identical_and_a_resumed_run_is_the_uninterrupted_one() -> None:
+    results = run_ranks(4, _in_a_pipeline)
+    assert results[0] == results[1] == results[2] == results[3]
+    assert results[0].keys() == set(ALL_REDUCES)
+    for hashes, resumed in results[0].values():
+        assert len(set(hashes)) == 9, "every iteration but the first one changes them, and so does the flush"
+        assert resumed == hashes[-1]
