@@ -6,9 +6,8 @@ sum, bytes) and adds up received bytes, values and residual anew in each, so tha
 
 What keeps the bytes the same as on a CPU: no product is fused with a sum (``enable_fp_fusion=False``), quotients and
 roots are rounded to nearest (Triton's ``/`` is not), values are rounded by adding 1.5 * 2**23, and the sums that choose
-a scale are sums of integers. What may differ: after an encoding ``values`` are left as they were, not overwritten; and
-where a value is a NaN, its payload in bfloat16, float16 and ``truncate16`` and its sign in all codecs, since a GPU makes
-all NaNs that it computes alike.
+a scale are sums of integers. What may differ: an encoding leaves ``values`` as they were; and the sign and payload of
+NaNs, values or scales, since a GPU makes all NaNs that it computes alike.
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported the same code runs on CPU tensors, slowly.
 """
@@ -28,7 +27,7 @@ _ABSMAX, _NORM = tl.constexpr(kinds.ABSMAX), tl.constexpr(kinds.NORM)
 _BF16, _FP16 = tl.constexpr(kinds.BF16), tl.constexpr(kinds.FP16)
 _ROUNDER, _ROUNDER_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 _MAGNITUDE, _INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
-_NAN, _NEGATIVE_NAN = tl.constexpr(0x7FC00000), tl.constexpr(0x7FC00000 - (1 << 31))
+_NAN = tl.constexpr(0x7FC00000)
 _TINY = tl.constexpr(2.0**-100)
 _FINE, _FINER = tl.constexpr(1023.0), tl.constexpr(4095.0)
 
@@ -36,13 +35,18 @@ _WARPS = 4
 _SMALLEST_TILE, _LARGEST_TILE = 32 * _WARPS, 1024
 """Lanes: at least one for each thread, since two threads that share a lane could read what the other has written."""
 
+_NUMBERS = ("n", "block", "key")
+_POINTERS = ("received", "received_scales", "values", "residual", "wire", "scales")
+
 
 def _kernel(function: Any) -> Any:
     """Compiled once for each codec: not again for every length, key and alignment, in the midst of an iteration."""
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
-    numbers = [name for name in arguments if name in ("n", "block", "key")]
-    pointers = [name for name in arguments if name not in numbers]
-    return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=pointers)
+    return triton.jit(
+        function,
+        do_not_specialize=[name for name in arguments if name in _NUMBERS],
+        do_not_specialize_on_alignment=[name for name in arguments if name in _POINTERS],
+    )
 
 
 # --- Parts of kernels ------------------------------------------------------------------------------------------------
@@ -320,7 +324,7 @@ def _encode_sign(received, received_scales, values, residual, wire, scales, n, b
     positive = tl.where(sent, positive, 0.0)
     negative = tl.where(sent, negative, 0.0) * -1.0  # Triton's own minus would take it from zero: no -0.0
     tl.store(scales + 2 * number, _float(tl.where(finite, _bits(positive), _NAN)))
-    tl.store(scales + 2 * number + 1, _float(tl.where(finite, _bits(negative), _NEGATIVE_NAN)))
+    tl.store(scales + 2 * number + 1, _float(tl.where(finite, _bits(negative), _NAN)))
 
     # 3. The bytes, and what they do not say.
     for begin in range(0, nbytes, tile):
@@ -365,9 +369,12 @@ def _payload(wire: Tensor | None, begin: int) -> Any:
     return None if wire is None else wire[begin:]
 
 
+_SETTINGS = {"num_warps": _WARPS, "enable_fp_fusion": False}
+
+
 def _run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     if programs > 0:
-        kernel[(programs,)](*arguments, **constants, num_warps=_WARPS, enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, **constants, **_SETTINGS)
 
 
 def _tile(block: int, in_a_byte: int) -> int:
