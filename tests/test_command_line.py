@@ -137,10 +137,6 @@ from pipesgd.errors import UserInputError
         ("--keep-checkpoints 0", "keep-checkpoints must be at least 1; got 0"),
         ("--device gpu", "device must be cpu or cuda; got 'gpu' (did you mean cpu?)"),
         (
-            "--device cuda",
-            "all-reduce must be native with --device cuda, where the gradients stay on the GPU; got ring",
-        ),
-        (
             "--resume --overwrite",
             "resume and overwrite must not both be given: one keeps what the other deletes",
         ),

@@ -202,11 +202,10 @@ def compiled(options: dict[str, Any], cache: str) -> list[tuple[str, str]]:
 
     kernels._run = compile_only
     codec = make_codec(CodecOptions(**options), "cuda")
-    for numel in (1, 5 * codec.block, 1 + 7 * codec.block):
-        memory = torch.zeros(4 * numel + 4, dtype=torch.uint8)
-        wire, received = (torch.zeros(codec.wire_bytes(numel), dtype=torch.uint8) for _ in range(2))
-        values = memory[4:].view(torch.float32)  # begins at no multiple of 16 bytes
-        codec.decode_add_encode(received, values, torch.zeros(numel), wire, numel)
+    for numel, offset in ((1, 4), (5 * codec.block, 16), (1 + 7 * codec.block, 4)):
+        wire, received = (torch.zeros(codec.wire_bytes(numel) + offset, dtype=torch.uint8)[offset:] for _ in range(2))
+        values, residual = (torch.zeros(numel + offset // 4)[offset // 4 :] for _ in range(2))
+        codec.decode_add_encode(received, values, residual, wire, numel)
         codec.encode(values, None, wire, KEY)
         codec.decode(wire, values)
     return list(found.values())
@@ -226,6 +225,7 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
         ({"codec": "sign"}, "mul.rn.f32"),
         ({"codec": "fp16"}, "cvt.rn.f16.f32"),
     ],
+    ids=["int8", "ternary", "sign", "fp16"],
 )
 def test_compiled_code_rounds_every_operation_and_is_compiled_once(
     compiler: ProcessPoolExecutor, options: dict[str, Any], rounded: str, tmp_path: Path
