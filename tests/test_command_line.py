@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesgd.command_line import HelpRequested, as_toml, parse
-from pipesgd.config import FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
+from pipesgd.config import ALL_REDUCES, FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
 from pipesgd.errors import UserInputError
 
 
@@ -209,6 +209,11 @@ def test_a_dry_run_prints_a_config_file_that_says_the_same(
     path = tmp_path_factory.mktemp("config") / "run.toml"
     path.write_text(as_toml(config), encoding="utf-8")
     assert parse(["--config", str(path)]) == config
+
+
+@pytest.mark.parametrize("all_reduce", ALL_REDUCES)
+def test_a_gpu_goes_with_every_all_reduce(all_reduce: str) -> None:
+    assert parse(["--device", "cuda", "--all-reduce", all_reduce]).run.device == "cuda"
 
 
 def test_help_explains_every_option_with_its_default() -> None:
