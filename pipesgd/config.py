@@ -297,9 +297,9 @@ class TrainConfig:
     run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        strategy, all_reduce = self.pipeline.strategy, self.pipeline.all_reduce
+        strategy = self.pipeline.strategy
         if strategy == "pipelined":
-            self.compression.check_all_reduce(all_reduce)
+            self.compression.check_all_reduce(self.pipeline.all_reduce)
         elif self.compression != CodecOptions():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
@@ -316,10 +316,6 @@ class TrainConfig:
             )
         if self.run.device == "cuda" and strategy in SERVER_STRATEGIES:
             raise UserInputError(f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda")
-        if self.run.device == "cuda" and strategy == "pipelined" and all_reduce != "native":
-            raise UserInputError(
-                f"all-reduce must be native with --device cuda, where the gradients stay on the GPU; got {all_reduce}"
-            )
         if self.run.check_replicas is not None and strategy in ("local", "ps-async"):
             raise UserInputError(
                 f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "

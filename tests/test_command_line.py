@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesgd.command_line import HelpRequested, as_toml, parse
-from pipesgd.config import FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
+from pipesgd.config import ALL_REDUCES, FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
 from pipesgd.errors import UserInputError
 
 
@@ -145,10 +145,6 @@ from pipesgd.errors import UserInputError
         ("--keep-checkpoints 0", "keep-checkpoints must be at least 1; got 0"),
         ("--device gpu", "device must be cpu or cuda; got 'gpu' (did you mean cpu?)"),
         (
-            "--device cuda",
-            "all-reduce must be native with --device cuda, where the gradients stay on the GPU; got ring",
-        ),
-        (
             "--resume --overwrite",
             "resume and overwrite must not both be given: one keeps what the other deletes",
         ),
@@ -221,6 +217,11 @@ def test_a_dry_run_prints_a_config_file_that_says_the_same(
     path = tmp_path_factory.mktemp("config") / "run.toml"
     path.write_text(as_toml(config), encoding="utf-8")
     assert parse(["--config", str(path)]) == config
+
+
+@pytest.mark.parametrize("all_reduce", ALL_REDUCES)
+def test_a_gpu_goes_with_every_all_reduce(all_reduce: str) -> None:
+    assert parse(["--device", "cuda", "--all-reduce", all_reduce]).run.device == "cuda"
 
 
 def test_help_explains_every_option_with_its_default() -> None:

@@ -23,7 +23,7 @@ LAYERS = [
         *("collectives.all_to_all", "collectives.hierarchical"),
     },
     {"codecs"},
-    {"collectives.scheduled", "collectives.native", "collectives.worker"},
+    {"collectives.scheduled", "collectives.native", "collectives.pinned", "collectives.worker"},
     {"collectives.make", "strategies.base", "strategies.staleness"},
     {"exchanges"},
     {"strategies.replication"},

@@ -267,7 +267,7 @@ def test_a_folder_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
         ("--width 0", "UserInputError: width must be at least 1; got 0"),
         ("--dataset mnist", "UserInputError: mnist must be in the folder --data-dir"),
         ("--batch-size 800", "UserInputError: --batch-size must be at most 748: 2 ranks share 1497 samples; got 800"),
-        ("--device cuda --all-reduce native", "UserInputError: device must be cpu where torch finds no GPU; got cuda"),
+        ("--device cuda", "UserInputError: device must be cpu where torch finds no GPU; got cuda"),
         ("--strategy ps-sync --servers 3", "UserInputError: servers must be at most 2 on 2 ranks"),
         ("--strategy ddp --ddp-hook bf16", "UserInputError: ddp-hook must be one that torch accepts here; got bf16: "),
         ("--model convnet --dataset digits --hidden-sizes 3 --lr -1", "UserInputError: lr must be above 0; got -1.0"),

@@ -11,11 +11,12 @@ from pipesgd.collectives.base import AllReduce
 from pipesgd.collectives.halving_doubling import halving_doubling
 from pipesgd.collectives.hierarchical import hierarchical
 from pipesgd.collectives.native import NativeAllReduce
+from pipesgd.collectives.pinned import PinnedTransport
 from pipesgd.collectives.recursive_doubling import recursive_doubling
 from pipesgd.collectives.ring import gather_ring, ring
 from pipesgd.collectives.schedule import Schedule
 from pipesgd.collectives.scheduled import ScheduledAllReduce
-from pipesgd.collectives.transport import TorchTransport, communication_group
+from pipesgd.collectives.transport import TorchTransport, Transport, communication_group
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 from pipesgd.launch import Ranks
 
@@ -39,6 +40,7 @@ class Connections:
         timeout: seconds that a rank waits for another one, in any one message or native all-reduce.
         segment_bytes: largest message.
         streams: connections to each rank; segments take turns.
+        device: where the tensors are, "cpu" or "cuda". Messages go over gloo; native is nccl on a GPU.
 
     Raises:
         UserInputError: the ranks are not spread over nodes as the algorithm needs it.
@@ -53,6 +55,7 @@ class Connections:
         timeout: float,
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
         streams: int = 1,
+        device: str = "cpu",
     ):
         self._name = all_reduce
         self.ranks = ranks
@@ -63,7 +66,8 @@ class Connections:
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(streams)]
         if all_reduce == "native":
             return
-        self.transport = TorchTransport(self._groups, timeout)
+        transport = TorchTransport(self._groups, timeout)
+        self.transport: Transport = PinnedTransport(transport) if device == "cuda" else transport
         if all_reduce == "hierarchical":
             self._schedule = hierarchical(ranks.rank, ranks.world_size, ranks_per_node)
         else:

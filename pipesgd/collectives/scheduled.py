@@ -128,9 +128,8 @@ class ScheduledAllReduce:
             if event.arrival is not None:
                 pending, inbox = arrivals.popleft()
                 pending.wait()
-            if event.reduce or event.encoding is not None:
-                for pending in sent.pop(segment.name, ()):  # what they send is about to change
-                    pending.wait()
+            for pending in sent.pop(segment.name, ()):  # what they send is about to change, or has been answered
+                pending.wait()
             received = inbox[: outgoing.numel()] if event.reduce else None
             if event.encoding is not None:
                 own = None if residual is None else residual[segment.values]

@@ -36,8 +36,14 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
-    bytes_sent: int
-    bytes_received: int
+
+    @property
+    def bytes_sent(self) -> int:
+        """So far, in all messages."""
+
+    @property
+    def bytes_received(self) -> int:
+        """So far, in all messages."""
 
     def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
         """Begin to send ``tensor`` to ``peer``; ``what`` names it in errors and in the log."""

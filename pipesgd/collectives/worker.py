@@ -20,7 +20,10 @@ class CommunicationThread:
 
     After a failure the ranks no longer agree on what travels, so nothing more is run: every later job
     gets the same failure. It is a daemon thread, so that a process whose peers are gone can exit while
-    the thread still waits for them. For CUDA tensors it computes on a stream of its own.
+    the thread still waits for them.
+
+    For CUDA tensors it has a stream of its own. A job begins when the submitter's current stream has done what it was
+    given before, and a future is done when this thread's stream is: no stream waits for another one.
 
     concurrent.futures' own executor would go on after a failure and would hold up the exit.
     """
@@ -35,13 +38,28 @@ class CommunicationThread:
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Have ``job`` run after those submitted before; the future holds its result or failure."""
         future: Future[T] = Future()
-        self._jobs.put((job, future))
+        self._jobs.put((self._in_order(job), future))
         return future
 
     def close(self) -> None:
         """End the thread after the jobs submitted so far; do not wait long for a job that waits for a lost peer."""
         self._jobs.put(None)
         self._thread.join(CLOSE_SECONDS)
+
+    def _in_order(self, job: Callable[[], T]) -> Callable[[], T]:
+        """``job``, begun when the GPU has done what it was given so far, and done when what the job gave it is."""
+        if self._device.type != "cuda":
+            return job
+        given = torch.cuda.Event(blocking=True)
+        given.record(torch.cuda.current_stream(self._device))
+
+        def run() -> T:
+            given.synchronize()  # here and not on the stream: a job that measures itself measures no computation
+            result = job()
+            torch.cuda.current_stream(self._device).synchronize()
+            return result
+
+        return run
 
     def _run(self) -> None:
         if self._device.type == "cuda":

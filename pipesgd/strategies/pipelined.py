@@ -26,7 +26,7 @@ from pipesgd.config import (
     check_connections,
     check_width,
 )
-from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
+from pipesgd.errors import CommunicationError, NonFiniteGradientError
 from pipesgd.exchanges.make import make_exchange
 from pipesgd.gradients import FlatBuffer, all_finite, assign_gradients, pack_gradients, take_mean
 from pipesgd.strategies.base import Span, StepReport
@@ -121,8 +121,6 @@ class Pipelined:
         check_above_zero("timeout", timeout)
         self._parameters = trainable_parameters(optimizer)
         device = self._parameters[0].device
-        if device.type == "cuda" and all_reduce == "ring":
-            raise UserInputError("all_reduce must be native for a model on a GPU; got ring")
         self.width = width
         self.warmup_iterations = warmup_iterations
         self.iteration = 0
@@ -137,7 +135,12 @@ class Pipelined:
         self._ranks = ranks or launch.current(timeout)
         self._thread = CommunicationThread(device)
         connections = Connections(
-            all_reduce, self._ranks, timeout=timeout, segment_bytes=segment_bytes, streams=streams
+            all_reduce,
+            self._ranks,
+            timeout=timeout,
+            segment_bytes=segment_bytes,
+            streams=streams,
+            device=device.type,
         )
         self._exact = connections.all_reduce()
         self._exchange = make_exchange(options, connections, device=device.type, seed=seed)
@@ -220,11 +223,8 @@ class Pipelined:
 
     def _hand_over(self, buffer: FlatBuffer) -> _InFlight:
         iteration = self.iteration
-        packed = torch.cuda.current_stream().record_event() if buffer.flats[0].is_cuda else None
 
         def reduce() -> tuple[bool, Span]:
-            if packed is not None:  # the communication thread's stream waits, the computation's does not
-                torch.cuda.current_stream().wait_event(packed)
             start = time.perf_counter()
             try:
                 self._exchange.sum(buffer, iteration)

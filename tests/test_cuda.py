@@ -1,0 +1,71 @@
+"""What only a GPU can show: its streams in order, and training on it with every all-reduce."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _ranks import run_ranks
+from torch import nn
+
+from pipesgd import Pipelined
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.collectives.worker import CommunicationThread
+from pipesgd.config import ALL_REDUCES
+from pipesgd.launch import Ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+CYCLES = 200_000_000
+"""About a tenth of a second of a GPU: long enough that whoever does not wait is seen."""
+
+
+def test_a_job_begins_after_the_computation_and_is_done_when_its_future_is() -> None:
+    thread = CommunicationThread(torch.device("cuda", torch.cuda.current_device()))
+    values, copied = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
+    torch.cuda._sleep(CYCLES)
+    values.fill_(1.0)
+
+    def copy() -> None:
+        torch.cuda._sleep(CYCLES)
+        copied.copy_(values)
+
+    future = thread.submit(copy)
+    other = torch.cuda.Stream()
+    future.result(60)
+    with torch.cuda.stream(other):  # one that has waited for nothing
+        assert copied.cpu().eq(1.0).all()
+    thread.close()
+
+
+def _weights(ranks: Ranks, device: str, all_reduce: str, codec: str) -> tuple[torch.Tensor, int]:
+    """After ten iterations whose every operation is exact but for the codec's, which are the same everywhere."""
+    ranks.local_world_size, ranks.local_rank = 2, ranks.rank % 2
+    model = nn.ParameterList([nn.Parameter(torch.zeros(numel, device=device)) for numel in (5000, 1, 301)])
+    options = CodecOptions(codec=codec)
+    pipeline = Pipelined(
+        *(model, torch.optim.SGD(model.parameters(), lr=0.5)),
+        width=2,
+        all_reduce=all_reduce,
+        codec=options,
+        segment_bytes=4096,
+        ranks=ranks,
+    )
+    for iteration in range(10):
+        generator = torch.Generator().manual_seed(10 * iteration + ranks.rank)
+        gradients = [torch.randn(parameter.shape, generator=generator).to(device) for parameter in model]
+        sum((parameter * gradient).sum() for parameter, gradient in zip(model, gradients, strict=True)).backward()
+        report = pipeline.step()
+    pipeline.flush()
+    pipeline.close()
+    return torch.cat([parameter.detach().cpu() for parameter in model]), report.wire_bytes
+
+
+@pytest.mark.parametrize("all_reduce", [name for name in ALL_REDUCES if name != "native"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "ternary", "qsgd", "sign"])
+def test_training_on_a_gpu_leaves_the_weights_of_training_on_a_cpu(all_reduce: str, codec: str) -> None:
+    here = run_ranks(4, _weights, "cpu", all_reduce, codec)
+    there = run_ranks(4, _weights, "cuda", all_reduce, codec)
+    for (expected, nbytes), (weights, counted) in zip(here, there, strict=True):
+        assert torch.equal(weights, expected)
+        assert torch.equal(weights, here[0][0])
+        assert counted == nbytes

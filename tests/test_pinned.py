@@ -1,0 +1,61 @@
+"""Messages by way of host memory: the same sums, and no memory taken anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from _memory_transport import MemoryTransport, Network, integers, run_threads
+from test_all_reduces import ALGORITHMS, options
+
+from pipesgd.codecs.make import make_codec
+from pipesgd.codecs.options import DENSE_CODECS
+from pipesgd.collectives.pinned import PinnedTransport
+from pipesgd.collectives.scheduled import ScheduledAllReduce
+
+WORLD_SIZE = 6
+SIZES = (1000, 17, 1000)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("codec", DENSE_CODECS)
+def test_sums_and_residuals_are_those_without_it_and_memory_is_taken_once(name: str, codec: str) -> None:
+    def reduce(transport: MemoryTransport, pinned: bool) -> tuple[list[torch.Tensor], list[int], int]:
+        between = PinnedTransport(transport) if pinned else transport
+        schedule = ALGORITHMS[name](transport.rank, WORLD_SIZE)
+        all_reduce = ScheduledAllReduce(between, schedule, make_codec(options(codec)), segment_bytes=256)
+        results, allocated = [], []
+        for _ in range(3):
+            for number, numel in enumerate(SIZES):
+                generator = torch.Generator().manual_seed(transport.rank)
+                flat, residual = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
+                all_reduce(flat, None if codec == "fp32" else residual, key=number)
+                results += [flat, residual]
+            if isinstance(between, PinnedTransport):
+                allocated.append(between.buffers_allocated)
+        assert between.bytes_sent == transport.bytes_sent > 0
+        assert between.bytes_received == transport.bytes_received > 0
+        return results, allocated, transport.bytes_sent
+
+    plain, _ = run_threads(WORLD_SIZE, lambda transport: reduce(transport, pinned=False))
+    pinned, _ = run_threads(WORLD_SIZE, lambda transport: reduce(transport, pinned=True))
+    for (expected, _, nbytes), (results, allocated, counted) in zip(plain, pinned, strict=True):
+        assert counted == nbytes
+        assert all(torch.equal(ours, other) for ours, other in zip(results, expected, strict=True))
+        assert allocated[0] == allocated[1] == allocated[2] > 0
+
+
+def test_memory_is_used_again_only_when_its_message_is_done() -> None:
+    network = Network(2)
+    here, there = PinnedTransport(MemoryTransport(network, 0)), PinnedTransport(MemoryTransport(network, 1))
+    received = [torch.zeros(5), torch.zeros(5)]
+    sends = [here.send(integers(5, rank), 1, "a message") for rank in range(2)]
+    receives = [there.receive(tensor, 0, "a message") for tensor in received]
+    assert (here.buffers_allocated, there.buffers_allocated) == (2, 2), "two of each are under way"
+    for pending in (*sends, *receives):
+        pending.wait()
+    assert all(torch.equal(tensor, integers(5, rank)) for rank, tensor in enumerate(received))
+    kinds = [torch.zeros(20, dtype=torch.uint8), torch.zeros((2, 5), dtype=torch.float16), torch.zeros(6)]
+    for tensor in kinds:
+        here.send(tensor, 1, "another").wait()
+        there.receive(tensor, 0, "another").wait()
+    assert (here.buffers_allocated, there.buffers_allocated) == (3, 3), "six floats are of another size"
