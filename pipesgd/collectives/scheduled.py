@@ -22,6 +22,8 @@ ready, so with one the wire would rest while a segment is added up. Each takes a
 LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
 """A chunk is cut in two, as long as that leaves messages of some size, in bytes. A step waits for the one before only
 segment by segment: with a second one on its way, a rank that the computation holds up leaves no gap on the wire."""
+MOST_PLANS = 16
+"""Kinds of buffers that a run reduces again and again."""
 ALIGNMENT = 64
 """Bytes; where segments begin in memory."""
 
@@ -181,6 +183,8 @@ class ScheduledAllReduce:
         """The plan for buffers like ``flat``, made once: a run reduces a few kinds of buffers many thousand times."""
         kind = (flat.numel(), flat.dtype, flat.device)
         if kind not in self._plans:
+            if len(self._plans) == MOST_PLANS:  # a size that changes all the time must not fill the memory
+                del self._plans[next(iter(self._plans))]
             self._plans[kind] = self._make_plan(flat)
         return self._plans[kind]
 

@@ -28,7 +28,7 @@ _BF16, _FP16 = tl.constexpr(kinds.BF16), tl.constexpr(kinds.FP16)
 _ROUNDER, _ROUNDER_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 _MAGNITUDE, _INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
-_TINY = tl.constexpr(2.0**-100)
+_TINY, _HUGE = tl.constexpr(2.0**-100), tl.constexpr(2.0**128 - 2.0**105)
 _FINE, _FINER = tl.constexpr(1023.0), tl.constexpr(4095.0)
 
 _WARPS = 4
@@ -141,6 +141,7 @@ def _encode_linear(
     tile: tl.constexpr,
 ):
     planes: tl.constexpr = 8 // bits
+    resolution: tl.constexpr = 15 if bits >= 4 else 8  # random bits of a value
     first, size, payload, nbytes = _block_at(n, block, planes)
     number = tl.program_id(0)
     values += first
@@ -167,7 +168,9 @@ def _encode_linear(
     top = tl.where(sent, _float(largest), 1.0)
 
     # 2. The magnitude that gets the highest level.
-    if rule != _ABSMAX:
+    if rule == _ABSMAX:
+        top = tl.minimum(top, _HUGE)
+    else:
         inverse = tl.div_rn(_FINE, top)
         sums = tl.zeros([tile], tl.int64)
         for begin in range(0, nbytes, tile):
@@ -180,7 +183,7 @@ def _encode_linear(
                 sums += (steps * steps).to(tl.int64)
         total = tl.sum(sums, 0).to(tl.float32)
         if rule == _NORM:
-            top = tl.sqrt_rn(total) * tl.div_rn(top, _FINE)
+            top = tl.minimum(tl.sqrt_rn(total) * tl.div_rn(top, _FINE), _HUGE)
         else:
             top = tl.minimum(top, clip * tl.sqrt_rn(tl.div_rn(total, size.to(tl.float32))) * tl.div_rn(top, _FINE))
     scale = tl.where(sent, tl.div_rn(top, levels * 1.0), 0.0)
@@ -198,9 +201,9 @@ def _encode_linear(
             v = _linear_values(received, scale_received, values, residual, byte, at, mask, bits, plane)
             exact = v * inverse
             if stochastic:
-                # A byte's 32 random bits are shared out among its values; in [-1/2, 1/2).
                 random = _hash(plane_key + byte.to(tl.uint32)) << (4 * plane * bits)
-                exact += (random.to(tl.int32, bitcast=True) >> (32 - 4 * bits)).to(tl.float32) * 2.0 ** (-4 * bits)
+                steps = (random.to(tl.int32, bitcast=True) >> (31 - resolution)) | 1
+                exact += steps.to(tl.float32) * 2.0 ** (-1 - resolution)
             q = tl.minimum(tl.maximum(_whole(exact), -levels), levels)
             q = tl.where(sent & mask, q, 0)
             whole_byte |= (q & ((1 << bits) - 1)) << (plane * bits)
