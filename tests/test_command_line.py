@@ -86,8 +86,8 @@ from pipesgd.errors import UserInputError
         ("--codec int8 --error-feedback yes", "error-feedback must be on or off; got 'yes'"),
         (
             "--codec ternary --rounding stochastic --error-feedback on",
-            "error-feedback must be off with --rounding stochastic below 8 bits, whose errors can be larger than the "
-            "values, so that residuals grow without end; got on with --codec ternary",
+            "error-feedback must be off with --codec ternary --rounding stochastic, whose errors are larger than most "
+            "values: residuals would grow until they are not finite; got on",
         ),
         ("--codec qsgd --qsgd-levels 0", "qsgd-levels must be at least 1; got 0"),
         ("--codec qsgd --qsgd-levels 128", "qsgd-levels must be at most 127; got 128"),

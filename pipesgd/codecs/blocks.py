@@ -105,7 +105,8 @@ class Ternary(_Linear):
     2 + 32 / block bits a value. The scale is the largest magnitude, clipped at 2.5 root mean squares of the block. With
     stochastic rounding as in the paper it is unbiased but for what is clipped, and the error of a value is at most the
     scale. With rounding to nearest, for use with error feedback, it is clipped at 1.224, where the squared error is
-    least, and the error is at most half of the scale, or what is clipped.
+    least, and the error is at most half of the scale, or what is clipped. Stochastic rounding and error feedback do not
+    go together: its errors are larger than most values, and residuals grow until they are not finite.
 
     The paper shares one scale among the workers so that a server can add up their whole numbers. Here every hop
     decodes and encodes anew, and all ranks decode the owner's bytes: they share its scale.

@@ -33,11 +33,11 @@ class CodecOptions:
     codec_block: int | None = None
     """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None
-    """Rounding of int8, int4, ternary and qsgd: nearest or stochastic (unbiased). Nearest by default; stochastic, as in
-    their papers, for ternary and qsgd without error feedback."""
+    """Rounding of int8, int4, ternary and qsgd: nearest, or stochastic (unbiased), which is the default for ternary and
+    qsgd, as in their papers, unless --error-feedback is on."""
     error_feedback: str | None = None
     """Whether what a rank's encodings leave out is added to its gradient of the next iteration: on or off. On by
-    default for int4, ternary and sign, unless the rounding is stochastic."""
+    default below 8 bits a value where rounding is to nearest: int4 and sign, and ternary and qsgd on demand."""
     qsgd_levels: int = 7
     """Levels of --codec qsgd: up to 1, 7 or 127 in 2, 4 or 8 bits."""
     density: float = 0.01
@@ -77,10 +77,10 @@ class CodecOptions:
         if self.momentum_correction >= 1:
             raise UserInputError(f"momentum-correction must be below 1; got {self.momentum_correction}")
         check_at_least("low-rank", self.low_rank, 1)
-        if self.few_bits and (self.rounding, self.error_feedback) == ("stochastic", "on"):
+        if self.codec == "ternary" and self.stochastic and self.gives_back:
             raise UserInputError(
-                f"error-feedback must be off with --rounding stochastic below 8 bits, whose errors can be larger than "
-                f"the values, so that residuals grow without end; got on with --codec {self.codec}"
+                "error-feedback must be off with --codec ternary --rounding stochastic, whose errors are larger than "
+                "most values: residuals would grow until they are not finite; got on"
             )
         if self.codec == "qsgd" and self.gives_back:
             most = ((1 if self.stochastic else 2) * self.qsgd_levels) ** 2 - 1
@@ -91,23 +91,19 @@ class CodecOptions:
                 )
 
     @property
-    def few_bits(self) -> bool:
-        """Whether a value has fewer than 8 bits."""
-        return self.codec in ("int4", "ternary", "sign") or (self.codec == "qsgd" and self.qsgd_levels <= 7)
+    def stochastic(self) -> bool:
+        """Whether rounding is stochastic."""
+        if self.rounding is None:
+            return self.codec in ("ternary", "qsgd") and self.error_feedback != "on"
+        return self.rounding == "stochastic"
 
     @property
     def gives_back(self) -> bool:
         """Whether a residual is kept and added in the next iteration."""
         if self.error_feedback is None:
-            return self.codec in ("int4", "ternary", "sign") and self.rounding != "stochastic"
+            few_bits = self.codec in BLOCK_CODECS and self.codec != "int8" and self.qsgd_levels <= 7
+            return few_bits and not self.stochastic
         return self.error_feedback == "on"
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether rounding is stochastic."""
-        if self.rounding is None:
-            return self.codec in ("ternary", "qsgd") and not self.gives_back
-        return self.rounding == "stochastic"
 
     @property
     def block(self) -> int:

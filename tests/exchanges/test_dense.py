@@ -69,7 +69,7 @@ LOSSY = [
     small("int8", rounding="stochastic", error_feedback="on"),
     small("int4"),
     small("ternary"),
-    small("ternary", error_feedback="off"),
+    small("ternary", error_feedback="on"),
     small("sign"),
 ]
 
@@ -116,12 +116,11 @@ def _continued(ranks: Ranks) -> list[tuple[list[str], list[str], list[str]]]:
 
 
 def test_a_saved_exchange_continues_bit_for_bit() -> None:
-    """Residuals and the random numbers' position included: without them another trajectory follows."""
+    """Residuals included, without which another trajectory follows; random numbers depend on the iteration alone."""
     for results in run_ranks(2, _continued):
         for codec, (expected, continued, without_exchange) in zip(LOSSY, results, strict=True):
             assert continued == expected, codec.describe()
-            plain = not codec.stochastic and not codec.gives_back
-            assert (without_exchange == expected) == plain, codec.describe()
+            assert (without_exchange == expected) == (not codec.gives_back), codec.describe()
 
 
 def _train_other_dtypes(ranks: Ranks) -> list[bool]:
