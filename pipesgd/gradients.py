@@ -73,13 +73,12 @@ def assign_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> None:
         parameter.grad = view
 
 
-def take_mean(buffer: FlatBuffer, world_size: int) -> None:
-    """Turn the sum over ranks that ``buffer`` holds into the mean."""
-    for flat in buffer.flats:
-        if flat.is_floating_point() or flat.is_complex():
-            flat.div_(world_size)
-        else:
-            flat.div_(world_size, rounding_mode="floor")
+def take_mean(flat: Tensor, world_size: int) -> None:
+    """Turn the sum over ranks that ``flat`` holds into the mean."""
+    if flat.is_floating_point() or flat.is_complex():
+        flat.div_(world_size)
+    else:
+        flat.div_(world_size, rounding_mode="floor")
 
 
 def all_finite(buffer: FlatBuffer) -> bool:

@@ -245,6 +245,27 @@ def test_what_is_not_finite_on_one_rank_is_finite_on_none(codec: str, bad: float
         assert all(residual.isfinite().all() for residual in residuals), "it would come back in the next iteration"
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_every_part_of_a_sum_is_finished_once_and_not_before_its_time(name: str, codec: str, world_size: int) -> None:
+    """A thousandth of each sum: what is finished too early would be sent on and summed."""
+    inputs = [torch.randn(203, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    make = partial(make_codec, options(codec))
+    sums, _ = reduce_between_threads(name, world_size, make, inputs)
+
+    def reduce(transport: MemoryTransport) -> torch.Tensor:
+        schedule = ALGORITHMS[name](transport.rank, world_size)
+        flat = inputs[transport.rank].clone()
+        ScheduledAllReduce(transport, schedule, make(), segment_bytes=64)(
+            flat, key=7, finish=lambda part: part.div_(1000)
+        )
+        return flat
+
+    finished, _ = run_threads(world_size, reduce)
+    assert all(torch.equal(flat, sums[0] / 1000) for flat in finished)
+
+
 def test_a_chunk_travels_in_at_least_two_messages_unless_it_is_small() -> None:
     for nbytes_of_chunk, messages in ((256 << 10, 2), ((256 << 10) - 4, 1), (1 << 20, 2), (4 << 20, 4)):
         inputs = [torch.zeros(3 * nbytes_of_chunk // 4) for _ in range(3)]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipesgd.collectives.base import Finish, leave
 from pipesgd.collectives.ring import ring_wire_bytes
 from pipesgd.launch import lost
 
@@ -27,9 +28,10 @@ class NativeAllReduce:
         self._dtype = NATIVE_DTYPES[codec]
         self._rounded: dict[tuple[int, torch.device], Tensor] = {}
 
-    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0) -> None:
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
         if self._dtype is None:
             self._sum(flat)
+            finish(flat)
             return
         kind = (flat.numel(), flat.device)
         if kind not in self._rounded:
@@ -38,6 +40,7 @@ class NativeAllReduce:
         rounded.copy_(flat)
         self._sum(rounded)
         flat.copy_(rounded)
+        finish(flat)
 
     def wire_bytes(self, flat: Tensor) -> int:
         """What a ring sends. torch does not count; gloo's real ring rounds chunks up a little."""

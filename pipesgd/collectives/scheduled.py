@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.keys import mixed
+from pipesgd.collectives.base import Finish, leave
 from pipesgd.collectives.schedule import Encode, Operation, Receive, Schedule, Send, split
 from pipesgd.collectives.transport import Pending, Transport
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
@@ -61,6 +62,8 @@ class _Event:
     reduce: bool
     encoding: _Encoding | None
     sends: tuple[_Message, ...]
+    last: bool
+    """Whether the values are the sum then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class ScheduledAllReduce:
         self._segment_bytes = segment_bytes
         self._plans: dict[tuple[int, torch.dtype, torch.device], _Plan] = {}
 
-    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0) -> None:
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
         transport, codec = self._transport, self._codec
         plan = self._plan(flat)
         wire = flat.view(torch.uint8) if codec.in_place else plan.wire
@@ -145,10 +148,14 @@ class ScheduledAllReduce:
             if event.reduce:
                 free.append(inbox)
             post_receives()
+            if event.last and not codec.in_place:
+                finish(values)
         # 3.
         for pendings in sent.values():
             for pending in pendings:
                 pending.wait()
+        if codec.in_place or not plan.events:  # the wire needed the values until now
+            finish(flat)
 
     def wire_bytes(self, flat: Tensor) -> int:
         return self._plan(flat).wire_bytes
@@ -255,21 +262,22 @@ class ScheduledAllReduce:
     def _event(self, segment: _Segment, group: list[tuple[int, Operation]]) -> _Event:
         arrival, encoding, reduce = None, None, False
         sends = []
-        for index, operation in group:
+        after, chunk = group[-1][0], group[0][1].chunk
+        receives = [one for one in self._schedule.operations[after + 1 :] if isinstance(one, Receive)]
+        later = [one for one in receives if one.chunk == chunk]
+        for _, operation in group:
             if isinstance(operation, Encode):
                 holders = operation.holders
                 first = self._transport.rank // holders * holders
-                later = [one for one in self._schedule.operations[index:] if isinstance(one, Receive)]
-                following = next((one.reduce for one in later if one.chunk == operation.chunk), True)
                 salt = mixed(first, holders, segment.values.start)
-                encoding = _Encoding(holders=holders, salt=salt, keep=following)
+                encoding = _Encoding(holders=holders, salt=salt, keep=not later or later[0].reduce)
             else:
                 message = _Message(operation.peer, f"{segment.name} at step {operation.step}")
                 if isinstance(operation, Send):
                     sends.append(message)
                 else:
                     arrival, reduce = message, operation.reduce
-        return _Event(segment, arrival, reduce, encoding, tuple(sends))
+        return _Event(segment, arrival, reduce, encoding, tuple(sends), last=not later)
 
 
 def _length(part: slice) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from pipesgd.collectives.base import Finish, leave
 from pipesgd.gradients import FlatBuffer
 
 
@@ -13,8 +14,10 @@ class Exchange(Protocol):
     It runs on the communication thread, once an iteration, and may remember what it has not sent.
     """
 
-    def sum(self, buffer: FlatBuffer, iteration: int) -> None:
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
         """Replace the values in ``buffer``, the gradients of ``iteration``, by their sum over the ranks. Collective.
+
+        ``finish`` is called with the parts of the buffer, each once, when their sum is there.
 
         Raises:
             UserInputError: buffers like this one cannot be summed.

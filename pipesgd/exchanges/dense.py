@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.codecs.keys import mixed
-from pipesgd.collectives.base import AllReduce
+from pipesgd.collectives.base import AllReduce, Finish, leave
 from pipesgd.exchanges.float32 import Float32Places, real
 from pipesgd.gradients import FlatBuffer
 
@@ -37,7 +37,7 @@ class DenseExchange:
         self._residuals: list[Tensor] = []
         self._places = Float32Places()
 
-    def sum(self, buffer: FlatBuffer, iteration: int) -> None:
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
         values = [self._float32(number, flat) for number, flat in enumerate(buffer.flats)]
         if self._error_feedback and not self._residuals:
             self._residuals = [torch.zeros_like(flat) for flat in values]
@@ -45,9 +45,11 @@ class DenseExchange:
             if own is not flat:
                 own.copy_(real(flat))
             residual = self._residuals[number] if self._error_feedback else None
-            self._all_reduce(own, residual, mixed(self._seed, iteration, number))
+            key = mixed(self._seed, iteration, number)
+            self._all_reduce(own, residual, key, finish if own is flat else leave)
             if own is not flat:
                 real(flat).copy_(own)
+                finish(flat)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         return sum(self._all_reduce.wire_bytes(self._float32(number, flat)) for number, flat in enumerate(buffer.flats))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd.collectives.base import AllReduce
+from pipesgd.collectives.base import AllReduce, Finish, leave
 from pipesgd.exchanges.float32 import real
 from pipesgd.gradients import FlatBuffer, are_finite
 
@@ -70,9 +70,13 @@ class PowerSgdExchange:
         self._uncompressed: list[tuple[int, Tensor]] = []  # the parameter's number, and its place among the left
         self._ready = False
 
-    def sum(self, buffer: FlatBuffer, iteration: int) -> None:
-        if self._world_size == 1:
-            return
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
+        if self._world_size > 1:
+            self._sum(buffer)
+        for flat in buffer.flats:
+            finish(flat)
+
+    def _sum(self, buffer: FlatBuffer) -> None:
         if not self._ready:
             self._make_room(buffer)
         # 1. and 2.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd.collectives.base import AllReduce
+from pipesgd.collectives.base import AllReduce, Finish, leave
 from pipesgd.errors import UserInputError
 from pipesgd.exchanges.float32 import Float32Places, real
 from pipesgd.gradients import FlatBuffer
@@ -71,7 +71,7 @@ class TopKExchange:
         self._sums = Float32Places()
         self._message = torch.empty(0, dtype=torch.int32)
 
-    def sum(self, buffer: FlatBuffer, iteration: int) -> None:
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
         if not self._residuals:
             self._residuals = [torch.zeros_like(real(flat), dtype=torch.float32) for flat in buffer.flats]
         if self._momentum and not self._velocities:
@@ -89,6 +89,7 @@ class TopKExchange:
         for flat, total in zip(buffer.flats, sums, strict=True):
             if total is not flat:
                 real(flat).copy_(total)
+            finish(flat)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         return 4 * NUMBERS_PER_VALUE * sum(self._counts(buffer, iteration)) * (self._world_size - 1)

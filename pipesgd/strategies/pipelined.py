@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipesgd import launch
 from pipesgd.checks import check_above_zero, check_one_of
@@ -28,7 +29,7 @@ from pipesgd.config import (
 )
 from pipesgd.errors import CommunicationError, NonFiniteGradientError
 from pipesgd.exchanges.make import make_exchange
-from pipesgd.gradients import FlatBuffer, all_finite, assign_gradients, pack_gradients, take_mean
+from pipesgd.gradients import FlatBuffer, are_finite, assign_gradients, pack_gradients, take_mean
 from pipesgd.strategies.base import Span, StepReport
 from pipesgd.strategies.replication import (
     average_buffers,
@@ -226,14 +227,19 @@ class Pipelined:
 
         def reduce() -> tuple[bool, Span]:
             start = time.perf_counter()
+            finite = True
+
+            def finish(part: Tensor) -> None:
+                nonlocal finite
+                take_mean(part, self._ranks.world_size)
+                finite = finite and are_finite([part])
+
             try:
-                self._exchange.sum(buffer, iteration)
+                self._exchange.sum(buffer, iteration, finish)
             except CommunicationError as failure:
                 failure.iteration = iteration
                 raise
-            span = Span("communication", iteration, start, time.perf_counter())
-            take_mean(buffer, self._ranks.world_size)
-            return all_finite(buffer), span
+            return finite, Span("communication", iteration, start, time.perf_counter())
 
         count_as_stepped(self._optimizer)
         return _InFlight(iteration, buffer, learning_rates(self._optimizer), self._thread.submit(reduce))

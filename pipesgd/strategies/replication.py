@@ -51,7 +51,8 @@ def average_buffers(model: nn.Module, world_size: int, sum_over_ranks: SumOverRa
     flat = FlatBuffer(buffers)
     flat.fill_from(buffers)
     sum_over_ranks(flat)
-    take_mean(flat, world_size)
+    for part in flat.flats:
+        take_mean(part, world_size)
     flat.copy_to(buffers)
 
 

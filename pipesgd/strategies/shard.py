@@ -248,7 +248,8 @@ class Shard:
             self._added += 1
         if self._added == self._workers:
             if self._round_is_finite:
-                take_mean(self._sum, self._workers)
+                for flat in self._sum.flats:
+                    take_mean(flat, self._workers)
                 self._update(self._sum.flats, lrs)
             self._round_applied = self._round_is_finite
             self._added, self._round_is_finite = 0, True
