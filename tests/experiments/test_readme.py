@@ -40,6 +40,38 @@ def iteration_times() -> list[str]:
     return lines
 
 
+def codec_times() -> list[str]:
+    """The lines of the README's table of codecs."""
+    rows = {str(row["contender"]): row for row in load(RESULTS / "compare_mlp_4x200mbit_codecs.csv")}
+    lines = [
+        "| | ms an iteration | MB sent by a rank | DistributedDataParallel takes | with torch's fp16 hook |",
+        "|---|---|---|---|---|",
+    ]
+    for codec in ("int8", "int4", "ternary"):
+        row = rows[f"width 2, {codec}"]
+        milliseconds, megabytes = 1e3 * float(row["iteration_median_s"]), float(row["wire_bytes"]) / 1e6
+        times = [f"{float(rows[name]['iteration_median_s']) * 1e3 / milliseconds:.1f}" for name in ("ddp", "ddp fp16")]
+        lines.append(
+            f"| width 2, {codec} | {milliseconds:.0f} | {megabytes:.2f} | {times[0]} times as long | {times[1]} times |"
+        )
+    return lines
+
+
+def codec_ratio(codec: str) -> str:
+    """Of width 2 with a codec to its limit."""
+    rows = {str(row["contender"]): row for row in load(RESULTS / "compare_mlp_4x200mbit_codecs.csv")}
+    return f"{float(rows[f'width 2, {codec}']['ratio_to_limit_median']):.2f}"
+
+
+def codec_speed(where: str) -> str:
+    """Of the targeted operations to a copy."""
+    rows = [row for row in load(RESULTS / "bench_codecs.csv") if row["size"] == where]
+    ours = [row for row in rows if row["contender"] in ("bf16", "int8", "int4", "ternary")]
+    hops = [float(row["ratio_median"]) for row in ours if row["operation"] in ("encode", "decode", "hop")]
+    assert len(hops) == 4 * 3
+    return spread(hops)
+
+
 def spread(values: Sequence[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
 
@@ -77,6 +109,12 @@ def claims() -> list[str]:
         f"the same at 1 Gbit/s, MLP | {to_limit(('mlp',), ('1gbit',))} |",
         f"the same at 1 Gbit/s, convnet | {to_limit(('convnet',), ('1gbit',))} |",
         f"parameter server / width 2, 200 Mbit/s, MLP | {server:.1f} |",
+        *codec_times(),
+        f"200 Mbit/s, MLP: int8 | {codec_ratio('int8')} |",
+        f"the same, int4 | {codec_ratio('int4')} |",
+        f"the same, ternary | {codec_ratio('ternary')} |",
+        f"bf16, int8, int4, ternary | {codec_speed('memory')} |",
+        f"the same in the second-level cache | {codec_speed('cache')} |",
         f"3 to 5 nodes, 200 Mbit/s | {ring('bench_ring_200mbit.csv', 1_000_000)} |",
         f"the same, 1 Gbit/s | {ring('bench_ring_1gbit.csv', 1_000_000)} |",
         f"2 to 4 ranks | {ring('bench_ring.csv', 1 << 20)} |",
