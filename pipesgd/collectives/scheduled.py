@@ -91,6 +91,7 @@ class ScheduledAllReduce:
     2. For each segment to receive, in the schedule's order: wait for it. Add it to the own values, or take it instead;
        if it is to be sent on, encode it anew in the same pass, or send the very bytes that came. Post more receives:
        those to be taken go straight to their place; for those to be added up there are ``SEGMENTS_AHEAD`` inboxes.
+       What is then the sum, and no longer the wire's, is finished as the caller wants it.
     3. Wait for the sends.
 
     A finished chunk is encoded by its owner alone, and everybody, the owner too, decodes the same bytes: hence the same
