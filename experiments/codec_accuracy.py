@@ -62,7 +62,7 @@ CODECS = {
     "int8 stochastic": "--codec int8 --rounding stochastic",
     "int4": "--codec int4",
     "ternary": "--codec ternary",
-    "ternary nearest": "--codec ternary --rounding nearest",
+    "ternary stochastic": "--codec ternary --rounding stochastic",
     "qsgd": "--codec qsgd",
     "qsgd nearest": "--codec qsgd --rounding nearest",
     "sign": "--codec sign",

@@ -31,7 +31,7 @@ CONTENDERS = {
     "width 3, ring": "--width 3 --all-reduce ring",
     "width 2, int8": "--width 2 --codec int8",
     "width 2, int4": "--width 2 --codec int4",
-    "width 2, ternary": "--width 2 --codec ternary",
+    "width 2, ternary": "--width 2 --codec ternary --rounding stochastic",
 }
 DECIDED_HERE = (
     *("output", "resume", "overwrite", "dry-run", "config", "help"),

@@ -34,7 +34,7 @@ CODECS = [
     {"codec": "ternary", "codec_block": 3},
     {"codec": "ternary", "codec_block": 42, "rounding": "stochastic"},
     {"codec": "qsgd", "codec_block": 50},
-    {"codec": "qsgd", "codec_block": 2050, "rounding": "nearest"},
+    {"codec": "qsgd", "codec_block": 2050, "rounding": "nearest", "error_feedback": "off"},
     {"codec": "qsgd", "codec_block": 39, "qsgd_levels": 1},
     {"codec": "qsgd", "codec_block": 33, "qsgd_levels": 100},
     {"codec": "sign", "codec_block": 45},
