@@ -38,7 +38,6 @@ from pipesgd.checks import check_one_of
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.output import SUMMARY_FILE
-from pipesgd.workloads import build_model, load_dataset
 from timing_model.collectives import ring_all_reduce_bytes
 
 if TYPE_CHECKING:
@@ -189,14 +188,7 @@ def compute(
 
 def parameters(model: str) -> int:
     """How many the model has."""
-    config = contenders.config("workload", MODELS[model])
-    data = load_dataset(config.data.dataset, config.data.data_dir, image_size=config.data.image_size)
-    built = build_model(
-        config.model.model,
-        sample_shape=data.sample_shape,
-        num_classes=data.num_classes,
-        hidden_sizes=config.model.hidden_sizes,
-    )
+    _, built = contenders.build(contenders.config("workload", MODELS[model]))
     return sum(parameter.numel() for parameter in built.parameters())
 
 

@@ -18,7 +18,7 @@ from experiments.testbed.links import Link, parse_latency, parse_loss, parse_rat
 from pipesgd.checks import check_one_of
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
-from pipesgd.workloads import ShardedBatches, build_model, load_dataset
+from pipesgd.workloads import ShardedBatches
 
 NODES, ROUNDS, ITERATIONS, EPOCHS = 4, 3, 16, 10
 QUICK_NODES, QUICK_ROUNDS, QUICK_ITERATIONS, QUICK_EPOCHS = 2, 1, 10, 2
@@ -206,13 +206,7 @@ def _workload(arguments: argparse.Namespace, lr: float | None) -> str:
 
 def _measures(config: TrainConfig, cluster: Cluster) -> tuple[int, int]:
     """Bytes of the gradient in fp32, and iterations of an epoch."""
-    data = load_dataset(config.data.dataset, config.data.data_dir, image_size=config.data.image_size)
-    model = build_model(
-        config.model.model,
-        sample_shape=data.sample_shape,
-        num_classes=data.num_classes,
-        hidden_sizes=config.model.hidden_sizes,
-    )
+    data, model = contenders.build(config)
     shards = ShardedBatches(
         data.train, batch_size=config.data.batch_size, rank=0, world_size=cluster.ranks, seed=0, loader_workers=0
     )

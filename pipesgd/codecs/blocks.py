@@ -7,6 +7,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from pipesgd.codecs.fused import FusedCodec
 from pipesgd.codecs.kernels import kernels_for
 from pipesgd.codecs.kernels.kinds import ABSMAX, CLIPPED, NORM
 
@@ -16,7 +17,7 @@ CLIP_NEAREST = 1.224
 """With rounding to nearest, the levels of -1, 0, 1 that leave the least squared error of normal values (Max, 1960)."""
 
 
-class _Linear:
+class _Linear(FusedCodec):
     """Whole numbers in [-levels, levels], of 8, 4 or 2 bits, times a scale for each block of values.
 
     A message is the scales (float32), then each block's payload in whole bytes. With 4 or 2 bits, byte j of a block
@@ -32,7 +33,6 @@ class _Linear:
     """
 
     name: str
-    in_place = False
     _rule: int
 
     def __init__(self, *, bits: int, levels: int, block: int, stochastic: bool, clip: float = 0.0, device: str = "cpu"):
@@ -55,19 +55,11 @@ class _Linear:
         payload = blocks * math.ceil(self.block * self._bits / 8) + math.ceil(rest * self._bits / 8)
         return 4 * (blocks + (rest > 0)) + payload
 
-    def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
-        self._kernels.encode_linear(None, values, residual, wire, key=key, **self._encoding)
-
-    def decode(self, wire: Tensor, values: Tensor) -> None:
-        self._kernels.decode_linear(wire, values, add=False, **self._decoding)
-
-    def decode_add(self, wire: Tensor, values: Tensor) -> None:
-        self._kernels.decode_linear(wire, values, add=True, **self._decoding)
-
-    def decode_add_encode(
-        self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
-    ) -> None:
+    def _encode(self, received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
         self._kernels.encode_linear(received, values, residual, wire, key=key, **self._encoding)
+
+    def _decode(self, wire: Tensor, values: Tensor, *, add: bool) -> None:
+        self._kernels.decode_linear(wire, values, add=add, **self._decoding)
 
 
 class Int8(_Linear):

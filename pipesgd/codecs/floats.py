@@ -6,6 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from pipesgd.codecs.fused import FusedCodec
 from pipesgd.codecs.kernels import kernels_for
 from pipesgd.codecs.kernels.kinds import BF16, FP16, TRUNCATE16
 
@@ -36,13 +37,12 @@ class Uncompressed:
         self.decode_add(received, values)
 
 
-class _Sixteen:
+class _Sixteen(FusedCodec):
     """What the codecs of sixteen bits share."""
 
     name: str
     block = 32  # messages begin at whole cache lines
     unbiased = False
-    in_place = False
     _kind: int
 
     def __init__(self, device: str = "cpu"):
@@ -51,19 +51,11 @@ class _Sixteen:
     def wire_bytes(self, numel: int) -> int:
         return 2 * numel
 
-    def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
-        self._kernels.encode_16(None, values, residual, wire, kind=self._kind)
-
-    def decode(self, wire: Tensor, values: Tensor) -> None:
-        self._kernels.decode_16(wire, values, kind=self._kind, add=False)
-
-    def decode_add(self, wire: Tensor, values: Tensor) -> None:
-        self._kernels.decode_16(wire, values, kind=self._kind, add=True)
-
-    def decode_add_encode(
-        self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
-    ) -> None:
+    def _encode(self, received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
         self._kernels.encode_16(received, values, residual, wire, kind=self._kind)
+
+    def _decode(self, wire: Tensor, values: Tensor, *, add: bool) -> None:
+        self._kernels.decode_16(wire, values, kind=self._kind, add=add)
 
 
 class Truncate16(_Sixteen):

@@ -7,10 +7,11 @@ from types import ModuleType
 
 from torch import Tensor
 
+from pipesgd.codecs.fused import FusedCodec
 from pipesgd.codecs.kernels import kernels_for
 
 
-class Sign:
+class Sign(FusedCodec):
     """Signs, and the mean of the values on either side of zero in each block: 1-bit SGD (Seide et al., 2014).
 
     1 + 64 / block bits a value. Biased: it is made for error feedback. The means are those that leave the least squared
@@ -23,7 +24,6 @@ class Sign:
 
     name = "sign"
     unbiased = False
-    in_place = False
 
     def __init__(self, *, block: int = 1024, device: str = "cpu"):
         self.block = block
@@ -33,16 +33,8 @@ class Sign:
         blocks, rest = divmod(numel, self.block)
         return 8 * (blocks + (rest > 0)) + blocks * math.ceil(self.block / 8) + math.ceil(rest / 8)
 
-    def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
-        self._kernels.encode_sign(None, values, residual, wire, block=self.block)
-
-    def decode(self, wire: Tensor, values: Tensor) -> None:
-        self._kernels.decode_sign(wire, values, block=self.block, add=False)
-
-    def decode_add(self, wire: Tensor, values: Tensor) -> None:
-        self._kernels.decode_sign(wire, values, block=self.block, add=True)
-
-    def decode_add_encode(
-        self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
-    ) -> None:
+    def _encode(self, received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
         self._kernels.encode_sign(received, values, residual, wire, block=self.block)
+
+    def _decode(self, wire: Tensor, values: Tensor, *, add: bool) -> None:
+        self._kernels.decode_sign(wire, values, block=self.block, add=add)

@@ -172,17 +172,14 @@ class ScheduledAllReduce:
         key: int,
     ) -> None:
         codec = self._codec
-        own = residual
-        if (
-            residual is not None and encoding.holders > 1
-        ):  # the values have had the residual in them since the first one
-            own = plan.shared_residual[: values.numel()].zero_()
+        shared = residual is not None and encoding.holders > 1  # the values have had the residual in them before
+        own = plan.shared_residual[: values.numel()].zero_() if shared else residual
         key = mixed(key, encoding.salt)
         if received is None:
             codec.encode(values, own, wire, key)
         else:
             codec.decode_add_encode(received, values, own, wire, key)
-        if residual is not None and own is not None and own is not residual:
+        if residual is not None and own is not None and shared:
             residual.add_(own, alpha=1 / encoding.holders)
         if encoding.keep:
             codec.decode(wire, values)
@@ -245,40 +242,44 @@ class ScheduledAllReduce:
 
     def _events(self, segments: list[list[_Segment]]) -> list[_Event]:
         """The schedule's operations, segment by segment, each tied to the arrival that it waits for."""
-        operations = self._schedule.operations
         # Each group is of one chunk: at most one arrival, then at most one encoding, then sends.
-        groups: list[list[tuple[int, Operation]]] = []
-        begun: list[list[tuple[int, Operation]]] = []
-        latest: dict[int, list[tuple[int, Operation]]] = {}
-        for index, operation in enumerate(operations):
+        begun: list[list[Operation]] = []
+        arriving: list[list[Operation]] = []
+        latest: dict[int, list[Operation]] = {}
+        for operation in self._schedule.operations:
             if isinstance(operation, Receive):
                 latest[operation.chunk] = []
-                groups.append(latest[operation.chunk])
+                arriving.append(latest[operation.chunk])
             elif operation.chunk not in latest:
                 latest[operation.chunk] = []
                 begun.append(latest[operation.chunk])
-            latest[operation.chunk].append((index, operation))
-        return [self._event(segment, group) for group in begun + groups for segment in segments[group[0][1].chunk]]
+            latest[operation.chunk].append(operation)
+        events: list[_Event] = []
+        following: dict[int, Receive] = {}  # by chunk: what arrives of it next
+        for group in reversed(begun + arriving):
+            first = group[0]
+            later = following.get(first.chunk)
+            events[:0] = [self._event(segment, group, later) for segment in segments[first.chunk]]
+            if isinstance(first, Receive):
+                following[first.chunk] = first
+        return events
 
-    def _event(self, segment: _Segment, group: list[tuple[int, Operation]]) -> _Event:
+    def _event(self, segment: _Segment, group: list[Operation], later: Receive | None) -> _Event:
         arrival, encoding, reduce = None, None, False
         sends = []
-        after, chunk = group[-1][0], group[0][1].chunk
-        receives = [one for one in self._schedule.operations[after + 1 :] if isinstance(one, Receive)]
-        later = [one for one in receives if one.chunk == chunk]
-        for _, operation in group:
+        for operation in group:
             if isinstance(operation, Encode):
                 holders = operation.holders
                 first = self._transport.rank // holders * holders
                 salt = mixed(first, holders, segment.values.start)
-                encoding = _Encoding(holders=holders, salt=salt, keep=not later or later[0].reduce)
+                encoding = _Encoding(holders=holders, salt=salt, keep=later is None or later.reduce)
             else:
                 message = _Message(operation.peer, f"{segment.name} at step {operation.step}")
                 if isinstance(operation, Send):
                     sends.append(message)
                 else:
                     arrival, reduce = message, operation.reduce
-        return _Event(segment, arrival, reduce, encoding, tuple(sends), last=not later)
+        return _Event(segment, arrival, reduce, encoding, tuple(sends), last=later is None)
 
 
 def _length(part: slice) -> int:
