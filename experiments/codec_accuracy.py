@@ -12,7 +12,6 @@ by their words, with the commit that they were made with: the same command runs 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 import tempfile
@@ -32,6 +31,7 @@ from experiments import command, contenders
 from experiments.cells import last_words
 from experiments.contenders import NEVER
 from experiments.iteration_times import COLOURS
+from experiments.kept_runs import KeptRuns
 from experiments.paired import median
 from experiments.results import REPOSITORY, Row, provenance, save, save_panels
 from pipesgd.checks import check_one_of
@@ -104,25 +104,9 @@ class Planned:
     """Of ``pipesgd.train``, all but --output."""
 
 
-class Runs:
-    """The finished runs of a folder, by their words; each is kept as soon as it is there."""
-
-    def __init__(self, folder: Path):
-        self._path = folder / "codec_accuracy.runs.json"
-
-    def load(self) -> dict[str, Run]:
-        if not self._path.exists():
-            return {}
-        return {words: Run(**run) for words, run in json.loads(self._path.read_text(encoding="utf-8")).items()}
-
-    def add(self, words: str, run: Run) -> None:
-        kept = {words: dataclasses.asdict(run) for words, run in (self.load() | {words: run}).items()}
-        aside = self._path.with_suffix(".tmp")
-        aside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        aside.replace(self._path)  # whole or not there, whenever this process is killed
-
-    def forget(self) -> None:
-        self._path.unlink(missing_ok=True)
+def runs_in(folder: Path) -> KeptRuns[Run]:
+    """The finished runs of a folder."""
+    return KeptRuns(folder / "codec_accuracy.runs.json", Run)
 
 
 def plan(models: Sequence[str], codecs: Sequence[str], seeds: int, *, quick: bool) -> list[Planned]:
@@ -166,7 +150,7 @@ def train(words: str) -> Run:
 
 
 def compute(
-    planned: Sequence[Planned], runs: Runs, console: Console, train: Callable[[str], Run] = train
+    planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, train: Callable[[str], Run] = train
 ) -> dict[str, Run]:
     """The runs of the plan by their words; those that are not there yet, or failed, are made now."""
     done = {words: run for words, run in runs.load().items() if run.failure is None}
@@ -341,7 +325,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
-    runs = Runs(arguments.output)
+    runs = runs_in(arguments.output)
     if arguments.fresh:
         runs.forget()
     planned = plan(arguments.models, arguments.codecs, arguments.seeds, quick=arguments.quick)

@@ -22,6 +22,7 @@ MODELS = ("mlp", "convnet", "resnet18")
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
 ALL_REDUCES = ("ring", "halving-doubling", "recursive-doubling", "all-to-all", "hierarchical", "native")
+PREDICTIONS = ("local", "previous", "nesterov", "spectrain", "dc", "none")
 SERVER_PLACEMENTS = ("beside", "own")
 DDP_HOOKS = ("none", "fp16", "bf16", "powersgd")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw")
@@ -156,6 +157,10 @@ class PipelineConfig:
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous."""
     warmup_iterations: int = 0
     """First iterations that run at width 1."""
+    prediction: str = "local"
+    """What stands for the gradients in flight in the weights that the next ones are computed on: local (this rank's
+    own gradients), previous (the last mean), nesterov (momentum alone), spectrain (the last update), dc (no predicted
+    weights, but corrected gradients), or none. Width 1 has none in flight."""
     all_reduce: str = "ring"
     """Algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then between
     them), or native (torch's own)."""
@@ -175,6 +180,7 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_width(self.width, self.warmup_iterations)
+        check_one_of("prediction", self.prediction, PREDICTIONS)
         check_one_of("all-reduce", self.all_reduce, ALL_REDUCES)
         check_connections(self.all_reduce, self.segment_bytes, self.streams)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
@@ -194,7 +200,8 @@ class PipelineConfig:
         """What is done with the gradients, in a few words."""
         if self.strategy == "pipelined":
             streams = f" on {self.streams} streams" if self.streams > 1 else ""
-            return f"pipelined width {self.width}, {self.all_reduce} all-reduce{streams}"
+            prediction = f", prediction {self.prediction}" if self.width > 1 else ""
+            return f"pipelined width {self.width}{prediction}, {self.all_reduce} all-reduce{streams}"
         if self.strategy == "ddp":
             return f"ddp with {'no' if self.ddp_hook == 'none' else 'the ' + self.ddp_hook} hook"
         if self.strategy not in SERVER_STRATEGIES:
@@ -224,6 +231,7 @@ class PipelineConfig:
 _READ_BY = {
     "width": ("pipelined",),
     "warmup_iterations": ("pipelined",),
+    "prediction": ("pipelined",),
     "all_reduce": ("pipelined",),
     "segment_bytes": ("pipelined",),
     "streams": ("pipelined",),

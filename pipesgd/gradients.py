@@ -49,10 +49,10 @@ class FlatBuffer:
             torch._foreach_copy_(list(tensors), self.views)
 
 
-def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> None:
-    """Move every parameter's ``.grad`` into ``buffer``; a parameter without one counts as zero.
+def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Tensor | None]:
+    """Copy every parameter's ``.grad`` into ``buffer``; a parameter without one counts as zero.
 
-    Leaves ``.grad`` None, so that the next backward makes new ones and adds to nothing.
+    Leaves ``.grad`` None, so that the next backward makes new ones and adds to nothing; those of now are returned.
     """
     present = [(parameter.grad, view) for parameter, view in zip(parameters, buffer.views, strict=True)]
     if any(gradient is not None and gradient.is_sparse for gradient, _ in present):
@@ -63,14 +63,15 @@ def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> None:
     views = [view for gradient, view in present if gradient is not None]
     if views:
         torch._foreach_copy_(views, [gradient for gradient, _ in present if gradient is not None])
-    for parameter in parameters:
-        parameter.grad = None
+    gradients = [gradient for gradient, _ in present]
+    give_gradients(parameters, [None] * len(parameters))
+    return gradients
 
 
-def assign_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> None:
-    """Let every parameter's ``.grad`` be its view into ``buffer``; nothing is copied."""
-    for parameter, view in zip(parameters, buffer.views, strict=True):
-        parameter.grad = view
+def give_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Let these be the parameters' ``.grad``; nothing is copied."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def take_mean(flat: Tensor, world_size: int) -> None:

@@ -29,8 +29,8 @@ class IterationMetrics:
     samples_per_second: float
     """All ranks together."""
     seconds: dict[str, float]
-    """iteration = compute + exposed + update, where exposed is the communication that was waited for;
-    communication is the all-reduce of what was applied, hidden or not."""
+    """iteration = compute + exposed + update, where exposed is the communication that was waited for, and predicting
+    is part of the update; communication is the all-reduce of what was applied, hidden or not."""
     wire_bytes: int
     """Bytes that rank 0 sent."""
     skipped: int
@@ -41,7 +41,7 @@ class IterationMetrics:
 
 def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, float]:
     """The five durations of one iteration that took ``iteration_seconds``."""
-    exposed, update = report.seconds("wait"), report.seconds("update")
+    exposed, update = report.seconds("wait"), report.seconds("update") + report.seconds("predict")
     return {
         "iteration": iteration_seconds,
         "compute": iteration_seconds - exposed - update,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +30,13 @@ class RunState:
 
     def snapshot(self, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """(what is equal on all ranks, what is this rank's own), after ``seconds`` of wall clock in all."""
-        replica = {
-            "parameters": dict(self.model.named_parameters()),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-        }
+        with self.strategy.true_weights() if self.strategy.replicated else contextlib.nullcontext():
+            replica = {
+                # Their storage: a parameter may have another one afterwards.
+                "parameters": {name: parameter.data for name, parameter in self.model.named_parameters()},
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict(),
+            }
         shared = replica if self.strategy.replicated else {}
         own = {
             **({} if self.strategy.replicated else replica),

@@ -142,7 +142,8 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             if trace is not None:
                 trace.add([*spans, *report.spans])
             if config.run.check_replicas and done % config.run.check_replicas == 0:
-                check_replicas(hashes_of_ranks(model, workers), done)
+                with strategy.true_weights():
+                    check_replicas(hashes_of_ranks(model, workers), done)
             if done < total and checkpoint_schedule.is_due(done, (time.perf_counter() - begin) / done):
                 for recorder in recorders:
                     recorder.flush()
@@ -324,7 +325,7 @@ def summarize(
         "width": pipeline.width if pipelined else None,
         "codec": config.compression.codec if pipelined else None,
         "all_reduce": pipeline.all_reduce if pipelined else None,
-        "prediction": "none",
+        "prediction": pipeline.prediction if pipelined and pipeline.width > 1 else "none",
         "iterations": result.iterations,
         "wall_seconds": result.wall_seconds,
         "seconds": {name: statistics(line["seconds"][name] for line in lines) for name in SECONDS},

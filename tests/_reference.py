@@ -3,10 +3,13 @@
 ``w[s+1] = w[s] - Opt(mean over ranks of g[s-K+1])`` at the learning rate of iteration s-K+1; an update with a
 negative index is skipped; after the last iteration the K-1 updates that remain are applied. During a warm-up
 K is 1.
+
+With a prediction, g[t] of a rank is computed on other weights: see ``predicted``.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,26 +25,67 @@ def pipe_sgd(
     *,
     width: int,
     warmup_iterations: int = 0,
+    prediction: str = "none",
+    clip: Callable[[list[Tensor]], None] = lambda gradients: None,
     lr_of: Callable[[int], float] | None = None,
 ) -> list[list[float]]:
     """Train ``model`` in place on ``batches[iteration][rank]``; the loss of every iteration and rank."""
     parameters = list(model.parameters())
     means: list[list[Tensor]] = []
+    locals_: list[list[list[Tensor]]] = []  # by iteration and rank
+    computed_on: list[list[Tensor]] = []
+    before: list[Tensor] | None = None  # the last update
+    squares = [torch.zeros_like(parameter) for parameter in parameters]
     losses: list[list[float]] = []
 
-    def apply(index: int) -> None:
-        for parameter, mean in zip(parameters, means[index], strict=True):
-            parameter.grad = mean.clone()
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: list[Tensor], index: int) -> None:
+        gradients = [gradient.clone() for gradient in gradients]
+        clip(gradients)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
         if lr_of is not None:
             for group in optimizer.param_groups:
                 group["lr"] = lr_of(index)
         optimizer.step()
 
+    def apply(index: int) -> None:
+        nonlocal before
+        before = [parameter.detach().clone() for parameter in parameters]
+        mean = means[index]
+        if prediction == "dc":
+            for i, (g, now, then) in enumerate(zip(mean, before, computed_on[index], strict=True)):
+                squares[i] = 0.95 * squares[i] + 0.05 * g * g
+                mean[i] = g + 2.0 / (squares[i].sqrt() + 1e-7) * g * g * (now - then)
+        step(model, optimizer, mean, index)
+
+    def predicted(rank: int, in_flight: range) -> nn.Module:
+        """What this rank computes its gradient on."""
+        guess, its_optimizer = copy.deepcopy((model, optimizer))
+        for index in in_flight:
+            if prediction == "local":
+                step(guess, its_optimizer, locals_[index][rank], index)
+            elif prediction == "nesterov":
+                step(guess, its_optimizer, [torch.zeros_like(parameter) for parameter in parameters], index)
+            elif prediction == "previous" and applied:
+                step(guess, its_optimizer, means[applied - 1], index)
+            elif prediction == "spectrain" and before is not None:
+                with torch.no_grad():
+                    for target, now, last in zip(guess.parameters(), parameters, before, strict=True):
+                        target.add_(now - last)
+        return guess
+
     applied = 0
     for iteration, of_ranks in enumerate(batches):
-        values = [loss_of(model, batch) for batch in of_ranks]
-        gradients = [torch.autograd.grad(value, parameters) for value in values]
-        means.append([torch.stack(parts).mean(0) for parts in zip(*gradients, strict=True)])
+        computed_on.append([parameter.detach().clone() for parameter in parameters])
+        models = [predicted(rank, range(applied, iteration)) for rank in range(len(of_ranks))]
+        values = [loss_of(of_rank, batch) for of_rank, batch in zip(models, of_ranks, strict=True)]
+        locals_.append(
+            [
+                list(torch.autograd.grad(value, list(of_rank.parameters())))
+                for value, of_rank in zip(values, models, strict=True)
+            ]
+        )
+        means.append([torch.stack(parts).mean(0) for parts in zip(*locals_[-1], strict=True)])
         losses.append([value.item() for value in values])
         in_flight = 0 if iteration < warmup_iterations else width - 1
         while applied <= iteration - in_flight:

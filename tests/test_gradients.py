@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipesgd.gradients import FlatBuffer, all_finite, assign_gradients, pack_gradients, take_mean
+from pipesgd.gradients import FlatBuffer, all_finite, give_gradients, pack_gradients, take_mean
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
@@ -37,7 +37,7 @@ def test_gradients_move_in_and_out_without_leaving_anything_behind() -> None:
     assert buffer.flats[0].tolist() == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0, 0.0], "no gradient counts as zero"
     for flat in buffer.flats:
         take_mean(flat, 2)
-    assign_gradients(parameters, buffer)
+    give_gradients(parameters, buffer.views)
     gradient = parameters[0].grad
     assert isinstance(gradient, Tensor)
     assert gradient.tolist() == [[0.0, 1.0, 2.0], [0.5, 1.5, 2.5]]

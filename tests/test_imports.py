@@ -16,7 +16,9 @@ LAYERS = [
     {"checks"},
     {"codecs.options"},
     {"config"},
-    {"command_line", "collectives.schedule", "workloads", "launch", "gradients", "codecs.kernels"},
+    {"command_line", "collectives.schedule", "workloads", "launch", "codecs.kernels"},
+    {"gradients", "hyperparameters", "clipping", "loss_scale"},
+    {"prediction"},
     {
         *("collectives.base", "collectives.transport", "codecs.base", "codecs.keys"),
         *("collectives.ring", "collectives.halving_doubling", "collectives.recursive_doubling"),

@@ -49,7 +49,7 @@ def _train_on_fashion_mnist(
     ranks: Ranks, width: int, all_reduce: str, iterations: int, dtype: torch.dtype
 ) -> tuple[list[float], list[str], dict[str, Tensor]]:
     model = paper_mlp(dtype)
-    pipeline = Pipelined(model, momentum_sgd(model), width=width, all_reduce=all_reduce, ranks=ranks)
+    pipeline = Pipelined(model, momentum_sgd(model), width=width, prediction="none", all_reduce=all_reduce, ranks=ranks)
     losses, hashes = [], []
     for batch in fashion_mnist_batches(ranks.rank, ranks.world_size, iterations, dtype):
         loss = classify(model, batch)
@@ -176,6 +176,7 @@ def _train_small(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[f
             optimizer,
             width=case["width"],
             warmup_iterations=case["warmup"],
+            prediction="none",
             all_reduce=case["all_reduce"],
             **({"segment_bytes": 64} if case["all_reduce"] != "native" else {}),
             ranks=ranks,
@@ -337,13 +338,14 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         assert sha256 == results[0][2]
 
 
-def _resume_in_the_middle(ranks: Ranks, width: int, at: int) -> tuple[str, str]:
+def _resume_in_the_middle(ranks: Ranks, width: int, prediction: str, at: int) -> tuple[str, str]:
     def build() -> tuple[nn.Module, Any, Any, Pipelined]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return model, optimizer, schedule, Pipelined(model, optimizer, width=width, ranks=ranks)
+        pipeline = Pipelined(model, optimizer, width=width, prediction=prediction, ranks=ranks)
+        return model, optimizer, schedule, pipeline
 
     def run(parts: tuple[nn.Module, Any, Any, Pipelined], first: int, last: int) -> None:
         model, _, schedule, pipeline = parts
@@ -354,11 +356,12 @@ def _resume_in_the_middle(ranks: Ranks, width: int, at: int) -> tuple[str, str]:
             schedule.step()
 
     def states(parts: tuple[nn.Module, Any, Any, Pipelined]) -> list[dict[str, Any]]:
-        return [part.state_dict() for part in parts]
+        with parts[3].true_weights():
+            return copy.deepcopy([part.state_dict() for part in parts])
 
     one = build()
     run(one, 0, at)
-    saved = copy.deepcopy(states(one))
+    saved = states(one)
     run(one, at, 9)
     one[3].flush()
 
@@ -373,9 +376,13 @@ def _resume_in_the_middle(ranks: Ranks, width: int, at: int) -> tuple[str, str]:
     return weights_sha256(one[0]), weights_sha256(other[0])
 
 
-@pytest.mark.parametrize(("width", "at"), [(1, 4), (2, 1), (2, 5), (3, 2), (4, 8)])
-def test_a_state_dict_continues_bit_for_bit(width: int, at: int) -> None:
-    for uninterrupted, resumed in run_ranks(2, _resume_in_the_middle, width, at):
+@pytest.mark.parametrize(
+    ("width", "prediction", "at"),
+    [(1, "local", 4), (2, "local", 1), (2, "none", 5), (3, "local", 2), (4, "local", 8)]
+    + [(3, prediction, 4) for prediction in ("previous", "nesterov", "spectrain", "dc")],
+)
+def test_a_state_dict_continues_bit_for_bit(width: int, prediction: str, at: int) -> None:
+    for uninterrupted, resumed in run_ranks(2, _resume_in_the_middle, width, prediction, at):
         assert resumed == uninterrupted
 
 
@@ -402,7 +409,8 @@ def test_without_torchrun_one_rank_trains_alone() -> None:
     for _ in range(4):
         model(torch.ones(1, 1)).sum().backward()
         pipeline.step()
-    assert model.weight.item() == -2.0, "two of four are in flight"
+    with pipeline.true_weights():
+        assert model.weight.item() == -2.0, "two of four are in flight"
     with pipeline.true_weights():
         assert model.weight.item() == -2.0
     pipeline.flush()

@@ -57,7 +57,7 @@ def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
     result = summary(tmp_path)
     assert result["world_size"] == 4
     assert (result["strategy"], result["width"], result["codec"]) == ("pipelined", 2, "fp32")
-    assert (result["all_reduce"], result["prediction"], result["iterations"]) == ("ring", "none", 150)
+    assert (result["all_reduce"], result["prediction"], result["iterations"]) == ("ring", "local", 150)
     assert result["replicas_identical"] is True
     assert result["final"]["test_accuracy"] > 0.75
     assert 0 < result["final"]["train_loss"] < 1.5
@@ -105,7 +105,7 @@ def test_the_loss_trajectory_stays_what_it_was(tmp_path: Path) -> None:
 
     To float32's rounding only, since torch picks its matrix kernels by the processor.
     """
-    succeed(2, "--hidden-sizes 30 --batch-size 32 --iterations 10 --width 2 --lr 0.1", tmp_path)
+    succeed(2, "--hidden-sizes 30 --batch-size 32 --iterations 10 --width 2 --prediction none --lr 0.1", tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == pytest.approx(GOLDEN, rel=1e-4)
 

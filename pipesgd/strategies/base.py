@@ -11,8 +11,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time in which one iteration's data, forward, backward, pack, wait, update or
-    communication ran, on the clock of ``time.perf_counter``, in seconds."""
+    """A stretch of time in which one iteration's data, forward, backward, pack, wait, update,
+    predict or communication ran, on the clock of ``time.perf_counter``, in seconds."""
 
     what: str
     iteration: int
@@ -33,8 +33,8 @@ class StepReport:
     skipped: tuple[int, ...] = ()
     """Iterations whose averaged gradients were not finite, and left out."""
     spans: tuple[Span, ...] = ()
-    """pack, wait and update in this step; and the communication of what arrived, which may have run beside earlier
-    steps."""
+    """pack, wait, update and predict in this step; and the communication of what arrived, which may have run beside
+    earlier steps."""
     wire_bytes: int = 0
     """Bytes that this rank sends for the gradient handed over in this step."""
     schedule_steps: int = 1

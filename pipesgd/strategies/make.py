@@ -32,6 +32,7 @@ def make_strategy(config: TrainConfig, model: nn.Module, optimizer: torch.optim.
         optimizer,
         width=pipeline.width,
         warmup_iterations=pipeline.warmup_iterations,
+        prediction=pipeline.prediction,
         codec=config.compression,
         all_reduce=pipeline.all_reduce,
         segment_bytes=pipeline.segment_bytes,

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd import launch
+from pipesgd import hyperparameters, launch
 from pipesgd.checks import check_above_zero, check_one_of
+from pipesgd.clipping import Clipping
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.collectives.make import Connections
 from pipesgd.collectives.worker import CommunicationThread
@@ -29,13 +30,14 @@ from pipesgd.config import (
 )
 from pipesgd.errors import CommunicationError, NonFiniteGradientError
 from pipesgd.exchanges.make import make_exchange
-from pipesgd.gradients import FlatBuffer, are_finite, assign_gradients, pack_gradients, take_mean
+from pipesgd.gradients import FlatBuffer, all_finite, are_finite, give_gradients, pack_gradients, take_mean
+from pipesgd.hyperparameters import Hyperparameters
+from pipesgd.loss_scale import LossScale
+from pipesgd.prediction import Unapplied, make_prediction
 from pipesgd.strategies.base import Span, StepReport
 from pipesgd.strategies.replication import (
     average_buffers,
     count_as_stepped,
-    learning_rates,
-    set_learning_rates,
     share_rank_0s_values,
     sum_buffer,
     trainable_parameters,
@@ -44,11 +46,15 @@ from pipesgd.strategies.replication import (
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A gradient on its way: handed over in ``iteration``, to be applied at these learning rates."""
+    """A gradient on its way: handed over in ``iteration``, to be applied with these options of the optimizer."""
 
     iteration: int
     buffer: FlatBuffer
-    lrs: list[float]
+    kept: Sequence[Tensor]
+    """By the prediction."""
+    hyperparameters: Hyperparameters
+    scale: float
+    """That its loss was multiplied by."""
     reduction: Future[tuple[bool, Span]]
     """Whether the mean is finite, and when it was computed."""
 
@@ -63,7 +69,12 @@ class Pipelined:
     2. hand over: the communication thread sums the buffer over the ranks and takes the mean;
     3. wait: until the oldest of K gradients in flight, that of iteration t-K+1, has arrived;
     4. apply: it becomes ``.grad``, without a copy, and the optimizer steps, at the learning rate that
-       was set when the gradient was computed. The buffer goes back to the pool.
+       was set when the gradient was computed. The buffer goes back to the pool;
+    5. predict: the parameters get the weights that they are expected to have when all that is in flight is
+       applied, for the next forward pass (``pipesgd.prediction``).
+
+    Between steps the parameters hold predicted weights, therefore: evaluate, save, average and change weights in
+    ``true_weights()``, or after ``flush()``.
 
     A gradient that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
     in the same iteration. The optimizer, its state and a learning-rate scheduler stay the caller's.
@@ -74,6 +85,11 @@ class Pipelined:
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
+        prediction: what stands for the gradients in flight: "local", or another of ``pipesgd.prediction``.
+        clip_norm: largest norm of the averaged gradient, to which it is scaled down when it is applied.
+        clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
+        scaler: of the losses, with float16; neither its ``step`` nor its ``update`` is to be called
+            (``pipesgd.loss_scale``). An update whose gradients are not finite is left out then.
         codec: what travels: a name, or ``CodecOptions`` for more than its defaults. A ``momentum_correction`` takes
             the place of the optimizer's momentum, which must be 0 then.
         all_reduce: the algorithm, by its name on the command line; "native" is torch's own.
@@ -104,6 +120,10 @@ class Pipelined:
         *,
         width: int = 2,
         warmup_iterations: int = 0,
+        prediction: str = "local",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         codec: str | CodecOptions = "fp32",
         all_reduce: str = "ring",
         on_nonfinite: str = "stop",
@@ -121,6 +141,8 @@ class Pipelined:
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_above_zero("timeout", timeout)
         self._parameters = trainable_parameters(optimizer)
+        self._clip = Clipping(norm=clip_norm, value=clip_value)
+        self._prediction = make_prediction(prediction if width > 1 else "none", self._parameters, optimizer, self._clip)
         device = self._parameters[0].device
         self.width = width
         self.warmup_iterations = warmup_iterations
@@ -128,7 +150,8 @@ class Pipelined:
         self.module = model
         self.replicated = True
         self._optimizer = optimizer
-        self._skip_nonfinite = on_nonfinite == "skip"
+        self._loss_scale = LossScale(scaler, self._parameters)
+        self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._pool: list[FlatBuffer] = []
         self.buffers_allocated = 0
@@ -157,12 +180,13 @@ class Pipelined:
         begin = time.perf_counter()
         buffer = self._take_buffer()
         # 1. Pack.
-        pack_gradients(self._parameters, buffer)
+        scale = self._loss_scale.divide(self._parameters)
+        local = pack_gradients(self._parameters, buffer)
         pack = Span("pack", self.iteration, begin, time.perf_counter())
         # 2. Hand over.
-        self._in_flight.append(self._hand_over(buffer))
+        self._in_flight.append(self._hand_over(buffer, local, scale))
         self.iteration += 1
-        # 3. and 4. Wait and apply.
+        # 3. to 5. Wait, apply and predict.
         width = self.width if self.iteration > self.warmup_iterations else 1
         report = self._apply_until(width - 1)
         wire_bytes = self._exchange.wire_bytes(buffer, pack.iteration)
@@ -174,8 +198,14 @@ class Pipelined:
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
-        """While it is open, the model holds the weights that all ranks agree on: here it always does."""
-        yield
+        """While it is open, the model holds the weights that all ranks agree on; what changes them then is kept."""
+        predicted = self._prediction.holds_predicted
+        self._prediction.restore()
+        try:
+            yield
+        finally:
+            if predicted:
+                self._prediction.return_to_predicted()
 
     def average_buffers(self) -> None:
         """Give floating-point buffers their mean over ranks; others are left as they are. Collective."""
@@ -186,23 +216,34 @@ class Pipelined:
         in_flight = [
             {
                 "iteration": gradient.iteration,
-                "lrs": list(gradient.lrs),
+                "hyperparameters": list(gradient.hyperparameters),
                 "finite": gradient.reduction.result()[0],
                 "flats": [flat.clone() for flat in gradient.buffer.flats],
+                "scale": gradient.scale,
+                "kept": [tensor.clone() for tensor in gradient.kept],
             }
             for gradient in self._in_flight
         ]
         # Only now the communication thread rests, and the exchange with it.
-        return {"iteration": self.iteration, "in_flight": in_flight, "exchange": self._exchange.state_dict()}
+        return {
+            "iteration": self.iteration,
+            "in_flight": in_flight,
+            "exchange": self._exchange.state_dict(),
+            "prediction": self._prediction.state_dict(),
+            "loss_scale": self._loss_scale.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; what is in flight here is dropped."""
+        """Continue from ``state``, of when the model's weights were the true ones; what is in flight is dropped."""
+        self._prediction.adopt()
         while self._in_flight:
             dropped = self._in_flight.popleft()
             dropped.reduction.result()
             self._pool.append(dropped.buffer)
         self.iteration = state["iteration"]
         self._exchange.load_state_dict(state["exchange"])
+        self._prediction.load_state_dict(state["prediction"])
+        self._loss_scale.load_state_dict(state["loss_scale"])
         for entry in state["in_flight"]:
             buffer = self._take_buffer()
             for flat, saved in zip(buffer.flats, entry["flats"], strict=True):
@@ -210,7 +251,11 @@ class Pipelined:
             now = time.perf_counter()
             arrived: Future[tuple[bool, Span]] = Future()
             arrived.set_result((entry["finite"], Span("communication", entry["iteration"], now, now)))
-            self._in_flight.append(_InFlight(entry["iteration"], buffer, list(entry["lrs"]), arrived))
+            options = entry["hyperparameters"]
+            self._in_flight.append(
+                _InFlight(entry["iteration"], buffer, entry["kept"], options, entry["scale"], arrived)
+            )
+        self._predict()
 
     def close(self) -> None:
         """End the communication thread, after what it is doing."""
@@ -222,8 +267,11 @@ class Pipelined:
         self.buffers_allocated += 1
         return FlatBuffer(self._parameters)
 
-    def _hand_over(self, buffer: FlatBuffer) -> _InFlight:
+    def _hand_over(self, buffer: FlatBuffer, local: Sequence[Tensor | None], scale: float) -> _InFlight:
         iteration = self.iteration
+        kept = self._prediction.keep(local)
+        if self._skip_nonfinite and kept and not all_finite(buffer):
+            kept = []  # no update will come of it
 
         def reduce() -> tuple[bool, Span]:
             start = time.perf_counter()
@@ -242,10 +290,11 @@ class Pipelined:
             return finite, Span("communication", iteration, start, time.perf_counter())
 
         count_as_stepped(self._optimizer)
-        return _InFlight(iteration, buffer, learning_rates(self._optimizer), self._thread.submit(reduce))
+        options = hyperparameters.current(self._optimizer)
+        return _InFlight(iteration, buffer, kept, options, scale, self._thread.submit(reduce))
 
     def _apply_until(self, remaining: int) -> StepReport:
-        """Apply the oldest gradients until only ``remaining`` are in flight."""
+        """Apply the oldest gradients until only ``remaining`` are in flight, and predict from these."""
         applied: list[int] = []
         skipped: list[int] = []
         spans: list[Span] = []
@@ -254,6 +303,8 @@ class Pipelined:
             begin = time.perf_counter()
             finite, all_reduce = gradient.reduction.result()
             arrived = time.perf_counter()
+            self._loss_scale.saw(finite, gradient.scale)
+            self._prediction.restore()
             if finite:
                 self._apply(gradient)
                 applied.append(gradient.iteration)
@@ -267,16 +318,23 @@ class Pipelined:
                 Span("wait", gradient.iteration, begin, arrived),
                 Span("update", gradient.iteration, arrived, time.perf_counter()),
             ]
+        begin = time.perf_counter()
+        self._prediction.restore()
+        self._predict()
+        if self._prediction.holds_predicted:
+            spans.append(Span("predict", self.iteration, begin, time.perf_counter()))
         return StepReport(applied=tuple(applied), skipped=tuple(skipped), spans=tuple(spans), wire_bytes=0)
 
     def _apply(self, gradient: _InFlight) -> None:
-        assign_gradients(self._parameters, gradient.buffer)
-        current = learning_rates(self._optimizer)
-        set_learning_rates(self._optimizer, gradient.lrs)
-        self._optimizer.step()
-        set_learning_rates(self._optimizer, current)
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._prediction.correct(gradient.buffer.views, gradient.kept)
+        self._clip(gradient.buffer.views)
+        give_gradients(self._parameters, gradient.buffer.views)
+        with hyperparameters.set_to(self._optimizer, gradient.hyperparameters):
+            self._optimizer.step()
+        give_gradients(self._parameters, [None] * len(self._parameters))
+
+    def _predict(self) -> None:
+        self._prediction.predict([Unapplied(gradient.kept, gradient.hyperparameters) for gradient in self._in_flight])
 
     def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
         self._thread.submit(lambda: sum_buffer(buffer, self._exact)).result()

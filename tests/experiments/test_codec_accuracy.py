@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments.codec_accuracy import APART, CODECS, Run, Runs, compute, parse, plan, plot, summarize, verdict
+from experiments.codec_accuracy import APART, CODECS, Run, compute, parse, plan, plot, runs_in, summarize, verdict
 from experiments.contenders import config
 from experiments.results import REPOSITORY, RESULTS, Row, load
 from pipesgd.command_line import parse as parse_training
@@ -65,7 +65,7 @@ def test_only_what_is_missing_or_failed_is_run(tmp_path: Path, capsys: pytest.Ca
 
     planned = plan(["mlp"], ["fp32", "topk", "int8", "int4"], 1, quick=False)
     with pytest.raises(KeyboardInterrupt):
-        compute(planned, Runs(tmp_path), Console(), train)
+        compute(planned, runs_in(tmp_path), Console(), train)
     assert made == [one.words for one in planned[:3]]
     assert "2/4 mlp, topk, seed 0 failed: rank 2: it broke" in capsys.readouterr().out
     again: list[str] = []
@@ -74,14 +74,14 @@ def test_only_what_is_missing_or_failed_is_run(tmp_path: Path, capsys: pytest.Ca
         again.append(words)
         return ran(0.5, 60, commit="later")
 
-    done = compute(planned, Runs(tmp_path), Console(), other)
+    done = compute(planned, runs_in(tmp_path), Console(), other)
     assert again == [planned[1].words, planned[3].words]
     assert [done[one.words].commit for one in planned] == ["c0ffee", "later", "c0ffee", "later"]
     assert "2 of 4 runs are there" in capsys.readouterr().out
-    assert compute(planned, Runs(tmp_path), Console(), other) == done
+    assert compute(planned, runs_in(tmp_path), Console(), other) == done
     assert len(again) == 2
-    Runs(tmp_path).forget()
-    assert Runs(tmp_path).load() == {}
+    runs_in(tmp_path).forget()
+    assert runs_in(tmp_path).load() == {}
 
 
 def test_a_row_has_all_seeds_and_differences_of_the_same_seeds() -> None:

@@ -1,0 +1,162 @@
+"""Ranks simulated in one process, exactly: for what does not depend on time.
+
+All ranks' true weights are the same at all times, so one model and one optimizer stand for them; the ranks compute one
+after the other, each on its own batch and predicted weights, with the trainer's own predictions, clipping and codecs.
+What is summed is summed in the order of the ring. ``tests/experiments/test_simulation.py`` shows that weights
+and losses are those of real ranks, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesgd import hyperparameters
+from pipesgd.clipping import Clipping
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.make import make_codec
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.collectives.schedule import split
+from pipesgd.gradients import FlatBuffer, give_gradients, pack_gradients, take_mean
+from pipesgd.hyperparameters import Hyperparameters
+from pipesgd.prediction import Unapplied, make_prediction
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    mean: FlatBuffer
+    kept: list[list[Tensor]]
+    """Of each rank, by the prediction."""
+    hyperparameters: Hyperparameters
+
+
+class SimulatedRanks:
+    """What ``Pipelined`` does on ``world_size`` ranks with a ring, in one process.
+
+    Args:
+        model: the module whose parameters ``optimizer`` updates, all of one dtype.
+        optimizer: any ``torch.optim.Optimizer``.
+        world_size: how many ranks.
+        width, warmup_iterations, prediction, clip_norm, clip_value, codec: as of ``Pipelined``; rounding to nearest.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        world_size: int,
+        width: int = 2,
+        warmup_iterations: int = 0,
+        prediction: str = "local",
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        codec: str = "fp32",
+    ):
+        options = CodecOptions(codec=codec)
+        assert codec in DENSE_CODECS
+        assert not options.stochastic
+        self.iteration = 0
+        self._model = model
+        self._optimizer = optimizer
+        self._world_size = world_size
+        self._width = width
+        self._warmup_iterations = warmup_iterations
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._clip = Clipping(norm=clip_norm, value=clip_value)
+        # One for all ranks: between two predictions they remember nothing that is a rank's own.
+        self._prediction = make_prediction(prediction if width > 1 else "none", self._parameters, optimizer, self._clip)
+        self._in_flight: deque[_InFlight] = deque()
+        self._flats = [FlatBuffer(self._parameters) for _ in range(world_size)]
+        assert len(self._flats[0].flats) == 1
+        self._buffers = [[buffer.clone() for buffer in model.buffers()] for _ in range(world_size)]
+        self._ring = _Ring(make_codec(options), [flat.flats[0] for flat in self._flats], options.gives_back)
+
+    def iterate(self, loss_of: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> list[float]:
+        """One iteration on ``batches``, one a rank: their losses."""
+        losses: list[float] = []
+        kept: list[list[Tensor]] = []
+        for rank, batch in enumerate(batches):
+            self._prediction.predict([Unapplied(g.kept[rank], g.hyperparameters) for g in self._in_flight])
+            self._take_buffers(self._buffers[rank])
+            loss = loss_of(self._model, batch)
+            loss.backward()
+            losses.append(loss.item())
+            self._keep_buffers(self._buffers[rank])
+            kept.append(self._prediction.keep(pack_gradients(self._parameters, self._flats[rank])))
+            self._prediction.restore()
+        mean = FlatBuffer(self._parameters)
+        self._ring.sum_into(mean.flats[0])
+        take_mean(mean.flats[0], self._world_size)
+        self._in_flight.append(_InFlight(mean, kept, hyperparameters.current(self._optimizer)))
+        self.iteration += 1
+        self._apply_until(self._width - 1 if self.iteration > self._warmup_iterations else 0)
+        return losses
+
+    def flush(self) -> None:
+        """Apply what is in flight, and give the model's floating-point buffers their mean over ranks."""
+        self._apply_until(0)
+        means = [
+            torch.stack(of_ranks).sum(0) / self._world_size if of_ranks[0].is_floating_point() else of_ranks[0]
+            for of_ranks in zip(*self._buffers, strict=True)
+        ]
+        self._take_buffers(means)
+
+    def _apply_until(self, remaining: int) -> None:
+        while len(self._in_flight) > remaining:
+            gradient = self._in_flight.popleft()
+            self._prediction.correct(gradient.mean.views, gradient.kept[0])
+            self._clip(gradient.mean.views)
+            give_gradients(self._parameters, gradient.mean.views)
+            with hyperparameters.set_to(self._optimizer, gradient.hyperparameters):
+                self._optimizer.step()
+            give_gradients(self._parameters, [None] * len(self._parameters))
+
+    def _take_buffers(self, values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(self._model.buffers(), values, strict=True):
+            buffer.copy_(value)
+
+    def _keep_buffers(self, values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(self._model.buffers(), values, strict=True):
+            value.copy_(buffer)
+
+
+class _Ring:
+    """The ring's sums of all ranks' values: chunk r begins on rank r, and the last to add encodes for everybody."""
+
+    def __init__(self, codec: Codec, flats: Sequence[Tensor], error_feedback: bool):
+        self._codec = codec
+        self._flats = flats
+        self._residuals = [torch.zeros_like(flat) if error_feedback else None for flat in flats]
+        self._chunks = [slice(start, stop) for start, stop in split(flats[0].numel(), len(flats)) if stop > start]
+        most = max(chunk.stop - chunk.start for chunk in self._chunks)
+        self._wires = [
+            torch.empty(0 if codec.in_place else codec.wire_bytes(most), dtype=torch.uint8) for _ in range(2)
+        ]
+
+    def sum_into(self, total: Tensor) -> None:
+        p = len(self._flats)
+        for number, chunk in enumerate(self._chunks):
+            ranks = [(number + hop) % p for hop in range(p)]
+            parts = [self._flats[rank][chunk] for rank in ranks]
+            if self._codec.in_place or p == 1:
+                total[chunk] = parts[0]
+                for part in parts[1:]:
+                    total[chunk] += part
+                continue
+            nbytes = self._codec.wire_bytes(parts[0].numel())
+            here, there = (wire[:nbytes] for wire in self._wires)
+            for rank, part in zip(ranks, parts, strict=True):
+                residual = self._residuals[rank]
+                own = None if residual is None else residual[chunk]
+                if rank == ranks[0]:
+                    self._codec.encode(part, own, there, 0)
+                else:
+                    self._codec.decode_add_encode(here, part, own, there, 0)
+                here, there = there, here
+            self._codec.decode(here, total[chunk])

@@ -1,0 +1,43 @@
+"""The options of an optimizer that change during a run; they travel with the gradient that was computed under them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+"""What schedules change: torch's own change the first three."""
+
+Hyperparameters: TypeAlias = Sequence[dict[str, Any]]
+"""For each parameter group, the values of those of ``SCHEDULED`` that it has."""
+
+
+def current(optimizer: torch.optim.Optimizer) -> Hyperparameters:
+    """Those that are set now."""
+    return [{name: _kept(group[name]) for name in SCHEDULED if name in group} for group in optimizer.param_groups]
+
+
+@contextlib.contextmanager
+def set_to(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> Iterator[None]:
+    """While it is open, ``values`` are set."""
+    before = [
+        {name: group[name] for name in of_group} for group, of_group in zip(optimizer.param_groups, values, strict=True)
+    ]
+    _update(optimizer, values)
+    try:
+        yield
+    finally:
+        _update(optimizer, before)
+
+
+def _update(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> None:
+    for group, of_group in zip(optimizer.param_groups, values, strict=True):
+        group.update(of_group)
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value  # a schedule changes a tensor in place

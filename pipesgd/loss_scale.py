@@ -1,0 +1,79 @@
+"""Loss scaling for float16, where gradients are applied some iterations after they were computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesgd.errors import UserInputError
+
+
+class LossScale:
+    """Keeps the scale of torch's ``GradScaler`` as its own ``step`` and ``update`` would, for late gradients.
+
+    A gradient is divided by the scale that its own loss was multiplied by, before it travels. When the mean over ranks
+    turns out not to be finite, which all ranks see alike, the update is left out and the scale backs off, once for all
+    gradients that were in flight at the scale that was too large; after ``growth_interval`` finite ones in a row it
+    grows. ``scaler.scale(loss).backward()`` is the caller's part; neither ``step`` nor ``update`` must be called.
+
+    Args:
+        scaler: None, or one that is not enabled, is no scaling at all.
+        parameters: whose gradients are scaled.
+
+    Raises:
+        UserInputError: parameters are not float32, and need no scale, or cannot be scaled.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler | None, parameters: Sequence[Tensor]):
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._finite_in_a_row = 0
+        for dtype in (torch.bfloat16, torch.float16):
+            if self._scaler is not None and any(parameter.dtype == dtype for parameter in parameters):
+                raise UserInputError(
+                    "scaler must be left out unless parameters are float32 and computed with in float16 by autocast; "
+                    f"got a GradScaler and parameters in {dtype}"
+                )
+
+    @property
+    def skips(self) -> bool:
+        """Whether gradients that are not finite are to be expected, and left out."""
+        return self._scaler is not None
+
+    def divide(self, parameters: Sequence[Tensor]) -> float:
+        """Divide the gradients of ``parameters`` by the scale that their losses were multiplied by, and return it."""
+        if self._scaler is None:
+            return 1.0
+        scale: float = self._scaler.get_scale()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, scale)
+        return scale
+
+    def saw(self, finite: bool, scale: float) -> None:
+        """A mean of gradients that were computed at ``scale`` has arrived."""
+        if self._scaler is None:
+            return
+        now = self._scaler.get_scale()
+        if not finite:
+            self._finite_in_a_row = 0
+            if scale >= now:  # later ones in flight at a scale that has been left already say nothing new
+                self._scaler.update(now * self._scaler.get_backoff_factor())
+            return
+        self._finite_in_a_row += 1
+        if self._finite_in_a_row == self._scaler.get_growth_interval():
+            self._finite_in_a_row = 0
+            self._scaler.update(now * self._scaler.get_growth_factor())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, and how many finite gradients there were in a row."""
+        scale = None if self._scaler is None else self._scaler.get_scale()
+        return {"scale": scale, "finite_in_a_row": self._finite_in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict``."""
+        self._finite_in_a_row = state["finite_in_a_row"]
+        if self._scaler is not None:
+            self._scaler.update(state["scale"])

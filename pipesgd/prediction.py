@@ -1,0 +1,337 @@
+"""What takes the staleness out: gradients are computed on weights that are predicted from what is still in flight.
+
+A gradient that is applied K-1 iterations late was computed on weights that lack K-1 updates. The predictions here
+differ in what they put in place of those:
+
+- ``local``: this rank's own gradients of these iterations (SAPipe, NeurIPS 2022, "local"), each an unbiased estimate of
+  the mean that will arrive. The ranks' errors add up to zero, and with one rank, or the same data on all ranks, there
+  are none: then it is synchronous training, bit for bit, with any optimizer.
+- ``previous``: the last mean that was applied, once more for each.
+- ``nesterov``: gradients of zero: momentum alone goes on (as in DANA, Hakimi et al., 2019).
+- ``spectrain``: the last update, once more for each (Chen et al., 2018). In width 2 the points at which gradients are
+  computed are also those of an error feedback on updates: apply u[t] + (u[t] - u[t-1]).
+- ``dc``: no predicted weights, but a late gradient is corrected by ``lambda * g * g * (w_now - w_then)``, which stands
+  for the curvature (DC-ASGD, Zheng et al., ICML 2017).
+- ``none``: weights as they are; plain staleness.
+
+What is predicted is this rank's own affair: the true weights change by the means alone, so they stay bit-identical on
+all ranks, and nothing of this travels.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesgd.checks import check_one_of
+from pipesgd.config import PREDICTIONS
+from pipesgd.errors import UserInputError
+from pipesgd.gradients import give_gradients
+from pipesgd.hyperparameters import Hyperparameters, set_to
+
+Prepare = Callable[[Sequence[Tensor]], None]
+"""What is done in place with gradients before the optimizer sees them: clipping."""
+
+DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
+"""Of the adaptive form of DC-ASGD: lambda is divided by the root of a moving mean of the gradient's squares."""
+
+
+@dataclass(frozen=True)
+class Unapplied:
+    """What this rank knows of a gradient that is in flight."""
+
+    kept: Sequence[Tensor]
+    """What the prediction kept of it, shaped like the parameters; not to be changed."""
+    hyperparameters: Hyperparameters
+    """That it will be applied with."""
+
+
+class Prediction:
+    """Nothing is predicted: gradients are computed on the true weights, K-1 updates late.
+
+    The base of the others. Between ``predict`` and ``restore`` the parameters may hold other weights than the true
+    ones; what changes hands is their storage, so that nothing is copied back.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._prepare = prepare
+        self._true: list[Tensor] = []
+        """Storage of the true weights while the parameters hold others; empty otherwise."""
+        self._predicted: list[Tensor] = []
+        """Storage for predicted weights, once there were any."""
+
+    def predict(self, in_flight: Sequence[Unapplied]) -> None:
+        """Let the parameters hold what they will be when the gradients in flight, oldest first, are applied."""
+
+    def restore(self) -> None:
+        """Let the parameters hold the true weights."""
+        if self._true:
+            _give_storage(self._parameters, self._true)
+            self._true = []
+
+    def return_to_predicted(self) -> None:
+        """After ``restore``, let the parameters hold the predicted weights again."""
+        self._true = [parameter.data for parameter in self._parameters]
+        _give_storage(self._parameters, self._predicted)
+
+    def adopt(self) -> None:
+        """Take the weights that the parameters hold for the true ones."""
+        if self._true:
+            self._predicted, self._true = self._true, []
+
+    @property
+    def holds_predicted(self) -> bool:
+        """Whether the parameters hold predicted weights now."""
+        return bool(self._true)
+
+    def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
+        """What to keep of a gradient that is handed over, computed by this rank on the weights as they are now."""
+        return []
+
+    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        """The ``mean`` of a gradient of which this was ``kept`` is about to be applied; it may be changed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to predict the same after a restart, besides what is in flight."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict``."""
+
+    def _begin(self) -> None:
+        """Give the parameters storage for predicted weights, which are the true ones to begin with."""
+        if not self._predicted:
+            self._predicted = [torch.empty_like(parameter.data) for parameter in self._parameters]
+        torch._foreach_copy_(self._predicted, [parameter.data for parameter in self._parameters])
+        self.return_to_predicted()
+
+
+class Replayed(Prediction):
+    """A copy of the user's optimizer steps, on a copy of the weights, once for every gradient in flight.
+
+    Costs a copy of weights, optimizer state and gradient, and K-1 steps of the optimizer, an iteration.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        super().__init__(parameters, optimizer, prepare)
+        self._copy = OptimizerCopy(optimizer)
+        self._gradients = [torch.zeros_like(parameter.data) for parameter in parameters]
+
+    def predict(self, in_flight: Sequence[Unapplied]) -> None:
+        guesses = [(guess, gradient.hyperparameters) for gradient in in_flight if (guess := self._guess(gradient))]
+        if not guesses:
+            return
+        self._begin()
+        self._copy.follow()
+        for guess, options in guesses:
+            # A copy, since optimizers (and clipping) may change gradients in place.
+            torch._foreach_copy_(self._gradients, list(guess))
+            self._prepare(self._gradients)
+            give_gradients(self._parameters, self._gradients)
+            self._copy.step(options)
+        give_gradients(self._parameters, [None] * len(self._parameters))
+
+    def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
+        """What stands for the mean that will arrive; empty if nothing does."""
+        raise NotImplementedError
+
+
+class Local(Replayed):
+    """This rank's own gradients stand for the means."""
+
+    def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
+        return [
+            torch.zeros_like(parameter.data) if gradient is None else gradient
+            for parameter, gradient in zip(self._parameters, local, strict=True)
+        ]
+
+    def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
+        return gradient.kept
+
+
+class Nesterov(Replayed):
+    """Gradients of zero stand for the means."""
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        super().__init__(parameters, optimizer, prepare)
+        self._zeros = [torch.zeros_like(parameter.data) for parameter in parameters]
+
+    def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
+        return self._zeros
+
+
+class Previous(Replayed):
+    """The last mean stands for the next ones."""
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        super().__init__(parameters, optimizer, prepare)
+        self._mean: list[Tensor] = []
+
+    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        if not self._mean:
+            self._mean = [torch.empty_like(tensor) for tensor in mean]
+        torch._foreach_copy_(self._mean, list(mean))
+
+    def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
+        return self._mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": _clones(self._mean)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._mean = _clones(state["mean"])
+
+
+class SpecTrain(Prediction):
+    """The last update stands for those of the gradients in flight: no second step, and only weights are copied."""
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        super().__init__(parameters, optimizer, prepare)
+        self._before: list[Tensor] = []
+        """The true weights before the last update."""
+
+    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        weights = [parameter.data for parameter in self._parameters]
+        if not self._before:
+            self._before = [torch.empty_like(tensor) for tensor in weights]
+        torch._foreach_copy_(self._before, weights)
+
+    def predict(self, in_flight: Sequence[Unapplied]) -> None:
+        if not (in_flight and self._before):
+            return
+        self._begin()
+        # before + (1 + s) (now - before) = now + s (now - before)
+        torch._foreach_copy_(self._predicted, self._before)
+        torch._foreach_lerp_(self._predicted, self._true, 1.0 + len(in_flight))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": _clones(self._before)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._before = _clones(state["before"])
+
+
+class DelayCompensation(Prediction):
+    """Late means are corrected by how far the weights have moved since, times their own squares."""
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        super().__init__(parameters, optimizer, prepare)
+        self._squares = [torch.zeros_like(parameter.data) for parameter in parameters]
+
+    def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
+        return _clones([parameter.data for parameter in self._parameters])
+
+    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        gradients = list(mean)
+        moved = torch._foreach_sub([parameter.data for parameter in self._parameters], list(kept))
+        squares = torch._foreach_mul(gradients, gradients)
+        torch._foreach_lerp_(self._squares, squares, 1 - DC_DECAY)
+        scale = torch._foreach_add(torch._foreach_sqrt(self._squares), DC_EPSILON)
+        torch._foreach_mul_(squares, moved)
+        torch._foreach_addcdiv_(gradients, squares, scale, value=DC_LAMBDA)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"squares": _clones(self._squares)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._squares = _clones(state["squares"])
+
+
+class OptimizerCopy:
+    """A copy of an optimizer: it updates the same parameters, with options and a state of its own.
+
+    Raises:
+        UserInputError: the optimizer cannot be copied.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._original = optimizer
+        memo = self._parameters_themselves()
+        try:
+            self._copy = copy.deepcopy(optimizer, memo)
+            # torch's Optimizer leaves the attributes of subclasses out of copies. ``step`` stays out: it would be a
+            # scheduler's wrapper, which steps the original.
+            known = vars(self._copy).keys() | vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys() | {"step"}
+            self._left_out = [name for name in vars(optimizer) if name not in known]
+            self._follow_attributes()
+        except Exception as failure:
+            raise UserInputError(
+                "prediction must be none, spectrain or dc for an optimizer that cannot be copied; "
+                f"got {type(optimizer).__name__}: {failure}"
+            ) from failure
+
+    def follow(self) -> None:
+        """Take over the original's options and state."""
+        own = self._copy.state
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for key, values in self._original.state.items():
+            kept = own[key]
+            for name, value in values.items():
+                target = kept.get(name)
+                if isinstance(value, Tensor) and isinstance(target, Tensor) and target.shape == value.shape:
+                    targets.append(target)
+                    sources.append(value)
+                else:
+                    kept[name] = copy.deepcopy(value)
+            for name in kept.keys() - values.keys():
+                del kept[name]
+        for key in own.keys() - self._original.state.keys():
+            del own[key]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for group, options in zip(self._copy.param_groups, self._original.param_groups, strict=True):
+            group.update((name, value) for name, value in options.items() if name != "params")
+        self._follow_attributes()
+
+    def step(self, hyperparameters: Hyperparameters) -> None:
+        """Update the parameters with their ``.grad``."""
+        with set_to(self._copy, hyperparameters):
+            self._copy.step()
+
+    def _follow_attributes(self) -> None:
+        memo = self._parameters_themselves()
+        for name in self._left_out:
+            setattr(self._copy, name, copy.deepcopy(getattr(self._original, name), memo))
+
+    def _parameters_themselves(self) -> dict[int, Any]:
+        """For deepcopy: parameters are not copied."""
+        return {id(parameter): parameter for group in self._original.param_groups for parameter in group["params"]}
+
+
+def make_prediction(
+    name: str, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare
+) -> Prediction:
+    """The prediction called ``name``, for the ``parameters`` that ``optimizer`` updates.
+
+    Raises:
+        UserInputError: there is none of this name, or the optimizer cannot be copied for it.
+    """
+    check_one_of("prediction", name, PREDICTIONS)
+    return _PREDICTIONS[name](parameters, optimizer, prepare)
+
+
+_PREDICTIONS: dict[str, type[Prediction]] = {
+    "local": Local,
+    "previous": Previous,
+    "nesterov": Nesterov,
+    "spectrain": SpecTrain,
+    "dc": DelayCompensation,
+    "none": Prediction,
+}
+
+
+def _give_storage(parameters: Sequence[Tensor], storage: Sequence[Tensor]) -> None:
+    for parameter, tensor in zip(parameters, storage, strict=True):
+        parameter.data = tensor
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]

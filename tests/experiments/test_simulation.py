@@ -1,0 +1,92 @@
+"""Simulated ranks against real ones."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from experiments.simulation import SimulatedRanks
+from pipesgd import Pipelined
+from pipesgd.launch import Ranks
+from pipesgd.workloads import ShardedBatches, build_model, load_dataset
+
+ITERATIONS = 9
+CASES: dict[str, dict[str, Any]] = {
+    "synchronous": {"width": 1},
+    "local": {"width": 2},
+    "local, width 3, warm-up, clipped": {"width": 3, "warmup_iterations": 3, "clip_norm": 0.5},
+    "previous": {"prediction": "previous"},
+    "nesterov": {"prediction": "nesterov", "width": 3},
+    "spectrain": {"prediction": "spectrain"},
+    "dc": {"prediction": "dc", "width": 3},
+    "none": {"prediction": "none"},
+    "int8": {"codec": "int8"},
+    "int4": {"codec": "int4", "width": 3},
+}
+
+
+def _batches(rank: int) -> list[Any]:
+    data = load_dataset("digits", None, image_size=8)
+    shards = ShardedBatches(data.train, batch_size=8, rank=rank, world_size=4, seed=1)
+    return list(itertools.islice(shards.from_iteration(0), ITERATIONS))
+
+
+def _model() -> nn.Module:
+    """With batch norm, whose buffers are a rank's own, and more values than an int8 block has."""
+    torch.manual_seed(3)
+    mlp = build_model("mlp", sample_shape=(1, 8, 8), num_classes=10, hidden_sizes=(64, 64))
+    return nn.Sequential(nn.BatchNorm2d(1), mlp)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    results = []
+    for case in cases:
+        model = _model()
+        pipeline = Pipelined(model, _optimizer(model), ranks=ranks, **case)
+        losses = []
+        for batch in _batches(ranks.rank):
+            loss = _loss(model, batch)
+            loss.backward()
+            pipeline.step()
+            losses.append(loss.item())
+        pipeline.flush()
+        pipeline.average_buffers()
+        pipeline.close()
+        results.append((losses, model.state_dict()))
+    return results
+
+
+@pytest.fixture(scope="module")
+def real() -> dict[str, list[tuple[list[float], dict[str, Tensor]]]]:
+    """By case, what each of four real ranks came to."""
+    results = run_ranks(4, _train, list(CASES.values()))
+    return {name: [of_rank[index] for of_rank in results] for index, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_simulated_ranks_are_real_ones_bit_for_bit(case: str, real: dict[str, Any]) -> None:
+    model = _model()
+    simulated = SimulatedRanks(model, _optimizer(model), world_size=4, **CASES[case])
+    losses = [simulated.iterate(_loss, batches) for batches in zip(*map(_batches, range(4)), strict=True)]
+    simulated.flush()
+    for rank, (of_rank, weights) in enumerate(real[case]):
+        assert [of_ranks[rank] for of_ranks in losses] == of_rank
+        for name, value in model.state_dict().items():
+            if "running" in name:  # their sum is taken in another order
+                torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-6)
+            else:
+                assert torch.equal(value, weights[name]), name

@@ -1,0 +1,291 @@
+"""Predictions against a reference that copies the whole model and optimizer, and against synchronous training."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from _reference import pipe_sgd
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pipelined import assert_same_weights, falling_lr, regress, small_problem
+from torch import Tensor, nn
+
+from pipesgd import Pipelined
+from pipesgd.clipping import Clipping
+from pipesgd.config import PREDICTIONS
+from pipesgd.errors import UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.replicas import weights_sha256
+
+
+class Counting(torch.optim.Optimizer):
+    """A user's own: its step depends on an attribute, on a number in its state, and it changes gradients in place."""
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        super().__init__(parameters, {"lr": 0.05})
+        self.steps = 0
+        self.history: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        self.history.append(1.0 / self.steps)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["times"] = state.get("times", 0) + 1
+                state["sum"] = state.get("sum", 0.0) + parameter.grad  # a new tensor every time
+                parameter.grad.mul_(0.5 + self.history[-1])
+                parameter.add_(parameter.grad + state["sum"] / state["times"], alpha=-group["lr"])
+
+
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "nesterov, foreach": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True, foreach=True),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
+    "adamw, amsgrad, foreach": lambda ps: torch.optim.AdamW(ps, lr=0.01, amsgrad=True, foreach=True),
+    "adamw, fused": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5, centered=True),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
+    "radam": lambda ps: torch.optim.RAdam(ps, lr=0.01),
+    "adamax": lambda ps: torch.optim.Adamax(ps, lr=0.01),
+    "adadelta": lambda ps: torch.optim.Adadelta(ps, lr=1.0),
+    "asgd": lambda ps: torch.optim.ASGD(ps, lr=0.01),
+    "rprop": lambda ps: torch.optim.Rprop(ps, lr=0.01),
+    "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
+    "muon": lambda ps: torch.optim.Muon(list(ps), lr=0.01),
+    "a user's own": Counting,
+}
+
+IN_MIND: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "clipped by norm": {"clip_norm": 0.05},
+    "clipped by value": {"clip_value": 0.01},
+}
+
+
+def weights_after(
+    ranks: Ranks, optimizer: str, width: int, prediction: str, options: dict[str, Any], spread: int
+) -> Any:
+    """Weights after 9 iterations, of batches that are the same on all ranks unless ``spread`` is 1."""
+    model, batches = small_problem(3, [4, 5, 3], 9, ranks.world_size)
+    if optimizer == "muon":  # takes matrices only
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.bias = None
+    made = OPTIMIZERS[optimizer](model.parameters())
+    pipeline = Pipelined(model, made, width=width, ranks=ranks, **options)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        made, max_lr=made.param_groups[0]["lr"], total_steps=len(batches), cycle_momentum=optimizer == "momentum"
+    )
+    for of_ranks in batches:
+        regress(model, of_ranks[0]).backward()
+        pipeline.step()
+        schedule.step()
+    pipeline.flush()
+    pipeline.close()
+    return model.state_dict()
+
+
+def _pairs_of_weights(ranks: Ranks, optimizers: list[str], width: int, options: dict[str, Any]) -> list[Any]:
+    return [[weights_after(ranks, name, k, options) for k in (width, 1)] for name in optimizers]
+
+
+@pytest.mark.parametrize("options", IN_MIND.values(), ids=IN_MIND)
+@pytest.mark.parametrize("width", [2, 3, 5])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_rank_or_the_same_data_on_all_is_synchronous_training_bit_for_bit(
+    world_size: int, width: int, options: dict[str, Any]
+) -> None:
+    names = list(OPTIMIZERS)
+    for results in run_ranks(world_size, _pairs_of_weights, names, width, options):
+        for name, (ours, synchronous) in zip(names, results, strict=True):
+            for key in synchronous:
+                assert torch.equal(ours[key], synchronous[key]), (name, key)
+
+
+def _train_predicted(ranks: Ranks, cases: list[dict[str, Any]]) -> list[Any]:
+    outcomes = []
+    for case in cases:
+        model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], ranks.world_size)
+        optimizer = OPTIMIZERS[case["optimizer"]](model.parameters())
+        pipeline = Pipelined(
+            model,
+            optimizer,
+            width=case["width"],
+            warmup_iterations=case["warmup"],
+            prediction=case["prediction"],
+            ranks=ranks,
+            **case["options"],
+        )
+        losses, hashes = [], []
+        for iteration, of_ranks in enumerate(batches):
+            if case["scheduled"]:
+                for group in optimizer.param_groups:
+                    group["lr"] = falling_lr(iteration)
+            loss = regress(model, of_ranks[ranks.rank])
+            loss.backward()
+            pipeline.step()
+            losses.append(loss.item())
+            with pipeline.true_weights():
+                hashes.append(weights_sha256(model))
+        pipeline.flush()
+        pipeline.close()
+        outcomes.append((losses, hashes, model.state_dict()))
+    return outcomes
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 1000),
+        "sizes": st.lists(st.integers(1, 6), min_size=2, max_size=4),
+        "iterations": st.integers(1, 8),
+        "width": st.integers(1, 4),
+        "warmup": st.integers(0, 4),
+        "prediction": st.sampled_from(PREDICTIONS),
+        "optimizer": st.sampled_from(["sgd", "momentum", "nesterov, foreach", "adam", "adagrad"]),
+        "options": st.sampled_from(list(IN_MIND.values())),
+        "scheduled": st.booleans(),
+    }
+)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@settings(max_examples=4)
+@given(cases=st.lists(CASES, min_size=10, max_size=10))
+def test_every_prediction_is_what_copies_of_model_and_optimizer_come_to(
+    world_size: int, cases: list[dict[str, Any]]
+) -> None:
+    results = run_ranks(world_size, _train_predicted, cases)
+    for index, case in enumerate(cases):
+        model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], world_size)
+        losses = pipe_sgd(
+            model,
+            OPTIMIZERS[case["optimizer"]](model.parameters()),
+            regress,
+            batches,
+            width=case["width"],
+            warmup_iterations=case["warmup"],
+            prediction=case["prediction"],
+            clip=clip_by_torch(**case["options"]),
+            lr_of=falling_lr if case["scheduled"] else None,
+        )
+        for rank in range(world_size):
+            ours, hashes, weights = results[rank][index]
+            assert ours == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-7)
+            assert_same_weights(weights, model.state_dict(), rtol=1e-7)
+            assert hashes == results[0][index][1], "the true weights are the same on all ranks"
+
+
+def clip_by_torch(clip_norm: float | None = None, clip_value: float | None = None) -> Callable[[list[Tensor]], None]:
+    def clip(gradients: list[Tensor]) -> None:
+        holders = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+        for holder, gradient in zip(holders, gradients, strict=True):
+            holder.grad = gradient
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(holders, clip_value)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(holders, clip_norm)
+
+    return clip
+
+
+@pytest.mark.parametrize("options", list(IN_MIND.values())[1:])
+@given(values=st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=9))
+def test_clipping_is_torchs(options: dict[str, float], values: list[float]) -> None:
+    ours = [torch.tensor(values), torch.tensor(values[:1])]
+    theirs = copy.deepcopy(ours)
+    Clipping(norm=options.get("clip_norm"), value=options.get("clip_value"))(ours)
+    clip_by_torch(**options)(theirs)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def _look_at_true_weights(ranks: Ranks, prediction: str) -> list[Tensor]:
+    """SGD at rate 1 and gradients of 1, 2, 3, ...: the true weights are minus the sum of what was applied."""
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), prediction=prediction, ranks=ranks)
+    seen = []
+    for iteration in range(1, 5):
+        model(torch.full((1, 1), float(iteration))).sum().backward()
+        pipeline.step()
+        with pipeline.true_weights():
+            seen.append((model.weight.item(), pipeline.iteration))
+            with torch.no_grad():
+                model.weight.add_(100.0)
+            held = model.weight.detach().clone()
+        with pipeline.true_weights():
+            assert torch.equal(model.weight, held), "what changes the true weights is kept"
+            with torch.no_grad():
+                model.weight.sub_(100.0)
+        seen.append(model.weight.item())
+    pipeline.flush()
+    pipeline.close()
+    return [*seen, model.weight.item()]
+
+
+def test_true_weights_are_those_without_what_is_in_flight() -> None:
+    assert run_ranks(1, _look_at_true_weights, "local") == [
+        [(0.0, 1), -1.0, (-1.0, 2), -3.0, (-3.0, 3), -6.0, (-6.0, 4), -10.0, -10.0]
+    ]
+    assert run_ranks(1, _look_at_true_weights, "none") == [
+        [(0.0, 1), 0.0, (-1.0, 2), -1.0, (-3.0, 3), -3.0, (-6.0, 4), -6.0, -10.0]
+    ]
+
+
+def _one_rank_computes_nan(ranks: Ranks, width: int) -> tuple[list[float], list[int], str]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    pipeline = Pipelined(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), width=width, on_nonfinite="skip", ranks=ranks
+    )
+    losses, skipped = [], []
+    for iteration in range(7):
+        loss = model(torch.ones(1, 2)).square().sum()
+        (loss * (float("nan") if ranks.rank == 1 and iteration == 3 else 1.0)).backward()
+        skipped += pipeline.step().skipped
+        losses.append(loss.item())
+    skipped += pipeline.flush().skipped
+    pipeline.close()
+    return losses, skipped, weights_sha256(model)
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_rank_does_not_predict_with_a_gradient_that_is_not_finite(width: int) -> None:
+    results = run_ranks(3, _one_rank_computes_nan, width)
+    for losses, skipped, sha256 in results:
+        assert skipped == [3]
+        assert all(loss < 10 for loss in losses)
+        assert sha256 == results[0][2]
+
+
+def _copies_optimizer(ranks: Ranks, prediction: str) -> str:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.lock = threading.Lock()  # type: ignore[attr-defined]
+    try:
+        Pipelined(model, optimizer, prediction=prediction, ranks=ranks).close()
+    except UserInputError as error:
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_that_cannot_be_copied_is_refused_where_it_would_be() -> None:
+    [message] = run_ranks(1, _copies_optimizer, "local")
+    assert message.startswith(
+        "prediction must be none, spectrain or dc for an optimizer that cannot be copied; got SGD:"
+    )
+    assert run_ranks(1, _copies_optimizer, "spectrain") == [""]
