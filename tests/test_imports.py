@@ -15,7 +15,7 @@ LAYERS = [
     {"errors"},
     {"checks"},
     {"codecs.options"},
-    {"config"},
+    {"config", "muon"},
     {"command_line", "collectives.schedule", "workloads", "launch", "gradients", "codecs.kernels"},
     {
         *("collectives.base", "collectives.transport", "codecs.base", "codecs.keys"),
