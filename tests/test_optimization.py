@@ -237,6 +237,7 @@ def test_which_matrices_are_hidden() -> None:
     assert [id(matrix) for matrix in hidden_matrices(tied)] == [id(tied.hidden.weight)]
     ends_in_a_convolution = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2))
     assert shapes(ends_in_a_convolution) == [(4, 4)]
+    assert shapes(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3), nn.LayerNorm(3))) == [(4, 4)]
 
 
 @pytest.mark.parametrize(
