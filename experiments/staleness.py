@@ -70,6 +70,7 @@ WORKLOADS = {
 OPTIMIZERS = {
     "sgd": ("--optimizer sgd --momentum 0.9", 0.05),
     "adamw": ("--optimizer adamw", 0.001),
+    "adagrad": ("--optimizer adagrad", 0.01),
     "muon": ("--optimizer muon", 0.001),
 }
 """Words, and the learning rate that the others are multiples of."""
@@ -170,7 +171,7 @@ def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
     torch.manual_seed(optimization.seed)
     data, model = contenders.build(config)
     torch.manual_seed(optimization.seed * world_size)
-    optimizer = build_optimizer(optimization, model.parameters())
+    optimizer = build_optimizer(optimization, model)
     iterations = optimization.iterations
     assert iterations is not None
     schedule = build_schedule(optimization, optimizer, iterations)

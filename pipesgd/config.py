@@ -25,7 +25,7 @@ ALL_REDUCES = ("ring", "halving-doubling", "recursive-doubling", "all-to-all", "
 PREDICTIONS = ("local", "previous", "nesterov", "spectrain", "dc", "none")
 SERVER_PLACEMENTS = ("beside", "own")
 DDP_HOOKS = ("none", "fp16", "bf16", "powersgd")
-OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw")
+OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
 SCHEDULES = ("constant", "cosine", "one-cycle")
 DEVICES = ("cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
@@ -112,7 +112,7 @@ class OptimizationConfig:
     """How the weights are updated."""
 
     optimizer: str = "sgd"
-    """Optimizer: sgd, nesterov, adam or adamw."""
+    """Optimizer: sgd, nesterov, adam, adamw, adagrad or muon (for hidden matrices, with adamw for the rest)."""
     lr: float = 0.02
     """Learning rate (its peak, with a schedule)."""
     momentum: float = 0.9
@@ -321,6 +321,11 @@ class TrainConfig:
         if correction > 0 and optimization.optimizer == "sgd" and optimization.momentum > 0:
             raise UserInputError(
                 f"momentum must be 0 with --momentum-correction, which takes its place; got {optimization.momentum}"
+            )
+        if optimization.optimizer == "muon" and strategy in SERVER_STRATEGIES:
+            raise UserInputError(
+                f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
+                "parameters anywhere; got muon, which needs whole matrices"
             )
         if self.run.device == "cuda" and strategy in SERVER_STRATEGIES:
             raise UserInputError(f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda")

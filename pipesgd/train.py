@@ -35,7 +35,7 @@ from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.evaluation import test_accuracy
 from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
-from pipesgd.optimization import build_optimizer, build_schedule
+from pipesgd.optimization import build_optimizer, build_schedule, check_model
 from pipesgd.progress import ProgressBar, show_summary
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.state import RunState
@@ -77,7 +77,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     network: list[str] = ranks.exchange("network address", launch.network_address())
     ranks.start_process_group(config.run.device, config.run.timeout)
     model.to(device)
-    optimizer = build_optimizer(config.optimization, model.parameters())
+    optimizer = build_optimizer(config.optimization, model)
     schedule = build_schedule(config.optimization, optimizer, total)
     if ranks.rank >= workers.world_size:
         serve(config, model, optimizer, ranks)  # a parameter server on a rank of its own does nothing else
@@ -270,6 +270,7 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         num_classes=data.num_classes,
         hidden_sizes=config.model.hidden_sizes,
     )
+    check_model(config.optimization, model)
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
     return data, batches, model, torch.device(config.run.device)
 

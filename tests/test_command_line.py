@@ -35,7 +35,15 @@ from pipesgd.errors import UserInputError
         ("--momentum 1", "momentum must be below 1; got 1.0"),
         ("--optimizer nesterov --momentum 0", "momentum must be above 0 with --optimizer nesterov; got 0"),
         ("--weight-decay -1", "weight-decay must be at least 0; got -1.0"),
-        ("--optimizer sdg", "optimizer must be one of sgd, nesterov, adam, adamw; got 'sdg' (did you mean sgd?)"),
+        (
+            "--optimizer sdg",
+            "optimizer must be one of sgd, nesterov, adam, adamw, adagrad, muon; got 'sdg' (did you mean sgd?)",
+        ),
+        (
+            "--optimizer muon --strategy ps-async",
+            "optimizer must update each element on its own with --strategy ps-async, whose servers may cut "
+            "parameters anywhere; got muon, which needs whole matrices",
+        ),
         ("--schedule linear", "schedule must be one of constant, cosine, one-cycle; got 'linear'"),
         (
             "--dataset fashion_mnist",

@@ -15,7 +15,7 @@ LAYERS = [
     {"errors"},
     {"checks"},
     {"codecs.options"},
-    {"config"},
+    {"config", "muon"},
     {"command_line", "collectives.schedule", "workloads", "launch", "codecs.kernels"},
     {"gradients", "hyperparameters", "clipping", "loss_scale"},
     {"prediction"},

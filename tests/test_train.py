@@ -171,6 +171,7 @@ def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, worker
     [
         "--width 2",
         "--width 3 --warmup-iterations 4 --optimizer adamw --schedule one-cycle",
+        "--width 3 --optimizer muon --schedule one-cycle",
         "--width 2 --codec int4",
         "--width 2 --codec int8 --rounding stochastic --error-feedback on --codec-block 100",
         "--model resnet18 --dataset digits --width 2 --iterations 8",
@@ -270,6 +271,7 @@ def test_a_folder_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
         ("--device cuda", "UserInputError: device must be cpu where torch finds no GPU; got cuda"),
         ("--strategy ps-sync --servers 3", "UserInputError: servers must be at most 2 on 2 ranks"),
         ("--strategy ddp --ddp-hook bf16", "UserInputError: ddp-hook must be one that torch accepts here; got bf16: "),
+        ("--model resnet18 --optimizer muon", "UserInputError: model must have a weight matrix (2-D, neither"),
         ("--model convnet --dataset digits --hidden-sizes 3 --lr -1", "UserInputError: lr must be above 0; got -1.0"),
     ],
 )
