@@ -25,6 +25,7 @@ from pipesgd.collectives.schedule import split
 from pipesgd.gradients import FlatBuffer, give_gradients, pack_gradients, take_mean
 from pipesgd.hyperparameters import Hyperparameters
 from pipesgd.prediction import Unapplied, make_prediction
+from pipesgd.strategies.replication import count_as_stepped, trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class SimulatedRanks:
         self._world_size = world_size
         self._width = width
         self._warmup_iterations = warmup_iterations
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters = trainable_parameters(optimizer)
         self._clip = Clipping(norm=clip_norm, value=clip_value)
         # One for all ranks: between two predictions they remember nothing that is a rank's own.
         self._prediction = make_prediction(prediction if width > 1 else "none", self._parameters, optimizer, self._clip)
@@ -93,6 +94,7 @@ class SimulatedRanks:
         mean = FlatBuffer(self._parameters)
         self._ring.sum_into(mean.flats[0])
         take_mean(mean.flats[0], self._world_size)
+        count_as_stepped(self._optimizer)
         self._in_flight.append(_InFlight(mean, kept, hyperparameters.current(self._optimizer)))
         self.iteration += 1
         self._apply_until(self._width - 1 if self.iteration > self._warmup_iterations else 0)

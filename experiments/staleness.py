@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import shlex
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from experiments.kept_runs import KeptRuns
 from experiments.results import Row, provenance, save, save_panels
 from experiments.simulation import SimulatedRanks
 from pipesgd.checks import check_one_of
+from pipesgd.command_line import parse as parse_training
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
@@ -166,7 +168,7 @@ def plan(
 def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
     """What ``pipesgd.train`` with these words comes to on so many ranks."""
     begin = time.perf_counter()
-    config = contenders.config("run", words)
+    config = parse_training(shlex.split(words))
     optimization, pipeline = config.optimization, config.pipeline
     torch.manual_seed(optimization.seed)
     data, model = contenders.build(config)
