@@ -99,14 +99,15 @@ def _check_at_least_4x4(name: str, height: int, width: int) -> None:
 def _alexnet(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     """Five convolutions and three linear layers, in one of two sizes.
 
-    Images of at least 64x64 pixels get 61,100,840 parameters (for 1000 classes of RGB images of any such size), with
-    the paper's dropout, which every rank draws from its own global generator. Smaller ones get 3x3 convolutions of
-    half as many channels, two poolings instead of a stride and three, linear layers of 512, and no dropout: 4,038,538
-    parameters for 10 classes of 28x28 grey images, most of them, as in the large one, in the first linear layer.
+    Images of at least 64x64 pixels get torchvision's layers, with dropout, which every rank draws from its own global
+    generator: 61,100,840 parameters for 1000 classes of RGB images of any such size. Smaller ones get 3x3 convolutions
+    of half as many channels, two poolings instead of a stride and three, linear layers of 512, and no dropout:
+    4,042,602 parameters for 10 classes of 28x28 grey images, most of them, as above, in the first linear layer.
 
     References:
-        Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014, footnote 1, for the large
-        form, which is torchvision's too. Initialised as He et al., "Delving Deep into Rectifiers", 2015, equation 10.
+        Krizhevsky, Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Networks", 2012; and
+        Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014, for it in one column.
+        Initialised as He et al., "Delving Deep into Rectifiers", 2015, equation 10.
     """
     channels, height, width = image_shape
     _check_at_least_4x4("alexnet", height, width)

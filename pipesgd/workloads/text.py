@@ -16,8 +16,9 @@ from pipesgd.workloads.samples import Batch, BatchedDataset
 SEPARATOR = b"\0"
 """Stands between two files, and in none of them."""
 
-NOT_TAKEN = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-"""Folders of the standard library that hold other people's packages, or tests, which not every machine has."""
+NOT_TAKEN = ("site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data")
+"""Folders of the standard library that hold other people's packages; tests, which not every machine has; and the
+manual, a single file as large as half of the test text would be."""
 
 MADE_BY_THE_BUILD = ("_sysconfigdata", "config-")
 """How names in the standard library begin that hold folders and flags of the machine which has built Python."""
