@@ -49,11 +49,8 @@ def test_the_parts_of_an_iteration_sum_to_it() -> None:
 def test_lines_events_and_what_an_interrupted_run_left(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, start=0) as writer:
         for iteration in range(4):
-            writer.record(
-                metrics(
-                    iteration, loss=math.nan if iteration == 1 else iteration, test_loss=math.inf if iteration else 4.0
-                )
-            )
+            loss, test_loss = (math.nan, math.inf) if iteration == 1 else (iteration, 4.0)
+            writer.record(metrics(iteration, loss=loss, test_loss=test_loss))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "lo')  # cut short by a crash
     with MetricsWriter(tmp_path, start=2) as writer:
