@@ -50,6 +50,7 @@ def test_resnet18_for_small_images_keeps_their_size_before_the_first_block() -> 
 def test_alexnet_has_the_published_parameter_count_and_shapes() -> None:
     model = build_model("alexnet", sample_shape=(3, 224, 224), num_classes=1000).eval()
     assert parameter_count(model) == 61_100_840
+    assert [module.p for module in model.modules() if isinstance(module, nn.Dropout)] == [0.5, 0.5]
     shapes = []
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.MaxPool2d | nn.Linear):
