@@ -83,6 +83,17 @@ def test_only_the_large_alexnet_drops_out_and_by_the_global_generator() -> None:
         assert torch.equal(model(images), first)
 
 
+def test_alexnet_has_the_variance_of_he_et_al_but_for_small_logits() -> None:
+    torch.manual_seed(0)
+    model = build_model("alexnet", sample_shape=(1, 28, 28), num_classes=10)
+    *hidden, last = (module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear))
+    assert len(hidden) == 7
+    for module in hidden:
+        inputs = module.weight[0].numel()
+        assert module.weight.std().item() == pytest.approx((2 / inputs) ** 0.5, rel=0.1)
+    assert last.weight.std().item() == pytest.approx(0.01, rel=0.1)
+
+
 def transformer(**sizes: int) -> nn.Module:
     return build_model("transformer", sample_shape=(16,), num_classes=256, **sizes)
 
