@@ -117,12 +117,20 @@ def config(who: str, text: str) -> TrainConfig:
 
 def build(training: TrainConfig) -> tuple[DataSplits, nn.Module]:
     """The data set and the model that ``training`` asks for."""
-    data = load_dataset(training.data.dataset, training.data.data_dir, image_size=training.data.image_size)
+    data = load_dataset(
+        training.data.dataset,
+        training.data.data_dir,
+        image_size=training.data.image_size,
+        context=training.data.context,
+    )
     model = build_model(
         training.model.model,
         sample_shape=data.sample_shape,
         num_classes=data.num_classes,
         hidden_sizes=training.model.hidden_sizes,
+        layers=training.model.layers,
+        heads=training.model.heads,
+        embedding=training.model.embedding,
     )
     return data, model
 

@@ -209,7 +209,7 @@ def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, labels = batch
-    return cross_entropy(model(inputs), labels)
+    return cross_entropy(model(inputs).flatten(0, -2), labels.flatten())  # as pipesgd.train
 
 
 def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -226,13 +226,14 @@ def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) 
 @torch.no_grad()
 def _evaluate(model: nn.Module, data: DataSplits) -> tuple[float, float]:
     """(mean loss, accuracy) on the test set."""
-    loss, correct = 0.0, 0
+    loss, correct, count = 0.0, 0, 0
     model.eval()
     for inputs, labels in evaluation_batches(data.test, batch_size=500, rank=0, world_size=1):
-        logits = model(inputs)
-        loss += cross_entropy(logits, labels, reduction="sum").item()
-        correct += int((logits.argmax(dim=1) == labels).sum())
-    return loss / len(data.test), correct / len(data.test)
+        logits, targets = model(inputs).flatten(0, -2), labels.flatten()
+        loss += cross_entropy(logits, targets, reduction="sum").item()
+        correct += int((logits.argmax(dim=1) == targets).sum())
+        count += len(targets)
+    return loss / count, correct / count
 
 
 def _start_worker() -> None:

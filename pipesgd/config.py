@@ -7,6 +7,7 @@ checked where it becomes known. The docstring under a field is the help text of 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +18,11 @@ from pipesgd.checks import check_above_zero, check_at_least, check_one_of, one_o
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
 
-DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
-MODELS = ("mlp", "convnet", "resnet18")
+TEXTS = ("python-stdlib", "text:PATH")
+DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images", *TEXTS)
+IMAGE_MODELS = ("mlp", "convnet", "resnet18", "alexnet")
+TEXT_MODELS = ("transformer",)
+MODELS = (*IMAGE_MODELS, *TEXT_MODELS)
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
 ALL_REDUCES = ("ring", "halving-doubling", "recursive-doubling", "all-to-all", "hierarchical", "native")
@@ -62,25 +66,46 @@ def check_connections(all_reduce: str, segment_bytes: int, streams: int) -> None
         raise UserInputError("streams and segment-bytes must be left out with --all-reduce native, torch's own")
 
 
+def dataset_kind(name: str) -> str:
+    """The one of ``DATASETS`` that ``name`` stands for: text:PATH for any path; ``name`` itself if there is none."""
+    return "text:PATH" if name.startswith("text:") and name != "text:" else name
+
+
+def _check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Sequence[str]]) -> None:
+    """Raise ``UserInputError`` for an option of ``section`` that is set although ``chosen`` does not read it."""
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if item.name in readers and chosen not in readers[item.name] and value != item.default:
+            raise UserInputError(
+                f"{item.name.replace('_', '-')} must be left out with --{option} {chosen}, which has no use for it "
+                f"(it belongs to {one_of(readers[item.name])}); got {value}"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What is trained on."""
 
     dataset: str = "digits"
-    """Data set: digits (embedded), mnist, fashion-mnist, cifar100 or images (a folder per class)."""
+    """Data set: digits (embedded), mnist, fashion-mnist, cifar100, images (a folder per class), python-stdlib (source
+    text of the Python that runs) or text:PATH (a text file, or all files in a folder)."""
     data_dir: Path | None = None
-    """Folder of the data files; not needed for digits, nor for fashion-mnist from Debian's package."""
+    """Folder of the data files; not needed for digits and text, nor for fashion-mnist from Debian's package."""
     batch_size: int = 32
     """Samples per rank and iteration."""
     image_size: int = 64
     """Side in pixels to which the pictures of --dataset images are scaled and cropped."""
+    context: int = 64
+    """Bytes in a sample of text."""
     loader_workers: int | None = None
     """Processes per rank that load and decode beside the computation; 2 for images, 0 for the others by default."""
 
     def __post_init__(self) -> None:
-        check_one_of("dataset", self.dataset, DATASETS)
+        check_one_of("dataset", dataset_kind(self.dataset), DATASETS)
         check_at_least("batch-size", self.batch_size, 1)
         check_at_least("image-size", self.image_size, 1)
+        check_at_least("context", self.context, 1)
+        _check_read(self, "dataset", dataset_kind(self.dataset), {"context": TEXTS})
         if self.loader_workers is not None:
             check_at_least("loader-workers", self.loader_workers, 0)
 
@@ -97,14 +122,34 @@ class ModelConfig:
     """What is trained."""
 
     model: str = "mlp"
-    """Model: mlp, convnet or resnet18."""
+    """Model: mlp, convnet, resnet18 or alexnet for images; transformer for text."""
     hidden_sizes: tuple[int, ...] = (500, 500)
     """Widths of the hidden layers of --model mlp."""
+    layers: int = 2
+    """Blocks of --model transformer."""
+    heads: int = 4
+    """Attention heads in each of its blocks."""
+    embedding: int = 128
+    """Numbers by which it represents a byte; a multiple of --heads."""
 
     def __post_init__(self) -> None:
         check_one_of("model", self.model, MODELS)
         for size in self.hidden_sizes:
             check_at_least("hidden-sizes", size, 1)
+        for name in ("layers", "heads", "embedding"):
+            check_at_least(name, getattr(self, name), 1)
+        _check_read(self, "model", self.model, _READ_BY_MODEL)
+        if self.embedding % self.heads:
+            raise UserInputError(f"embedding must be a multiple of --heads {self.heads}; got {self.embedding}")
+
+
+_READ_BY_MODEL = {
+    "hidden_sizes": ("mlp",),
+    "layers": TEXT_MODELS,
+    "heads": TEXT_MODELS,
+    "embedding": TEXT_MODELS,
+}
+"""The models that read an option of ``ModelConfig``."""
 
 
 @dataclass(frozen=True, kw_only=True)

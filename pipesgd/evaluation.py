@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from pipesgd.launch import Ranks
 from pipesgd.strategies.base import Strategy
@@ -13,18 +16,28 @@ from pipesgd.workloads.samples import BatchedDataset
 BATCH_SIZE = 512
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What the weights are worth on data that they were not trained on."""
+
+    accuracy: float
+    """Share of the labels that got the largest logit."""
+    loss: float
+    """Mean cross-entropy of a label, in nats; not finite where the weights are not."""
+
+
 @torch.no_grad()
-def test_accuracy(
+def evaluate(
     model: nn.Module,
     strategy: Strategy,
     dataset: BatchedDataset,
     ranks: Ranks,
     device: torch.device,
     loader_workers: int,
-) -> float:
-    """Share of ``dataset`` that the true weights classify rightly. Every rank takes its part; collective."""
+) -> Evaluation:
+    """How the true weights do on ``dataset``. Every rank takes its part; collective."""
     strategy.average_buffers()
-    correct = 0
+    correct, loss, count = 0, 0.0, 0
     model.eval()
     with strategy.true_weights():
         batches = evaluation_batches(
@@ -35,7 +48,11 @@ def test_accuracy(
             loader_workers=loader_workers,
         )
         for inputs, labels in batches:
-            correct += int((model(inputs.to(device)).argmax(dim=1) == labels.to(device)).sum())
+            logits, targets = model(inputs.to(device)).flatten(0, -2), labels.to(device).flatten()
+            correct += int((logits.argmax(dim=1) == targets).sum())
+            loss += cross_entropy(logits, targets, reduction="sum").item()
+            count += len(targets)
     model.train()
-    corrects: list[int] = ranks.exchange("test accuracy", correct)
-    return sum(corrects) / len(dataset)
+    parts = ranks.exchange("evaluation", (correct, loss, count))
+    correct, loss, count = (sum(values) for values in zip(*parts, strict=True))
+    return Evaluation(accuracy=correct / count, loss=loss / count)

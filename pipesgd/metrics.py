@@ -36,7 +36,9 @@ class IterationMetrics:
     skipped: int
     """Updates left out since their gradient was not finite."""
     test_accuracy: float | None = None
-    """After the last iteration of an epoch: share of the test set classified rightly."""
+    """After the last iteration of an epoch: share of the test set's labels predicted rightly."""
+    test_loss: float | None = None
+    """Likewise: mean loss of a label of the test set."""
 
 
 def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, float]:
@@ -83,13 +85,15 @@ class MetricsWriter:
 
     def record(self, metrics: IterationMetrics) -> None:
         # NaN is no JSON: a loss that is not a number is written as null.
-        loss = metrics.loss if math.isfinite(metrics.loss) else None
-        self._file.write(json.dumps({**asdict(metrics), "loss": loss}) + "\n")
+        losses = {"loss": metrics.loss, "test_loss": metrics.test_loss}
+        finite = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
+        self._file.write(json.dumps(asdict(metrics) | finite) + "\n")
         scalars = {
             "train/loss": metrics.loss,
             "train/lr": metrics.lr,
             "train/samples_per_second": metrics.samples_per_second,
             "test/accuracy": metrics.test_accuracy,
+            "test/loss": metrics.test_loss,
             **{f"seconds/{name}": value for name, value in metrics.seconds.items()},
         }
         for name, value in scalars.items():

@@ -90,6 +90,7 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     table.add_row("wall clock", f"{summary['wall_seconds']:.1f} s")
     table.add_row("loss, last epoch", "not finite" if final["train_loss"] is None else f"{final['train_loss']:.4f}")
     table.add_row("test accuracy", f"{final['test_accuracy']:.2%}")
+    table.add_row("test loss", "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}")
     for name in ("iteration", "compute", "communication", "exposed", "update"):
         if seconds[name]["median"] is not None:
             figures = f"{seconds[name]['median'] * 1e3:.2f} ms median, {seconds[name]['p95'] * 1e3:.2f} ms p95"

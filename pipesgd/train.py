@@ -32,7 +32,7 @@ from pipesgd.command_line import as_toml, parse
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig, differing_options
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import DisagreementError, UserInputError
-from pipesgd.evaluation import test_accuracy
+from pipesgd.evaluation import evaluate
 from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.optimization import build_optimizer, build_schedule, check_model
@@ -123,9 +123,9 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             seconds = step_seconds(report, time.perf_counter() - last)
             paces.append(seconds["iteration"])
             done = iteration + 1
-            accuracy = None
+            evaluation = None
             if done % per_epoch == 0 and done < total:
-                accuracy = test_accuracy(model, strategy, data.test, workers, device, config.data.workers)
+                evaluation = evaluate(model, strategy, data.test, workers, device, config.data.workers)
             metrics = IterationMetrics(
                 iteration=iteration,
                 epoch=iteration // per_epoch,
@@ -135,7 +135,8 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
                 seconds=seconds,
                 wire_bytes=report.wire_bytes,
                 skipped=len(report.skipped),
-                test_accuracy=accuracy,
+                test_accuracy=evaluation.accuracy if evaluation else None,
+                test_loss=evaluation.loss if evaluation else None,
             )
             for recorder in recorders:
                 recorder.record(metrics)
@@ -155,11 +156,13 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         hashes = hashes_of_ranks(model, workers)
         if strategy.replicated:
             check_replicas(hashes, total)
+        evaluation = evaluate(model, strategy, data.test, workers, device, config.data.workers)
         result = Result(
             iterations=total,
             wall_seconds=time.perf_counter() - begin,
             train_loss=float(np.mean(workers.exchange("loss of the last epoch", float(np.mean(losses))))),
-            test_accuracy=test_accuracy(model, strategy, data.test, workers, device, config.data.workers),
+            test_accuracy=evaluation.accuracy,
+            test_loss=evaluation.loss,
             iteration_seconds=workers.exchange("pace", statistics(paces)["median"]),
             weights_sha256=hashes[0],
             replicas_identical=len(set(hashes)) == 1,
@@ -196,6 +199,7 @@ class Result:
     train_loss: float
     """Mean over ranks and over the last epoch's iterations, of the loss before each update."""
     test_accuracy: float
+    test_loss: float
     iteration_seconds: list[float | None]
     """Median of every rank's iterations."""
     weights_sha256: str
@@ -232,16 +236,17 @@ def who_works(config: TrainConfig, ranks: Ranks) -> Ranks:
 
 
 def agree_on_data(data: DataSplits, ranks: Ranks) -> None:
-    """Check that every rank has found data of the same size: their folders may be on different machines.
+    """Check that every rank has found data of the same size, or the same text: folders may be on different machines.
 
     Raises:
         DisagreementError: they have not.
     """
-    channels, height, width = data.sample_shape
     found = (
         f"{len(data.train)} training samples and {len(data.test)} test samples of {data.num_classes} classes, "
-        f"{channels}x{height}x{width}"
+        f"{'x'.join(map(str, data.sample_shape))}"
     )
+    if data.content:
+        found += f", {data.content}"
     everybody = ranks.exchange("size of the data", found)
     for rank, other in enumerate(everybody):
         if other != everybody[0]:
@@ -254,7 +259,12 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
     """The data set, this rank's batches of it, the model, and where it computes."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserInputError("device must be cpu where torch finds no GPU; got cuda")
-    data = load_dataset(config.data.dataset, config.data.data_dir, image_size=config.data.image_size)
+    data = load_dataset(
+        config.data.dataset,
+        config.data.data_dir,
+        image_size=config.data.image_size,
+        context=config.data.context,
+    )
     batches = ShardedBatches(
         data.train,
         batch_size=config.data.batch_size,
@@ -269,6 +279,9 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         sample_shape=data.sample_shape,
         num_classes=data.num_classes,
         hidden_sizes=config.model.hidden_sizes,
+        layers=config.model.layers,
+        heads=config.model.heads,
+        embedding=config.model.embedding,
     )
     check_model(config.optimization, model)
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
@@ -282,7 +295,8 @@ def forward_backward(
     begin = time.perf_counter()
     inputs, labels = (tensor.to(device, non_blocking=True) for tensor in next(samples))
     loaded = time.perf_counter()
-    loss: Tensor = cross_entropy(model(inputs), labels)
+    logits: Tensor = model(inputs)
+    loss = cross_entropy(logits.flatten(0, -2), labels.flatten())  # a label a sample, or one a byte
     predicted = time.perf_counter()
     loss.backward()
     value = loss.item()
@@ -336,6 +350,7 @@ def summarize(
         "final": {
             "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
             "test_accuracy": result.test_accuracy,
+            "test_loss": result.test_loss if math.isfinite(result.test_loss) else None,
         },
         "replicas_identical": result.replicas_identical,
         "weights_sha256": result.weights_sha256,

@@ -47,10 +47,36 @@ from pipesgd.errors import UserInputError
         ("--schedule linear", "schedule must be one of constant, cosine, one-cycle; got 'linear'"),
         (
             "--dataset fashion_mnist",
-            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images; "
+            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images, python-stdlib, text:PATH; "
             "got 'fashion_mnist' (did you mean fashion-mnist?)",
         ),
-        ("--model resnet", "model must be one of mlp, convnet, resnet18; got 'resnet' (did you mean resnet18?)"),
+        (
+            "--dataset text:",
+            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images, python-stdlib, text:PATH; "
+            "got 'text:' (did you mean text:PATH?)",
+        ),
+        ("--dataset python-stdlib --context 0", "context must be at least 1; got 0"),
+        (
+            "--context 128",
+            "context must be left out with --dataset digits, which has no use for it "
+            "(it belongs to python-stdlib or text:PATH); got 128",
+        ),
+        (
+            "--model resnet",
+            "model must be one of mlp, convnet, resnet18, alexnet, transformer; got 'resnet' (did you mean resnet18?)",
+        ),
+        (
+            "--model alexnet --hidden-sizes 30",
+            "hidden-sizes must be left out with --model alexnet, which has no use for it "
+            "(it belongs to mlp); got (30,)",
+        ),
+        (
+            "--layers 4",
+            "layers must be left out with --model mlp, which has no use for it (it belongs to transformer); got 4",
+        ),
+        ("--model transformer --layers 0", "layers must be at least 1; got 0"),
+        ("--model transformer --heads 0", "heads must be at least 1; got 0"),
+        ("--model transformer --embedding 130", "embedding must be a multiple of --heads 4; got 130"),
         ("--hidden-sizes 500 0", "hidden-sizes must be at least 1; got 0"),
         (
             "--strategy pipeline",
@@ -164,6 +190,14 @@ def test_bad_words_get_one_line(words: str, message: str) -> None:
     with pytest.raises(UserInputError) as caught:
         parse(words.split())
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("dataset", ["python-stdlib", "text:a folder/b"])
+def test_a_transformer_on_text(dataset: str) -> None:
+    words = "--model transformer --layers 3 --heads 2 --embedding 64 --context 32"
+    config = parse(["--dataset", dataset, *words.split()])
+    assert (config.data.dataset, config.data.context, config.data.workers) == (dataset, 32, 0)
+    assert (config.model.layers, config.model.heads, config.model.embedding) == (3, 2, 64)
 
 
 WORDS = st.text(min_size=1, max_size=8) | st.sampled_from(["--width", "--lr", "--config", "3"])

@@ -19,7 +19,7 @@ from pipesgd.strategies.base import Span, StepReport
 from pipesgd.trace import Trace, chrome_events
 
 
-def metrics(iteration: int, loss: float = 1.5) -> IterationMetrics:
+def metrics(iteration: int, loss: float = 1.5, test_loss: float | None = None) -> IterationMetrics:
     return IterationMetrics(
         iteration=iteration,
         epoch=0,
@@ -29,6 +29,7 @@ def metrics(iteration: int, loss: float = 1.5) -> IterationMetrics:
         seconds={"iteration": 3.0, "compute": 1.5, "communication": 4.0, "exposed": 1.0, "update": 0.5},
         wire_bytes=100,
         skipped=0,
+        test_loss=test_loss,
     )
 
 
@@ -48,19 +49,22 @@ def test_the_parts_of_an_iteration_sum_to_it() -> None:
 def test_lines_events_and_what_an_interrupted_run_left(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, start=0) as writer:
         for iteration in range(4):
-            writer.record(metrics(iteration, loss=math.nan if iteration == 1 else iteration))
+            loss, test_loss = (math.nan, math.inf) if iteration == 1 else (iteration, 4.0)
+            writer.record(metrics(iteration, loss=loss, test_loss=test_loss))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 4, "lo')  # cut short by a crash
     with MetricsWriter(tmp_path, start=2) as writer:
-        writer.record(metrics(2, loss=20.0))
+        writer.record(metrics(2, loss=20.0, test_loss=3.0))
         writer.flush()
         assert [line["iteration"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["loss"] for line in lines] == [0.0, None, 20.0]
+    assert [line["test_loss"] for line in lines] == [4.0, None, 3.0]
     assert lines[2]["seconds"]["exposed"] == 1.0
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")][-1] == (2, 20.0)
+    assert [(event.step, event.value) for event in events.Scalars("test/loss")][-1] == (2, 3.0)
     assert "seconds/exposed" in events.Tags()["scalars"]
 
 

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import math
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,7 @@ def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
     assert result["replicas_identical"] is True
     assert result["final"]["test_accuracy"] > 0.75
     assert 0 < result["final"]["train_loss"] < 1.5
+    assert 0 < result["final"]["test_loss"] < 1
     seconds = result["seconds"]
     assert set(seconds) == {"iteration", "compute", "communication", "exposed", "update"}
     assert all(set(values) == {"median", "mean", "p95"} for values in seconds.values())
@@ -124,6 +127,31 @@ GOLDEN = [
 ]
 
 
+def test_a_transformer_learns_text(tmp_path: Path) -> None:
+    """Sentences of which no two files have the same, but all have the same words: a test file can be predicted."""
+    words = ["the", "ring", "sums", "what", "every", "rank", "has", "found", "and", "gives", "it", "back"]
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        numbers = random.Random(i)
+        (tmp_path / "text" / f"{i}.txt").write_text(" ".join(numbers.choice(words) for _ in range(100)))
+    model = "--model transformer --layers 1 --heads 2 --embedding 32 --context 16 --batch-size 16"
+    result = succeed(
+        2, f"{model} --dataset text:{tmp_path / 'text'} --optimizer adamw --lr 0.01 --iterations 60", tmp_path / "run"
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["loss"] == pytest.approx(math.log(256), abs=0.1)
+    assert lines[-1]["loss"] < 2.5
+    tested = [line for line in lines if line["test_loss"] is not None]
+    assert tested
+    assert [line["iteration"] for line in tested] == [
+        line["iteration"] for line in lines if line["test_accuracy"] is not None
+    ]
+    final = result["final"]
+    assert final["test_loss"] < min(2.5, tested[0]["test_loss"])
+    assert final["test_accuracy"] > max(0.3, tested[0]["test_accuracy"])
+    assert result["replicas_identical"]
+
+
 def test_a_codecs_bytes_are_counted(tmp_path: Path) -> None:
     """64-20-10 has 1510 parameters, of which each of two ranks sends half twice: 755, in three blocks of up to 256."""
     result = succeed(2, f"{SHORT} --codec int4 --width 2", tmp_path)
@@ -185,7 +213,7 @@ def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, wo
     """Interrupted in the most literal way: what a later iteration left is deleted, and the run is started again."""
     words = f"{SHORT} {words} --checkpoint-iterations 5"
     if "resnet18" in words:
-        words = words.replace("--iterations 12 ", "")
+        words = words.replace("--iterations 12 ", "").replace("--hidden-sizes 20 ", "")
     whole = succeed(2, words, tmp_path / "whole")
     first = succeed(2, words, tmp_path / "cut")
     assert first["weights_sha256"] == whole["weights_sha256"], "the same command gives the same weights"
@@ -238,10 +266,13 @@ def test_another_run_is_not_touched_unless_asked_to(tmp_path: Path) -> None:
     for words, message in [
         ("", "output must not hold another run; got {} (--resume continues it, --overwrite deletes it)"),
         ("--resume --lr 0.1", "lr must be that of the run to resume, 0.05; got 0.1"),
-        ("--resume --model convnet", "model must be that of the run to resume, 'mlp'; got 'convnet'"),
+        ("--resume --hidden-sizes 30", "hidden-sizes must be that of the run to resume, [20]; got [30]"),
         ("--resume --width 3", "width must be that of the run to resume, 2; got 3"),
     ]:
-        base = SHORT.replace(" --lr 0.05", "") if "--lr" in words else SHORT
+        base = SHORT
+        for option in ("--lr 0.05", "--hidden-sizes 20"):
+            if option.split()[0] in words:
+                base = base.replace(option, "")
         results = run(2, f"{base} {words}", tmp_path)
         assert {error.partition(": ")[2] for error, _, _ in results} == {message.format(tmp_path)}
         assert contents(tmp_path) == before
@@ -272,7 +303,9 @@ def test_a_folder_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
         ("--strategy ps-sync --servers 3", "UserInputError: servers must be at most 2 on 2 ranks"),
         ("--strategy ddp --ddp-hook bf16", "UserInputError: ddp-hook must be one that torch accepts here; got bf16: "),
         ("--model resnet18 --optimizer muon", "UserInputError: model must have a weight matrix (2-D, neither"),
-        ("--model convnet --dataset digits --hidden-sizes 3 --lr -1", "UserInputError: lr must be above 0; got -1.0"),
+        ("--model convnet --dataset digits --lr -1", "UserInputError: lr must be above 0; got -1.0"),
+        ("--model transformer", "UserInputError: model must be one of mlp, convnet, resnet18, alexnet for images"),
+        ("--dataset text:nowhere", "UserInputError: text:PATH must name a text file or a folder of them; got nowhere"),
     ],
 )
 def test_bad_input_is_said_before_anything_is_written(tmp_path: Path, words: str, message: str) -> None:
@@ -316,6 +349,22 @@ def test_ranks_with_different_data_all_say_so(tmp_path: Path) -> None:
         assert "61 training samples" in text
 
 
+def _train_in_own_folder(ranks: Ranks, folder: str, words: str) -> str:
+    os.chdir(Path(folder) / str(ranks.rank))
+    return _train(ranks, words.split())[0]
+
+
+def test_ranks_with_different_texts_of_one_size_all_say_so(tmp_path: Path) -> None:
+    for rank, text in enumerate(("one ", "two ")):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "book").write_text(text * 500)
+    words = f"--model transformer --dataset text:book --batch-size 4 --output {tmp_path / 'run'}"
+    for text in run_ranks(2, _train_in_own_folder, str(tmp_path), words, process_group=False):
+        assert text.startswith("DisagreementError: data must be the same on all ranks; got 27 training samples")
+        assert text.count("256 classes, 64, 1800 and 200 bytes of text with the SHA-256 ") == 2
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_prints_the_configuration_and_writes_nothing(tmp_path: Path) -> None:
     results = run(2, "--dry-run --width 5", tmp_path / "run")
     assert "width = 5\n" in results[0][1]
@@ -334,6 +383,7 @@ def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
     result = succeed(2, "--hidden-sizes 50 --iterations 20 --lr 1e30 --on-nonfinite skip", tmp_path)
     assert result["skipped_updates"] > 0
     assert result["final"]["train_loss"] is None or math.isfinite(result["final"]["train_loss"])
+    assert result["final"]["test_loss"] is None or math.isfinite(result["final"]["test_loss"])
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
 
 

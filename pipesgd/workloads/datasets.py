@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import torch
 
 from pipesgd.checks import check_one_of
-from pipesgd.config import DATASETS
+from pipesgd.config import DATASETS, TEXTS, dataset_kind
 from pipesgd.errors import DatasetError
 from pipesgd.workloads.binary_files import read_cifar100, read_labelled_idx
 from pipesgd.workloads.image_folder import ImageFolder, class_names
 from pipesgd.workloads.samples import BatchedDataset, InMemoryImages, PixelScale
+from pipesgd.workloads.text import TextWindows, read_text
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 IDX_FILES = (
@@ -41,25 +43,31 @@ class DataSplits:
     test: BatchedDataset
     num_classes: int
     """Labels are 0 to ``num_classes - 1``."""
-    sample_shape: tuple[int, int, int]
-    """Channels, height and width of one image."""
+    sample_shape: tuple[int, ...]
+    """Channels, height and width of one image; or the bytes of one sample of text."""
+    content: str = ""
+    """What tells it from others of the same size, where that is known: of text, a checksum."""
 
 
-def load_dataset(name: str, data_dir: Path | None, *, image_size: int) -> DataSplits:
+def load_dataset(name: str, data_dir: Path | None, *, image_size: int, context: int = 64) -> DataSplits:
     """The data set ``name``, one of ``DATASETS``.
 
     Args:
         name: ``digits`` (1797 images of 8x8, every 6th for testing), ``mnist``, ``fashion-mnist``,
-            ``cifar100``, or ``images`` (any RGB images, ``data_dir/{train,test}/CLASS/FILE``).
+            ``cifar100``, or ``images`` (any RGB images, ``data_dir/{train,test}/CLASS/FILE``); or of text,
+            ``python-stdlib`` (source of the Python that runs) or ``text:`` and a file or folder of them.
         data_dir: where its files are. ``digits`` comes with scikit-learn and takes none;
-            ``fashion-mnist`` defaults to where Debian's package puts it; the others need it.
+            ``fashion-mnist`` defaults to where Debian's package puts it; the other images need it.
         image_size: side in pixels that ``images`` are brought to; the others have theirs.
+        context: bytes in a sample of text.
 
     Raises:
         UserInputError: the name is unknown.
         DatasetError: files are missing, truncated or not what they should be.
     """
-    check_one_of("dataset", name, DATASETS)
+    check_one_of("dataset", dataset_kind(name), DATASETS)
+    if dataset_kind(name) in TEXTS:
+        return _text(name, context)
     if name == "digits":
         return _digits()
     if name == "images":
@@ -110,6 +118,23 @@ def _images(data_dir: Path | None, image_size: int) -> DataSplits:
         for split in ("train", "test")
     )
     return DataSplits(train=train, test=test, num_classes=len(classes), sample_shape=(3, image_size, image_size))
+
+
+def _text(name: str, context: int) -> DataSplits:
+    train, test = read_text(name)
+    if min(len(train), len(test)) <= context:
+        raise DatasetError(
+            f"{name} must hold a sample of {context + 1} bytes to train on and one to test on; "
+            f"got {len(train)} bytes and {len(test)} bytes"
+        )
+    digest = hashlib.sha256(train + b"\0" + test).hexdigest()[:16]
+    return DataSplits(
+        train=TextWindows(train, context=context),
+        test=TextWindows(test, context=context),
+        num_classes=256,
+        sample_shape=(context,),
+        content=f"{len(train)} and {len(test)} bytes of text with the SHA-256 {digest}",
+    )
 
 
 def _locate(name: str, folders: Sequence[Path], files: Sequence[str], how: str) -> list[Path]:

@@ -59,9 +59,9 @@ class ShardedBatches:
     def from_iteration(self, iteration: int) -> Generator[Batch, None, None]:
         """The batches of global iteration ``iteration`` (from 0) and all after it, without end.
 
-        Each is images, float32 (batch_size, C, H, W), and labels, int64 (batch_size,). Raises, at the
-        batch concerned, the ``DatasetError`` of a sample that cannot be read. Worker processes take
-        about a second to start, at the first batch, and end with the iterator: ``close()`` it, or drop it.
+        Each has ``batch_size`` samples. Raises, at the batch concerned, the ``DatasetError`` of a sample
+        that cannot be read. Worker processes take about a second to start, at the first batch, and end
+        with the iterator: ``close()`` it, or drop it.
         """
         assert iteration >= 0
         return _load(self._dataset, self._indices(iteration), self._loader_workers)

@@ -1,4 +1,4 @@
-"""The models by name: the paper's MLP, a small convolutional network, and ResNet-18.
+"""The models by name: the paper's MLP, convolutional networks, and a transformer for text.
 
 Building one draws its weights from torch's global generator in a fixed order: the same
 ``torch.manual_seed`` gives the same weights.
@@ -10,41 +10,62 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipesgd.checks import check_one_of
-from pipesgd.config import MODELS
+from pipesgd.checks import check_one_of, one_of
+from pipesgd.config import IMAGE_MODELS, MODELS, TEXT_MODELS
 from pipesgd.errors import UserInputError
+from pipesgd.workloads.transformer import Transformer
 
 
 def build_model(
     name: str,
     *,
-    sample_shape: tuple[int, int, int],
+    sample_shape: tuple[int, ...],
     num_classes: int,
     hidden_sizes: tuple[int, ...] = (500, 500),
+    layers: int = 2,
+    heads: int = 4,
+    embedding: int = 128,
 ) -> nn.Module:
     """A model from images, float32 (B, *sample_shape), to logits, float32 (B, num_classes).
 
+    ``transformer`` goes from bytes, int64 (B, T), to logits of each next one, float32 (B, T, num_classes).
+
     Args:
         name: one of ``MODELS``.
-        sample_shape: channels, height and width in pixels of one image.
+        sample_shape: channels, height and width in pixels of one image; the bytes in one sample of text.
         num_classes: number of logits.
         hidden_sizes: units of each hidden layer of ``mlp`` (none: a linear model); the others have none.
+        layers: blocks of ``transformer``.
+        heads: attention heads in each of them.
+        embedding: numbers by which it represents a byte, a multiple of ``heads``.
 
     Raises:
-        UserInputError: the name is unknown, a hidden size is below 1, or the images are too small.
+        UserInputError: the name is unknown, the model is for another kind of data, a hidden size is below 1,
+            or the images are too small.
     """
     check_one_of("model", name, MODELS)
+    kind, models = ("text", TEXT_MODELS) if len(sample_shape) == 1 else ("images", IMAGE_MODELS)
+    if name not in models:
+        raise UserInputError(f"model must be {one_of(models)} for {kind}; got {name}")
+    if name == "transformer":
+        return Transformer(
+            vocabulary=num_classes, context=sample_shape[0], layers=layers, heads=heads, embedding=embedding
+        )
+    channels, height, width = sample_shape
+    image_shape = (channels, height, width)
     if name == "mlp":
-        return _mlp(sample_shape, num_classes, hidden_sizes)
+        return _mlp(image_shape, num_classes, hidden_sizes)
     if name == "convnet":
-        return _convnet(sample_shape, num_classes)
-    return _resnet18(sample_shape, num_classes)
+        return _convnet(image_shape, num_classes)
+    if name == "alexnet":
+        return _alexnet(image_shape, num_classes)
+    return _resnet18(image_shape, num_classes)
 
 
-def _mlp(sample_shape: tuple[int, int, int], num_classes: int, hidden_sizes: tuple[int, ...]) -> nn.Module:
+def _mlp(image_shape: tuple[int, int, int], num_classes: int, hidden_sizes: tuple[int, ...]) -> nn.Module:
     if any(size < 1 for size in hidden_sizes):
         raise UserInputError(f"hidden sizes must all be at least 1; got {hidden_sizes}")
-    channels, height, width = sample_shape
+    channels, height, width = image_shape
     layers: list[nn.Module] = [nn.Flatten()]
     inputs = channels * height * width
     for size in hidden_sizes:
@@ -53,10 +74,9 @@ def _mlp(sample_shape: tuple[int, int, int], num_classes: int, hidden_sizes: tup
     return nn.Sequential(*layers, nn.Linear(inputs, num_classes))
 
 
-def _convnet(sample_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    channels, height, width = sample_shape
-    if min(height, width) < 4:
-        raise UserInputError(f"images for convnet must be at least 4x4 pixels; got {height}x{width}")
+def _convnet(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    channels, height, width = image_shape
+    _check_at_least_4x4("convnet", height, width)
     return nn.Sequential(
         nn.Conv2d(channels, 32, kernel_size=5, padding=2),
         nn.ReLU(),
@@ -71,7 +91,66 @@ def _convnet(sample_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     )
 
 
-def _resnet18(sample_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+def _check_at_least_4x4(name: str, height: int, width: int) -> None:
+    if min(height, width) < 4:
+        raise UserInputError(f"images for {name} must be at least 4x4 pixels; got {height}x{width}")
+
+
+def _alexnet(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    """Five convolutions and three linear layers, in one of two sizes.
+
+    Images of at least 64x64 pixels get torchvision's layers, with dropout, which every rank draws from its own global
+    generator: 61,100,840 parameters for 1000 classes of RGB images of any such size. Smaller ones get 3x3 convolutions
+    of half as many channels, two poolings instead of a stride and three, linear layers of 512, and no dropout:
+    4,042,602 parameters for 10 classes of 28x28 grey images, most of them, as above, in the first linear layer.
+
+    References:
+        Krizhevsky, Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Networks", 2012; and
+        Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014, for it in one column.
+        Initialised as He et al., "Delving Deep into Rectifiers", 2015, equation 10, but for the last layer, which has
+        the first paper's standard deviation. (With torch's own choice it learns nothing for 50 iterations.)
+    """
+    channels, height, width = image_shape
+    _check_at_least_4x4("alexnet", height, width)
+    if min(height, width) >= 64:
+        hidden, output = _large_alexnet(channels), nn.Linear(4096, num_classes)
+    else:
+        hidden, output = _small_alexnet(channels, height, width), nn.Linear(512, num_classes)
+    for module in hidden:
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+    # Seen on Fashion-MNIST: with logits as large as the other layers' outputs it diverges at a learning rate of 0.02.
+    nn.init.normal_(output.weight, std=0.01)
+    return nn.Sequential(hidden, output)
+
+
+def _large_alexnet(channels: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2)),
+        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, stride=2)),
+        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(384, 256, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, stride=2)),
+        *(nn.AdaptiveAvgPool2d(6), nn.Flatten()),
+        *(nn.Dropout(), nn.Linear(256 * 6 * 6, 4096), nn.ReLU()),
+        *(nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU()),
+    )
+
+
+def _small_alexnet(channels: int, height: int, width: int) -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 96, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(96, 192, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(192, 128, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(128, 128, 3, padding=1), nn.ReLU()),
+        nn.Flatten(),
+        *(nn.Linear(128 * (height // 4) * (width // 4), 512), nn.ReLU()),
+        *(nn.Linear(512, 512), nn.ReLU()),
+    )
+
+
+def _resnet18(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     """The 18-layer residual network; 11,689,512 parameters for 1000 classes of 224x224 RGB images.
 
     Images of at most 64 pixels a side get the 3x3 stem of the paper's CIFAR networks, since the 7x7 stem
@@ -81,7 +160,7 @@ def _resnet18(sample_shape: tuple[int, int, int], num_classes: int) -> nn.Module
         He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015, table 1 and section 4.2;
         shortcuts are option B. Initialised as He et al., "Delving Deep into Rectifiers", 2015, equation 14.
     """
-    channels, height, width = sample_shape
+    channels, height, width = image_shape
     large = max(height, width) > 64
     model = nn.Sequential(
         _conv_bn(channels, 64, kernel_size=7 if large else 3, stride=2 if large else 1),

@@ -1,4 +1,4 @@
-"""What every data set is here: indices of a whole batch in, normalised images and labels out."""
+"""What every data set is here: indices of a whole batch in, inputs of a model and labels out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Images, float32 (B, C, H, W), and their labels, int64 (B,)."""
+"""Images, float32 (B, C, H, W), and their labels, int64 (B,); or bytes and the next ones, both int64 (B, T)."""
 
 
 class BatchedDataset(Dataset[Batch], ABC):
