@@ -35,6 +35,7 @@ from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, provenance, save, save_panels
 from experiments.simulation import SimulatedRanks
+from pipesgd import evaluation
 from pipesgd.checks import check_one_of
 from pipesgd.command_line import parse as parse_training
 from pipesgd.config import TrainConfig
@@ -196,20 +197,23 @@ def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
         if not losses[-1] <= DIVERGED_LOSS:
             return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=iteration)
     ranks.flush()
-    test_loss, test_accuracy = _evaluate(model, data)
+    parts = evaluation.sums(
+        model, evaluation_batches(data.test, batch_size=500, rank=0, world_size=1), torch.device("cpu")
+    )
+    worth = evaluation.mean([parts])
     return Run(
         commit=commit,
         seconds=time.perf_counter() - begin,
         diverged_at=None,
         train_loss=float(np.mean(losses[-max(1, iterations // 10) :])),
-        test_loss=test_loss,
-        test_accuracy=test_accuracy,
+        test_loss=worth.loss,
+        test_accuracy=worth.accuracy,
     )
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, labels = batch
-    return cross_entropy(model(inputs).flatten(0, -2), labels.flatten())  # as pipesgd.train
+    return cross_entropy(*evaluation.by_label(model(inputs), labels))
 
 
 def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -221,19 +225,6 @@ def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) 
         seed=config.optimization.seed,
     )
     return shards.from_iteration(0)
-
-
-@torch.no_grad()
-def _evaluate(model: nn.Module, data: DataSplits) -> tuple[float, float]:
-    """(mean loss, accuracy) on the test set."""
-    loss, correct, count = 0.0, 0, 0
-    model.eval()
-    for inputs, labels in evaluation_batches(data.test, batch_size=500, rank=0, world_size=1):
-        logits, targets = model(inputs).flatten(0, -2), labels.flatten()
-        loss += cross_entropy(logits, targets, reduction="sum").item()
-        correct += int((logits.argmax(dim=1) == targets).sum())
-        count += len(targets)
-    return loss / count, correct / count
 
 
 def _start_worker() -> None:

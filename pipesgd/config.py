@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import tyro
 
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, one_of
+from pipesgd.clipping import Clipping
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
 
@@ -33,6 +34,8 @@ OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
 SCHEDULES = ("constant", "cosine", "one-cycle")
 DEVICES = ("cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
+PRECISIONS = ("fp32", "bf16", "fp16")
+BUFFERS = ("average", "rank-0", "own")
 
 MAX_WIDTH = 64
 """Each unit of width costs one copy of the gradient and one iteration of staleness."""
@@ -166,6 +169,17 @@ class OptimizationConfig:
     """Weight decay."""
     schedule: str = "constant"
     """Learning rate over the run: constant, cosine (to zero) or one-cycle (up, then to zero)."""
+    accumulation: int = 1
+    """Micro-batches of --batch-size samples whose gradients a rank adds up before they are exchanged."""
+    clip_norm: float | None = None
+    """Largest norm of the averaged gradient, to which it is scaled down when it is applied; no limit by default."""
+    clip_value: float | None = None
+    """Largest magnitude of a value in the averaged gradient; no limit by default."""
+    precision: str = "fp32"
+    """What forward and backward compute in where that is safe (torch.autocast): fp32, bf16, or fp16 with a loss scale.
+    Weights and gradients stay float32."""
+    loss_scale: float = 65536.0
+    """First loss scale of --precision fp16; torch's GradScaler adapts it."""
     epochs: int | None = None
     """Passes over the training set; 3 unless --iterations says otherwise."""
     iterations: int | None = None
@@ -183,6 +197,11 @@ class OptimizationConfig:
             raise UserInputError("momentum must be above 0 with --optimizer nesterov; got 0")
         check_at_least("weight-decay", self.weight_decay, 0)
         check_one_of("schedule", self.schedule, SCHEDULES)
+        check_at_least("accumulation", self.accumulation, 1)
+        Clipping(norm=self.clip_norm, value=self.clip_value)  # checks them
+        check_one_of("precision", self.precision, PRECISIONS)
+        check_above_zero("loss-scale", self.loss_scale)
+        _check_read(self, "precision", self.precision, {"loss_scale": ("fp16",)})
         check_at_least("seed", self.seed, 0)
         if self.epochs is not None and self.iterations is not None:
             raise UserInputError("epochs and iterations must not both be given; leave one of them out")
@@ -206,6 +225,9 @@ class PipelineConfig:
     """What stands for the gradients in flight in the weights that the next ones are computed on: local (this rank's
     own gradients), previous (the last mean), nesterov (momentum alone), spectrain (the last update), dc (no predicted
     weights, but corrected gradients), or none. Width 1 has none in flight."""
+    buffers: str = "average"
+    """What evaluations and the trained model get of buffers (batch norm's statistics), which are each rank's own in
+    training: average (their mean over ranks), rank-0 (rank 0's), or own."""
     all_reduce: str = "ring"
     """Algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then between
     them), or native (torch's own)."""
@@ -226,6 +248,7 @@ class PipelineConfig:
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_width(self.width, self.warmup_iterations)
         check_one_of("prediction", self.prediction, PREDICTIONS)
+        check_one_of("buffers", self.buffers, BUFFERS)
         check_one_of("all-reduce", self.all_reduce, ALL_REDUCES)
         check_connections(self.all_reduce, self.segment_bytes, self.streams)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
@@ -233,13 +256,7 @@ class PipelineConfig:
         check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
         if self.staleness_bound is not None:
             check_at_least("staleness-bound", self.staleness_bound, 0)
-        for item in dataclasses.fields(self):
-            readers = _READ_BY.get(item.name, STRATEGIES)
-            if self.strategy not in readers and getattr(self, item.name) != item.default:
-                raise UserInputError(
-                    f"{item.name.replace('_', '-')} must be left out with --strategy {self.strategy}, which has no "
-                    f"use for it (it belongs to {one_of(readers)}); got {getattr(self, item.name)}"
-                )
+        _check_read(self, "strategy", self.strategy, _READ_BY_STRATEGY)
 
     def describe(self) -> str:
         """What is done with the gradients, in a few words."""
@@ -273,7 +290,7 @@ class PipelineConfig:
         return workers
 
 
-_READ_BY = {
+_READ_BY_STRATEGY = {
     "width": ("pipelined",),
     "warmup_iterations": ("pipelined",),
     "prediction": ("pipelined",),
@@ -372,6 +389,17 @@ class TrainConfig:
                 f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
                 "parameters anywhere; got muon, which needs whole matrices"
             )
+        if strategy in SERVER_STRATEGIES:
+            for name, value, default in (
+                ("clip-norm", optimization.clip_norm, None),
+                ("clip-value", optimization.clip_value, None),
+                ("precision", optimization.precision == "fp16" and "fp16", False),
+            ):
+                if value != default:
+                    raise UserInputError(
+                        f"{name} must be left out with --strategy {strategy}, whose servers see parts of a gradient; "
+                        f"got {value}"
+                    )
         if self.run.device == "cuda" and strategy in SERVER_STRATEGIES:
             raise UserInputError(f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda")
         if self.run.check_replicas is not None and strategy in ("local", "ps-async"):
@@ -387,6 +415,11 @@ class TrainConfig:
             for section in self._sections()
             for item in dataclasses.fields(section)
         }
+
+    def samples(self) -> str:
+        """Samples of a rank and iteration, in a few words."""
+        accumulation = self.optimization.accumulation
+        return f"{accumulation} x {self.data.batch_size}" if accumulation > 1 else f"{self.data.batch_size}"
 
     def describe(self) -> str:
         """What is done with the gradients, in a few words."""

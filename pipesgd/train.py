@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import pipesgd
@@ -32,20 +32,22 @@ from pipesgd.command_line import as_toml, parse
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig, differing_options
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import DisagreementError, UserInputError
-from pipesgd.evaluation import evaluate
+from pipesgd.evaluation import by_label, evaluate
 from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.optimization import build_optimizer, build_schedule, check_model
 from pipesgd.progress import ProgressBar, show_summary
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.state import RunState
-from pipesgd.strategies.base import Span
+from pipesgd.strategies.base import Span, Strategy
 from pipesgd.strategies.ddp import check_hook
 from pipesgd.strategies.make import make_strategy, serve
 from pipesgd.trace import Trace
 from pipesgd.workloads import DataSplits, ShardedBatches, build_model, load_dataset
 
 DEFAULT_EPOCHS = 3
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What torch.autocast computes in."""
 
 
 def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
@@ -82,7 +84,10 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     if ranks.rank >= workers.world_size:
         serve(config, model, optimizer, ranks)  # a parameter server on a rank of its own does nothing else
         return
-    strategy = make_strategy(config, model, optimizer, ranks)
+    scaler = torch.amp.GradScaler(
+        config.run.device, init_scale=config.optimization.loss_scale, enabled=config.optimization.precision == "fp16"
+    )
+    strategy = make_strategy(config, model, optimizer, scaler, ranks)
     with contextlib.ExitStack() as stack:
         stack.callback(strategy.close)
 
@@ -109,13 +114,15 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         # Pushed last, so run first: the others shall not take this rank for dead while it closes the rest.
         stack.push(functools.partial(report_failure, ranks))
         paces: list[float] = []
+        samples_per_iteration = config.data.batch_size * config.optimization.accumulation * workers.world_size
+        evaluated: dict[str, Any] = {"loader_workers": config.data.workers, "buffers": config.pipeline.buffers}
         model.train()
         last = time.perf_counter()
         begin = last - state.seconds
         for iteration in range(start, total):
             ranks.iteration = workers.iteration = iteration
             lr = float(schedule.get_last_lr()[0])
-            loss, spans = forward_backward(strategy.module, samples, device, iteration)
+            loss, spans = forward_backward(strategy, samples, config, scaler, iteration)
             report = strategy.step()
             for _ in range(report.schedule_steps):
                 schedule.step()
@@ -125,13 +132,13 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             done = iteration + 1
             evaluation = None
             if done % per_epoch == 0 and done < total:
-                evaluation = evaluate(model, strategy, data.test, workers, device, config.data.workers)
+                evaluation = evaluate(model, strategy, data.test, workers, device, **evaluated)
             metrics = IterationMetrics(
                 iteration=iteration,
                 epoch=iteration // per_epoch,
                 loss=loss,
                 lr=lr,
-                samples_per_second=config.data.batch_size * workers.world_size / seconds["iteration"],
+                samples_per_second=samples_per_iteration / seconds["iteration"],
                 seconds=seconds,
                 wire_bytes=report.wire_bytes,
                 skipped=len(report.skipped),
@@ -156,7 +163,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         hashes = hashes_of_ranks(model, workers)
         if strategy.replicated:
             check_replicas(hashes, total)
-        evaluation = evaluate(model, strategy, data.test, workers, device, config.data.workers)
+        evaluation = evaluate(model, strategy, data.test, workers, device, **evaluated)
         result = Result(
             iterations=total,
             wall_seconds=time.perf_counter() - begin,
@@ -267,7 +274,7 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
     )
     batches = ShardedBatches(
         data.train,
-        batch_size=config.data.batch_size,
+        batch_size=config.data.batch_size * config.optimization.accumulation,
         rank=min(ranks.rank, ranks.world_size - 1),  # a rank that is a server alone draws none of them
         world_size=ranks.world_size,
         seed=config.optimization.seed,
@@ -289,23 +296,27 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
 
 
 def forward_backward(
-    model: nn.Module, samples: Any, device: torch.device, iteration: int
+    strategy: Strategy, samples: Any, config: TrainConfig, scaler: torch.amp.GradScaler, iteration: int
 ) -> tuple[float, tuple[Span, ...]]:
-    """Load one batch, and leave its gradients in ``.grad``: its loss, and when what ran."""
+    """Load one batch and leave its gradients in ``.grad``, micro-batch by micro-batch: its loss, and when what ran."""
+    device, micro_batches = torch.device(config.run.device), config.optimization.accumulation
+    autocast = AUTOCAST[config.optimization.precision]
     begin = time.perf_counter()
-    inputs, labels = (tensor.to(device, non_blocking=True) for tensor in next(samples))
-    loaded = time.perf_counter()
-    logits: Tensor = model(inputs)
-    loss = cross_entropy(logits.flatten(0, -2), labels.flatten())  # a label a sample, or one a byte
-    predicted = time.perf_counter()
-    loss.backward()
-    value = loss.item()
-    spans = (
-        Span("data", iteration, begin, loaded),
-        Span("forward", iteration, loaded, predicted),
-        Span("backward", iteration, predicted, time.perf_counter()),
-    )
-    return value, spans
+    batch = [tensor.to(device, non_blocking=True) for tensor in next(samples)]
+    now = time.perf_counter()
+    spans = [Span("data", iteration, begin, now)]
+    losses = []
+    for number, (inputs, labels) in enumerate(zip(*(tensor.chunk(micro_batches) for tensor in batch), strict=True)):
+        with contextlib.nullcontext() if number + 1 == micro_batches else strategy.accumulating():
+            begin = now
+            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
+                loss = cross_entropy(*by_label(strategy.module(inputs), labels)) / micro_batches
+            predicted = time.perf_counter()
+            scaler.scale(loss).backward()
+            losses.append(loss.detach())
+            now = time.perf_counter()
+        spans += [Span("forward", iteration, begin, predicted), Span("backward", iteration, predicted, now)]
+    return float(torch.stack(losses).sum()), tuple(spans)
 
 
 def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[str], *, total: int, start: int) -> str:
@@ -314,7 +325,7 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[
     workers = config.pipeline.workers(ranks.world_size)
     text = (
         f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {workers} "
-        f"rank{'s' if workers > 1 else ''} x {config.data.batch_size} samples, {config.describe()}"
+        f"rank{'s' if workers > 1 else ''} x {config.samples()} samples, {config.describe()}"
     )
     if ranks.world_size > 1:
         here = f"all ranks at {network[0]}" if len(set(network)) == 1 else "ranks at " + ", ".join(network)

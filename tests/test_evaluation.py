@@ -37,7 +37,7 @@ def model_for(name: str) -> torch.nn.Module:
 def _evaluate(ranks: Ranks, name: str) -> Evaluation:
     model = model_for(name)
     strategy = Local(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    result = evaluate(model, strategy, DATASETS[name][3], ranks, torch.device("cpu"), 0)
+    result = evaluate(model, strategy, DATASETS[name][3], ranks, torch.device("cpu"))
     assert model.training
     return result
 

@@ -15,9 +15,10 @@ LAYERS = [
     {"errors"},
     {"checks"},
     {"codecs.options"},
+    {"clipping"},
     {"config", "muon"},
     {"command_line", "collectives.schedule", "workloads", "launch", "codecs.kernels"},
-    {"gradients", "hyperparameters", "clipping", "loss_scale"},
+    {"gradients", "hyperparameters", "loss_scale"},
     {"prediction"},
     {
         *("collectives.base", "collectives.transport", "codecs.base", "codecs.keys"),

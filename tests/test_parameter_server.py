@@ -666,7 +666,7 @@ def _average_buffers(ranks: Ranks, options: Options) -> Any:
     if strategy is None:
         return None
     model.running_mean.copy_(torch.tensor([1.0, 10.0]) * (ranks.rank + 1))
-    strategy.average_buffers()
+    strategy.combine_buffers("average")
     strategy.flush()
     strategy.close()
     return model.running_mean.tolist(), model.weight.tolist()

@@ -391,7 +391,7 @@ def _average_buffers(ranks: Ranks) -> tuple[list[float], int]:
     pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks)
     model.running_mean.copy_(torch.tensor([1.0, 10.0]) * (ranks.rank + 1))
     model.num_batches_tracked.fill_(4)
-    pipeline.average_buffers()
+    pipeline.combine_buffers()
     pipeline.close()
     return model.running_mean.tolist(), int(model.num_batches_tracked)
 

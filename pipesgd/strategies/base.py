@@ -67,8 +67,12 @@ class Strategy(Protocol):
     def true_weights(self) -> AbstractContextManager[None]:
         """While it is open, the model holds the weights that all ranks agree on."""
 
-    def average_buffers(self) -> None:
-        """Give the model's buffers (batch norm's statistics) their mean over ranks, on every rank."""
+    def accumulating(self) -> AbstractContextManager[None]:
+        """While it is open, backward passes add to the gradients of this rank, and nothing is exchanged."""
+
+    def combine_buffers(self, how: str) -> None:
+        """Give the model's buffers (batch norm's statistics) on every rank, ``how``: their "average" over ranks, those
+        of "rank-0", or leave each its "own"."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must be kept to continue bit for bit, besides the model's and the optimizer's own."""

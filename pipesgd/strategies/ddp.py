@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.checks import check_above_zero, check_one_of
+from pipesgd.clipping import Clipping
 from pipesgd.collectives.make import make_all_reduce
 from pipesgd.collectives.ring import ring_wire_bytes
 from pipesgd.collectives.transport import communication_group
@@ -27,8 +28,9 @@ from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT, ON_NONFINITE
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks, lost
+from pipesgd.loss_scale import LossScale
 from pipesgd.strategies.base import Span, StepReport
-from pipesgd.strategies.replication import apply_gradients, average_buffers, sum_buffer, trainable_parameters
+from pipesgd.strategies.replication import apply_gradients, combine_buffers, sum_buffer, trainable_parameters
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -54,6 +56,8 @@ class Ddp:
         model: the module whose parameters ``optimizer`` updates.
         optimizer: any ``torch.optim.Optimizer``.
         hook: "none", or torch's communication hook "fp16", "bf16" or "powersgd" (rank 1, from iteration 2 on).
+        clip: how the averaged gradients are clipped.
+        scaler: of the losses, with float16 (``pipesgd.loss_scale``).
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
         timeout: seconds that a rank waits for the others' part of a bucket.
         ranks: the ranks to work with; torch's process group must be there.
@@ -69,6 +73,8 @@ class Ddp:
         *,
         ranks: Ranks,
         hook: str = "none",
+        clip: Clipping | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
     ):
@@ -80,6 +86,8 @@ class Ddp:
         self._model = model
         self._optimizer = optimizer
         self._parameters = trainable_parameters(optimizer)
+        self._clip = clip or Clipping()
+        self._loss_scale = LossScale(scaler, self._parameters)
         self._skip_nonfinite = on_nonfinite == "skip"
         self._ranks = ranks
         self._timeout = timeout
@@ -96,6 +104,7 @@ class Ddp:
         state = group if self._powersgd is None else self._powersgd.state
         module.register_comm_hook(state, self._buckets.around(_hook_named(hook)))
         self.module: nn.Module = module
+        self._ddp = module
         self._thread = CommunicationThread(self._parameters[0].device)
         self._buckets.watch_by(self._thread)
 
@@ -109,7 +118,14 @@ class Ddp:
         iteration = self.iteration
         communication, wait, wire_bytes = self._buckets.take(iteration)
         self.iteration += 1
-        report = apply_gradients(self._optimizer, self._parameters, iteration, skip_nonfinite=self._skip_nonfinite)
+        report = apply_gradients(
+            self._optimizer,
+            self._parameters,
+            iteration,
+            clip=self._clip,
+            loss_scale=self._loss_scale,
+            skip_nonfinite=self._skip_nonfinite,
+        )
         return dataclasses.replace(report, spans=(communication, wait, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
@@ -121,13 +137,17 @@ class Ddp:
         """The model always holds them."""
         yield
 
-    def average_buffers(self) -> None:
-        """Give floating-point buffers their mean over ranks; others are left as they are. Collective."""
-        average_buffers(self._model, self._ranks.world_size, self._sum_over_ranks)
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, torch adds gradients up and sends nothing."""
+        return self._ddp.no_sync()
+
+    def combine_buffers(self, how: str) -> None:
+        """Give floating-point buffers their average over ranks, or rank 0's values, or leave them. Collective."""
+        combine_buffers(self._model, how, self._ranks.rank, self._ranks.world_size, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration, and what PowerSGD has not sent yet of each parameter."""
-        state: dict[str, Any] = {"iteration": self.iteration}
+        """The iteration, the loss scale, and what PowerSGD has not sent yet of each parameter."""
+        state: dict[str, Any] = {"iteration": self.iteration, "loss_scale": self._loss_scale.state_dict()}
         if self._powersgd is not None:
             state["powersgd"] = self._powersgd.state_dict()
         return state
@@ -135,6 +155,7 @@ class Ddp:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         self.iteration = state["iteration"]
+        self._loss_scale.load_state_dict(state["loss_scale"])
         if self._powersgd is not None:
             self._powersgd.load_state_dict(state["powersgd"])
 

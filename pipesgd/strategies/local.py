@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from pipesgd.checks import check_one_of
+from pipesgd.clipping import Clipping
 from pipesgd.config import ON_NONFINITE
+from pipesgd.loss_scale import LossScale
 from pipesgd.strategies.base import StepReport
 from pipesgd.strategies.replication import apply_gradients, trainable_parameters
 
@@ -22,13 +24,23 @@ class Local:
     gives the mean accuracy of the ranks' models, each on its part of the test set.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, on_nonfinite: str = "stop"):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip: Clipping | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_nonfinite: str = "stop",
+    ):
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self.iteration = 0
         self.module = model
         self.replicated = False
         self._optimizer = optimizer
         self._parameters = trainable_parameters(optimizer)
+        self._clip = clip or Clipping()
+        self._loss_scale = LossScale(scaler, self._parameters)
         self._skip_nonfinite = on_nonfinite == "skip"
 
     def step(self) -> StepReport:
@@ -39,7 +51,14 @@ class Local:
         """
         iteration = self.iteration
         self.iteration += 1
-        return apply_gradients(self._optimizer, self._parameters, iteration, skip_nonfinite=self._skip_nonfinite)
+        return apply_gradients(
+            self._optimizer,
+            self._parameters,
+            iteration,
+            clip=self._clip,
+            loss_scale=self._loss_scale,
+            skip_nonfinite=self._skip_nonfinite,
+        )
 
     def flush(self) -> StepReport:
         """Nothing is ever in flight."""
@@ -50,16 +69,21 @@ class Local:
         """This rank's own: there are no others."""
         yield
 
-    def average_buffers(self) -> None:
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is ever exchanged."""
+        return contextlib.nullcontext()
+
+    def combine_buffers(self, how: str) -> None:
         """They stay this rank's own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration."""
-        return {"iteration": self.iteration}
+        """The iteration, and the loss scale."""
+        return {"iteration": self.iteration, "loss_scale": self._loss_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         self.iteration = state["iteration"]
+        self._loss_scale.load_state_dict(state["loss_scale"])
 
     def close(self) -> None:
         """Nothing runs beside the training loop."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipesgd.clipping import Clipping
 from pipesgd.config import SERVER_STRATEGIES, TrainConfig
 from pipesgd.launch import Ranks
 from pipesgd.strategies.base import Strategy
@@ -16,14 +17,28 @@ from pipesgd.strategies.parameter_server import ParameterServers, serve_shard
 from pipesgd.strategies.pipelined import Pipelined
 
 
-def make_strategy(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Strategy:
+def make_strategy(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    ranks: Ranks,
+) -> Strategy:
     """The strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
     pipeline, run = config.pipeline, config.run
+    clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
     if pipeline.strategy == "local":
-        return Local(model, optimizer, on_nonfinite=run.on_nonfinite)
+        return Local(model, optimizer, clip=clip, scaler=scaler, on_nonfinite=run.on_nonfinite)
     if pipeline.strategy == "ddp":
         return Ddp(
-            model, optimizer, hook=pipeline.ddp_hook, on_nonfinite=run.on_nonfinite, timeout=run.timeout, ranks=ranks
+            model,
+            optimizer,
+            hook=pipeline.ddp_hook,
+            clip=clip,
+            scaler=scaler,
+            on_nonfinite=run.on_nonfinite,
+            timeout=run.timeout,
+            ranks=ranks,
         )
     if pipeline.strategy in SERVER_STRATEGIES:
         return ParameterServers(model, optimizer, ranks=ranks, **_server_options(config))
@@ -33,6 +48,9 @@ def make_strategy(config: TrainConfig, model: nn.Module, optimizer: torch.optim.
         width=pipeline.width,
         warmup_iterations=pipeline.warmup_iterations,
         prediction=pipeline.prediction,
+        clip_norm=clip.norm,
+        clip_value=clip.value,
+        scaler=scaler,
         codec=config.compression,
         all_reduce=pipeline.all_reduce,
         segment_bytes=pipeline.segment_bytes,

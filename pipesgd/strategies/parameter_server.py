@@ -21,7 +21,7 @@ from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInput
 from pipesgd.gradients import FlatBuffer, all_finite, pack_gradients
 from pipesgd.strategies.base import Span, StepReport
 from pipesgd.strategies.replication import (
-    average_buffers,
+    combine_buffers,
     count_as_stepped,
     learning_rates,
     share_rank_0s_values,
@@ -204,9 +204,14 @@ class ParameterServers:
         finally:
             own.copy_to([parameter.detach() for parameter in self._parameters])
 
-    def average_buffers(self) -> None:
-        """Give floating-point buffers their mean over the workers; others are left as they are. Collective."""
-        average_buffers(self.module, self._job.workers.world_size, self._job.sum_over_workers)
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing leaves before ``step``."""
+        return contextlib.nullcontext()
+
+    def combine_buffers(self, how: str) -> None:
+        """Give floating-point buffers their average over workers, or rank 0's values, or leave them. Collective."""
+        workers = self._job.workers
+        combine_buffers(self.module, how, workers.rank, workers.world_size, self._job.sum_over_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """How far this worker is; on worker 0 also all that each server knows, as bytes. Collective."""

@@ -36,7 +36,7 @@ from pipesgd.loss_scale import LossScale
 from pipesgd.prediction import Unapplied, make_prediction
 from pipesgd.strategies.base import Span, StepReport
 from pipesgd.strategies.replication import (
-    average_buffers,
+    combine_buffers,
     count_as_stepped,
     share_rank_0s_values,
     sum_buffer,
@@ -207,9 +207,13 @@ class Pipelined:
             if predicted:
                 self._prediction.return_to_predicted()
 
-    def average_buffers(self) -> None:
-        """Give floating-point buffers their mean over ranks; others are left as they are. Collective."""
-        average_buffers(self.module, self._ranks.world_size, self._sum_over_ranks)
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing leaves before ``step``: backward passes before it add up, as ever."""
+        return contextlib.nullcontext()
+
+    def combine_buffers(self, how: str = "average") -> None:
+        """Give floating-point buffers the ranks' "average", or those of "rank-0", or leave them their "own". Collective."""
+        combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """The gradients in flight, averaged, and what the codec owes: waits for them, applies none, and copies them."""

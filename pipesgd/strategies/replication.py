@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from pipesgd.clipping import Clipping
 from pipesgd.collectives.base import AllReduce
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.gradients import FlatBuffer, are_finite, take_mean
+from pipesgd.loss_scale import LossScale
 from pipesgd.strategies.base import Span, StepReport
 
 SumOverRanks = Callable[[FlatBuffer], None]
@@ -45,14 +47,21 @@ def sum_buffer(buffer: FlatBuffer, all_reduce: AllReduce) -> None:
         all_reduce(flat)
 
 
-def average_buffers(model: nn.Module, world_size: int, sum_over_ranks: SumOverRanks) -> None:
-    """Give floating-point buffers their mean over ranks; others are left as they are. Collective."""
+def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_over_ranks: SumOverRanks) -> None:
+    """Give floating-point buffers, ``how``: their "average" over ranks, the values of "rank-0", or leave their "own".
+
+    Collective. Others are left as they are.
+    """
+    if how == "own":
+        return
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     flat = FlatBuffer(buffers)
-    flat.fill_from(buffers)
+    if how == "average" or rank == 0:  # the others' zeros add nothing to rank 0's
+        flat.fill_from(buffers)
     sum_over_ranks(flat)
-    for part in flat.flats:
-        take_mean(part, world_size)
+    if how == "average":
+        for part in flat.flats:
+            take_mean(part, world_size)
     flat.copy_to(buffers)
 
 
@@ -73,7 +82,13 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, lrs: Sequence[float]) -
 
 
 def apply_gradients(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], iteration: int, *, skip_nonfinite: bool
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[Tensor],
+    iteration: int,
+    *,
+    clip: Clipping,
+    loss_scale: LossScale,
+    skip_nonfinite: bool,
 ) -> StepReport:
     """One step of ``optimizer`` on what is in ``.grad``, which is dropped then.
 
@@ -81,10 +96,14 @@ def apply_gradients(
         NonFiniteGradientError: it holds a NaN or an infinity, unless such an update is to be skipped.
     """
     begin = time.perf_counter()
-    finite = are_finite(parameter.grad for parameter in parameters if parameter.grad is not None)
+    scale = loss_scale.divide(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    finite = are_finite(gradients)
+    loss_scale.saw(finite, scale)
     if finite:
+        clip(gradients)
         optimizer.step()
-    elif skip_nonfinite:
+    elif skip_nonfinite or loss_scale.skips:
         count_as_stepped(optimizer)
     else:
         raise NonFiniteGradientError(iteration)

@@ -64,7 +64,7 @@ def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[float],
             pipeline.step()
             losses.append(loss.item())
         pipeline.flush()
-        pipeline.average_buffers()
+        pipeline.combine_buffers()
         pipeline.close()
         results.append((losses, model.state_dict()))
     return results
