@@ -212,7 +212,7 @@ class Pipelined:
         return contextlib.nullcontext()
 
     def combine_buffers(self, how: str = "average") -> None:
-        """Give floating-point buffers their "average" over ranks or "rank-0"'s values, or leave their "own". Collective."""
+        """Give buffers their "average" over ranks or "rank-0"'s values, or leave them their "own". Collective."""
         combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
