@@ -23,6 +23,7 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.collectives.schedule import split
 from pipesgd.gradients import FlatBuffer, give_gradients, pack_gradients, take_mean
+from pipesgd.guard import Guard
 from pipesgd.hyperparameters import Hyperparameters
 from pipesgd.prediction import Unapplied, make_prediction
 from pipesgd.strategies.replication import count_as_stepped, trainable_parameters
@@ -43,7 +44,8 @@ class SimulatedRanks:
         model: the module whose parameters ``optimizer`` updates, all of one dtype.
         optimizer: any ``torch.optim.Optimizer``.
         world_size: how many ranks.
-        width, warmup_iterations, prediction, clip_norm, clip_value, codec: as of ``Pipelined``; rounding to nearest.
+        width, warmup_iterations, prediction, guard, clip_norm, clip_value: as of ``Pipelined``.
+        codec: its name, one that rounds to nearest.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class SimulatedRanks:
         width: int = 2,
         warmup_iterations: int = 0,
         prediction: str = "local",
+        guard: bool = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         codec: str = "fp32",
@@ -69,6 +72,7 @@ class SimulatedRanks:
         self._width = width
         self._warmup_iterations = warmup_iterations
         self._parameters = trainable_parameters(optimizer)
+        self._guard = Guard() if guard and width > 1 else None
         self._clip = Clipping(norm=clip_norm, value=clip_value)
         # One for all ranks: between two predictions they remember nothing that is a rank's own.
         self._prediction = make_prediction(prediction if width > 1 else "none", self._parameters, optimizer, self._clip)
@@ -97,7 +101,10 @@ class SimulatedRanks:
         count_as_stepped(self._optimizer)
         self._in_flight.append(_InFlight(mean, kept, hyperparameters.current(self._optimizer)))
         self.iteration += 1
-        self._apply_until(self._width - 1 if self.iteration > self._warmup_iterations else 0)
+        synchronous = self.iteration <= self._warmup_iterations
+        if self._guard is not None:
+            synchronous |= self._guard.is_synchronous(self.iteration)
+        self._apply_until(0 if synchronous else self._width - 1)
         return losses
 
     def flush(self) -> None:
@@ -112,6 +119,9 @@ class SimulatedRanks:
     def _apply_until(self, remaining: int) -> None:
         while len(self._in_flight) > remaining:
             gradient = self._in_flight.popleft()
+            if self._guard is not None:
+                norm = torch.linalg.vector_norm(gradient.mean.flats[0], dtype=torch.float64)
+                self._guard.saw(norm.item(), self.iteration)
             self._prediction.correct(gradient.mean.views, gradient.kept[0])
             self._clip(gradient.mean.views)
             give_gradients(self._parameters, gradient.mean.views)

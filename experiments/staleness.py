@@ -82,6 +82,7 @@ METHODS = {
     "sync": "--width 1",
     "stale": "--width 2 --prediction none",
     "stale, warm-up": "--width 2 --prediction none --warmup-iterations {warmup}",
+    "stale, guard": "--width 2 --prediction none --guard",
     "local": "--width 2 --prediction local",
     "previous": "--width 2 --prediction previous",
     "nesterov": "--width 2 --prediction nesterov",
@@ -185,6 +186,7 @@ def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
         width=pipeline.width,
         warmup_iterations=pipeline.warmup_iterations,
         prediction=pipeline.prediction,
+        guard=pipeline.guard,
         codec=config.compression.codec,
     )
     batches = zip(*(_batches(config, data, rank, world_size) for rank in range(world_size)), strict=True)

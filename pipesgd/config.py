@@ -225,6 +225,8 @@ class PipelineConfig:
     """What stands for the gradients in flight in the weights that the next ones are computed on: local (this rank's
     own gradients), previous (the last mean), nesterov (momentum alone), spectrain (the last update), dc (no predicted
     weights, but corrected gradients), or none. Width 1 has none in flight."""
+    guard: bool = False
+    """Fall back to width 1 for a while when the gradient blows up, which is how harmful staleness shows."""
     buffers: str = "average"
     """What evaluations and the trained model get of buffers (batch norm's statistics), which are each rank's own in
     training: average (their mean over ranks), rank-0 (rank 0's), or own."""
@@ -294,6 +296,7 @@ _READ_BY_STRATEGY = {
     "width": ("pipelined",),
     "warmup_iterations": ("pipelined",),
     "prediction": ("pipelined",),
+    "guard": ("pipelined",),
     "all_reduce": ("pipelined",),
     "segment_bytes": ("pipelined",),
     "streams": ("pipelined",),

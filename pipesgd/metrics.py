@@ -35,6 +35,10 @@ class IterationMetrics:
     """Bytes that rank 0 sent."""
     skipped: int
     """Updates left out since their gradient was not finite."""
+    prediction_cosine: float | None = None
+    """Between rank 0's gradient, which stood for the mean in flight, and that mean when it had arrived."""
+    prediction_error: float | None = None
+    """Length of their difference, in lengths of the mean."""
     test_accuracy: float | None = None
     """After the last iteration of an epoch: share of the test set's labels predicted rightly."""
     test_loss: float | None = None
@@ -92,6 +96,8 @@ class MetricsWriter:
             "train/loss": metrics.loss,
             "train/lr": metrics.lr,
             "train/samples_per_second": metrics.samples_per_second,
+            "prediction/cosine": metrics.prediction_cosine,
+            "prediction/error": metrics.prediction_error,
             "test/accuracy": metrics.test_accuracy,
             "test/loss": metrics.test_loss,
             **{f"seconds/{name}": value for name, value in metrics.seconds.items()},

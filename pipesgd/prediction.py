@@ -21,6 +21,7 @@ all ranks, and nothing of this travels.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,16 @@ Prepare = Callable[[Sequence[Tensor]], None]
 
 DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
 """Of the adaptive form of DC-ASGD: lambda is divided by the root of a moving mean of the gradient's squares."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What stood for a mean, and the mean that arrived."""
+
+    cosine: float | None
+    """Of the angle between them; None if one is zero, or not finite."""
+    relative_error: float | None
+    """Length of their difference, in lengths of the mean; None likewise."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,10 @@ class Prediction:
 
     def predict(self, in_flight: Sequence[Unapplied]) -> None:
         """Let the parameters hold what they will be when the gradients in flight, oldest first, are applied."""
+
+    def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
+        """How well what stands for ``mean`` did; None if nothing does. Called by the communication thread."""
+        return None
 
     def restore(self) -> None:
         """Let the parameters hold the true weights."""
@@ -151,6 +166,18 @@ class Local(Replayed):
             torch.zeros_like(parameter.data) if gradient is None else gradient
             for parameter, gradient in zip(self._parameters, local, strict=True)
         ]
+
+    def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
+        if not kept or any(tensor.is_complex() for tensor in kept):
+            return None
+        both, means, locals_ = (
+            sum(float(torch.dot(one.reshape(-1), other.reshape(-1))) for one, other in zip(a, b, strict=True))
+            for a, b in ((mean, kept), (mean, mean), (kept, kept))
+        )
+        if not (math.isfinite(means + locals_) and means > 0 and locals_ > 0):
+            return Comparison(cosine=None, relative_error=None)
+        error = max(means + locals_ - 2 * both, 0.0)
+        return Comparison(cosine=both / math.sqrt(means * locals_), relative_error=math.sqrt(error / means))
 
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         return gradient.kept

@@ -33,6 +33,7 @@ from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig, differing_options
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.evaluation import by_label, evaluate
+from pipesgd.guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.optimization import build_optimizer, build_schedule, check_model
@@ -46,6 +47,10 @@ from pipesgd.trace import Trace
 from pipesgd.workloads import DataSplits, ShardedBatches, build_model, load_dataset
 
 DEFAULT_EPOCHS = 3
+FELL_BACK = (
+    "warning: the gradient blew up in iteration {iteration}: staleness hurts here. "
+    f"Width 1 for the next {SYNCHRONOUS_ITERATIONS} iterations (--guard); a lower --lr or --clip-norm may avoid it"
+)
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What torch.autocast computes in."""
 
@@ -127,6 +132,8 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             for _ in range(report.schedule_steps):
                 schedule.step()
             losses.append(loss)
+            if report.fell_back and workers.rank == 0:
+                console.print(FELL_BACK.format(iteration=iteration), highlight=False, soft_wrap=True)
             seconds = step_seconds(report, time.perf_counter() - last)
             paces.append(seconds["iteration"])
             done = iteration + 1
@@ -142,6 +149,8 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
                 seconds=seconds,
                 wire_bytes=report.wire_bytes,
                 skipped=len(report.skipped),
+                prediction_cosine=report.comparison.cosine if report.comparison else None,
+                prediction_error=report.comparison.relative_error if report.comparison else None,
                 test_accuracy=evaluation.accuracy if evaluation else None,
                 test_loss=evaluation.loss if evaluation else None,
             )

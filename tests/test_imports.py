@@ -18,7 +18,7 @@ LAYERS = [
     {"clipping"},
     {"config", "muon"},
     {"command_line", "collectives.schedule", "workloads", "launch", "codecs.kernels"},
-    {"gradients", "hyperparameters", "loss_scale"},
+    {"gradients", "hyperparameters", "loss_scale", "guard"},
     {"prediction"},
     {
         *("collectives.base", "collectives.transport", "codecs.base", "codecs.keys"),

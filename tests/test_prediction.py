@@ -272,6 +272,29 @@ def test_a_rank_does_not_predict_with_a_gradient_that_is_not_finite(width: int) 
         assert sha256 == results[0][2]
 
 
+def _compare(ranks: Ranks, prediction: str) -> list[Any]:
+    """Rank r's gradient is the r-th unit vector, on one rank or two."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = Pipelined(model, optimizer, prediction=prediction, ranks=ranks)
+    seen = []
+    for iteration in range(3):
+        model(torch.eye(2)[ranks.rank] * (iteration != 1)).sum().backward()
+        seen.append(pipeline.step().comparison)
+    pipeline.close()
+    return seen
+
+
+def test_what_was_predicted_is_compared_with_what_arrives() -> None:
+    for first, second, zero in run_ranks(2, _compare, "local"):
+        assert first is None, "nothing has arrived"
+        assert (second.cosine, second.relative_error) == pytest.approx((0.5**0.5, 1.0))
+        assert (zero.cosine, zero.relative_error) == (None, None)
+    [[_, alone, _]] = run_ranks(1, _compare, "local")
+    assert (alone.cosine, alone.relative_error) == (1.0, 0.0)
+    assert run_ranks(1, _compare, "spectrain") == [[None, None, None]]
+
+
 def _copies_optimizer(ranks: Ranks, prediction: str) -> str:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from pipesgd.prediction import Comparison
+
 
 @dataclass(frozen=True)
 class Span:
@@ -37,6 +39,10 @@ class StepReport:
     earlier steps."""
     wire_bytes: int = 0
     """Bytes that this rank sends for the gradient handed over in this step."""
+    comparison: Comparison | None = None
+    """How well the newest mean that arrived had been predicted."""
+    fell_back: bool = False
+    """Whether a guard has found that staleness hurts, and a time at width 1 begins."""
     schedule_steps: int = 1
     """How often a learning-rate schedule is to be stepped now: once, unless other ranks' updates count too."""
 

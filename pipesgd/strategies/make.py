@@ -48,6 +48,7 @@ def make_strategy(
         width=pipeline.width,
         warmup_iterations=pipeline.warmup_iterations,
         prediction=pipeline.prediction,
+        guard=pipeline.guard,
         clip_norm=clip.norm,
         clip_value=clip.value,
         scaler=scaler,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -31,9 +32,10 @@ from pipesgd.config import (
 from pipesgd.errors import CommunicationError, NonFiniteGradientError
 from pipesgd.exchanges.make import make_exchange
 from pipesgd.gradients import FlatBuffer, all_finite, are_finite, give_gradients, pack_gradients, take_mean
+from pipesgd.guard import Guard
 from pipesgd.hyperparameters import Hyperparameters
 from pipesgd.loss_scale import LossScale
-from pipesgd.prediction import Unapplied, make_prediction
+from pipesgd.prediction import Comparison, Unapplied, make_prediction
 from pipesgd.strategies.base import Span, StepReport
 from pipesgd.strategies.replication import (
     combine_buffers,
@@ -42,6 +44,18 @@ from pipesgd.strategies.replication import (
     sum_buffer,
     trainable_parameters,
 )
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """What the communication thread says of a mean."""
+
+    finite: bool
+    span: Span
+    """When it was computed."""
+    comparison: Comparison | None = None
+    norm: float | None = None
+    """The same on all ranks; None without a guard."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +69,7 @@ class _InFlight:
     hyperparameters: Hyperparameters
     scale: float
     """That its loss was multiplied by."""
-    reduction: Future[tuple[bool, Span]]
-    """Whether the mean is finite, and when it was computed."""
+    reduction: Future[_Reduction]
 
 
 class Pipelined:
@@ -86,6 +99,7 @@ class Pipelined:
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
         prediction: what stands for the gradients in flight: "local", or another of ``pipesgd.prediction``.
+        guard: whether to fall back to width 1 for a while, on all ranks, when gradients blow up (``pipesgd.guard``).
         clip_norm: largest norm of the averaged gradient, to which it is scaled down when it is applied.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
         scaler: of the losses, with float16; neither its ``step`` nor its ``update`` is to be called
@@ -121,6 +135,7 @@ class Pipelined:
         width: int = 2,
         warmup_iterations: int = 0,
         prediction: str = "local",
+        guard: bool = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -150,6 +165,7 @@ class Pipelined:
         self.module = model
         self.replicated = True
         self._optimizer = optimizer
+        self._guard = Guard() if guard and width > 1 else None
         self._loss_scale = LossScale(scaler, self._parameters)
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
         self._in_flight: collections.deque[_InFlight] = collections.deque()
@@ -187,8 +203,7 @@ class Pipelined:
         self._in_flight.append(self._hand_over(buffer, local, scale))
         self.iteration += 1
         # 3. to 5. Wait, apply and predict.
-        width = self.width if self.iteration > self.warmup_iterations else 1
-        report = self._apply_until(width - 1)
+        report = self._apply_until(self._width_now() - 1)
         wire_bytes = self._exchange.wire_bytes(buffer, pack.iteration)
         return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
 
@@ -221,7 +236,8 @@ class Pipelined:
             {
                 "iteration": gradient.iteration,
                 "hyperparameters": list(gradient.hyperparameters),
-                "finite": gradient.reduction.result()[0],
+                "finite": gradient.reduction.result().finite,
+                "norm": gradient.reduction.result().norm,
                 "flats": [flat.clone() for flat in gradient.buffer.flats],
                 "scale": gradient.scale,
                 "kept": [tensor.clone() for tensor in gradient.kept],
@@ -235,6 +251,7 @@ class Pipelined:
             "exchange": self._exchange.state_dict(),
             "prediction": self._prediction.state_dict(),
             "loss_scale": self._loss_scale.state_dict(),
+            "guard": None if self._guard is None else self._guard.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,13 +265,16 @@ class Pipelined:
         self._exchange.load_state_dict(state["exchange"])
         self._prediction.load_state_dict(state["prediction"])
         self._loss_scale.load_state_dict(state["loss_scale"])
+        if self._guard is not None and state["guard"] is not None:
+            self._guard.load_state_dict(state["guard"])
         for entry in state["in_flight"]:
             buffer = self._take_buffer()
             for flat, saved in zip(buffer.flats, entry["flats"], strict=True):
                 flat.copy_(saved)
             now = time.perf_counter()
-            arrived: Future[tuple[bool, Span]] = Future()
-            arrived.set_result((entry["finite"], Span("communication", entry["iteration"], now, now)))
+            span = Span("communication", entry["iteration"], now, now)
+            arrived: Future[_Reduction] = Future()
+            arrived.set_result(_Reduction(entry["finite"], span, norm=entry["norm"]))
             options = entry["hyperparameters"]
             self._in_flight.append(
                 _InFlight(entry["iteration"], buffer, entry["kept"], options, entry["scale"], arrived)
@@ -277,7 +297,7 @@ class Pipelined:
         if self._skip_nonfinite and kept and not all_finite(buffer):
             kept = []  # no update will come of it
 
-        def reduce() -> tuple[bool, Span]:
+        def reduce() -> _Reduction:
             start = time.perf_counter()
             finite = True
 
@@ -288,10 +308,12 @@ class Pipelined:
 
             try:
                 self._exchange.sum(buffer, iteration, finish)
+                norm = None if self._guard is None else self._agreed_norm(buffer)
             except CommunicationError as failure:
                 failure.iteration = iteration
                 raise
-            return finite, Span("communication", iteration, start, time.perf_counter())
+            span = Span("communication", iteration, start, time.perf_counter())
+            return _Reduction(finite, span, self._prediction.compare(buffer.views, kept), norm)
 
         count_as_stepped(self._optimizer)
         options = hyperparameters.current(self._optimizer)
@@ -302,14 +324,19 @@ class Pipelined:
         applied: list[int] = []
         skipped: list[int] = []
         spans: list[Span] = []
+        comparison = None
+        fell_back = False
         while len(self._in_flight) > remaining:
             gradient = self._in_flight.popleft()
             begin = time.perf_counter()
-            finite, all_reduce = gradient.reduction.result()
+            reduction = gradient.reduction.result()
             arrived = time.perf_counter()
-            self._loss_scale.saw(finite, gradient.scale)
+            comparison = reduction.comparison
+            self._loss_scale.saw(reduction.finite, gradient.scale)
+            if self._guard is not None and reduction.norm is not None:
+                fell_back |= self._guard.saw(reduction.norm, self.iteration)
             self._prediction.restore()
-            if finite:
+            if reduction.finite:
                 self._apply(gradient)
                 applied.append(gradient.iteration)
             elif self._skip_nonfinite:
@@ -318,7 +345,7 @@ class Pipelined:
                 raise NonFiniteGradientError(gradient.iteration)
             self._pool.append(gradient.buffer)
             spans += [
-                all_reduce,
+                reduction.span,
                 Span("wait", gradient.iteration, begin, arrived),
                 Span("update", gradient.iteration, arrived, time.perf_counter()),
             ]
@@ -327,7 +354,27 @@ class Pipelined:
         self._predict()
         if self._prediction.holds_predicted:
             spans.append(Span("predict", self.iteration, begin, time.perf_counter()))
-        return StepReport(applied=tuple(applied), skipped=tuple(skipped), spans=tuple(spans), wire_bytes=0)
+        return StepReport(
+            applied=tuple(applied),
+            skipped=tuple(skipped),
+            spans=tuple(spans),
+            comparison=comparison,
+            fell_back=fell_back,
+        )
+
+    def _width_now(self) -> int:
+        """That the gradients handed over so far are applied at."""
+        synchronous = self.iteration <= self.warmup_iterations
+        if self._guard is not None:
+            synchronous |= self._guard.is_synchronous(self.iteration)
+        return 1 if synchronous else self.width
+
+    def _agreed_norm(self, buffer: FlatBuffer) -> float:
+        """The mean's norm, to the last bit the same on all ranks, whatever processors they have. Collective."""
+        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in buffer.flats]
+        total = torch.stack(norms).square().sum().reshape(1)
+        self._exact(total)
+        return math.sqrt(total.item() / self._ranks.world_size)
 
     def _apply(self, gradient: _InFlight) -> None:
         self._prediction.correct(gradient.buffer.views, gradient.kept)
