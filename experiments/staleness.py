@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import shlex
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
@@ -287,7 +287,7 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
                 "test_loss_mean": _mean([run.test_loss for run in good]) if whole else None,
                 "train_loss_mean": _mean([run.train_loss for run in good]) if whole else None,
                 "diverged": len(own) - len(good),
-                "difference_to_sync_points": float(np.mean(lost)) if len(lost) == len(own) else None,
+                "difference_to_sync_points": round(float(np.mean(lost)), 6) if len(lost) == len(own) else None,
             }
         )
     return rows
@@ -405,7 +405,7 @@ def _multiple(text: str) -> float:
     with suppress(ValueError):
         if math.isfinite(value := float(text)) and value > 0:
             return value
-    raise UserInputError(f"--multiples must be numbers above 0; got {text!r}")
+    raise ArgumentTypeError(f"must be numbers above 0; got {text!r}")
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:

@@ -1,0 +1,126 @@
+"""What staleness costs: what is run, the rows, the summary and its verdicts, the figure; and a real run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+
+from experiments.results import REPOSITORY, RESULTS, Row, load
+from experiments.staleness import METHODS, MULTIPLES, OPTIMIZERS, WORKLOADS, Run, parse, plan, plot, summarize, tabulate
+from pipesgd.command_line import parse as parse_training
+from pipesgd.errors import UserInputError
+
+ACCURACIES = {
+    "sync": {0.5: (0.87, 0.88), 1.0: (0.88, 0.89), 2.0: (0.86, 0.87)},
+    "local": {0.5: (0.87, 0.88), 1.0: (0.879, 0.887), 2.0: (0.86, None)},
+    "local, width 3": {0.5: (0.87, 0.88), 1.0: (0.87, 0.88), 2.0: (0.8, 0.8)},
+    "stale": {0.5: (0.86, 0.87), 1.0: (0.85, None), 2.0: (0.8, 0.8)},
+}
+
+
+def ran(accuracy: float | None) -> Run:
+    diverged = accuracy is None
+    loss = None if diverged else 0.5
+    return Run(
+        commit="c0ffee",
+        seconds=9.0,
+        diverged_at=7 if diverged else None,
+        train_loss=loss,
+        test_loss=loss,
+        test_accuracy=accuracy,
+    )
+
+
+def rows() -> list[Row]:
+    planned = plan(["mlp"], ["sgd"], list(ACCURACIES), [0.5, 1.0, 2.0], 2, quick=False)
+    return tabulate(planned, {one.words: ran(ACCURACIES[one.method][one.multiple][one.seed]) for one in planned})
+
+
+def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
+    planned = plan(list(WORKLOADS), list(OPTIMIZERS), list(METHODS), MULTIPLES, 2, quick=False)
+    assert len({one.words for one in planned}) == len(planned)
+    for one in planned[:: len(MULTIPLES)]:
+        config = parse_training(one.words.split())
+        assert config.optimization.lr == one.lr
+        assert config.pipeline.width == (1 if one.method == "sync" else 3 if "width 3" in one.method else 2)
+        assert (config.pipeline.warmup_iterations > 0) == (one.method == "stale, warm-up")
+
+
+def test_a_mean_is_over_all_seeds_or_there_is_none() -> None:
+    by_cell = {(row["method"], row["multiple"]): row for row in rows()}
+    local = by_cell["local", 1.0]
+    assert local["accuracy_mean"] == pytest.approx(0.883)
+    assert local["difference_to_sync_points"] == pytest.approx(-0.2)
+    gone = by_cell["local", 2.0]
+    assert (gone["accuracy_seed_0"], gone["accuracy_seed_1"], gone["diverged"]) == (0.86, None, 1)
+    assert gone["accuracy_mean"] is gone["difference_to_sync_points"] is None
+
+
+def test_methods_are_judged_at_the_best_rate_of_synchronous_training() -> None:
+    summary = {row["method"]: row for row in summarize(rows())}
+    assert {row["lr"] for row in summary.values()} == {OPTIMIZERS["sgd"][1]}
+    assert {name: row["target"] for name, row in summary.items()} == {
+        "sync": "",
+        "local": "met",
+        "local, width 3": "MISSED",
+        "stale": "",
+    }
+    base = OPTIMIZERS["sgd"][1]
+    assert [row["stable_up_to_lr"] for row in summary.values()] == [2 * base, base, 2 * base, base / 2]
+    assert summary["stale"]["accuracy_mean"] is None
+    assert summary["stale"]["best_accuracy_mean"] == pytest.approx(0.865), "of rates that no seed diverges at"
+
+
+def test_the_figure_has_a_line_for_each_method_that_ends_where_it_diverges() -> None:
+    axes = plot(rows(), Figure().subplots())
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    base = OPTIMIZERS["sgd"][1]
+    assert [x for x, _ in lines["sync"]] == [base / 2, base, 2 * base]
+    assert lines["local"] == [[base / 2, pytest.approx(87.5)], [base, pytest.approx(88.3)]]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--methods", "lokal"], r"--methods must be one of .*; got 'lokal' \(did you mean local"),
+        (["--optimizers", "sgd", "sgd"], "--optimizers must name each once; got 'sgd' twice"),
+        (["--multiples", "0"], "--multiples: must be numbers above 0; got '0'"),
+        (["--seeds", "0"], "--seeds: must be a whole number of at least 1; got '0'"),
+        (["--output", str(RESULTS)], "--output must name another folder"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match=message) as error:
+        parse(["--quick", "--output", str(tmp_path), *words], by_torchrun=False)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserInputError, match="without torchrun"):
+        parse([], by_torchrun=True)
+
+
+def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
+    words = [
+        "--quick",
+        "--workloads",
+        "digits",
+        "--optimizers",
+        "sgd",
+        "--methods",
+        "sync",
+        "local",
+        "--multiples",
+        "1",
+    ]
+    arguments = [sys.executable, "-m", "experiments.staleness", *words, "--output", str(tmp_path)]
+    for expected in ("local", "2 of 2 runs are there"):
+        done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+        assert "Warning" not in done.stderr
+    assert [row["method"] for row in load(tmp_path / "staleness.csv")] == ["sync", "local"]
+    assert load(tmp_path / "staleness_summary.csv")[1]["target"] in ("met", "MISSED")
+    assert (tmp_path / "staleness.png").stat().st_size > 0
