@@ -34,7 +34,7 @@ CONTENDERS = {
     "width 3, ring": "--width 3 --all-reduce ring",
     "width 2, int8": "--width 2 --codec int8",
     "width 2, int4": "--width 2 --codec int4",
-    "width 2, ternary": "--width 2 --codec ternary --rounding stochastic",
+    "width 2, ternary": "--width 2 --codec ternary",
 }
 DECIDED_HERE = (
     *("output", "resume", "overwrite", "dry-run", "config", "help"),

@@ -33,11 +33,11 @@ class CodecOptions:
     codec_block: int | None = None
     """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None
-    """Rounding of int8, int4, ternary and qsgd: nearest, or stochastic (unbiased). Stochastic by default, as in their
-    papers, for qsgd unless --error-feedback is on, and for ternary if it is off."""
+    """Rounding of int8, int4, ternary and qsgd: nearest, or stochastic (unbiased). Stochastic by default for ternary and
+    qsgd, as in their papers, unless --error-feedback is on."""
     error_feedback: str | None = None
     """Whether what a rank's encodings leave out is added to its gradient of the next iteration: on or off. On by
-    default below 8 bits a value where rounding is to nearest: int4, ternary, sign."""
+    default below 8 bits a value where rounding is to nearest: int4, sign."""
     qsgd_levels: int = 7
     """Levels of --codec qsgd: up to 1, 7 or 127 in 2, 4 or 8 bits."""
     density: float = 0.01
@@ -94,9 +94,7 @@ class CodecOptions:
     def stochastic(self) -> bool:
         """Whether rounding is stochastic."""
         if self.rounding is None:
-            if self.codec == "ternary":
-                return self.error_feedback == "off"
-            return self.codec == "qsgd" and self.error_feedback != "on"
+            return self.codec in ("ternary", "qsgd") and self.error_feedback != "on"
         return self.rounding == "stochastic"
 
     @property

@@ -32,7 +32,11 @@ from pipesgd.errors import UserInputError
             {"codec": "int4", "rounding": "stochastic"},
             *(256, True, False, "int4 in blocks of 256 rounded stochastically"),
         ),
-        ({"codec": "ternary"}, 1024, False, True, "ternary in blocks of 1024 with error feedback"),
+        ({"codec": "ternary"}, 1024, True, False, "ternary in blocks of 1024 rounded stochastically"),
+        (
+            {"codec": "ternary", "error_feedback": "on"},
+            *(1024, False, True, "ternary in blocks of 1024 with error feedback"),
+        ),
         (
             {"codec": "ternary", "error_feedback": "off"},
             *(1024, True, False, "ternary in blocks of 1024 rounded stochastically"),

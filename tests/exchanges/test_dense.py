@@ -69,7 +69,7 @@ LOSSY = [
     small("int8", rounding="stochastic", error_feedback="on"),
     small("int4"),
     small("ternary"),
-    small("ternary", error_feedback="off"),
+    small("ternary", error_feedback="on"),
     small("sign"),
 ]
 

@@ -44,15 +44,21 @@ def codec_times() -> list[str]:
     """The lines of the README's table of codecs."""
     rows = {str(row["contender"]): row for row in load(RESULTS / "compare_mlp_4x200mbit_codecs.csv")}
     lines = [
-        "| | ms an iteration | MB sent by a rank | DistributedDataParallel takes | with torch's fp16 hook |",
-        "|---|---|---|---|---|",
+        "| | ms an iteration | MB sent by a rank | DistributedDataParallel takes | with torch's fp16 hook "
+        "| points of accuracy, MLP, convnet |",
+        "|---|---|---|---|---|---|",
     ]
+    lost = {
+        (row["model"], row["codec"]): f"{float(row['difference_to_fp32_points']):+.2f}"
+        for row in load(RESULTS / "codec_accuracy.csv")
+    }
     for codec in ("int8", "int4", "ternary"):
         row = rows[f"width 2, {codec}"]
         milliseconds, megabytes = 1e3 * float(row["iteration_median_s"]), float(row["wire_bytes"]) / 1e6
         times = [f"{float(rows[name]['iteration_median_s']) * 1e3 / milliseconds:.1f}" for name in ("ddp", "ddp fp16")]
         lines.append(
-            f"| width 2, {codec} | {milliseconds:.0f} | {megabytes:.2f} | {times[0]} times as long | {times[1]} times |"
+            f"| width 2, {codec} | {milliseconds:.0f} | {megabytes:.2f} | {times[0]} times as long | {times[1]} times "
+            f"| {lost['mlp', codec]}, {lost['convnet', codec]} |"
         )
     return lines
 
