@@ -33,8 +33,8 @@ class CodecOptions:
     codec_block: int | None = None
     """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None
-    """Rounding of int8, int4, ternary and qsgd: nearest, or stochastic (unbiased). Stochastic by default for ternary and
-    qsgd, as in their papers, unless --error-feedback is on."""
+    """Rounding of int8, int4, ternary and qsgd: nearest, or stochastic (unbiased). Stochastic by default, as in their
+    papers, for ternary and qsgd, unless --error-feedback is on."""
     error_feedback: str | None = None
     """Whether what a rank's encodings leave out is added to its gradient of the next iteration: on or off. On by
     default below 8 bits a value where rounding is to nearest: int4, sign."""
