@@ -1,6 +1,7 @@
 """All-reduces over emulated links: every algorithm with every codec, interleaved, beside what the wire allows.
 
     python -m experiments.bench_all_reduce --rate 200mbit        bench_all_reduce_200mbit.csv, .png
+    python -m experiments.bench_all_reduce --rate 200mbit --world-sizes 3 4 5 --seconds 30 --name bench_all_reduce_matrix
     python -m experiments.bench_all_reduce --rate 1gbit --world-sizes 4 --algorithms native ring --codecs fp32 int8
 
 Nodes of a testbed have one rank each. A round times every contender once, in rotated order, each after a barrier and
@@ -276,6 +277,7 @@ def run_all(arguments: Namespace) -> tuple[list[Row], dict[str, Any]]:
         words = ["-m", "experiments.bench_all_reduce", "--rate", rate_name(arguments.rate), "--output", folder]
         words += ["--sizes", *map(str, arguments.sizes), "--codecs", *arguments.codecs]
         words += ["--algorithms", *arguments.algorithms, *(["--quick"] if arguments.quick else [])]
+        words += ["--seconds", str(arguments.seconds)] if arguments.seconds else []
         for p in arguments.world_sizes:
             with Testbed(nodes=p, link=Link(rate=arguments.rate)) as testbed:
                 links[f"links of {p} nodes"] = [dataclasses.asdict(measured) for measured in testbed.measure()]
@@ -295,6 +297,8 @@ def parse(words: Sequence[str]) -> Namespace:
     add("--sizes", type=number(4), nargs="+", metavar="BYTES", help=f"of float32 ({' '.join(map(str, SIZES))})")
     add("--algorithms", nargs="+", metavar="NAME", help=f"of {', '.join(ALGORITHMS)} (all)")
     add("--codecs", nargs="+", metavar="NAME", help=f"of {', '.join(DENSE_CODECS)} ({' '.join(DEFAULT_CODECS)})")
+    add("--seconds", type=number(1), help=f"spent on each size, but for at least 5 rounds ({FULL.seconds_per_size:g})")
+    add("--name", help="of the result files (bench_all_reduce_RATE)")
     arguments = command.parse(options, words)
     quick = arguments.quick
     arguments.rate = parse_rate(arguments.rate)
@@ -318,11 +322,14 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     arguments = ranks.agree("options", lambda: parse(words))
     if not ranks.by_torchrun:
         rows, links = run_all(arguments)
-        publish(f"bench_all_reduce_{rate_name(arguments.rate)}", rows, links, arguments.output)
+        publish(arguments.name or f"bench_all_reduce_{rate_name(arguments.rate)}", rows, links, arguments.output)
         return
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     contenders = make_contenders(ranks, arguments.algorithms, arguments.codecs)
-    rows = compute(ranks, contenders, arguments.sizes, arguments.rate, QUICK if arguments.quick else FULL, console)
+    effort = QUICK if arguments.quick else FULL
+    if arguments.seconds:
+        effort = dataclasses.replace(effort, seconds_per_size=arguments.seconds)
+    rows = compute(ranks, contenders, arguments.sizes, arguments.rate, effort, console)
     if ranks.rank == 0:
         save(f"p{ranks.world_size}", rows, folder=arguments.output)
 
