@@ -1,7 +1,7 @@
 """All-reduces over emulated links: every algorithm with every codec, interleaved, beside what the wire allows.
 
     python -m experiments.bench_all_reduce --rate 200mbit        bench_all_reduce_200mbit.csv, .png
-    python -m experiments.bench_all_reduce --rate 200mbit --world-sizes 3 4 5 --seconds 30 --name bench_all_reduce_matrix
+    python -m experiments.bench_all_reduce --rate 200mbit --world-sizes 3 4 5 --name bench_all_reduce_matrix
     python -m experiments.bench_all_reduce --rate 1gbit --world-sizes 4 --algorithms native ring --codecs fp32 int8
 
 Nodes of a testbed have one rank each. A round times every contender once, in rotated order, each after a barrier and
