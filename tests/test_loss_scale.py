@@ -16,6 +16,7 @@ from test_train import succeed
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
+from pipesgd.command_line import parse
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.loss_scale import LossScale
@@ -23,6 +24,7 @@ from pipesgd.replicas import weights_sha256
 from pipesgd.strategies.base import Strategy
 from pipesgd.strategies.ddp import Ddp
 from pipesgd.strategies.local import Local
+from pipesgd.train import forward_backward
 
 ITERATIONS = 16
 
@@ -198,6 +200,20 @@ def test_a_scaler_is_refused_unless_parameters_are_float32(dtype: torch.dtype) -
     with pytest.raises(UserInputError, match=message):
         Local(model, optimizer, scaler=gradscaler())
     Local(model, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False)).close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_loop_computes_in_the_precision_that_was_asked_for(precision: str, dtype: torch.dtype) -> None:
+    model, optimizer = network()
+    outputs = []
+    model.register_forward_hook(lambda *arguments: outputs.append(arguments[2]))
+    samples = iter([(torch.ones(2, 4), torch.zeros(2, dtype=torch.long))])
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    forward_backward(Local(model, optimizer), samples, parse(["--precision", precision]), scaler, 0)
+    assert [output.dtype for output in outputs] == [dtype]
+    assert all(parameter.grad.dtype == parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("strategy", ["--width 2", "--strategy ddp"])
