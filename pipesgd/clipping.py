@@ -35,6 +35,8 @@ class Clipping:
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Clip ``gradients`` in place, as torch's ``clip_grad_value_`` and ``clip_grad_norm_`` do."""
         tensors = list(gradients)
+        if not tensors:
+            return
         if self.value is not None:
             torch._foreach_clamp_min_(tensors, -self.value)
             torch._foreach_clamp_max_(tensors, self.value)

@@ -59,13 +59,15 @@ class LossScale:
         now = self._scaler.get_scale()
         if not finite:
             self._finite_in_a_row = 0
-            if scale >= now:  # later ones in flight at a scale that has been left already say nothing new
-                self._scaler.update(now * self._scaler.get_backoff_factor())
+            if scale <= now:  # what was in flight at a scale that has been backed off from says nothing new
+                self._set_scale(scale * self._scaler.get_backoff_factor())
             return
         self._finite_in_a_row += 1
         if self._finite_in_a_row == self._scaler.get_growth_interval():
             self._finite_in_a_row = 0
-            self._scaler.update(now * self._scaler.get_growth_factor())
+            grown = now * self._scaler.get_growth_factor()
+            if grown <= torch.finfo(torch.float32).max:  # the type of a scale
+                self._set_scale(grown)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale, and how many finite gradients there were in a row."""
@@ -76,4 +78,9 @@ class LossScale:
         """Continue from a ``state_dict``."""
         self._finite_in_a_row = state["finite_in_a_row"]
         if self._scaler is not None:
-            self._scaler.update(state["scale"])
+            self._set_scale(state["scale"])
+
+    def _set_scale(self, scale: float) -> None:
+        assert self._scaler is not None
+        # Not by ``update``, which works only after a first loss was scaled.
+        self._scaler.load_state_dict(self._scaler.state_dict() | {"scale": scale})

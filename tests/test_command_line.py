@@ -44,6 +44,25 @@ from pipesgd.errors import UserInputError
             "optimizer must update each element on its own with --strategy ps-async, whose servers may cut "
             "parameters anywhere; got muon, which needs whole matrices",
         ),
+        ("--accumulation 0", "accumulation must be at least 1; got 0"),
+        ("--clip-norm 0", "clip-norm must be above 0; got 0.0"),
+        ("--clip-value -1", "clip-value must be above 0; got -1.0"),
+        ("--precision fp8", "precision must be one of fp32, bf16, fp16; got 'fp8'"),
+        ("--precision fp16 --loss-scale 0", "loss-scale must be above 0; got 0.0"),
+        (
+            "--loss-scale 8 --precision bf16",
+            "loss-scale must be left out with --precision bf16, which has no use for it (it belongs to fp16); got 8.0",
+        ),
+        *(
+            (
+                f"--strategy {strategy} --{name} {value}",
+                f"{name} must be left out with --strategy {strategy}, whose servers see parts of a gradient; "
+                f"got {value}",
+            )
+            for strategy in ("ps-sync", "ps-async")
+            for name, value in (("clip-norm", 0.5), ("clip-value", 0.5), ("precision", "fp16"))
+        ),
+        ("--buffers mean", "buffers must be one of average, rank-0, own; got 'mean'"),
         ("--schedule linear", "schedule must be one of constant, cosine, one-cycle; got 'linear'"),
         (
             "--dataset fashion_mnist",

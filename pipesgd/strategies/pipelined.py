@@ -219,7 +219,8 @@ class Pipelined:
         try:
             yield
         finally:
-            if predicted:
+            # Unless a ``flush`` or a ``step`` in between has left other weights.
+            if predicted and self._in_flight and not self._prediction.holds_predicted:
                 self._prediction.return_to_predicted()
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
@@ -227,7 +228,7 @@ class Pipelined:
         return contextlib.nullcontext()
 
     def combine_buffers(self, how: str = "average") -> None:
-        """Give buffers their "average" over ranks or "rank-0"'s values, or leave them their "own". Collective."""
+        """Give floating-point buffers their "average" over ranks or "rank-0"'s values, or leave "own". Collective."""
         combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:

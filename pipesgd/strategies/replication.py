@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from pipesgd.checks import check_one_of
 from pipesgd.clipping import Clipping
 from pipesgd.collectives.base import AllReduce
+from pipesgd.config import BUFFERS
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.gradients import FlatBuffer, are_finite, take_mean
 from pipesgd.loss_scale import LossScale
@@ -20,7 +23,14 @@ SumOverRanks = Callable[[FlatBuffer], None]
 
 
 def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters that ``optimizer`` updates, each once, in the order of its groups."""
+    """The parameters that ``optimizer`` updates, each once, in the order of its groups.
+
+    Raises:
+        UserInputError: there is none, or on more than one device, or the optimizer computes losses itself.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserInputError(f"optimizer must step without a closure; got {type(optimizer).__name__}")
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     if not parameters:
         raise UserInputError("optimizer must hold a parameter that requires a gradient; got none")
@@ -51,7 +61,11 @@ def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_
     """Give floating-point buffers, ``how``: their "average" over ranks, the values of "rank-0", or leave their "own".
 
     Collective. Others are left as they are.
+
+    Raises:
+        UserInputError: ``how`` is none of these.
     """
+    check_one_of("buffers", how, BUFFERS)
     if how == "own":
         return
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
