@@ -19,7 +19,7 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest
 
-# Every experiment of experiments/results, again: about five hours. Those on emulated links need root or namespaces.
+# Every experiment of experiments/results, again: about six hours. Those on emulated links need root or namespaces.
 benchmarks: $(VENV)/test.stamp
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_ring --all
 	PYTHONPATH=. $(VENV)/bin/torchrun --nproc-per-node 4 -m experiments.bench_pipelined
@@ -27,7 +27,10 @@ benchmarks: $(VENV)/test.stamp
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.kill_testbed
 	for rate in 200mbit 1gbit; do PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_ring --all --rate $$rate || exit; done
 	for rate in 100mbit 200mbit; do PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_all_reduce --rate $$rate || exit; done
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_all_reduce --rate 200mbit --name bench_all_reduce_matrix \
+	  --world-sizes 3 4 5 --sizes 4000 64000 1000000 16000000 100000000 --codecs fp32 int8 int4 --seconds 25
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_codecs
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_prediction
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.codec_accuracy
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.compare --nodes 4 --rate 200mbit --iterations 16 \
 	  --name compare_mlp_4x200mbit_codecs --contenders local ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4" \

@@ -25,7 +25,7 @@ from pipesgd.collectives.schedule import split
 from pipesgd.gradients import FlatBuffer, give_gradients, pack_gradients, take_mean
 from pipesgd.guard import Guard
 from pipesgd.hyperparameters import Hyperparameters
-from pipesgd.prediction import Unapplied, make_prediction
+from pipesgd.prediction import Agreement, Unapplied, make_prediction
 from pipesgd.strategies.replication import count_as_stepped, trainable_parameters
 
 
@@ -56,7 +56,7 @@ class SimulatedRanks:
         world_size: int,
         width: int = 2,
         warmup_iterations: int = 0,
-        prediction: str = "local",
+        prediction: str = "eager",
         guard: bool = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -74,8 +74,9 @@ class SimulatedRanks:
         self._parameters = trainable_parameters(optimizer)
         self._guard = Guard() if guard and width > 1 else None
         self._clip = Clipping(norm=clip_norm, value=clip_value)
-        # One for all ranks: between two predictions they remember nothing that is a rank's own.
+        # One for all ranks: predictions remember nothing that is a rank's own, but how well it agrees.
         self._prediction = make_prediction(prediction if width > 1 else "none", self._parameters, optimizer, self._clip)
+        self._agreements = [Agreement() for _ in range(world_size)]
         self._in_flight: deque[_InFlight] = deque()
         self._flats = [FlatBuffer(self._parameters) for _ in range(world_size)]
         assert len(self._flats[0].flats) == 1
@@ -87,7 +88,8 @@ class SimulatedRanks:
         losses: list[float] = []
         kept: list[list[Tensor]] = []
         for rank, batch in enumerate(batches):
-            self._prediction.predict([Unapplied(g.kept[rank], g.hyperparameters) for g in self._in_flight])
+            in_flight = [Unapplied(gradient.kept[rank], gradient.hyperparameters) for gradient in self._in_flight]
+            self._prediction.predict(in_flight, self._agreements[rank])
             self._take_buffers(self._buffers[rank])
             loss = loss_of(self._model, batch)
             loss.backward()
@@ -122,6 +124,8 @@ class SimulatedRanks:
             if self._guard is not None:
                 norm = torch.linalg.vector_norm(gradient.mean.flats[0], dtype=torch.float64)
                 self._guard.saw(norm.item(), self.iteration)
+            for agreement, kept in zip(self._agreements, gradient.kept, strict=True):
+                agreement.saw(self._prediction.compare(gradient.mean.views, kept))
             self._prediction.correct(gradient.mean.views, gradient.kept[0])
             self._clip(gradient.mean.views)
             give_gradients(self._parameters, gradient.mean.views)

@@ -27,7 +27,7 @@ MODELS = (*IMAGE_MODELS, *TEXT_MODELS)
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
 ALL_REDUCES = ("ring", "halving-doubling", "recursive-doubling", "all-to-all", "hierarchical", "native")
-PREDICTIONS = ("local", "previous", "nesterov", "spectrain", "dc", "none")
+PREDICTIONS = ("eager", "local", "previous", "nesterov", "spectrain", "dc", "none")
 SERVER_PLACEMENTS = ("beside", "own")
 DDP_HOOKS = ("none", "fp16", "bf16", "powersgd")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
@@ -41,6 +41,9 @@ MAX_WIDTH = 64
 """Each unit of width costs one copy of the gradient and one iteration of staleness."""
 
 MAX_STREAMS = 16
+
+MAX_LOSS_SCALE = 2.0**127
+"""The largest power of two in float32."""
 
 DEFAULT_TIMEOUT = 120.0
 DEFAULT_SEGMENT_BYTES = 1 << 20
@@ -201,6 +204,8 @@ class OptimizationConfig:
         Clipping(norm=self.clip_norm, value=self.clip_value)  # checks them
         check_one_of("precision", self.precision, PRECISIONS)
         check_above_zero("loss-scale", self.loss_scale)
+        if self.loss_scale > MAX_LOSS_SCALE:
+            raise UserInputError(f"loss-scale must be at most {MAX_LOSS_SCALE:g}; got {self.loss_scale:g}")
         _check_read(self, "precision", self.precision, {"loss_scale": ("fp16",)})
         check_at_least("seed", self.seed, 0)
         if self.epochs is not None and self.iterations is not None:
@@ -221,10 +226,11 @@ class PipelineConfig:
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous."""
     warmup_iterations: int = 0
     """First iterations that run at width 1."""
-    prediction: str = "local"
+    prediction: str = "eager"
     """What stands for the gradients in flight in the weights that the next ones are computed on: local (this rank's
-    own gradients), previous (the last mean), nesterov (momentum alone), spectrain (the last update), dc (no predicted
-    weights, but corrected gradients), or none. Width 1 has none in flight."""
+    own gradients), eager (the same, further out the less they agree with the means), previous (the last mean),
+    nesterov (momentum alone), spectrain (the last update), dc (no predicted weights, but corrected gradients), or none.
+    Width 1 has none in flight."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is how harmful staleness shows."""
     buffers: str = "average"
@@ -393,12 +399,13 @@ class TrainConfig:
                 "parameters anywhere; got muon, which needs whole matrices"
             )
         if strategy in SERVER_STRATEGIES:
-            for name, value, default in (
-                ("clip-norm", optimization.clip_norm, None),
-                ("clip-value", optimization.clip_value, None),
-                ("precision", optimization.precision == "fp16" and "fp16", False),
-            ):
-                if value != default:
+            needs_whole_gradients = {
+                "clip-norm": optimization.clip_norm,
+                "clip-value": optimization.clip_value,
+                "precision": "fp16" if optimization.precision == "fp16" else None,
+            }
+            for name, value in needs_whole_gradients.items():
+                if value is not None:
                     raise UserInputError(
                         f"{name} must be left out with --strategy {strategy}, whose servers see parts of a gradient; "
                         f"got {value}"

@@ -6,6 +6,8 @@ differ in what they put in place of those:
 - ``local``: this rank's own gradients of these iterations (SAPipe, NeurIPS 2022, "local"), each an unbiased estimate of
   the mean that will arrive. The ranks' errors add up to zero, and with one rank, or the same data on all ranks, there
   are none: then it is synchronous training, bit for bit, with any optimizer.
+- ``eager``: the same gradients, but up to twice as far, the less they have agreed with the means so far: times
+  2 - (mean cosine). Ours; measured in experiments/LOG.md. Where ranks agree fully it is ``local``, to the bit.
 - ``previous``: the last mean that was applied, once more for each.
 - ``nesterov``: gradients of zero: momentum alone goes on (as in DANA, Hakimi et al., 2019).
 - ``spectrain``: the last update, once more for each (Chen et al., 2018). In width 2 the points at which gradients are
@@ -24,7 +26,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +40,34 @@ from pipesgd.hyperparameters import Hyperparameters, set_to
 Prepare = Callable[[Sequence[Tensor]], None]
 """What is done in place with gradients before the optimizer sees them: clipping."""
 
+COMPARED_DIGITS = 5
+"""After the point, of comparisons: the same values, added up in another order, must compare as the same."""
+AGREEMENT_DECAY = 0.95
+"""Of the running mean of cosines between this rank's gradients and the means that arrived: about 20 iterations."""
 DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
 """Of the adaptive form of DC-ASGD: lambda is divided by the root of a moving mean of the gradient's squares."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What stood for a mean, and the mean that arrived."""
+class Comparison(NamedTuple):
+    """What stood for a mean, and the mean that arrived; to as many digits as sums of float32 have."""
 
     cosine: float | None
     """Of the angle between them; None if one is zero, or not finite."""
     relative_error: float | None
     """Length of their difference, in lengths of the mean; None likewise."""
+
+
+class Agreement:
+    """How well this rank's gradients have agreed with the means lately: a running mean of cosines, 1 to begin with."""
+
+    def __init__(self) -> None:
+        self.cosine = 1.0
+
+    def saw(self, comparison: Comparison | None) -> None:
+        """Take note of a mean that has arrived."""
+        if comparison is not None and comparison.cosine is not None:
+            # So written, cosines of exactly 1 leave it at exactly 1.
+            self.cosine += (1 - AGREEMENT_DECAY) * (comparison.cosine - self.cosine)
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,7 @@ class Prediction:
         self._predicted: list[Tensor] = []
         """Storage for predicted weights, once there were any."""
 
-    def predict(self, in_flight: Sequence[Unapplied]) -> None:
+    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         """Let the parameters hold what they will be when the gradients in flight, oldest first, are applied."""
 
     def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
@@ -100,6 +118,12 @@ class Prediction:
         """Take the weights that the parameters hold for the true ones."""
         if self._true:
             self._predicted, self._true = self._true, []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds, besides the true weights and what it keeps of gradients in flight."""
+        held = (value for name, value in vars(self).items() if name not in ("_parameters", "_true"))
+        return sum(tensor.nbytes for value in held if isinstance(value, list) for tensor in value)
 
     @property
     def holds_predicted(self) -> bool:
@@ -139,23 +163,34 @@ class Replayed(Prediction):
         self._copy = OptimizerCopy(optimizer)
         self._gradients = [torch.zeros_like(parameter.data) for parameter in parameters]
 
-    def predict(self, in_flight: Sequence[Unapplied]) -> None:
+    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         guesses = [(guess, gradient.hyperparameters) for gradient in in_flight if (guess := self._guess(gradient))]
         if not guesses:
             return
+        reach = self._reach(agreement)
         self._begin()
         self._copy.follow()
         for guess, options in guesses:
             # A copy, since optimizers (and clipping) may change gradients in place.
             torch._foreach_copy_(self._gradients, list(guess))
+            if reach != 1.0:
+                torch._foreach_mul_(self._gradients, reach)
             self._prepare(self._gradients)
             give_gradients(self._parameters, self._gradients)
             self._copy.step(options)
         give_gradients(self._parameters, [None] * len(self._parameters))
 
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._copy.nbytes
+
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         """What stands for the mean that will arrive; empty if nothing does."""
         raise NotImplementedError
+
+    def _reach(self, agreement: Agreement) -> float:
+        """What it is multiplied by."""
+        return 1.0
 
 
 class Local(Replayed):
@@ -176,11 +211,25 @@ class Local(Replayed):
         )
         if not (math.isfinite(means + locals_) and means > 0 and locals_ > 0):
             return Comparison(cosine=None, relative_error=None)
-        error = max(means + locals_ - 2 * both, 0.0)
-        return Comparison(cosine=both / math.sqrt(means * locals_), relative_error=math.sqrt(error / means))
+        squared_error = round((means + locals_ - 2 * both) / means, COMPARED_DIGITS)
+        return Comparison(
+            cosine=round(both / math.sqrt(means * locals_), COMPARED_DIGITS),
+            relative_error=math.sqrt(max(squared_error, 0.0)),
+        )
 
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         return gradient.kept
+
+
+class Eager(Local):
+    """This rank's own gradients stand for the means, further out the less they agree with them.
+
+    Noise in the weights that gradients are computed on makes their mean over the ranks smaller where the loss is curved
+    most; going further along them makes up for it, and damps what oscillates.
+    """
+
+    def _reach(self, agreement: Agreement) -> float:
+        return 2.0 - agreement.cosine
 
 
 class Nesterov(Replayed):
@@ -230,7 +279,7 @@ class SpecTrain(Prediction):
             self._before = [torch.empty_like(tensor) for tensor in weights]
         torch._foreach_copy_(self._before, weights)
 
-    def predict(self, in_flight: Sequence[Unapplied]) -> None:
+    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         if not (in_flight and self._before):
             return
         self._begin()
@@ -318,6 +367,12 @@ class OptimizerCopy:
             group.update((name, value) for name, value in options.items() if name != "params")
         self._follow_attributes()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of its state."""
+        tensors = (value for values in self._copy.state.values() for value in values.values())
+        return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
+
     def step(self, hyperparameters: Hyperparameters) -> None:
         """Update the parameters with their ``.grad``."""
         with set_to(self._copy, hyperparameters):
@@ -346,6 +401,7 @@ def make_prediction(
 
 
 _PREDICTIONS: dict[str, type[Prediction]] = {
+    "eager": Eager,
     "local": Local,
     "previous": Previous,
     "nesterov": Nesterov,

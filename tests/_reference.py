@@ -48,8 +48,15 @@ def pipe_sgd(
                 group["lr"] = lr_of(index)
         optimizer.step()
 
+    agreements = [1.0] * len(batches[0])  # running means of cosines between ranks' gradients and the means
+
     def apply(index: int) -> None:
         nonlocal before
+        for rank, local in enumerate(locals_[index]):
+            mine, mean_ = (torch.cat([part.reshape(-1) for part in parts]) for parts in (local, means[index]))
+            if mine.norm() > 0 and mean_.norm() > 0:
+                cosine = float(torch.cosine_similarity(mine, mean_, dim=0))
+                agreements[rank] += 0.05 * (round(cosine, 5) - agreements[rank])
         before = [parameter.detach().clone() for parameter in parameters]
         mean = means[index]
         if prediction == "dc":
@@ -62,8 +69,9 @@ def pipe_sgd(
         """What this rank computes its gradient on."""
         guess, its_optimizer = copy.deepcopy((model, optimizer))
         for index in in_flight:
-            if prediction == "local":
-                step(guess, its_optimizer, locals_[index][rank], index)
+            if prediction in ("local", "eager"):
+                reach = 1.0 if prediction == "local" else 2.0 - agreements[rank]
+                step(guess, its_optimizer, [reach * gradient for gradient in locals_[index][rank]], index)
             elif prediction == "nesterov":
                 step(guess, its_optimizer, [torch.zeros_like(parameter) for parameter in parameters], index)
             elif prediction == "previous" and applied:

@@ -49,6 +49,7 @@ from pipesgd.errors import UserInputError
         ("--clip-value -1", "clip-value must be above 0; got -1.0"),
         ("--precision fp8", "precision must be one of fp32, bf16, fp16; got 'fp8'"),
         ("--precision fp16 --loss-scale 0", "loss-scale must be above 0; got 0.0"),
+        ("--precision fp16 --loss-scale 1e39", "loss-scale must be at most 1.70141e+38; got 1e+39"),
         (
             "--loss-scale 8 --precision bf16",
             "loss-scale must be left out with --precision bf16, which has no use for it (it belongs to fp16); got 8.0",

@@ -379,7 +379,7 @@ def _resume_in_the_middle(ranks: Ranks, width: int, prediction: str, at: int) ->
 @pytest.mark.parametrize(
     ("width", "prediction", "at"),
     [(1, "local", 4), (2, "local", 1), (2, "none", 5), (3, "local", 2), (4, "local", 8)]
-    + [(3, prediction, 4) for prediction in ("previous", "nesterov", "spectrain", "dc")],
+    + [(3, prediction, 4) for prediction in ("eager", "previous", "nesterov", "spectrain", "dc")],
 )
 def test_a_state_dict_continues_bit_for_bit(width: int, prediction: str, at: int) -> None:
     for uninterrupted, resumed in run_ranks(2, _resume_in_the_middle, width, prediction, at):

@@ -86,7 +86,7 @@ def weights_after(
             if isinstance(module, nn.Linear):
                 module.bias = None
     made = OPTIMIZERS[optimizer](model.parameters())
-    pipeline = Pipelined(model, made, width=width, ranks=ranks, **options)
+    pipeline = Pipelined(model, made, width=width, prediction=prediction, ranks=ranks, **options)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         made, max_lr=made.param_groups[0]["lr"], total_steps=len(batches), cycle_momentum=optimizer == "momentum"
     )
@@ -99,21 +99,27 @@ def weights_after(
     return model.state_dict()
 
 
-def _pairs_of_weights(ranks: Ranks, optimizers: list[str], width: int, options: dict[str, Any]) -> list[Any]:
-    return [[weights_after(ranks, name, k, options) for k in (width, 1)] for name in optimizers]
+WIDTHS = [(2, "local"), (2, "eager"), (3, "local"), (5, "eager")]
+
+
+def _weights_of_widths(ranks: Ranks, options: dict[str, Any]) -> list[list[dict[str, Tensor]]]:
+    """For every optimizer, what synchronous training comes to, and then each of ``WIDTHS``."""
+    return [
+        [weights_after(ranks, name, width, prediction, options) for width, prediction in [(1, "none"), *WIDTHS]]
+        for name in OPTIMIZERS
+    ]
 
 
 @pytest.mark.parametrize("options", IN_MIND.values(), ids=IN_MIND)
-@pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_one_rank_or_the_same_data_on_all_is_synchronous_training_bit_for_bit(
-    world_size: int, width: int, options: dict[str, Any]
+    world_size: int, options: dict[str, Any]
 ) -> None:
-    names = list(OPTIMIZERS)
-    for results in run_ranks(world_size, _pairs_of_weights, names, width, options):
-        for name, (ours, synchronous) in zip(names, results, strict=True):
-            for key in synchronous:
-                assert torch.equal(ours[key], synchronous[key]), (name, key)
+    for results in run_ranks(world_size, _weights_of_widths, options):
+        for name, (synchronous, *others) in zip(OPTIMIZERS, results, strict=True):
+            for width, weights in zip(WIDTHS, others, strict=True):
+                for key in synchronous:
+                    assert torch.equal(weights[key], synchronous[key]), (name, width, key)
 
 
 def _train_predicted(ranks: Ranks, cases: list[dict[str, Any]]) -> list[Any]:

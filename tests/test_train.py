@@ -59,7 +59,7 @@ def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
     result = summary(tmp_path)
     assert result["world_size"] == 4
     assert (result["strategy"], result["width"], result["codec"]) == ("pipelined", 2, "fp32")
-    assert (result["all_reduce"], result["prediction"], result["iterations"]) == ("ring", "local", 150)
+    assert (result["all_reduce"], result["prediction"], result["iterations"]) == ("ring", "eager", 150)
     assert result["replicas_identical"] is True
     assert result["final"]["test_accuracy"] > 0.75
     assert 0 < result["final"]["train_loss"] < 1.5

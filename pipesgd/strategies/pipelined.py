@@ -35,7 +35,7 @@ from pipesgd.gradients import FlatBuffer, all_finite, are_finite, give_gradients
 from pipesgd.guard import Guard
 from pipesgd.hyperparameters import Hyperparameters
 from pipesgd.loss_scale import LossScale
-from pipesgd.prediction import Comparison, Unapplied, make_prediction
+from pipesgd.prediction import Agreement, Comparison, Unapplied, make_prediction
 from pipesgd.strategies.base import Span, StepReport
 from pipesgd.strategies.replication import (
     combine_buffers,
@@ -98,7 +98,7 @@ class Pipelined:
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
-        prediction: what stands for the gradients in flight: "local", or another of ``pipesgd.prediction``.
+        prediction: what stands for the gradients in flight: "eager", or another of ``pipesgd.prediction``.
         guard: whether to fall back to width 1 for a while, on all ranks, when gradients blow up (``pipesgd.guard``).
         clip_norm: largest norm of the averaged gradient, to which it is scaled down when it is applied.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
@@ -134,7 +134,7 @@ class Pipelined:
         *,
         width: int = 2,
         warmup_iterations: int = 0,
-        prediction: str = "local",
+        prediction: str = "eager",
         guard: bool = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -165,6 +165,7 @@ class Pipelined:
         self.module = model
         self.replicated = True
         self._optimizer = optimizer
+        self._agreement = Agreement()
         self._guard = Guard() if guard and width > 1 else None
         self._loss_scale = LossScale(scaler, self._parameters)
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
@@ -239,6 +240,7 @@ class Pipelined:
                 "hyperparameters": list(gradient.hyperparameters),
                 "finite": gradient.reduction.result().finite,
                 "norm": gradient.reduction.result().norm,
+                "comparison": list(gradient.reduction.result().comparison or ()),
                 "flats": [flat.clone() for flat in gradient.buffer.flats],
                 "scale": gradient.scale,
                 "kept": [tensor.clone() for tensor in gradient.kept],
@@ -251,6 +253,7 @@ class Pipelined:
             "in_flight": in_flight,
             "exchange": self._exchange.state_dict(),
             "prediction": self._prediction.state_dict(),
+            "agreement": self._agreement.cosine,
             "loss_scale": self._loss_scale.state_dict(),
             "guard": None if self._guard is None else self._guard.state_dict(),
         }
@@ -265,6 +268,7 @@ class Pipelined:
         self.iteration = state["iteration"]
         self._exchange.load_state_dict(state["exchange"])
         self._prediction.load_state_dict(state["prediction"])
+        self._agreement.cosine = state["agreement"]
         self._loss_scale.load_state_dict(state["loss_scale"])
         if self._guard is not None and state["guard"] is not None:
             self._guard.load_state_dict(state["guard"])
@@ -275,7 +279,8 @@ class Pipelined:
             now = time.perf_counter()
             span = Span("communication", entry["iteration"], now, now)
             arrived: Future[_Reduction] = Future()
-            arrived.set_result(_Reduction(entry["finite"], span, norm=entry["norm"]))
+            comparison = Comparison(*entry["comparison"]) if entry["comparison"] else None
+            arrived.set_result(_Reduction(entry["finite"], span, comparison, entry["norm"]))
             options = entry["hyperparameters"]
             self._in_flight.append(
                 _InFlight(entry["iteration"], buffer, entry["kept"], options, entry["scale"], arrived)
@@ -333,6 +338,7 @@ class Pipelined:
             reduction = gradient.reduction.result()
             arrived = time.perf_counter()
             comparison = reduction.comparison
+            self._agreement.saw(comparison)
             self._loss_scale.saw(reduction.finite, gradient.scale)
             if self._guard is not None and reduction.norm is not None:
                 fell_back |= self._guard.saw(reduction.norm, self.iteration)
@@ -386,7 +392,8 @@ class Pipelined:
         give_gradients(self._parameters, [None] * len(self._parameters))
 
     def _predict(self) -> None:
-        self._prediction.predict([Unapplied(gradient.kept, gradient.hyperparameters) for gradient in self._in_flight])
+        in_flight = [Unapplied(gradient.kept, gradient.hyperparameters) for gradient in self._in_flight]
+        self._prediction.predict(in_flight, self._agreement)
 
     def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
         self._thread.submit(lambda: sum_buffer(buffer, self._exact)).result()

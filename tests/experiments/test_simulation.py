@@ -19,7 +19,8 @@ from pipesgd.workloads import ShardedBatches, build_model, load_dataset
 ITERATIONS = 9
 CASES: dict[str, dict[str, Any]] = {
     "synchronous": {"width": 1},
-    "local": {"width": 2},
+    "local": {"width": 2, "prediction": "local"},
+    "eager": {"width": 3, "prediction": "eager"},
     "local, width 3, warm-up, clipped": {"width": 3, "warmup_iterations": 3, "clip_norm": 0.5},
     "previous": {"prediction": "previous"},
     "nesterov": {"prediction": "nesterov", "width": 3},

@@ -17,8 +17,8 @@ from pipesgd.errors import UserInputError
 
 ACCURACIES = {
     "sync": {0.5: (0.87, 0.88), 1.0: (0.88, 0.89), 2.0: (0.86, 0.87)},
-    "local": {0.5: (0.87, 0.88), 1.0: (0.879, 0.887), 2.0: (0.86, None)},
-    "local, width 3": {0.5: (0.87, 0.88), 1.0: (0.87, 0.88), 2.0: (0.8, 0.8)},
+    "eager": {0.5: (0.87, 0.88), 1.0: (0.879, 0.887), 2.0: (0.86, None)},
+    "eager, width 3": {0.5: (0.87, 0.88), 1.0: (0.87, 0.88), 2.0: (0.8, 0.8)},
     "stale": {0.5: (0.86, 0.87), 1.0: (0.85, None), 2.0: (0.8, 0.8)},
 }
 
@@ -53,10 +53,10 @@ def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
 
 def test_a_mean_is_over_all_seeds_or_there_is_none() -> None:
     by_cell = {(row["method"], row["multiple"]): row for row in rows()}
-    local = by_cell["local", 1.0]
+    local = by_cell["eager", 1.0]
     assert local["accuracy_mean"] == pytest.approx(0.883)
     assert local["difference_to_sync_points"] == pytest.approx(-0.2)
-    gone = by_cell["local", 2.0]
+    gone = by_cell["eager", 2.0]
     assert (gone["accuracy_seed_0"], gone["accuracy_seed_1"], gone["diverged"]) == (0.86, None, 1)
     assert gone["accuracy_mean"] is gone["difference_to_sync_points"] is None
 
@@ -66,8 +66,8 @@ def test_methods_are_judged_at_the_best_rate_of_synchronous_training() -> None:
     assert {row["lr"] for row in summary.values()} == {OPTIMIZERS["sgd"][1]}
     assert {name: row["target"] for name, row in summary.items()} == {
         "sync": "",
-        "local": "met",
-        "local, width 3": "MISSED",
+        "eager": "met",
+        "eager, width 3": "MISSED",
         "stale": "",
     }
     base = OPTIMIZERS["sgd"][1]
@@ -81,7 +81,7 @@ def test_the_figure_has_a_line_for_each_method_that_ends_where_it_diverges() -> 
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     base = OPTIMIZERS["sgd"][1]
     assert [x for x, _ in lines["sync"]] == [base / 2, base, 2 * base]
-    assert lines["local"] == [[base / 2, pytest.approx(87.5)], [base, pytest.approx(88.3)]]
+    assert lines["eager"] == [[base / 2, pytest.approx(87.5)], [base, pytest.approx(88.3)]]
 
 
 @pytest.mark.parametrize(
