@@ -246,7 +246,9 @@ def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> 
     save(name, rows, extra={"target": target, **links}, folder=folder)
     kinds = list(dict.fromkeys((row["p"], row["codec"]) for row in rows))
     panels = [partial(plot, [row for row in rows if (row["p"], row["codec"]) == kind]) for kind in kinds]
-    save_panels(name, panels, size=(4.2 * len(panels), 4.0), folder=folder)
+    numbers = len({row["p"] for row in rows})
+    size = (4.2 * len(panels) / numbers, 4.0 * numbers)
+    save_panels(name, panels, size=size, rows=numbers, folder=folder)
     command.show(
         f"All-reduces; target: ring with a codec at least {LEAST_EFFICIENCY} of the wire, fp32 ring at least "
         f"{LEAST_TO_NATIVE} of native",

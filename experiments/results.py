@@ -70,14 +70,19 @@ def save_figure(
 
 
 def save_panels(
-    name: str, panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, float], folder: Path = RESULTS
+    name: str,
+    panels: Sequence[Callable[[Axes], Axes]],
+    *,
+    size: tuple[float, float],
+    rows: int = 1,
+    folder: Path = RESULTS,
 ) -> Path:
-    """Write ``folder/name.png``, of ``size`` in inches: the panels side by side, each drawn by a function; its path."""
+    """Write ``folder/name.png``, of ``size`` in inches: the panels, row by row, each drawn by a function; its path."""
     # Imported here: one rank draws, at the end. No pyplot, which would keep figures in a global list.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    for draw, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+    for draw, axes in zip(panels, figure.subplots(rows, len(panels) // rows, squeeze=False).flat, strict=True):
         draw(axes)
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=150)
