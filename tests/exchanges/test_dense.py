@@ -42,7 +42,9 @@ class Run:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 3)).to(dtype)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.pipeline = Pipelined(self.model, self.optimizer, width=width, codec=codec, ranks=ranks, segment_bytes=64)
+        self.pipeline = Pipelined(
+            self.model, self.optimizer, width=width, prediction="none", codec=codec, ranks=ranks, segment_bytes=64
+        )
         self._rank, self._dtype = ranks.rank, dtype
 
     def iterate(self, begin: int, end: int) -> list[str]:

@@ -241,7 +241,8 @@ def _in_a_pipeline(ranks: Ranks) -> dict[str, tuple[list[str], str]]:
         model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         codec = CodecOptions(codec="powersgd", low_rank=2)
-        return model, Pipelined(model, optimizer, width=2, codec=codec, all_reduce=all_reduce, ranks=ranks)
+        options: dict[str, Any] = {"width": 2, "prediction": "none", "codec": codec, "all_reduce": all_reduce}
+        return model, Pipelined(model, optimizer, ranks=ranks, **options)
 
     def run(model: nn.Module, pipeline: Pipelined, first: int, last: int) -> list[str]:
         hashes = []

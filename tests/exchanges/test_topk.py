@@ -237,9 +237,8 @@ def _in_a_pipeline(ranks: Ranks) -> tuple[list[str], str, list[int]]:
     def build() -> tuple[nn.Module, Pipelined]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 2))
-        return model, Pipelined(
-            model, torch.optim.SGD(model.parameters(), lr=0.05), width=2, codec=OPTIONS, ranks=ranks
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return model, Pipelined(model, optimizer, width=2, prediction="none", codec=OPTIONS, ranks=ranks)
 
     def run(model: nn.Module, pipeline: Pipelined, first: int, last: int) -> tuple[list[str], list[int]]:
         hashes, sent = [], []

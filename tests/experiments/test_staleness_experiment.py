@@ -111,16 +111,16 @@ def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
         "sgd",
         "--methods",
         "sync",
-        "local",
+        "eager",
         "--multiples",
         "1",
     ]
     arguments = [sys.executable, "-m", "experiments.staleness", *words, "--output", str(tmp_path)]
-    for expected in ("local", "2 of 2 runs are there"):
+    for expected in ("eager", "2 of 2 runs are there"):
         done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
         assert "Warning" not in done.stderr
-    assert [row["method"] for row in load(tmp_path / "staleness.csv")] == ["sync", "local"]
+    assert [row["method"] for row in load(tmp_path / "staleness.csv")] == ["sync", "eager"]
     assert load(tmp_path / "staleness_summary.csv")[1]["target"] in ("met", "MISSED")
     assert (tmp_path / "staleness.png").stat().st_size > 0
