@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipesgd.errors import UserInputError
 
@@ -25,6 +27,21 @@ def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ``UserInputError`` naming the nearest choice unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise UserInputError(f"{name} must be {one_of(choices)}; got {value!r}{did_you_mean(value, choices)}")
+
+
+def check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Sequence[str]]) -> None:
+    """Raise ``UserInputError`` for a set field of the dataclass ``section`` that ``chosen`` does not read.
+
+    ``readers`` are, by field, the values of ``option`` that read it; other fields are always read. What no one reads
+    must not be asked for in silence.
+    """
+    for item in dataclasses.fields(section):
+        value = getattr(section, item.name)
+        if item.name in readers and chosen not in readers[item.name] and value != item.default:
+            raise UserInputError(
+                f"{item.name.replace('_', '-')} must be left out with --{option} {chosen}, which has no use for it "
+                f"(it belongs to {one_of(readers[item.name])}); got {value}"
+            )
 
 
 def one_of(choices: Sequence[str]) -> str:

@@ -7,14 +7,13 @@ checked where it becomes known. The docstring under a field is the help text of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from pipesgd.checks import check_above_zero, check_at_least, check_one_of, one_of
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read
 from pipesgd.clipping import Clipping
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
@@ -77,17 +76,6 @@ def dataset_kind(name: str) -> str:
     return "text:PATH" if name.startswith("text:") and name != "text:" else name
 
 
-def _check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Sequence[str]]) -> None:
-    """Raise ``UserInputError`` for an option of ``section`` that is set although ``chosen`` does not read it."""
-    for item in dataclasses.fields(section):
-        value = getattr(section, item.name)
-        if item.name in readers and chosen not in readers[item.name] and value != item.default:
-            raise UserInputError(
-                f"{item.name.replace('_', '-')} must be left out with --{option} {chosen}, which has no use for it "
-                f"(it belongs to {one_of(readers[item.name])}); got {value}"
-            )
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What is trained on."""
@@ -111,7 +99,7 @@ class DataConfig:
         check_at_least("batch-size", self.batch_size, 1)
         check_at_least("image-size", self.image_size, 1)
         check_at_least("context", self.context, 1)
-        _check_read(self, "dataset", dataset_kind(self.dataset), {"context": TEXTS})
+        check_read(self, "dataset", dataset_kind(self.dataset), {"context": TEXTS})
         if self.loader_workers is not None:
             check_at_least("loader-workers", self.loader_workers, 0)
 
@@ -144,7 +132,7 @@ class ModelConfig:
             check_at_least("hidden-sizes", size, 1)
         for name in ("layers", "heads", "embedding"):
             check_at_least(name, getattr(self, name), 1)
-        _check_read(self, "model", self.model, _READ_BY_MODEL)
+        check_read(self, "model", self.model, _READ_BY_MODEL)
         if self.embedding % self.heads:
             raise UserInputError(f"embedding must be a multiple of --heads {self.heads}; got {self.embedding}")
 
@@ -206,7 +194,7 @@ class OptimizationConfig:
         check_above_zero("loss-scale", self.loss_scale)
         if self.loss_scale > MAX_LOSS_SCALE:
             raise UserInputError(f"loss-scale must be at most {MAX_LOSS_SCALE:g}; got {self.loss_scale:g}")
-        _check_read(self, "precision", self.precision, {"loss_scale": ("fp16",)})
+        check_read(self, "precision", self.precision, {"loss_scale": ("fp16",)})
         check_at_least("seed", self.seed, 0)
         if self.epochs is not None and self.iterations is not None:
             raise UserInputError("epochs and iterations must not both be given; leave one of them out")
@@ -264,7 +252,7 @@ class PipelineConfig:
         check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
         if self.staleness_bound is not None:
             check_at_least("staleness-bound", self.staleness_bound, 0)
-        _check_read(self, "strategy", self.strategy, _READ_BY_STRATEGY)
+        check_read(self, "strategy", self.strategy, _READ_BY_STRATEGY)
 
     def describe(self) -> str:
         """What is done with the gradients, in a few words."""

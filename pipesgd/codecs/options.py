@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
-from pipesgd.checks import check_above_zero, check_at_least, check_one_of, one_of
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, one_of
 from pipesgd.errors import UserInputError
 
 FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
@@ -51,13 +50,7 @@ class CodecOptions:
 
     def __post_init__(self) -> None:
         check_one_of("codec", self.codec, CODECS)
-        for item in dataclasses.fields(self):
-            readers = _READ_BY.get(item.name, CODECS)
-            if self.codec not in readers and getattr(self, item.name) != item.default:
-                raise UserInputError(
-                    f"{item.name.replace('_', '-')} must be left out with --codec {self.codec}, which has no use for "
-                    f"it (it belongs to {one_of(readers)}); got {getattr(self, item.name)}"
-                )
+        check_read(self, "codec", self.codec, _READ_BY)
         if self.codec_block is not None:
             check_at_least("codec-block", self.codec_block, 1)
             if self.codec_block > MAX_BLOCK:
@@ -152,4 +145,4 @@ _READ_BY = {
     "momentum_correction": ("topk",),
     "low_rank": ("powersgd",),
 }
-"""The codecs that read an option; what no one reads must not be asked for in silence."""
+"""The codecs that read an option."""
