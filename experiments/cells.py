@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import pipesgd
+from experiments import command
 from experiments.contenders import Contender
 from experiments.paired import median, turns
 from experiments.results import REPOSITORY, provenance
@@ -183,7 +184,7 @@ def complete(
                 if cell.failure or not console.is_terminal:
                     where = f"{len(todo) - len(missing) + done}/{len(todo)}"
                     line = f"{where} {contender.name}, {index}: {_outcome(cell)}{left}"
-                    console.print(line, highlight=False, soft_wrap=True, markup=False)
+                    command.say(console, line)
             yield cell
 
 

@@ -33,8 +33,7 @@ from experiments.contenders import NEVER
 from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.paired import median
-from experiments.results import REPOSITORY, Row, provenance, save, save_panels
-from pipesgd.checks import check_one_of
+from experiments.results import REPOSITORY, Row, code_state, save, save_panels
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.output import SUMMARY_FILE
@@ -144,9 +143,7 @@ def train(words: str) -> Run:
             summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
             found["test_accuracy"] = summary["final"]["test_accuracy"]
             found["wire_bytes"] = summary["wire_bytes_per_iteration"]
-    git = provenance()["git"]
-    commit = None if git is None else git["commit"] + (" and changes" if git["dirty"] else "")
-    return Run(started=started, commit=commit, seconds=time.perf_counter() - begin, failure=failure, **found)
+    return Run(started=started, commit=code_state(), seconds=time.perf_counter() - begin, failure=failure, **found)
 
 
 def compute(
@@ -155,15 +152,14 @@ def compute(
     """The runs of the plan by their words; those that are not there yet, or failed, are made now."""
     done = {words: run for words, run in runs.load().items() if run.failure is None}
     missing = [one for one in planned if one.words not in done]
-    if len(missing) < len(planned):
-        _say(console, f"{len(planned) - len(missing)} of {len(planned)} runs are there; --fresh makes them again")
+    command.say_kept(console, len(planned), len(missing))
     with command.progress(console, "accuracy", len(missing)) as advance:
         for number, one in enumerate(missing, start=1):
             run = done[one.words] = train(one.words)
             runs.add(one.words, run)
             name = f"{number}/{len(missing)} {one.model}, {one.codec}, seed {one.seed}"
             if run.test_accuracy is None:
-                _say(console, f"{name} failed: {run.failure}")
+                command.say(console, f"{name} failed: {run.failure}")
                 advance(1, f"{name} failed")
             else:
                 advance(1, f"{name}: {run.test_accuracy:.2%} in {run.seconds:.0f} s")
@@ -277,7 +273,7 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
     )
     for row in rows:
         if row["failures"]:
-            _say(console, f"{row['model']}, {row['codec']} failed: {row['failures']}")
+            command.say(console, f"{row['model']}, {row['codec']} failed: {row['failures']}")
 
 
 def _texts(row: Row) -> dict[str, str]:
@@ -297,10 +293,6 @@ def _texts(row: Row) -> dict[str, str]:
     }
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """The options; raises ``UserInputError``."""
     options = command.parser("codec_accuracy", __doc__)
@@ -310,12 +302,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     add("--seeds", type=number(1), help=f"how many ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)")
     add("--fresh", action="store_true", help="forget the finished runs in the output folder")
     arguments = command.parse(options, words)
-    for name, known in (("models", MODELS), ("codecs", CODECS)):
-        given = getattr(arguments, name)
-        for one in given:
-            check_one_of(f"--{name}", one, list(known))
-            if given.count(one) > 1:
-                raise UserInputError(f"--{name} must name each once; got {one!r} twice")
+    command.check_each_once(arguments, {"models": MODELS, "codecs": CODECS})
     if by_torchrun:
         raise UserInputError("codec_accuracy must be run without torchrun: it starts torchrun itself")
     arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)

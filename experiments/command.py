@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from experiments.results import RESULTS, provenance
+from pipesgd.checks import check_one_of
 from pipesgd.command_line import HelpRequested
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import UserInputError
@@ -86,6 +87,27 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def check_each_once(arguments: argparse.Namespace, known: Mapping[str, Iterable[str]]) -> None:
+    """Raise ``UserInputError`` if an option in ``known`` holds a name that is not among its choices, or one twice."""
+    for option, choices in known.items():
+        given = getattr(arguments, option) or []
+        for name in given:
+            check_one_of(f"--{option}", name, list(choices))
+            if given.count(name) > 1:
+                raise UserInputError(f"--{option} must name each once; got {name!r} twice")
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is: unbroken, without colours, brackets and all."""
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def say_kept(console: Console, planned: int, missing: int) -> None:
+    """Say how many of the planned runs need not be made again."""
+    if missing < planned:
+        say(console, f"{planned - missing} of {planned} runs are there; --fresh makes them again")
+
+
 def run(experiment: Callable[[Sequence[str], Ranks, Console], None]) -> NoReturn:
     """Run ``experiment(words, ranks, console)`` on torchrun's ranks, or on one; exit as training does."""
     provenance()  # the code as it is now, even if it is edited before the end
@@ -123,7 +145,7 @@ def progress(
         left = timedelta(seconds=round((now - begin) / done * max(total - done, 0.0)))
         bar.update(task, completed=done, what=f"{what}, {left} left", refresh=True)
         if not console.is_terminal:
-            console.print(f"{label}: {what}, {done / total:.0%} done, {left} left", highlight=False, soft_wrap=True)
+            say(console, f"{label}: {what}, {done / total:.0%} done, {left} left")
 
     with bar:
         yield advance

@@ -60,7 +60,7 @@ def compute(plan: Plan, cells: Cells, console: Console) -> list[Cell]:
     if found:
         failed = sum(cell.failure is not None for cell in found)
         text = f"{len(found)} of {len(todo)} cells are there from before" + (f", {failed} failed" if failed else "")
-        _say(console, f"{text}; --fresh runs them again, or deletion of their files in {cells.folder}")
+        command.say(console, f"{text}; --fresh runs them again, or deletion of their files in {cells.folder}")
     if len(found) == len(todo):
         return found
     try:
@@ -73,7 +73,7 @@ def compute(plan: Plan, cells: Cells, console: Console) -> list[Cell]:
             return list(complete(cells, todo, partial(run_cell, testbed, plan, cells), console))
     except (KeyboardInterrupt, Terminated):
         done = sum(cells.file(one, index).exists() for one, index in todo)
-        _say(console, f"stopped with {done} of {len(todo)} cells done; the same command continues")
+        command.say(console, f"stopped with {done} of {len(todo)} cells done; the same command continues")
         raise
 
 
@@ -134,11 +134,7 @@ def publish(plan: Plan, cells: Sequence[Cell], links: Any) -> None:
     save_panels(plan.name, [draw], size=(9.0, height), folder=plan.output)
     console = Console()
     for line in [*lines, f"wrote {path}"]:
-        _say(console, line)
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+        command.say(console, line)
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:

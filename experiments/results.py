@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import json
 import os
 import platform
@@ -82,8 +83,12 @@ def save_panels(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    for draw, axes in zip(panels, figure.subplots(rows, len(panels) // rows, squeeze=False).flat, strict=True):
-        draw(axes)
+    places = figure.subplots(rows, -(-len(panels) // rows), squeeze=False).flat
+    for draw, axes in itertools.zip_longest(panels, places):
+        if draw is None:
+            axes.remove()
+        else:
+            draw(axes)
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=150)
     return path
@@ -96,6 +101,12 @@ def command_line() -> str:
     spec = sys.modules["__main__"].__spec__
     module = "-" if spec is None else f"-m {spec.name}"
     return " ".join([start, module, *(re.sub(r"(^|=)/.*/", r"\1", word) for word in sys.argv[1:])])
+
+
+def code_state() -> str | None:
+    """The commit that this process runs, "<hash>" or "<hash> and changes"; None where there is no repository."""
+    git = provenance()["git"]
+    return None if git is None else git["commit"] + (" and changes" if git["dirty"] else "")
 
 
 @functools.cache

@@ -2,15 +2,17 @@
 
     python -m experiments.staleness                               staleness.csv, staleness_summary.csv, staleness.png
     python -m experiments.staleness --workloads mlp --optimizers sgd --methods sync local stale --seeds 1
+    python -m experiments.staleness --finished                    the same files, of the runs that are there
 
 Every method trains with every optimizer at learning rates around the best one of synchronous training, on four ranks,
 which are simulated exactly in one process (experiments/simulation.py). A run is named by the words that
-``pipesgd.train`` would be given for it. One that diverges is a result as well. Finished runs are kept in
-staleness.runs.json in the output folder: the same command makes only those that are missing.
+``pipesgd.train`` would be given for it. One that diverges is a result as well. All of it takes a day of two cores.
+Finished runs are kept in staleness.runs.json in the output folder: the same command makes only those that are missing.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -33,10 +35,9 @@ from torch.nn.functional import cross_entropy
 from experiments import command, contenders
 from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
-from experiments.results import Row, provenance, save, save_panels
+from experiments.results import Row, code_state, save, save_panels
 from experiments.simulation import SimulatedRanks
 from pipesgd import evaluation
-from pipesgd.checks import check_one_of
 from pipesgd.command_line import parse as parse_training
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
@@ -54,22 +55,46 @@ WORLD_SIZE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained, and for how long."""
+    """What is trained, and for how long; and what is tried on it where the command does not say."""
 
     words: str
     iterations: int
     """Three epochs of the mlp, fewer of what takes longer."""
+    optimizers: tuple[str, ...]
+    methods: tuple[str, ...] | None = None
+    """None: all."""
+    judged_by_loss: bool = False
+    """Test loss, where accuracy is not what people look at."""
 
 
 WORKLOADS = {
     "mlp": Workload(
-        words="--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32", iterations=1404
+        words="--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32",
+        iterations=1404,
+        optimizers=("sgd", "adamw", "adagrad"),
     ),
-    "convnet": Workload(words="--dataset fashion-mnist --model convnet --batch-size 32", iterations=468),
-    "resnet18": Workload(words="--dataset fashion-mnist --model resnet18 --batch-size 8", iterations=400),
-    "digits": Workload(words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", iterations=100),
+    "convnet": Workload(
+        words="--dataset fashion-mnist --model convnet --batch-size 32",
+        iterations=468,
+        optimizers=("sgd", "adamw", "adagrad"),
+    ),
+    "transformer": Workload(
+        words="--dataset python-stdlib --model transformer --batch-size 8",
+        iterations=600,
+        optimizers=("adamw", "muon"),
+        judged_by_loss=True,
+    ),
+    "resnet18": Workload(
+        words="--dataset fashion-mnist --model resnet18 --batch-size 8",
+        iterations=200,
+        optimizers=("sgd", "adamw"),
+        methods=("sync", "stale", "eager", "local", "eager, width 3"),
+    ),
+    "digits": Workload(
+        words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", iterations=100, optimizers=("sgd",)
+    ),
 }
-"""The last one is for trying out."""
+"""The last one is for trying out. Muon's products in bfloat16 take most of an iteration of the mlp on a CPU."""
 OPTIMIZERS = {
     "sgd": ("--optimizer sgd --momentum 0.9", 0.05),
     "adamw": ("--optimizer adamw", 0.001),
@@ -77,7 +102,10 @@ OPTIMIZERS = {
     "muon": ("--optimizer muon", 0.001),
 }
 """Words, and the learning rate that the others are multiples of."""
-MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+FEW_MULTIPLES = (0.25, 1.0, 2.0, 4.0)
+CLOSELY = ("sync", "stale", "eager", "local")
+"""Methods that are tried at all multiples; the others at a few."""
 METHODS = {
     "sync": "--width 1",
     "stale": "--width 2 --prediction none",
@@ -101,7 +129,14 @@ BASELINE = "sync"
 MOST_LOST = {"eager": 0.2, "eager, width 3": 0.4, "eager, int8": 0.3, "eager, int4": 0.3}
 """Points of accuracy that the default may lose, in the mean over seeds, at the best learning rate of synchronous
 training."""
+LOSS_PERCENT_PER_POINT = 2.5
+"""What a point of accuracy is worth where the loss is judged: 0.2 points, or half a percent of the loss."""
+CONVERGED = 0.9
+"""A learning rate at which a seed ends below this share of the best synchronous accuracy is one that failed."""
+STABILITY = 0.5
+"""Share of the largest rate of synchronous training up to which the default must not fail either."""
 SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 20
+PANELS_ABREAST = 3
 DIVERGED_LOSS = 20.0
 """A training loss above this, or none, ends a run: of ten classes, chance has 2.3."""
 
@@ -137,36 +172,37 @@ class Planned:
 
 def plan(
     workloads: Sequence[str],
-    optimizers: Sequence[str],
-    methods: Sequence[str],
-    multiples: Sequence[float],
-    seeds: int,
+    optimizers: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    multiples: Sequence[float] | None = None,
+    seeds: int = SEEDS,
     *,
-    quick: bool,
+    quick: bool = False,
 ) -> list[Planned]:
-    """All runs, seed by seed."""
+    """All runs, seed by seed. None: what the workload, and the method, are tried with."""
     planned = []
-    for seed in range(seeds):
-        for workload in workloads:
-            iterations = QUICK_ITERATIONS if quick else WORKLOADS[workload].iterations
-            for optimizer in optimizers:
-                words, base = OPTIMIZERS[optimizer]
-                for multiple in multiples:
-                    lr = base * multiple
-                    rest = f"{words} --lr {lr:g} --schedule one-cycle --iterations {iterations} --seed {seed}"
-                    for method in methods:
-                        how = METHODS[method].format(warmup=round(WARMUP * iterations))
-                        planned.append(
-                            Planned(
-                                workload=workload,
-                                optimizer=optimizer,
-                                method=method,
-                                multiple=multiple,
-                                lr=lr,
-                                seed=seed,
-                                words=f"{WORKLOADS[workload].words} {how} {rest}",
-                            )
-                        )
+    for seed, name in itertools.product(range(seeds), workloads):
+        workload = WORKLOADS[name]
+        iterations = QUICK_ITERATIONS if quick else workload.iterations
+        for optimizer, multiple in itertools.product(optimizers or workload.optimizers, multiples or MULTIPLES):
+            words, base = OPTIMIZERS[optimizer]
+            lr = base * multiple
+            rest = f"{words} --lr {lr:g} --schedule one-cycle --iterations {iterations} --seed {seed}"
+            for method in methods or workload.methods or METHODS:
+                if not multiples and method not in CLOSELY and multiple not in FEW_MULTIPLES:
+                    continue
+                how = METHODS[method].format(warmup=round(WARMUP * iterations))
+                planned.append(
+                    Planned(
+                        workload=name,
+                        optimizer=optimizer,
+                        method=method,
+                        multiple=multiple,
+                        lr=lr,
+                        seed=seed,
+                        words=f"{workload.words} {how} {rest}",
+                    )
+                )
     return planned
 
 
@@ -194,8 +230,7 @@ def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
     )
     batches = zip(*(_batches(config, data, rank, world_size) for rank in range(world_size)), strict=True)
     losses: list[float] = []
-    git = provenance()["git"]
-    commit = None if git is None else git["commit"] + (" and changes" if git["dirty"] else "")
+    commit = code_state()
     for iteration in range(iterations):
         losses.append(float(np.mean(ranks.iterate(_loss, next(batches)))))
         schedule.step()
@@ -203,7 +238,7 @@ def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
             return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=iteration)
     ranks.flush()
     parts = evaluation.sums(
-        model, evaluation_batches(data.test, batch_size=500, rank=0, world_size=1), torch.device("cpu")
+        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=1), torch.device("cpu")
     )
     worth = evaluation.mean([parts])
     return Run(
@@ -240,8 +275,7 @@ def compute(planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, *
     """The runs of the plan by their words; those that are not there yet are made now, ``processes`` at a time."""
     done = runs.load()
     missing = [one for one in planned if one.words not in done]
-    if len(missing) < len(planned):
-        _say(console, f"{len(planned) - len(missing)} of {len(planned)} runs are there; --fresh makes them again")
+    command.say_kept(console, len(planned), len(missing))
     context = multiprocessing.get_context("spawn")  # a fork would copy the state of torch's threads
     with (
         command.progress(console, "staleness", len(missing)) as advance,
@@ -262,22 +296,17 @@ def compute(planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, *
 
 
 def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
-    """A row for every workload, optimizer, method and learning rate, with all its seeds."""
+    """A row for every workload, optimizer, method and learning rate, with all its seeds; none if one is missing."""
     seeds = sorted({one.seed for one in planned})
-    of = {(one.workload, one.optimizer, one.method, one.lr, one.seed): runs[one.words] for one in planned}
+    of = {(one.workload, one.optimizer, one.method, one.lr, one.seed): runs.get(one.words) for one in planned}
     rows = []
     for workload, optimizer, method, multiple, lr in dict.fromkeys(
         (one.workload, one.optimizer, one.method, one.multiple, one.lr) for one in planned
     ):
-        own = [of[workload, optimizer, method, lr, seed] for seed in seeds]
+        own = [run for seed in seeds if (run := of[workload, optimizer, method, lr, seed])]
+        if len(own) < len(seeds):
+            continue
         base = [of.get((workload, optimizer, BASELINE, lr, seed)) for seed in seeds]
-        good = [run for run in own if run.test_accuracy is not None]
-        lost = [
-            100 * (run.test_accuracy - other.test_accuracy)
-            for run, other in zip(own, base, strict=True)
-            if run.test_accuracy is not None and other is not None and other.test_accuracy is not None
-        ]
-        whole = len(good) == len(own)  # a mean over the seeds that survived would flatter
         rows.append(
             {
                 "workload": workload,
@@ -286,11 +315,26 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
                 "multiple": multiple,
                 "lr": lr,
                 **{f"accuracy_seed_{seed}": run.test_accuracy for seed, run in zip(seeds, own, strict=True)},
-                "accuracy_mean": _mean([run.test_accuracy for run in good]) if whole else None,
-                "test_loss_mean": _mean([run.test_loss for run in good]) if whole else None,
-                "train_loss_mean": _mean([run.train_loss for run in good]) if whole else None,
-                "diverged": len(own) - len(good),
-                "difference_to_sync_points": round(float(np.mean(lost)), 6) if len(lost) == len(own) else None,
+                "accuracy_mean": _mean([run.test_accuracy for run in own]),
+                "test_loss_mean": _mean([run.test_loss for run in own]),
+                "train_loss_mean": _mean([run.train_loss for run in own]),
+                "diverged": sum(run.diverged_at is not None for run in own),
+                "accuracy_to_sync_points": _mean(
+                    [
+                        100 * (run.test_accuracy - other.test_accuracy)
+                        if other and run.test_accuracy is not None and other.test_accuracy is not None
+                        else None
+                        for run, other in zip(own, base, strict=True)
+                    ]
+                ),
+                "loss_to_sync_percent": _mean(
+                    [
+                        100 * (run.test_loss / other.test_loss - 1)
+                        if other and run.test_loss is not None and other.test_loss is not None
+                        else None
+                        for run, other in zip(own, base, strict=True)
+                    ]
+                ),
             }
         )
     return rows
@@ -299,75 +343,123 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
 def summarize(rows: Sequence[Row]) -> list[Row]:
     """For every workload, optimizer and method: what it comes to at the best learning rate of synchronous training.
 
-    And the largest multiple up to which no seed diverges, at any multiple up to it.
+    And the largest rate up to which no seed fails, at any rate up to it that was tried.
     """
     summary = []
     for workload, optimizer in dict.fromkeys((row["workload"], row["optimizer"]) for row in rows):
-        cell = [row for row in rows if (row["workload"], row["optimizer"]) == (workload, optimizer)]
+        cell = sorted(
+            (row for row in rows if (row["workload"], row["optimizer"]) == (workload, optimizer)),
+            key=lambda row: row["lr"],
+        )
         synchronous = [row for row in cell if row["method"] == BASELINE and row["accuracy_mean"] is not None]
-        best = max(synchronous, key=lambda row: row["accuracy_mean"], default=None)
-        for method in dict.fromkeys(row["method"] for row in cell):
-            own = sorted((row for row in cell if row["method"] == method), key=lambda row: row["lr"])
-            stable: list[Row] = []
-            for row in own:
-                if row["diverged"]:
-                    break
-                stable.append(row)
+        best = min(synchronous, key=partial(_badness, workload), default=None)
+        least = CONVERGED * max((row["accuracy_mean"] for row in synchronous), default=0.0)
+        sync_limit = _stable_up_to([row for row in cell if row["method"] == BASELINE], least)
+        for method in dict.fromkeys(row["method"] for row in rows if row in cell):
+            own = [row for row in cell if row["method"] == method]
+            limit = _stable_up_to(own, least)
             at_best = next((row for row in own if best is not None and row["lr"] == best["lr"]), None)
+            own_best = min((row for row in own if row["accuracy_mean"]), key=partial(_badness, workload), default=None)
             summary.append(
                 {
                     "workload": workload,
                     "optimizer": optimizer,
                     "method": method,
                     "lr": None if best is None else best["lr"],
-                    "accuracy_mean": None if at_best is None else at_best["accuracy_mean"],
-                    "difference_to_sync_points": None if at_best is None else at_best["difference_to_sync_points"],
-                    "stable_up_to_lr": stable[-1]["lr"] if stable else None,
-                    "best_accuracy_mean": max((r["accuracy_mean"] for r in own if r["accuracy_mean"]), default=None),
-                    "target": verdict(method, at_best),
+                    **{
+                        name: None if at_best is None else at_best[name]
+                        for name in (
+                            "accuracy_mean",
+                            "accuracy_to_sync_points",
+                            "test_loss_mean",
+                            "loss_to_sync_percent",
+                        )
+                    },
+                    "own_best_lr": None if own_best is None else own_best["lr"],
+                    "own_best_accuracy_mean": None if own_best is None else own_best["accuracy_mean"],
+                    "own_best_test_loss_mean": None if own_best is None else own_best["test_loss_mean"],
+                    "stable_up_to_lr": limit,
+                    "target": verdict(workload, method, at_best),
+                    "stability": stability(method, limit, sync_limit),
                 }
             )
     return summary
 
 
-def verdict(method: str, row: Row | None) -> str:
-    """Whether the method meets its target; empty where there is none, or nothing to compare with."""
+def _badness(workload: str, row: Row) -> float:
+    return float(row["test_loss_mean"] if WORKLOADS[workload].judged_by_loss else -row["accuracy_mean"])
+
+
+def _stable_up_to(rows: Sequence[Row], least: float) -> float | None:
+    """The largest rate of ``rows``, sorted by rate, before the first at which a seed ends below ``least``."""
+    limit = None
+    for row in rows:
+        accuracies = [value for name, value in row.items() if name.startswith("accuracy_seed_")]
+        if any(value is None or value < least for value in accuracies):
+            break
+        limit = row["lr"]
+    return limit
+
+
+def verdict(workload: str, method: str, row: Row | None) -> str:
+    """Whether the method meets its target at a rate; empty where there is none, or nothing to compare with."""
     if method not in MOST_LOST or row is None:
         return ""
-    lost = row["difference_to_sync_points"]
+    if WORKLOADS[workload].judged_by_loss:
+        more = row["loss_to_sync_percent"]
+        return "met" if more is not None and more <= LOSS_PERCENT_PER_POINT * MOST_LOST[method] else "MISSED"
+    lost = row["accuracy_to_sync_points"]
     return "met" if lost is not None and lost >= -MOST_LOST[method] else "MISSED"
 
 
+def stability(method: str, limit: float | None, sync_limit: float | None) -> str:
+    """Whether the method is stable far enough; empty where that is not asked for, or nothing to compare with."""
+    if method not in MOST_LOST or sync_limit is None:
+        return ""
+    return "met" if limit is not None and limit >= STABILITY * sync_limit else "MISSED"
+
+
 def plot(rows: Sequence[Row], axes: Axes) -> Axes:
-    """For one workload and optimizer: the mean accuracy over the learning rate; methods that diverge end early."""
-    for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
-        own = sorted((r for r in rows if r["method"] == method and r["accuracy_mean"]), key=lambda row: row["lr"])
+    """For one workload and optimizer: accuracy, or loss, over the learning rate; methods that diverge end early."""
+    workload, optimizer = rows[0]["workload"], rows[0]["optimizer"]
+    by_loss = WORKLOADS[workload].judged_by_loss
+    column, factor = ("test_loss_mean", 1) if by_loss else ("accuracy_mean", 100)
+    good = [row for row in rows if row["accuracy_mean"] is not None]
+    for number, method in enumerate(METHODS):
+        own = sorted((row for row in good if row["method"] == method), key=lambda row: row["lr"])
         style = {
             "color": COLOURS[number % len(COLOURS)],
             "linestyle": "-" if number < len(COLOURS) else "--",
             "marker": "os^Dv<>P"[number % 8],
+            "linewidth": 2.5 if method in CLOSELY else 1.0,
         }
-        axes.plot([r["lr"] for r in own], [100 * r["accuracy_mean"] for r in own], label=method, **style)
-    best = max((row["accuracy_mean"] or 0.0 for row in rows), default=1.0)
+        if own:
+            axes.plot([row["lr"] for row in own], [factor * row[column] for row in own], label=method, **style)
+    values = [factor * row[column] for row in good]
+    if values:
+        axes.set_ylim(*((0.98 * min(values), 1.3 * min(values)) if by_loss else (max(values) - 8, max(values) + 0.5)))
     axes.set_xscale("log", base=2)
-    axes.set_ylim(100 * best - 8, 100 * best + 0.5)
     axes.set(
-        title=f"{rows[0]['workload']}, {rows[0]['optimizer']}",
+        title=f"{workload}, {optimizer}",
         xlabel="peak learning rate",
-        ylabel="test accuracy, mean of seeds (%)",
+        ylabel="test loss (nats), mean of seeds" if by_loss else "test accuracy (%), mean of seeds",
     )
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.legend(fontsize="small", loc="lower left")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes
 
 
-def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Console) -> None:
+def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
     """Save the rows, their summary and their figure, and print the summary."""
     summary = summarize(rows)
     extra = {
         "world_size": WORLD_SIZE,
         "simulated": True,
-        "target": {"difference_to_sync_points_at_least": {name: -lost for name, lost in MOST_LOST.items()}},
+        "target": {
+            "points_of_accuracy_lost_at_most": MOST_LOST,
+            "percent_of_loss_for_a_point": LOSS_PERCENT_PER_POINT,
+            "stable_up_to_share_of_sync": STABILITY,
+        },
         "runs": len(runs),
         "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
     }
@@ -375,8 +467,10 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
     save("staleness_summary", summary, extra=extra, folder=folder)
     cells = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
     panels = [partial(plot, [row for row in rows if (row["workload"], row["optimizer"]) == cell]) for cell in cells]
-    save_panels("staleness", panels, size=(6.0 * len(panels), 5.0), folder=folder)
-    command.show("Test accuracy at the best learning rate of synchronous training", [_texts(row) for row in summary])
+    lines = math.ceil(len(panels) / PANELS_ABREAST)
+    size = (7.0 * min(len(panels), PANELS_ABREAST), 4.5 * lines)
+    save_panels("staleness", panels, size=size, rows=lines, folder=folder)
+    command.show("At the best learning rate of synchronous training", [_texts(row) for row in summary])
 
 
 def _texts(row: Row) -> dict[str, str]:
@@ -389,19 +483,19 @@ def _texts(row: Row) -> dict[str, str]:
         "method": row["method"],
         "lr": text("lr", "g"),
         "accuracy %": text("accuracy_mean", ".2f", 100),
-        "to sync": text("difference_to_sync_points", "+.2f"),
-        "stable up to": text("stable_up_to_lr", "g"),
-        "best %": text("best_accuracy_mean", ".2f", 100),
+        "to sync": text("accuracy_to_sync_points", "+.2f"),
+        "loss": text("test_loss_mean", ".4f"),
+        "to sync %": text("loss_to_sync_percent", "+.2f"),
         "target": row["target"],
+        "stable up to": text("stable_up_to_lr", "g"),
+        "half of sync": row["stability"],
     }
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    return float(np.mean([value for value in values if value is not None]))
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+def _mean(values: Sequence[float | None]) -> float | None:
+    """None if one is missing: a mean over the seeds that survived would flatter. Rounded, for targets' very edges."""
+    known = [value for value in values if value is not None]
+    return round(float(np.mean(known)), 6) if len(known) == len(values) else None
 
 
 def _multiple(text: str) -> float:
@@ -416,21 +510,20 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     options = command.parser("staleness", __doc__)
     add, number = options.add_argument, command.at_least
     default = [name for name in WORKLOADS if name != "digits"]
+    own = "those of each workload"
     add("--workloads", nargs="+", default=default, metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
-    add("--optimizers", nargs="+", default=list(OPTIMIZERS), metavar="NAME", help=f"of {', '.join(OPTIMIZERS)} (all)")
-    add("--methods", nargs="+", default=list(METHODS), metavar="NAME", help=f"of {'; '.join(METHODS)} (all)")
-    add("--multiples", nargs="+", default=list(MULTIPLES), type=_multiple, help="of the optimizer's learning rate")
+    add("--optimizers", nargs="+", metavar="NAME", help=f"of {', '.join(OPTIMIZERS)} ({own})")
+    add("--methods", nargs="+", metavar="NAME", help=f"of {'; '.join(METHODS)} ({own})")
+    add("--multiples", nargs="+", type=_multiple, help=f"of the optimizer's learning rate ({own})")
     add("--seeds", type=number(1), help=f"how many ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)")
     add("--processes", type=number(1), default=os.cpu_count(), help="runs at a time (all cores)")
-    add("--fresh", action="store_true", help="forget the finished runs in the output folder")
+    one_of = options.add_mutually_exclusive_group()
+    one_of.add_argument("--fresh", action="store_true", help="forget the finished runs in the output folder")
+    one_of.add_argument(
+        "--finished", action="store_true", help="make no runs: publish rows of which all seeds are there"
+    )
     arguments = command.parse(options, words)
-    known = {"workloads": WORKLOADS, "optimizers": OPTIMIZERS, "methods": METHODS}
-    for name, choices in known.items():
-        given = getattr(arguments, name)
-        for one in given:
-            check_one_of(f"--{name}", one, list(choices))
-            if given.count(one) > 1:
-                raise UserInputError(f"--{name} must name each once; got {one!r} twice")
+    command.check_each_once(arguments, {"workloads": WORKLOADS, "optimizers": OPTIMIZERS, "methods": METHODS})
     if by_torchrun:
         raise UserInputError("staleness must be run without torchrun: it simulates the ranks")
     arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
@@ -445,8 +538,16 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         runs.forget()
     chosen = (arguments.workloads, arguments.optimizers, arguments.methods, arguments.multiples, arguments.seeds)
     planned = plan(*chosen, quick=arguments.quick)
-    done = compute(planned, runs, console, processes=arguments.processes)
-    publish(tabulate(planned, done), done, arguments.output, console)
+    if arguments.finished:
+        kept = runs.load()
+        done = {one.words: run for one in planned if (run := kept.get(one.words))}
+        command.say(console, f"{len(done)} of {len(planned)} runs are there")
+    else:
+        done = compute(planned, runs, console, processes=arguments.processes)
+    rows = tabulate(planned, done)
+    if not rows:
+        raise UserInputError("--finished must find all seeds of a method at a learning rate; there is none yet")
+    publish(rows, done, arguments.output)
 
 
 if __name__ == "__main__":
