@@ -1,0 +1,157 @@
+"""Quantities with their units, as people write them: ``50us``, ``10Gbit/s``, ``61.1M``; and back.
+
+A unit is never guessed: 10Gb may be bits or bytes, an eightfold difference, so it is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+BYTES_PER_SECOND = {
+    **{f"{prefix}bit/s": factor / 8 for prefix, factor in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))},
+    **{f"{prefix}B/s": factor for prefix, factor in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))},
+    **{f"{prefix}iB/s": factor for prefix, factor in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30))},
+}
+COUNT = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+NBYTES = {
+    "B": 1.0,
+    **{f"{prefix}B": factor for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))},
+    **{f"{prefix}iB": factor for prefix, factor in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30))},
+}
+_NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(\D*?)\s*", re.IGNORECASE)
+_MISSPELT = {
+    **{f"{prefix}bit": f"{prefix}bit/s" for prefix in "kMGT"},
+    "µs": "us",
+    "sec": "s",
+    "B": "G",
+    "b": "G",
+    "K": "k",
+    "m": "M",
+}
+"""Units that people write, and what they may mean; by name, since no measure of likeness finds it."""
+
+
+def parse_seconds(name: str, text: str) -> float:
+    """Seconds, at least 0. Raises ``ValueError`` in one line that begins with ``name``.
+
+    >>> parse_seconds("latency", "5ms")
+    0.005
+    """
+    return _parse(name, text, SECONDS, "50us")
+
+
+def parse_bandwidth(name: str, text: str) -> float:
+    """Bytes per second, above 0. Raises ``ValueError`` in one line that begins with ``name``.
+
+    >>> parse_bandwidth("bandwidth", "10Gbit/s") == parse_bandwidth("bandwidth", "1.25GB/s") == 1.25e9
+    True
+    >>> parse_bandwidth("bandwidth", "10Gb")
+    Traceback (most recent call last):
+    ValueError: bandwidth must have a unit such as 10Gbit/s; got '10Gb' (did you mean 10Gbit/s or 10GB/s?)
+    """
+    value = _parse(name, text, BYTES_PER_SECOND, "10Gbit/s")
+    if value <= 0:
+        raise ValueError(f"{name} must be above 0; got {text!r}")
+    return value
+
+
+def parse_count(name: str, text: str) -> float:
+    """A number of things, at least 0, such as ``61.1M``. Raises ``ValueError`` in one line that begins with ``name``.
+
+    >>> parse_count("parameters", "61.1M")
+    61100000.0
+    """
+    return _parse(name, text, COUNT, "61.1M")
+
+
+def parse_bytes(name: str, text: str) -> float:
+    """A number of bytes, at least 0, such as ``25MiB``. Raises ``ValueError`` in one line that begins with ``name``.
+
+    >>> parse_bytes("bucket", "25MiB")
+    26214400.0
+    """
+    return _parse(name, text, NBYTES, "25MiB")
+
+
+def format_seconds(seconds: float) -> str:
+    """For people, three digits.
+
+    >>> [format_seconds(value) for value in (0, 3.2e-5, 0.0421, 1.5, 600, 93600)]
+    ['0 s', '32.0 us', '42.1 ms', '1.50 s', '10.0 min', '26.0 h']
+    """
+    if seconds == 0:
+        return "0 s"
+    for unit, limit in (("us", 1e-3), ("ms", 1.0), ("s", 180.0), ("min", 3 * 3600.0)):
+        if abs(seconds) < limit:
+            return f"{_three_digits(seconds / SECONDS[unit])} {unit}"
+    return f"{_three_digits(seconds / SECONDS['h'])} h"
+
+
+def format_bandwidth(bytes_per_second: float) -> str:
+    """For people, in bits, as networks are sold.
+
+    >>> [format_bandwidth(value) for value in (1.25e9, 25e6, 7e3)]
+    ['10.0 Gbit/s', '200 Mbit/s', '56.0 kbit/s']
+    """
+    return _scaled(8 * bytes_per_second, "bit/s")
+
+
+def format_bytes(nbytes: float) -> str:
+    """For people, in powers of ten.
+
+    >>> format_bytes(7.184e6)
+    '7.18 MB'
+    """
+    return _scaled(nbytes, "B")
+
+
+def format_count(count: float) -> str:
+    """For people.
+
+    >>> format_count(61.1e6)
+    '61.1 M'
+    """
+    return _scaled(count, "").strip()
+
+
+def _scaled(value: float, unit: str) -> str:
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{_three_digits(value / factor)} {prefix}{unit}"
+    return f"{_three_digits(value)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{digits}f}"
+
+
+def _parse(name: str, text: str, units: Mapping[str, float], example: str) -> float:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{name} must be a number with a unit such as {example}; got {text!r}")
+    number, unit = match.groups()
+    if unit not in units:
+        raise ValueError(f"{name} must have a unit such as {example}; got {text!r}{_did_you_mean(number, unit, units)}")
+    value = float(number) * units[unit]
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be at least 0 and finite; got {text!r}")
+    return value
+
+
+def _did_you_mean(number: str, unit: str, units: Mapping[str, float]) -> str:
+    if "bit/s" in units and (match := re.fullmatch(r"([kKmMgGtT]?)(b|B|b/s|bps)", unit)):
+        prefix = match[1].upper().replace("K", "k")
+        of = {"b": ("bit/s", "B/s"), "B": ("B/s",), "b/s": ("bit/s", "B/s"), "bps": ("bit/s",)}[match[2]]
+        likely = [prefix + rest for rest in of]
+    elif unit in _MISSPELT:
+        likely = [_MISSPELT[unit]]
+    else:
+        by_lower = {known.lower(): known for known in units}
+        likely = [by_lower[near] for near in difflib.get_close_matches(unit.lower(), by_lower, n=1)]
+    likely = [known for known in likely if known in units]
+    return f" (did you mean {' or '.join(number + known for known in likely)}?)" if likely else ""
