@@ -1,0 +1,37 @@
+"""Networks and models by name, for questions that are asked without a cluster at hand."""
+
+from __future__ import annotations
+
+from timing_model.params import LinkParams
+
+PAYLOAD_SHARE = 1448 / 1514
+"""Of an Ethernet link's rate, what is left for TCP's payload in full packets of 1500 bytes."""
+SUMS = 1e-10
+"""Seconds to add up a byte of float32 in memory: 10 GB/s, one core. What ``pipesgd.calibrate`` measures."""
+
+
+def _ethernet(gigabits: float, alpha: float) -> LinkParams:
+    return LinkParams(alpha=alpha, beta=8 / (gigabits * 1e9 * PAYLOAD_SHARE), gamma=SUMS, sync=0.0)
+
+
+NETWORKS: dict[str, LinkParams] = {
+    "1GbE": _ethernet(1, 50e-6),
+    "10GbE": _ethernet(10, 30e-6),
+    "25GbE": _ethernet(25, 20e-6),
+    "100GbE": _ethernet(100, 15e-6),
+    "infiniband": LinkParams(alpha=2e-6, beta=8 / 200e9, gamma=SUMS, sync=0.0),
+}
+"""Latencies are typical ones of TCP through a switch, and of 200 Gbit/s InfiniBand; measure your own."""
+
+MODELS: dict[str, int] = {
+    "mlp": 648_010,
+    "mlp-1000": 1_796_010,
+    "alexnet": 61_100_840,
+    "resnet18": 11_689_512,
+    "resnet50": 25_557_032,
+    "vgg16": 138_357_544,
+    "bert-base": 109_482_240,
+    "gpt2": 124_439_808,
+}
+"""Parameters. ``mlp`` and ``mlp-1000`` are 784-500-500-10 and 784-1000-1000-10; the next four are torchvision's for
+ImageNet; the last two are those of the published checkpoints, biases and embeddings included."""
