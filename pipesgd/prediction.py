@@ -87,10 +87,8 @@ class Prediction:
     ones; what changes hands is their storage, so that nothing is copied back.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+    def __init__(self, parameters: Sequence[Tensor]):
         self._parameters = parameters
-        self._optimizer = optimizer
-        self._prepare = prepare
         self._true: list[Tensor] = []
         """Storage of the true weights while the parameters hold others; empty otherwise."""
         self._predicted: list[Tensor] = []
@@ -159,7 +157,8 @@ class Replayed(Prediction):
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
+        super().__init__(parameters)
+        self._prepare = prepare
         self._copy = OptimizerCopy(optimizer)
         self._gradients = [torch.zeros_like(parameter.data) for parameter in parameters]
 
@@ -268,8 +267,8 @@ class Previous(Replayed):
 class SpecTrain(Prediction):
     """The last update stands for those of the gradients in flight: no second step, and only weights are copied."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
+    def __init__(self, parameters: Sequence[Tensor]):
+        super().__init__(parameters)
         self._before: list[Tensor] = []
         """The true weights before the last update."""
 
@@ -297,8 +296,8 @@ class SpecTrain(Prediction):
 class DelayCompensation(Prediction):
     """Late means are corrected by how far the weights have moved since, times their own squares."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
+    def __init__(self, parameters: Sequence[Tensor]):
+        super().__init__(parameters)
         self._squares = [torch.zeros_like(parameter.data) for parameter in parameters]
 
     def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
@@ -397,7 +396,8 @@ def make_prediction(
         UserInputError: there is none of this name, or the optimizer cannot be copied for it.
     """
     check_one_of("prediction", name, PREDICTIONS)
-    return _PREDICTIONS[name](parameters, optimizer, prepare)
+    kind = _PREDICTIONS[name]
+    return kind(parameters, optimizer, prepare) if issubclass(kind, Replayed) else kind(parameters)
 
 
 _PREDICTIONS: dict[str, type[Prediction]] = {
