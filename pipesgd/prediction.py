@@ -22,6 +22,7 @@ all ranks, and nothing of this travels.
 
 from __future__ import annotations
 
+import abc
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -150,7 +151,7 @@ class Prediction:
         self.return_to_predicted()
 
 
-class Replayed(Prediction):
+class Replayed(Prediction, abc.ABC):
     """A copy of the user's optimizer steps, on a copy of the weights, once for every gradient in flight.
 
     Costs a copy of weights, optimizer state and gradient, and K-1 steps of the optimizer, an iteration.
@@ -183,9 +184,9 @@ class Replayed(Prediction):
     def nbytes(self) -> int:
         return super().nbytes + self._copy.nbytes
 
+    @abc.abstractmethod
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         """What stands for the mean that will arrive; empty if nothing does."""
-        raise NotImplementedError
 
     def _reach(self, agreement: Agreement) -> float:
         """What it is multiplied by."""
