@@ -143,11 +143,11 @@ class Prediction:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict``."""
 
-    def _begin(self) -> None:
-        """Give the parameters storage for predicted weights, which are the true ones to begin with."""
+    def _begin(self, weights: Sequence[Tensor]) -> None:
+        """Give the parameters storage for predicted weights, which are ``weights`` to begin with."""
         if not self._predicted:
             self._predicted = [torch.empty_like(parameter.data) for parameter in self._parameters]
-        torch._foreach_copy_(self._predicted, [parameter.data for parameter in self._parameters])
+        torch._foreach_copy_(self._predicted, list(weights))
         self.return_to_predicted()
 
 
@@ -168,7 +168,7 @@ class Replayed(Prediction, abc.ABC):
         if not guesses:
             return
         reach = self._reach(agreement)
-        self._begin()
+        self._begin([parameter.data for parameter in self._parameters])
         self._copy.follow()
         for guess, options in guesses:
             # A copy, since optimizers (and clipping) may change gradients in place.
@@ -282,9 +282,8 @@ class SpecTrain(Prediction):
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         if not (in_flight and self._before):
             return
-        self._begin()
+        self._begin(self._before)
         # before + (1 + s) (now - before) = now + s (now - before)
-        torch._foreach_copy_(self._predicted, self._before)
         torch._foreach_lerp_(self._predicted, self._true, 1.0 + len(in_flight))
 
     def state_dict(self) -> dict[str, Any]:
