@@ -94,6 +94,8 @@ class Prediction:
         """Storage of the true weights while the parameters hold others; empty otherwise."""
         self._predicted: list[Tensor] = []
         """Storage for predicted weights, once there were any."""
+        self._memory: dict[str, list[Tensor]] = {}
+        """What must be remembered to predict the same after a restart, besides what is in flight, by name."""
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         """Let the parameters hold what they will be when the gradients in flight, oldest first, are applied."""
@@ -121,8 +123,7 @@ class Prediction:
     @property
     def nbytes(self) -> int:
         """Memory that it holds, besides the true weights and what it keeps of gradients in flight."""
-        held = (value for name, value in vars(self).items() if name not in ("_parameters", "_true"))
-        return sum(tensor.nbytes for value in held if isinstance(value, list) for tensor in value)
+        return sum(_nbytes(tensors) for tensors in (self._predicted, *self._memory.values()))
 
     @property
     def holds_predicted(self) -> bool:
@@ -138,10 +139,17 @@ class Prediction:
 
     def state_dict(self) -> dict[str, Any]:
         """What must be kept to predict the same after a restart, besides what is in flight."""
-        return {}
+        return {name: _clones(tensors) for name, tensors in self._memory.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict``."""
+        self._memory = {name: _clones(state[name]) for name in self._memory}
+
+    def _remember(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Copy these, in the place of what was remembered under this name."""
+        if not self._memory[name]:
+            self._memory[name] = [torch.empty_like(tensor) for tensor in tensors]
+        torch._foreach_copy_(self._memory[name], list(tensors))
 
     def _begin(self, weights: Sequence[Tensor]) -> None:
         """Give the parameters storage for predicted weights, which are ``weights`` to begin with."""
@@ -182,7 +190,7 @@ class Replayed(Prediction, abc.ABC):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self._copy.nbytes
+        return super().nbytes + _nbytes(self._gradients) + self._copy.nbytes
 
     @abc.abstractmethod
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
@@ -239,6 +247,10 @@ class Nesterov(Replayed):
         super().__init__(parameters, optimizer, prepare)
         self._zeros = [torch.zeros_like(parameter.data) for parameter in parameters]
 
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + _nbytes(self._zeros)
+
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         return self._zeros
 
@@ -248,21 +260,13 @@ class Previous(Replayed):
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
         super().__init__(parameters, optimizer, prepare)
-        self._mean: list[Tensor] = []
+        self._memory["mean"] = []
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        if not self._mean:
-            self._mean = [torch.empty_like(tensor) for tensor in mean]
-        torch._foreach_copy_(self._mean, list(mean))
+        self._remember("mean", mean)
 
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
-        return self._mean
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": _clones(self._mean)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._mean = _clones(state["mean"])
+        return self._memory["mean"]
 
 
 class SpecTrain(Prediction):
@@ -270,27 +274,18 @@ class SpecTrain(Prediction):
 
     def __init__(self, parameters: Sequence[Tensor]):
         super().__init__(parameters)
-        self._before: list[Tensor] = []
-        """The true weights before the last update."""
+        self._memory["before"] = []  # the true weights before the last update
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        weights = [parameter.data for parameter in self._parameters]
-        if not self._before:
-            self._before = [torch.empty_like(tensor) for tensor in weights]
-        torch._foreach_copy_(self._before, weights)
+        self._remember("before", [parameter.data for parameter in self._parameters])
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
-        if not (in_flight and self._before):
+        before = self._memory["before"]
+        if not (in_flight and before):
             return
-        self._begin(self._before)
+        self._begin(before)
         # before + (1 + s) (now - before) = now + s (now - before)
         torch._foreach_lerp_(self._predicted, self._true, 1.0 + len(in_flight))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"before": _clones(self._before)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._before = _clones(state["before"])
 
 
 class DelayCompensation(Prediction):
@@ -298,7 +293,7 @@ class DelayCompensation(Prediction):
 
     def __init__(self, parameters: Sequence[Tensor]):
         super().__init__(parameters)
-        self._squares = [torch.zeros_like(parameter.data) for parameter in parameters]
+        self._memory["squares"] = [torch.zeros_like(parameter.data) for parameter in parameters]
 
     def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
         return _clones([parameter.data for parameter in self._parameters])
@@ -307,16 +302,11 @@ class DelayCompensation(Prediction):
         gradients = list(mean)
         moved = torch._foreach_sub([parameter.data for parameter in self._parameters], list(kept))
         squares = torch._foreach_mul(gradients, gradients)
-        torch._foreach_lerp_(self._squares, squares, 1 - DC_DECAY)
-        scale = torch._foreach_add(torch._foreach_sqrt(self._squares), DC_EPSILON)
+        running = self._memory["squares"]
+        torch._foreach_lerp_(running, squares, 1 - DC_DECAY)
+        scale = torch._foreach_add(torch._foreach_sqrt(running), DC_EPSILON)
         torch._foreach_mul_(squares, moved)
         torch._foreach_addcdiv_(gradients, squares, scale, value=DC_LAMBDA)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"squares": _clones(self._squares)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._squares = _clones(state["squares"])
 
 
 class OptimizerCopy:
@@ -418,3 +408,7 @@ def _give_storage(parameters: Sequence[Tensor], storage: Sequence[Tensor]) -> No
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
