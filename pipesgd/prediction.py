@@ -213,10 +213,13 @@ class Local(Replayed):
     def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
         if not kept or any(tensor.is_complex() for tensor in kept):
             return None
-        both, means, locals_ = (
-            sum(float(torch.dot(one.reshape(-1), other.reshape(-1))) for one, other in zip(a, b, strict=True))
+        dots = [
+            torch.dot(one.reshape(-1), other.reshape(-1))
             for a, b in ((mean, kept), (mean, mean), (kept, kept))
-        )
+            for one, other in zip(a, b, strict=True)
+        ]
+        # From the device all at once; Python adds them up in float64.
+        both, means, locals_ = (sum(of_tensors) for of_tensors in torch.stack(dots).view(3, -1).tolist())
         if not (math.isfinite(means + locals_) and means > 0 and locals_ > 0):
             return Comparison(cosine=None, relative_error=None)
         squared_error = round((means + locals_ - 2 * both) / means, COMPARED_DIGITS)
