@@ -6,8 +6,9 @@ differ in what they put in place of those:
 - ``local``: this rank's own gradients of these iterations (SAPipe, NeurIPS 2022, "local"), each an unbiased estimate of
   the mean that will arrive. The ranks' errors add up to zero, and with one rank, or the same data on all ranks, there
   are none: then it is synchronous training, bit for bit, with any optimizer.
-- ``eager``: the same gradients, but up to twice as far, the less they have agreed with the means so far: times
-  2 - (mean cosine). Ours; measured in experiments/LOG.md. Where ranks agree fully it is ``local``, to the bit.
+- ``eager``: the same gradients, but further out, the less they have agreed with the means so far: times
+  2 - (mean cosine), between 1 and 3. Ours; measured in experiments/LOG.md. Where ranks agree fully it is ``local``, to
+  the bit.
 - ``previous``: the last mean that was applied, once more for each.
 - ``nesterov``: gradients of zero: momentum alone goes on (as in DANA, Hakimi et al., 2019).
 - ``spectrain``: the last update, once more for each (Chen et al., 2018). In width 2 the points at which gradients are
