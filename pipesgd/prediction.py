@@ -24,7 +24,6 @@ all ranks, and nothing of this travels.
 from __future__ import annotations
 
 import abc
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +34,9 @@ from torch import Tensor
 
 from pipesgd.checks import check_one_of
 from pipesgd.config import PREDICTIONS
-from pipesgd.errors import UserInputError
 from pipesgd.gradients import give_gradients
-from pipesgd.hyperparameters import Hyperparameters, set_to
+from pipesgd.hyperparameters import Hyperparameters
+from pipesgd.optimizer_copy import OptimizerCopy
 
 Prepare = Callable[[Sequence[Tensor]], None]
 """What is done in place with gradients before the optimizer sees them: clipping."""
@@ -311,74 +310,6 @@ class DelayCompensation(Prediction):
         scale = torch._foreach_add(torch._foreach_sqrt(running), DC_EPSILON)
         torch._foreach_mul_(squares, moved)
         torch._foreach_addcdiv_(gradients, squares, scale, value=DC_LAMBDA)
-
-
-class OptimizerCopy:
-    """A copy of an optimizer: it updates the same parameters, with options and a state of its own.
-
-    Raises:
-        UserInputError: the optimizer cannot be copied.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self._original = optimizer
-        memo = self._parameters_themselves()
-        try:
-            self._copy = copy.deepcopy(optimizer, memo)
-            # torch's Optimizer leaves the attributes of subclasses out of copies. ``step`` stays out: it would be a
-            # scheduler's wrapper, which steps the original.
-            known = vars(self._copy).keys() | vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys() | {"step"}
-            self._left_out = [name for name in vars(optimizer) if name not in known]
-            self._follow_attributes()
-        except Exception as failure:
-            raise UserInputError(
-                "prediction must be none, spectrain or dc for an optimizer that cannot be copied; "
-                f"got {type(optimizer).__name__}: {failure}"
-            ) from failure
-
-    def follow(self) -> None:
-        """Take over the original's options and state."""
-        own = self._copy.state
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for key, values in self._original.state.items():
-            kept = own[key]
-            for name, value in values.items():
-                target = kept.get(name)
-                if isinstance(value, Tensor) and isinstance(target, Tensor) and target.shape == value.shape:
-                    targets.append(target)
-                    sources.append(value)
-                else:
-                    kept[name] = copy.deepcopy(value)
-            for name in kept.keys() - values.keys():
-                del kept[name]
-        for key in own.keys() - self._original.state.keys():
-            del own[key]
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for group, options in zip(self._copy.param_groups, self._original.param_groups, strict=True):
-            group.update((name, value) for name, value in options.items() if name != "params")
-        self._follow_attributes()
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of its state."""
-        tensors = (value for values in self._copy.state.values() for value in values.values())
-        return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
-
-    def step(self, hyperparameters: Hyperparameters) -> None:
-        """Update the parameters with their ``.grad``."""
-        with set_to(self._copy, hyperparameters):
-            self._copy.step()
-
-    def _follow_attributes(self) -> None:
-        memo = self._parameters_themselves()
-        for name in self._left_out:
-            setattr(self._copy, name, copy.deepcopy(getattr(self._original, name), memo))
-
-    def _parameters_themselves(self) -> dict[int, Any]:
-        """For deepcopy: parameters are not copied."""
-        return {id(parameter): parameter for group in self._original.param_groups for parameter in group["params"]}
 
 
 def make_prediction(

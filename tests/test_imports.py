@@ -19,6 +19,7 @@ LAYERS = [
     {"config", "muon"},
     {"command_line", "collectives.schedule", "workloads", "launch", "codecs.kernels"},
     {"gradients", "hyperparameters", "loss_scale", "guard"},
+    {"optimizer_copy"},
     {"prediction"},
     {
         *("collectives.base", "collectives.transport", "codecs.base", "codecs.keys"),
