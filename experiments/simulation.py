@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesgd import hyperparameters
+from pipesgd.agreement import Agreement
 from pipesgd.clipping import Clipping
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
@@ -25,7 +26,7 @@ from pipesgd.collectives.schedule import split
 from pipesgd.gradients import FlatBuffer, give_gradients, pack_gradients, take_mean
 from pipesgd.guard import Guard
 from pipesgd.hyperparameters import Hyperparameters
-from pipesgd.prediction import Agreement, Unapplied, make_prediction
+from pipesgd.prediction import Unapplied, make_prediction
 from pipesgd.strategies.replication import count_as_stepped, trainable_parameters
 
 

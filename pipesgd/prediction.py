@@ -24,14 +24,14 @@ all ranks, and nothing of this travels.
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipesgd.agreement import Agreement, Comparison, compare
 from pipesgd.checks import check_one_of
 from pipesgd.config import PREDICTIONS
 from pipesgd.gradients import give_gradients
@@ -41,34 +41,8 @@ from pipesgd.optimizer_copy import OptimizerCopy
 Prepare = Callable[[Sequence[Tensor]], None]
 """What is done in place with gradients before the optimizer sees them: clipping."""
 
-COMPARED_DIGITS = 5
-"""After the point, of comparisons: the same values, added up in another order, must compare as the same."""
-AGREEMENT_DECAY = 0.95
-"""Of the running mean of cosines between this rank's gradients and the means that arrived: about 20 iterations."""
 DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
 """Of the adaptive form of DC-ASGD: lambda is divided by the root of a moving mean of the gradient's squares."""
-
-
-class Comparison(NamedTuple):
-    """What stood for a mean, and the mean that arrived; to as many digits as sums of float32 have."""
-
-    cosine: float | None
-    """Of the angle between them; None if one is zero, or not finite."""
-    relative_error: float | None
-    """Length of their difference, in lengths of the mean; None likewise."""
-
-
-class Agreement:
-    """How well this rank's gradients have agreed with the means lately: a running mean of cosines, 1 to begin with."""
-
-    def __init__(self) -> None:
-        self.cosine = 1.0
-
-    def saw(self, comparison: Comparison | None) -> None:
-        """Take note of a mean that has arrived."""
-        if comparison is not None and comparison.cosine is not None:
-            # So written, cosines of exactly 1 leave it at exactly 1.
-            self.cosine += (1 - AGREEMENT_DECAY) * (comparison.cosine - self.cosine)
 
 
 @dataclass(frozen=True)
@@ -213,20 +187,7 @@ class Local(Replayed):
     def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
         if not kept or any(tensor.is_complex() for tensor in kept):
             return None
-        dots = [
-            torch.dot(one.reshape(-1), other.reshape(-1))
-            for a, b in ((mean, kept), (mean, mean), (kept, kept))
-            for one, other in zip(a, b, strict=True)
-        ]
-        # From the device all at once; Python adds them up in float64.
-        both, means, locals_ = (sum(of_tensors) for of_tensors in torch.stack(dots).view(3, -1).tolist())
-        if not (math.isfinite(means + locals_) and means > 0 and locals_ > 0):
-            return Comparison(cosine=None, relative_error=None)
-        squared_error = round((means + locals_ - 2 * both) / means, COMPARED_DIGITS)
-        return Comparison(
-            cosine=round(both / math.sqrt(means * locals_), COMPARED_DIGITS),
-            relative_error=math.sqrt(max(squared_error, 0.0)),
-        )
+        return compare(mean, kept)
 
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         return gradient.kept

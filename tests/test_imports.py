@@ -18,7 +18,7 @@ LAYERS = [
     {"clipping"},
     {"config", "muon"},
     {"command_line", "collectives.schedule", "workloads", "launch", "codecs.kernels"},
-    {"gradients", "hyperparameters", "loss_scale", "guard"},
+    {"gradients", "hyperparameters", "loss_scale", "guard", "agreement"},
     {"optimizer_copy"},
     {"prediction"},
     {

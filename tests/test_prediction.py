@@ -17,11 +17,11 @@ from test_pipelined import assert_same_weights, falling_lr, regress, small_probl
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
+from pipesgd.agreement import COMPARED_DIGITS
 from pipesgd.clipping import Clipping
 from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
-from pipesgd.prediction import COMPARED_DIGITS
 from pipesgd.replicas import weights_sha256
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipesgd import hyperparameters, launch
+from pipesgd.agreement import Agreement, Comparison
 from pipesgd.checks import check_above_zero, check_one_of
 from pipesgd.clipping import Clipping
 from pipesgd.codecs.options import CodecOptions
@@ -35,7 +36,7 @@ from pipesgd.gradients import FlatBuffer, all_finite, are_finite, give_gradients
 from pipesgd.guard import Guard
 from pipesgd.hyperparameters import Hyperparameters
 from pipesgd.loss_scale import LossScale
-from pipesgd.prediction import Agreement, Comparison, Unapplied, make_prediction
+from pipesgd.prediction import Unapplied, make_prediction
 from pipesgd.strategies.base import Span, StepReport
 from pipesgd.strategies.replication import (
     combine_buffers,
