@@ -31,7 +31,7 @@ LAYERS = [
     {"collectives.make", "strategies.base", "strategies.staleness"},
     {"exchanges"},
     {"strategies.replication"},
-    {"strategies.shard"},
+    {"strategies.shard", "strategies.late_updates"},
     {"strategies.server"},
     {"strategies.server_stubs"},
     {"strategies.pipelined", "strategies.ddp", "strategies.local", "strategies.parameter_server"},
