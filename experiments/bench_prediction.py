@@ -23,11 +23,12 @@ from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio
 from experiments.results import Row, save, save_figure
 from pipesgd import hyperparameters
+from pipesgd.agreement import Agreement
 from pipesgd.clipping import Clipping
 from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
-from pipesgd.prediction import Agreement, Prediction, Unapplied, make_prediction
+from pipesgd.prediction import Prediction, Unapplied, make_prediction
 from pipesgd.workloads import build_model
 
 if TYPE_CHECKING:

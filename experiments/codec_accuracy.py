@@ -37,6 +37,7 @@ from experiments.results import REPOSITORY, Row, code_state, save, save_panels
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.output import SUMMARY_FILE
+from pipesgd.workloads import make_workload
 from timing_model.collectives import ring_all_reduce_bytes
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def compute(
 
 def parameters(model: str) -> int:
     """How many the model has."""
-    _, built = contenders.build(contenders.config("workload", MODELS[model]))
+    _, built = make_workload(contenders.config("workload", MODELS[model]))
     return sum(parameter.numel() for parameter in built.parameters())
 
 

@@ -18,7 +18,7 @@ from experiments.testbed.links import Link, parse_latency, parse_loss, parse_rat
 from pipesgd.checks import check_one_of
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
-from pipesgd.workloads import ShardedBatches
+from pipesgd.workloads import ShardedBatches, make_workload
 
 NODES, ROUNDS, ITERATIONS, EPOCHS = 4, 3, 16, 10
 QUICK_NODES, QUICK_ROUNDS, QUICK_ITERATIONS, QUICK_EPOCHS = 2, 1, 10, 2
@@ -206,7 +206,7 @@ def _workload(arguments: argparse.Namespace, lr: float | None) -> str:
 
 def _measures(config: TrainConfig, cluster: Cluster) -> tuple[int, int]:
     """Bytes of the gradient in fp32, and iterations of an epoch."""
-    data, model = contenders.build(config)
+    data, model = make_workload(config)
     shards = ShardedBatches(
         data.train, batch_size=config.data.batch_size, rank=0, world_size=cluster.ranks, seed=0, loader_workers=0
     )

@@ -6,14 +6,12 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from pipesgd.checks import check_one_of
 from pipesgd.command_line import HelpRequested
 from pipesgd.command_line import parse as parse_training
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
-from pipesgd.workloads import DataSplits, build_model, load_dataset
+from pipesgd.workloads import make_workload
 
 WORKLOADS = {
     "mlp": "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 512",
@@ -44,6 +42,9 @@ DECIDED_HERE = (
 """Options of ``pipesgd.train`` that the comparison sets, the same for all."""
 NEVER = 10**9
 """Iterations between checkpoints, so that no contender's time has one in it."""
+
+build = make_workload
+"""As experiments/staleness.py calls it."""
 
 Options = dict[str, tuple[str, ...]]
 """The values that follow an option, by its name without dashes."""
@@ -113,26 +114,6 @@ def make(chosen: Mapping[str, str], workload: str, rules: str) -> list[Contender
 def config(who: str, text: str) -> TrainConfig:
     """What the words ``text`` ask ``pipesgd.train`` for. Raises ``UserInputError``, which begins with ``who``."""
     return _config(who, own_options(who, text))
-
-
-def build(training: TrainConfig) -> tuple[DataSplits, nn.Module]:
-    """The data set and the model that ``training`` asks for."""
-    data = load_dataset(
-        training.data.dataset,
-        training.data.data_dir,
-        image_size=training.data.image_size,
-        context=training.data.context,
-    )
-    model = build_model(
-        training.model.model,
-        sample_shape=data.sample_shape,
-        num_classes=data.num_classes,
-        hidden_sizes=training.model.hidden_sizes,
-        layers=training.model.layers,
-        heads=training.model.heads,
-        embedding=training.model.embedding,
-    )
-    return data, model
 
 
 def own_options(who: str, text: str) -> Options:

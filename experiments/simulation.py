@@ -1,7 +1,7 @@
 """Ranks simulated in one process, exactly: for what does not depend on time.
 
 All ranks' true weights are the same at all times, so one model and one optimizer stand for them; the ranks compute one
-after the other, each on its own batch and predicted weights, with the trainer's own predictions, clipping and codecs.
+after the other, each on its own batch and predicted weights, with the trainer's own predictions, updates and codecs.
 What is summed is summed in the order of the ring. ``tests/experiments/test_simulation.py`` shows that weights
 and losses are those of real ranks, bit for bit.
 """
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesgd import hyperparameters
+from pipesgd.agreement import Agreement
 from pipesgd.clipping import Clipping
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.collectives.schedule import split
-from pipesgd.gradients import FlatBuffer, give_gradients, pack_gradients, take_mean
-from pipesgd.guard import Guard
+from pipesgd.gradients import FlatBuffer, pack_gradients, take_mean
 from pipesgd.hyperparameters import Hyperparameters
-from pipesgd.prediction import Agreement, Unapplied, make_prediction
-from pipesgd.strategies.replication import count_as_stepped, trainable_parameters
+from pipesgd.prediction import Unapplied
+from pipesgd.strategies.late_updates import LateUpdates
+from pipesgd.strategies.replication import trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,19 @@ class SimulatedRanks:
         assert not options.stochastic
         self.iteration = 0
         self._model = model
-        self._optimizer = optimizer
         self._world_size = world_size
-        self._width = width
-        self._warmup_iterations = warmup_iterations
         self._parameters = trainable_parameters(optimizer)
-        self._guard = Guard() if guard and width > 1 else None
-        self._clip = Clipping(norm=clip_norm, value=clip_value)
         # One for all ranks: predictions remember nothing that is a rank's own, but how well it agrees.
-        self._prediction = make_prediction(prediction if width > 1 else "none", self._parameters, optimizer, self._clip)
+        self._updates = LateUpdates(
+            optimizer,
+            self._parameters,
+            width=width,
+            warmup_iterations=warmup_iterations,
+            prediction=prediction,
+            guard=guard,
+            clip=Clipping(norm=clip_norm, value=clip_value),
+        )
+        self._prediction, self._guard = self._updates.prediction, self._updates.guard
         self._agreements = [Agreement() for _ in range(world_size)]
         self._in_flight: deque[_InFlight] = deque()
         self._flats = [FlatBuffer(self._parameters) for _ in range(world_size)]
@@ -100,13 +104,9 @@ class SimulatedRanks:
         mean = FlatBuffer(self._parameters)
         self._ring.sum_into(mean.flats[0])
         take_mean(mean.flats[0], self._world_size)
-        count_as_stepped(self._optimizer)
-        self._in_flight.append(_InFlight(mean, kept, hyperparameters.current(self._optimizer)))
+        self._in_flight.append(_InFlight(mean, kept, self._updates.hand_over()))
         self.iteration += 1
-        synchronous = self.iteration <= self._warmup_iterations
-        if self._guard is not None:
-            synchronous |= self._guard.is_synchronous(self.iteration)
-        self._apply_until(0 if synchronous else self._width - 1)
+        self._apply_until(self._updates.width_after(self.iteration) - 1)
         return losses
 
     def flush(self) -> None:
@@ -126,12 +126,7 @@ class SimulatedRanks:
                 self._guard.saw(norm.item(), self.iteration)
             for agreement, kept in zip(self._agreements, gradient.kept, strict=True):
                 agreement.saw(self._prediction.compare(gradient.mean.views, kept))
-            self._prediction.correct(gradient.mean.views, gradient.kept[0])
-            self._clip(gradient.mean.views)
-            give_gradients(self._parameters, gradient.mean.views)
-            with hyperparameters.set_to(self._optimizer, gradient.hyperparameters):
-                self._optimizer.step()
-            give_gradients(self._parameters, [None] * len(self._parameters))
+            self._updates.apply(gradient.mean.views, gradient.kept[0], gradient.hyperparameters)
 
     def _take_buffers(self, values: Sequence[Tensor]) -> None:
         for buffer, value in zip(self._model.buffers(), values, strict=True):

@@ -6,8 +6,9 @@ differ in what they put in place of those:
 - ``local``: this rank's own gradients of these iterations (SAPipe, NeurIPS 2022, "local"), each an unbiased estimate of
   the mean that will arrive. The ranks' errors add up to zero, and with one rank, or the same data on all ranks, there
   are none: then it is synchronous training, bit for bit, with any optimizer.
-- ``eager``: the same gradients, but up to twice as far, the less they have agreed with the means so far: times
-  2 - (mean cosine). Ours; measured in experiments/LOG.md. Where ranks agree fully it is ``local``, to the bit.
+- ``eager``: the same gradients, but further out, the less they have agreed with the means so far: times
+  2 - (mean cosine), between 1 and 3. Ours; measured in experiments/LOG.md. Where ranks agree fully it is ``local``, to
+  the bit.
 - ``previous``: the last mean that was applied, once more for each.
 - ``nesterov``: gradients of zero: momentum alone goes on (as in DANA, Hakimi et al., 2019).
 - ``spectrain``: the last update, once more for each (Chen et al., 2018). In width 2 the points at which gradients are
@@ -22,52 +23,26 @@ all ranks, and nothing of this travels.
 
 from __future__ import annotations
 
-import copy
-import math
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipesgd.agreement import Agreement, Comparison, compare
 from pipesgd.checks import check_one_of
 from pipesgd.config import PREDICTIONS
-from pipesgd.errors import UserInputError
 from pipesgd.gradients import give_gradients
-from pipesgd.hyperparameters import Hyperparameters, set_to
+from pipesgd.hyperparameters import Hyperparameters
+from pipesgd.optimizer_copy import OptimizerCopy
 
 Prepare = Callable[[Sequence[Tensor]], None]
 """What is done in place with gradients before the optimizer sees them: clipping."""
 
-COMPARED_DIGITS = 5
-"""After the point, of comparisons: the same values, added up in another order, must compare as the same."""
-AGREEMENT_DECAY = 0.95
-"""Of the running mean of cosines between this rank's gradients and the means that arrived: about 20 iterations."""
 DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
 """Of the adaptive form of DC-ASGD: lambda is divided by the root of a moving mean of the gradient's squares."""
-
-
-class Comparison(NamedTuple):
-    """What stood for a mean, and the mean that arrived; to as many digits as sums of float32 have."""
-
-    cosine: float | None
-    """Of the angle between them; None if one is zero, or not finite."""
-    relative_error: float | None
-    """Length of their difference, in lengths of the mean; None likewise."""
-
-
-class Agreement:
-    """How well this rank's gradients have agreed with the means lately: a running mean of cosines, 1 to begin with."""
-
-    def __init__(self) -> None:
-        self.cosine = 1.0
-
-    def saw(self, comparison: Comparison | None) -> None:
-        """Take note of a mean that has arrived."""
-        if comparison is not None and comparison.cosine is not None:
-            # So written, cosines of exactly 1 leave it at exactly 1.
-            self.cosine += (1 - AGREEMENT_DECAY) * (comparison.cosine - self.cosine)
 
 
 @dataclass(frozen=True)
@@ -87,14 +62,14 @@ class Prediction:
     ones; what changes hands is their storage, so that nothing is copied back.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+    def __init__(self, parameters: Sequence[Tensor]):
         self._parameters = parameters
-        self._optimizer = optimizer
-        self._prepare = prepare
         self._true: list[Tensor] = []
         """Storage of the true weights while the parameters hold others; empty otherwise."""
         self._predicted: list[Tensor] = []
         """Storage for predicted weights, once there were any."""
+        self._memory: dict[str, list[Tensor]] = {}
+        """What must be remembered to predict the same after a restart, besides what is in flight, by name."""
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         """Let the parameters hold what they will be when the gradients in flight, oldest first, are applied."""
@@ -122,8 +97,7 @@ class Prediction:
     @property
     def nbytes(self) -> int:
         """Memory that it holds, besides the true weights and what it keeps of gradients in flight."""
-        held = (value for name, value in vars(self).items() if name not in ("_parameters", "_true"))
-        return sum(tensor.nbytes for value in held if isinstance(value, list) for tensor in value)
+        return sum(_nbytes(tensors) for tensors in (self._predicted, *self._memory.values()))
 
     @property
     def holds_predicted(self) -> bool:
@@ -139,27 +113,35 @@ class Prediction:
 
     def state_dict(self) -> dict[str, Any]:
         """What must be kept to predict the same after a restart, besides what is in flight."""
-        return {}
+        return {name: _clones(tensors) for name, tensors in self._memory.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict``."""
+        self._memory = {name: _clones(state[name]) for name in self._memory}
 
-    def _begin(self) -> None:
-        """Give the parameters storage for predicted weights, which are the true ones to begin with."""
+    def _remember(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Copy these, in the place of what was remembered under this name."""
+        if not self._memory[name]:
+            self._memory[name] = [torch.empty_like(tensor) for tensor in tensors]
+        torch._foreach_copy_(self._memory[name], list(tensors))
+
+    def _begin(self, weights: Sequence[Tensor]) -> None:
+        """Give the parameters storage for predicted weights, which are ``weights`` to begin with."""
         if not self._predicted:
             self._predicted = [torch.empty_like(parameter.data) for parameter in self._parameters]
-        torch._foreach_copy_(self._predicted, [parameter.data for parameter in self._parameters])
+        torch._foreach_copy_(self._predicted, list(weights))
         self.return_to_predicted()
 
 
-class Replayed(Prediction):
+class Replayed(Prediction, abc.ABC):
     """A copy of the user's optimizer steps, on a copy of the weights, once for every gradient in flight.
 
     Costs a copy of weights, optimizer state and gradient, and K-1 steps of the optimizer, an iteration.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
+        super().__init__(parameters)
+        self._prepare = prepare
         self._copy = OptimizerCopy(optimizer)
         self._gradients = [torch.zeros_like(parameter.data) for parameter in parameters]
 
@@ -168,7 +150,7 @@ class Replayed(Prediction):
         if not guesses:
             return
         reach = self._reach(agreement)
-        self._begin()
+        self._begin([parameter.data for parameter in self._parameters])
         self._copy.follow()
         for guess, options in guesses:
             # A copy, since optimizers (and clipping) may change gradients in place.
@@ -182,11 +164,11 @@ class Replayed(Prediction):
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self._copy.nbytes
+        return super().nbytes + _nbytes(self._gradients) + self._copy.nbytes
 
+    @abc.abstractmethod
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         """What stands for the mean that will arrive; empty if nothing does."""
-        raise NotImplementedError
 
     def _reach(self, agreement: Agreement) -> float:
         """What it is multiplied by."""
@@ -205,17 +187,7 @@ class Local(Replayed):
     def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
         if not kept or any(tensor.is_complex() for tensor in kept):
             return None
-        both, means, locals_ = (
-            sum(float(torch.dot(one.reshape(-1), other.reshape(-1))) for one, other in zip(a, b, strict=True))
-            for a, b in ((mean, kept), (mean, mean), (kept, kept))
-        )
-        if not (math.isfinite(means + locals_) and means > 0 and locals_ > 0):
-            return Comparison(cosine=None, relative_error=None)
-        squared_error = round((means + locals_ - 2 * both) / means, COMPARED_DIGITS)
-        return Comparison(
-            cosine=round(both / math.sqrt(means * locals_), COMPARED_DIGITS),
-            relative_error=math.sqrt(max(squared_error, 0.0)),
-        )
+        return compare(mean, kept)
 
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         return gradient.kept
@@ -239,6 +211,10 @@ class Nesterov(Replayed):
         super().__init__(parameters, optimizer, prepare)
         self._zeros = [torch.zeros_like(parameter.data) for parameter in parameters]
 
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + _nbytes(self._zeros)
+
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         return self._zeros
 
@@ -248,58 +224,40 @@ class Previous(Replayed):
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
         super().__init__(parameters, optimizer, prepare)
-        self._mean: list[Tensor] = []
+        self._memory["mean"] = []
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        if not self._mean:
-            self._mean = [torch.empty_like(tensor) for tensor in mean]
-        torch._foreach_copy_(self._mean, list(mean))
+        self._remember("mean", mean)
 
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
-        return self._mean
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"mean": _clones(self._mean)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._mean = _clones(state["mean"])
+        return self._memory["mean"]
 
 
 class SpecTrain(Prediction):
     """The last update stands for those of the gradients in flight: no second step, and only weights are copied."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
-        self._before: list[Tensor] = []
-        """The true weights before the last update."""
+    def __init__(self, parameters: Sequence[Tensor]):
+        super().__init__(parameters)
+        self._memory["before"] = []  # the true weights before the last update
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        weights = [parameter.data for parameter in self._parameters]
-        if not self._before:
-            self._before = [torch.empty_like(tensor) for tensor in weights]
-        torch._foreach_copy_(self._before, weights)
+        self._remember("before", [parameter.data for parameter in self._parameters])
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
-        if not (in_flight and self._before):
+        before = self._memory["before"]
+        if not (in_flight and before):
             return
-        self._begin()
+        self._begin(before)
         # before + (1 + s) (now - before) = now + s (now - before)
-        torch._foreach_copy_(self._predicted, self._before)
         torch._foreach_lerp_(self._predicted, self._true, 1.0 + len(in_flight))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"before": _clones(self._before)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._before = _clones(state["before"])
 
 
 class DelayCompensation(Prediction):
     """Late means are corrected by how far the weights have moved since, times their own squares."""
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
-        self._squares = [torch.zeros_like(parameter.data) for parameter in parameters]
+    def __init__(self, parameters: Sequence[Tensor]):
+        super().__init__(parameters)
+        self._memory["squares"] = [torch.zeros_like(parameter.data) for parameter in parameters]
 
     def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
         return _clones([parameter.data for parameter in self._parameters])
@@ -308,84 +266,11 @@ class DelayCompensation(Prediction):
         gradients = list(mean)
         moved = torch._foreach_sub([parameter.data for parameter in self._parameters], list(kept))
         squares = torch._foreach_mul(gradients, gradients)
-        torch._foreach_lerp_(self._squares, squares, 1 - DC_DECAY)
-        scale = torch._foreach_add(torch._foreach_sqrt(self._squares), DC_EPSILON)
+        running = self._memory["squares"]
+        torch._foreach_lerp_(running, squares, 1 - DC_DECAY)
+        scale = torch._foreach_add(torch._foreach_sqrt(running), DC_EPSILON)
         torch._foreach_mul_(squares, moved)
         torch._foreach_addcdiv_(gradients, squares, scale, value=DC_LAMBDA)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"squares": _clones(self._squares)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._squares = _clones(state["squares"])
-
-
-class OptimizerCopy:
-    """A copy of an optimizer: it updates the same parameters, with options and a state of its own.
-
-    Raises:
-        UserInputError: the optimizer cannot be copied.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self._original = optimizer
-        memo = self._parameters_themselves()
-        try:
-            self._copy = copy.deepcopy(optimizer, memo)
-            # torch's Optimizer leaves the attributes of subclasses out of copies. ``step`` stays out: it would be a
-            # scheduler's wrapper, which steps the original.
-            known = vars(self._copy).keys() | vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys() | {"step"}
-            self._left_out = [name for name in vars(optimizer) if name not in known]
-            self._follow_attributes()
-        except Exception as failure:
-            raise UserInputError(
-                "prediction must be none, spectrain or dc for an optimizer that cannot be copied; "
-                f"got {type(optimizer).__name__}: {failure}"
-            ) from failure
-
-    def follow(self) -> None:
-        """Take over the original's options and state."""
-        own = self._copy.state
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for key, values in self._original.state.items():
-            kept = own[key]
-            for name, value in values.items():
-                target = kept.get(name)
-                if isinstance(value, Tensor) and isinstance(target, Tensor) and target.shape == value.shape:
-                    targets.append(target)
-                    sources.append(value)
-                else:
-                    kept[name] = copy.deepcopy(value)
-            for name in kept.keys() - values.keys():
-                del kept[name]
-        for key in own.keys() - self._original.state.keys():
-            del own[key]
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for group, options in zip(self._copy.param_groups, self._original.param_groups, strict=True):
-            group.update((name, value) for name, value in options.items() if name != "params")
-        self._follow_attributes()
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of its state."""
-        tensors = (value for values in self._copy.state.values() for value in values.values())
-        return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
-
-    def step(self, hyperparameters: Hyperparameters) -> None:
-        """Update the parameters with their ``.grad``."""
-        with set_to(self._copy, hyperparameters):
-            self._copy.step()
-
-    def _follow_attributes(self) -> None:
-        memo = self._parameters_themselves()
-        for name in self._left_out:
-            setattr(self._copy, name, copy.deepcopy(getattr(self._original, name), memo))
-
-    def _parameters_themselves(self) -> dict[int, Any]:
-        """For deepcopy: parameters are not copied."""
-        return {id(parameter): parameter for group in self._original.param_groups for parameter in group["params"]}
 
 
 def make_prediction(
@@ -397,7 +282,8 @@ def make_prediction(
         UserInputError: there is none of this name, or the optimizer cannot be copied for it.
     """
     check_one_of("prediction", name, PREDICTIONS)
-    return _PREDICTIONS[name](parameters, optimizer, prepare)
+    kind = _PREDICTIONS[name]
+    return kind(parameters, optimizer, prepare) if issubclass(kind, Replayed) else kind(parameters)
 
 
 _PREDICTIONS: dict[str, type[Prediction]] = {
@@ -418,3 +304,7 @@ def _give_storage(parameters: Sequence[Tensor], storage: Sequence[Tensor]) -> No
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -44,7 +44,7 @@ from pipesgd.strategies.base import Span, Strategy
 from pipesgd.strategies.ddp import check_hook
 from pipesgd.strategies.make import make_strategy, serve
 from pipesgd.trace import Trace
-from pipesgd.workloads import DataSplits, ShardedBatches, build_model, load_dataset
+from pipesgd.workloads import DataSplits, ShardedBatches, make_workload
 
 DEFAULT_EPOCHS = 3
 FELL_BACK = (
@@ -275,12 +275,8 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
     """The data set, this rank's batches of it, the model, and where it computes."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserInputError("device must be cpu where torch finds no GPU; got cuda")
-    data = load_dataset(
-        config.data.dataset,
-        config.data.data_dir,
-        image_size=config.data.image_size,
-        context=config.data.context,
-    )
+    torch.manual_seed(config.optimization.seed)
+    data, model = make_workload(config)
     batches = ShardedBatches(
         data.train,
         batch_size=config.data.batch_size * config.optimization.accumulation,
@@ -288,16 +284,6 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         world_size=ranks.world_size,
         seed=config.optimization.seed,
         loader_workers=config.data.workers,
-    )
-    torch.manual_seed(config.optimization.seed)
-    model = build_model(
-        config.model.model,
-        sample_shape=data.sample_shape,
-        num_classes=data.num_classes,
-        hidden_sizes=config.model.hidden_sizes,
-        layers=config.model.layers,
-        heads=config.model.heads,
-        embedding=config.model.embedding,
     )
     check_model(config.optimization, model)
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ

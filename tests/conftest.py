@@ -16,6 +16,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # Appended, not put first: CI tests the installed wheel, not the sources beside it.
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tests")]
 
+# Its assertions are to say what they compared, as those in test files do.
+pytest.register_assert_rewrite("_small_problem")
+
 # A job in the background ignores Ctrl-C, and so would the runs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

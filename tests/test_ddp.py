@@ -10,7 +10,8 @@ import pytest
 import torch
 from _ranks import run_ranks
 from _reference import pipe_sgd
-from test_pipelined import assert_same_weights, classify, fashion_mnist_batches, momentum_sgd, paper_mlp
+from _small_problem import assert_same_weights, classify
+from test_pipelined import fashion_mnist_batches, momentum_sgd, paper_mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -18,7 +18,8 @@ LAYERS = [
     {"clipping"},
     {"config", "muon"},
     {"command_line", "collectives.schedule", "workloads", "launch", "codecs.kernels"},
-    {"gradients", "hyperparameters", "loss_scale", "guard"},
+    {"gradients", "hyperparameters", "loss_scale", "guard", "agreement"},
+    {"optimizer_copy"},
     {"prediction"},
     {
         *("collectives.base", "collectives.transport", "codecs.base", "codecs.keys"),
@@ -30,7 +31,7 @@ LAYERS = [
     {"collectives.make", "strategies.base", "strategies.staleness"},
     {"exchanges"},
     {"strategies.replication"},
-    {"strategies.shard"},
+    {"strategies.shard", "strategies.late_updates"},
     {"strategies.server"},
     {"strategies.server_stubs"},
     {"strategies.pipelined", "strategies.ddp", "strategies.local", "strategies.parameter_server"},

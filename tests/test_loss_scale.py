@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
-from test_pipelined import assert_same_weights
+from _small_problem import assert_same_weights
 from test_train import succeed
 from torch import Tensor, nn
 

@@ -10,10 +10,19 @@ import pytest
 import torch
 from _ranks import run_ranks
 from _reference import pipe_sgd
+from _small_problem import (
+    Batch,
+    Case,
+    MakeOptimizer,
+    Outcome,
+    assert_as_in_one_process,
+    assert_same_weights,
+    classify,
+    train_on_ranks,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd import Pipelined
@@ -21,8 +30,6 @@ from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.workloads import ShardedBatches, build_model, load_dataset
-
-Batch = tuple[Tensor, Tensor]
 
 
 def fashion_mnist_batches(rank: int, world_size: int, iterations: int, dtype: torch.dtype) -> list[Batch]:
@@ -35,10 +42,6 @@ def fashion_mnist_batches(rank: int, world_size: int, iterations: int, dtype: to
 def paper_mlp(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(5)
     return build_model("mlp", sample_shape=(1, 28, 28), num_classes=10).to(dtype)
-
-
-def classify(model: nn.Module, batch: Batch) -> Tensor:
-    return cross_entropy(model(batch[0]), batch[1])
 
 
 def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -74,14 +77,6 @@ def _train_with_ddp(ranks: Ranks, iterations: int, dtype: torch.dtype) -> tuple[
         optimizer.step()
         losses.append(loss.item())
     return losses, model.state_dict()
-
-
-def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], *, rtol: float) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        torch.testing.assert_close(
-            one[name], other[name], rtol=rtol, atol=rtol, msg=lambda text, n=name: f"{n}: {text}"
-        )
 
 
 @pytest.mark.parametrize("all_reduce", ["ring", "native"])
@@ -130,7 +125,7 @@ def test_width_1_is_ddp_and_one_process_on_the_whole_batch(dtype: torch.dtype, t
     assert_same_weights(ours[0][2], model.state_dict(), rtol=tolerance)
 
 
-OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
     "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
@@ -138,62 +133,8 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def small_problem(seed: int, sizes: list[int], iterations: int, world_size: int) -> tuple[nn.Module, list[list[Batch]]]:
-    """A float64 network with layers of ``sizes``, and batches[iteration][rank] for it."""
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
-    batches = [
-        [
-            (
-                torch.randn(3, sizes[0], generator=generator, dtype=torch.float64),
-                torch.randn(3, sizes[-1], generator=generator, dtype=torch.float64),
-            )
-            for _ in range(world_size)
-        ]
-        for _ in range(iterations)
-    ]
-    return nn.Sequential(*layers).double(), batches
-
-
-def regress(model: nn.Module, batch: Batch) -> Tensor:
-    return mse_loss(model(batch[0]), batch[1])
-
-
-def falling_lr(iteration: int) -> float:
-    return 0.03 / (1 + iteration)
-
-
-def _train_small(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor], int]]:
-    outcomes = []
-    for case in cases:
-        model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], ranks.world_size)
-        if ranks.rank:  # only rank 0's initial weights count
-            model.apply(lambda module: module.reset_parameters() if isinstance(module, nn.Linear) else None)
-        optimizer = OPTIMIZERS[case["optimizer"]](model.parameters())
-        pipeline = Pipelined(
-            model,
-            optimizer,
-            width=case["width"],
-            warmup_iterations=case["warmup"],
-            prediction="none",
-            all_reduce=case["all_reduce"],
-            **({"segment_bytes": 64} if case["all_reduce"] != "native" else {}),
-            ranks=ranks,
-        )
-        losses = []
-        for iteration, of_ranks in enumerate(batches):
-            if case["scheduled"]:
-                for group in optimizer.param_groups:
-                    group["lr"] = falling_lr(iteration)
-            loss = regress(model, of_ranks[ranks.rank])
-            loss.backward()
-            pipeline.step()
-            losses.append(loss.item())
-        pipeline.flush()
-        pipeline.close()
-        outcomes.append((losses, model.state_dict(), pipeline.buffers_allocated))
-    return outcomes
+def _train_small(ranks: Ranks, cases: list[Case]) -> list[Outcome]:
+    return [train_on_ranks(ranks, case, OPTIMIZERS[case["optimizer"]]) for case in cases]
 
 
 CASES = st.fixed_dictionaries(
@@ -203,8 +144,10 @@ CASES = st.fixed_dictionaries(
         "iterations": st.integers(1, 7),
         "width": st.integers(1, 5),
         "warmup": st.integers(0, 4),
+        "prediction": st.just("none"),
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
-        "all_reduce": st.sampled_from(["ring", "native"]),
+        "clip": st.just({}),
+        "options": st.sampled_from([{"all_reduce": "ring", "segment_bytes": 64}, {"all_reduce": "native"}]),
         "scheduled": st.booleans(),
     }
 )
@@ -213,25 +156,9 @@ CASES = st.fixed_dictionaries(
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @settings(max_examples=4)
 @given(cases=st.lists(CASES, min_size=8, max_size=8))
-def test_any_width_warmup_optimizer_and_schedule_is_the_recursion(world_size: int, cases: list[dict[str, Any]]) -> None:
-    results = run_ranks(world_size, _train_small, cases)
-    for index, case in enumerate(cases):
-        model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], world_size)
-        losses = pipe_sgd(
-            model,
-            OPTIMIZERS[case["optimizer"]](model.parameters()),
-            regress,
-            batches,
-            width=case["width"],
-            warmup_iterations=case["warmup"],
-            lr_of=falling_lr if case["scheduled"] else None,
-        )
-        for rank in range(world_size):
-            ours, weights, buffers = results[rank][index]
-            assert ours == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-9)
-            assert_same_weights(weights, model.state_dict(), rtol=1e-9)
-            assert all(torch.equal(weights[name], results[0][index][1][name]) for name in weights)
-            assert buffers <= case["width"]
+def test_any_width_warmup_optimizer_and_schedule_is_the_recursion(world_size: int, cases: list[Case]) -> None:
+    outcomes = run_ranks(world_size, _train_small, cases)
+    assert_as_in_one_process(outcomes, cases, OPTIMIZERS, rtol=1e-9)
 
 
 class OddParameters(nn.Module):

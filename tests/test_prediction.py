@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from _ranks import run_ranks
-from _reference import pipe_sgd
+from _small_problem import (
+    Case,
+    MakeOptimizer,
+    Outcome,
+    assert_as_in_one_process,
+    clip_by_torch,
+    regress,
+    small_problem,
+    train_on_ranks,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pipelined import assert_same_weights, falling_lr, regress, small_problem
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
+from pipesgd.agreement import COMPARED_DIGITS
 from pipesgd.clipping import Clipping
 from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
-from pipesgd.prediction import COMPARED_DIGITS
 from pipesgd.replicas import weights_sha256
 
 
@@ -47,8 +55,6 @@ class Counting(torch.optim.Optimizer):
                 parameter.grad.mul_(0.5 + self.history[-1])
                 parameter.add_(parameter.grad + state["sum"] / state["times"], alpha=-group["lr"])
 
-
-MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
@@ -123,35 +129,8 @@ def test_one_rank_or_the_same_data_on_all_is_synchronous_training_bit_for_bit(
                     assert torch.equal(weights[key], synchronous[key]), (name, width, key)
 
 
-def _train_predicted(ranks: Ranks, cases: list[dict[str, Any]]) -> list[Any]:
-    outcomes = []
-    for case in cases:
-        model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], ranks.world_size)
-        optimizer = OPTIMIZERS[case["optimizer"]](model.parameters())
-        pipeline = Pipelined(
-            model,
-            optimizer,
-            width=case["width"],
-            warmup_iterations=case["warmup"],
-            prediction=case["prediction"],
-            ranks=ranks,
-            **case["options"],
-        )
-        losses, hashes = [], []
-        for iteration, of_ranks in enumerate(batches):
-            if case["scheduled"]:
-                for group in optimizer.param_groups:
-                    group["lr"] = falling_lr(iteration)
-            loss = regress(model, of_ranks[ranks.rank])
-            loss.backward()
-            pipeline.step()
-            losses.append(loss.item())
-            with pipeline.true_weights():
-                hashes.append(weights_sha256(model))
-        pipeline.flush()
-        pipeline.close()
-        outcomes.append((losses, hashes, model.state_dict()))
-    return outcomes
+def _train_predicted(ranks: Ranks, cases: list[Case]) -> list[Outcome]:
+    return [train_on_ranks(ranks, case, OPTIMIZERS[case["optimizer"]]) for case in cases]
 
 
 CASES = st.fixed_dictionaries(
@@ -163,7 +142,8 @@ CASES = st.fixed_dictionaries(
         "warmup": st.integers(0, 4),
         "prediction": st.sampled_from(PREDICTIONS),
         "optimizer": st.sampled_from(["sgd", "momentum", "nesterov, foreach", "adam", "adagrad"]),
-        "options": st.sampled_from(list(IN_MIND.values())),
+        "clip": st.sampled_from(list(IN_MIND.values())),
+        "options": st.just({}),
         "scheduled": st.booleans(),
     }
 )
@@ -172,41 +152,9 @@ CASES = st.fixed_dictionaries(
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @settings(max_examples=4)
 @given(cases=st.lists(CASES, min_size=10, max_size=10))
-def test_every_prediction_is_what_copies_of_model_and_optimizer_come_to(
-    world_size: int, cases: list[dict[str, Any]]
-) -> None:
-    results = run_ranks(world_size, _train_predicted, cases)
-    for index, case in enumerate(cases):
-        model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], world_size)
-        losses = pipe_sgd(
-            model,
-            OPTIMIZERS[case["optimizer"]](model.parameters()),
-            regress,
-            batches,
-            width=case["width"],
-            warmup_iterations=case["warmup"],
-            prediction=case["prediction"],
-            clip=clip_by_torch(**case["options"]),
-            lr_of=falling_lr if case["scheduled"] else None,
-        )
-        for rank in range(world_size):
-            ours, hashes, weights = results[rank][index]
-            assert ours == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=1e-7)
-            assert_same_weights(weights, model.state_dict(), rtol=1e-7)
-            assert hashes == results[0][index][1], "the true weights are the same on all ranks"
-
-
-def clip_by_torch(clip_norm: float | None = None, clip_value: float | None = None) -> Callable[[list[Tensor]], None]:
-    def clip(gradients: list[Tensor]) -> None:
-        holders = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
-        for holder, gradient in zip(holders, gradients, strict=True):
-            holder.grad = gradient
-        if clip_value is not None:
-            torch.nn.utils.clip_grad_value_(holders, clip_value)
-        if clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(holders, clip_norm)
-
-    return clip
+def test_every_prediction_is_what_copies_of_model_and_optimizer_come_to(world_size: int, cases: list[Case]) -> None:
+    outcomes = run_ranks(world_size, _train_predicted, cases)
+    assert_as_in_one_process(outcomes, cases, OPTIMIZERS, rtol=1e-7)
 
 
 @pytest.mark.parametrize("options", list(IN_MIND.values())[1:])

@@ -16,8 +16,7 @@ import torch
 import torch._dynamo.testing
 from _ranks import run_ranks
 from _reference import pipe_sgd
-from test_pipelined import assert_same_weights, regress, small_problem
-from test_prediction import clip_by_torch
+from _small_problem import assert_same_weights, clip_by_torch, regress, small_problem
 from test_train import succeed
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook

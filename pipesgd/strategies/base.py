@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from pipesgd.prediction import Comparison
+from pipesgd.agreement import Comparison
 
 
 @dataclass(frozen=True)

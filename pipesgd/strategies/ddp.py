@@ -24,13 +24,12 @@ from pipesgd.collectives.make import make_all_reduce
 from pipesgd.collectives.ring import ring_wire_bytes
 from pipesgd.collectives.transport import communication_group
 from pipesgd.collectives.worker import CommunicationThread
-from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT, ON_NONFINITE
+from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks, lost
-from pipesgd.loss_scale import LossScale
 from pipesgd.strategies.base import Span, StepReport
-from pipesgd.strategies.replication import apply_gradients, combine_buffers, sum_buffer, trainable_parameters
+from pipesgd.strategies.replication import SynchronousUpdate, combine_buffers, sum_buffer
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -78,22 +77,17 @@ class Ddp:
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
     ):
-        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_above_zero("timeout", timeout)
         check_hook(hook)
         self.iteration = 0
         self.replicated = True
         self._model = model
-        self._optimizer = optimizer
-        self._parameters = trainable_parameters(optimizer)
-        self._clip = clip or Clipping()
-        self._loss_scale = LossScale(scaler, self._parameters)
-        self._skip_nonfinite = on_nonfinite == "skip"
+        self._update = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
         self._ranks = ranks
         self._timeout = timeout
         self._all_reduce = make_all_reduce("native", ranks, timeout=timeout)
         group = communication_group(ranks, timeout, backend=None)
-        self._powersgd = _PowerSGD(group, self._parameters) if hook == "powersgd" else None
+        self._powersgd = _PowerSGD(group, self._update.parameters) if hook == "powersgd" else None
         self._element_size = {"fp16": 2, "bf16": 2}.get(hook)
         try:
             module = _Module(model, process_group=group)  # gives all ranks rank 0's values
@@ -105,7 +99,7 @@ class Ddp:
         module.register_comm_hook(state, self._buckets.around(_hook_named(hook)))
         self.module: nn.Module = module
         self._ddp = module
-        self._thread = CommunicationThread(self._parameters[0].device)
+        self._thread = CommunicationThread(self._update.parameters[0].device)
         self._buckets.watch_by(self._thread)
 
     def step(self) -> StepReport:
@@ -118,14 +112,7 @@ class Ddp:
         iteration = self.iteration
         communication, wait, wire_bytes = self._buckets.take(iteration)
         self.iteration += 1
-        report = apply_gradients(
-            self._optimizer,
-            self._parameters,
-            iteration,
-            clip=self._clip,
-            loss_scale=self._loss_scale,
-            skip_nonfinite=self._skip_nonfinite,
-        )
+        report = self._update.apply(iteration)
         return dataclasses.replace(report, spans=(communication, wait, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
@@ -147,7 +134,7 @@ class Ddp:
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration, the loss scale, and what PowerSGD has not sent yet of each parameter."""
-        state: dict[str, Any] = {"iteration": self.iteration, "loss_scale": self._loss_scale.state_dict()}
+        state: dict[str, Any] = {"iteration": self.iteration, "loss_scale": self._update.loss_scale.state_dict()}
         if self._powersgd is not None:
             state["powersgd"] = self._powersgd.state_dict()
         return state
@@ -155,7 +142,7 @@ class Ddp:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         self.iteration = state["iteration"]
-        self._loss_scale.load_state_dict(state["loss_scale"])
+        self._update.loss_scale.load_state_dict(state["loss_scale"])
         if self._powersgd is not None:
             self._powersgd.load_state_dict(state["powersgd"])
 

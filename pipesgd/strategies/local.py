@@ -9,12 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipesgd.checks import check_one_of
 from pipesgd.clipping import Clipping
-from pipesgd.config import ON_NONFINITE
-from pipesgd.loss_scale import LossScale
 from pipesgd.strategies.base import StepReport
-from pipesgd.strategies.replication import apply_gradients, trainable_parameters
+from pipesgd.strategies.replication import SynchronousUpdate
 
 
 class Local:
@@ -33,15 +30,10 @@ class Local:
         scaler: torch.amp.GradScaler | None = None,
         on_nonfinite: str = "stop",
     ):
-        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self.iteration = 0
         self.module = model
         self.replicated = False
-        self._optimizer = optimizer
-        self._parameters = trainable_parameters(optimizer)
-        self._clip = clip or Clipping()
-        self._loss_scale = LossScale(scaler, self._parameters)
-        self._skip_nonfinite = on_nonfinite == "skip"
+        self._update = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
 
     def step(self) -> StepReport:
         """Apply this rank's gradients.
@@ -51,14 +43,7 @@ class Local:
         """
         iteration = self.iteration
         self.iteration += 1
-        return apply_gradients(
-            self._optimizer,
-            self._parameters,
-            iteration,
-            clip=self._clip,
-            loss_scale=self._loss_scale,
-            skip_nonfinite=self._skip_nonfinite,
-        )
+        return self._update.apply(iteration)
 
     def flush(self) -> StepReport:
         """Nothing is ever in flight."""
@@ -78,12 +63,12 @@ class Local:
 
     def state_dict(self) -> dict[str, Any]:
         """The iteration, and the loss scale."""
-        return {"iteration": self.iteration, "loss_scale": self._loss_scale.state_dict()}
+        return {"iteration": self.iteration, "loss_scale": self._update.loss_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         self.iteration = state["iteration"]
-        self._loss_scale.load_state_dict(state["loss_scale"])
+        self._update.loss_scale.load_state_dict(state["loss_scale"])
 
     def close(self) -> None:
         """Nothing runs beside the training loop."""

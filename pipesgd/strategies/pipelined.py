@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd import hyperparameters, launch
+from pipesgd import launch
+from pipesgd.agreement import Agreement, Comparison
 from pipesgd.checks import check_above_zero, check_one_of
 from pipesgd.clipping import Clipping
 from pipesgd.codecs.options import CodecOptions
@@ -31,15 +32,14 @@ from pipesgd.config import (
 )
 from pipesgd.errors import CommunicationError, NonFiniteGradientError
 from pipesgd.exchanges.make import make_exchange
-from pipesgd.gradients import FlatBuffer, all_finite, are_finite, give_gradients, pack_gradients, take_mean
-from pipesgd.guard import Guard
+from pipesgd.gradients import FlatBuffer, all_finite, are_finite, pack_gradients, take_mean
 from pipesgd.hyperparameters import Hyperparameters
 from pipesgd.loss_scale import LossScale
-from pipesgd.prediction import Agreement, Comparison, Unapplied, make_prediction
+from pipesgd.prediction import Unapplied
 from pipesgd.strategies.base import Span, StepReport
+from pipesgd.strategies.late_updates import LateUpdates
 from pipesgd.strategies.replication import (
     combine_buffers,
-    count_as_stepped,
     share_rank_0s_values,
     sum_buffer,
     trainable_parameters,
@@ -156,17 +156,21 @@ class Pipelined:
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_above_zero("timeout", timeout)
         self._parameters = trainable_parameters(optimizer)
-        self._clip = Clipping(norm=clip_norm, value=clip_value)
-        self._prediction = make_prediction(prediction if width > 1 else "none", self._parameters, optimizer, self._clip)
+        self._updates = LateUpdates(
+            optimizer,
+            self._parameters,
+            width=width,
+            warmup_iterations=warmup_iterations,
+            prediction=prediction,
+            guard=guard,
+            clip=Clipping(norm=clip_norm, value=clip_value),
+        )
+        self._prediction, self._guard = self._updates.prediction, self._updates.guard
         device = self._parameters[0].device
-        self.width = width
-        self.warmup_iterations = warmup_iterations
         self.iteration = 0
         self.module = model
         self.replicated = True
-        self._optimizer = optimizer
         self._agreement = Agreement()
-        self._guard = Guard() if guard and width > 1 else None
         self._loss_scale = LossScale(scaler, self._parameters)
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
         self._in_flight: collections.deque[_InFlight] = collections.deque()
@@ -187,6 +191,16 @@ class Pipelined:
         self._exchange = make_exchange(options, connections, device=device.type, seed=seed)
         share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_over_ranks)
 
+    @property
+    def width(self) -> int:
+        """Iterations in flight, K."""
+        return self._updates.width
+
+    @property
+    def warmup_iterations(self) -> int:
+        """First iterations that run at width 1."""
+        return self._updates.warmup_iterations
+
     def step(self) -> StepReport:
         """Take over the gradients in ``.grad`` and apply the one that is due: see the class.
 
@@ -204,7 +218,7 @@ class Pipelined:
         self._in_flight.append(self._hand_over(buffer, local, scale))
         self.iteration += 1
         # 3. to 5. Wait, apply and predict.
-        report = self._apply_until(self._width_now() - 1)
+        report = self._apply_until(self._updates.width_after(self.iteration) - 1)
         wire_bytes = self._exchange.wire_bytes(buffer, pack.iteration)
         return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
 
@@ -321,8 +335,7 @@ class Pipelined:
             span = Span("communication", iteration, start, time.perf_counter())
             return _Reduction(finite, span, self._prediction.compare(buffer.views, kept), norm)
 
-        count_as_stepped(self._optimizer)
-        options = hyperparameters.current(self._optimizer)
+        options = self._updates.hand_over()
         return _InFlight(iteration, buffer, kept, options, scale, self._thread.submit(reduce))
 
     def _apply_until(self, remaining: int) -> StepReport:
@@ -332,6 +345,7 @@ class Pipelined:
         spans: list[Span] = []
         comparison = None
         fell_back = False
+        self._prediction.restore()
         while len(self._in_flight) > remaining:
             gradient = self._in_flight.popleft()
             begin = time.perf_counter()
@@ -342,9 +356,8 @@ class Pipelined:
             self._loss_scale.saw(reduction.finite, gradient.scale)
             if self._guard is not None and reduction.norm is not None:
                 fell_back |= self._guard.saw(reduction.norm, self.iteration)
-            self._prediction.restore()
             if reduction.finite:
-                self._apply(gradient)
+                self._updates.apply(gradient.buffer.views, gradient.kept, gradient.hyperparameters)
                 applied.append(gradient.iteration)
             elif self._skip_nonfinite:
                 skipped.append(gradient.iteration)
@@ -357,7 +370,6 @@ class Pipelined:
                 Span("update", gradient.iteration, arrived, time.perf_counter()),
             ]
         begin = time.perf_counter()
-        self._prediction.restore()
         self._predict()
         if self._prediction.holds_predicted:
             spans.append(Span("predict", self.iteration, begin, time.perf_counter()))
@@ -369,27 +381,12 @@ class Pipelined:
             fell_back=fell_back,
         )
 
-    def _width_now(self) -> int:
-        """That the gradients handed over so far are applied at."""
-        synchronous = self.iteration <= self.warmup_iterations
-        if self._guard is not None:
-            synchronous |= self._guard.is_synchronous(self.iteration)
-        return 1 if synchronous else self.width
-
     def _agreed_norm(self, buffer: FlatBuffer) -> float:
         """The mean's norm, to the last bit the same on all ranks, whatever processors they have. Collective."""
         norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in buffer.flats]
         total = torch.stack(norms).square().sum().reshape(1)
         self._exact(total)
         return math.sqrt(total.item() / self._ranks.world_size)
-
-    def _apply(self, gradient: _InFlight) -> None:
-        self._prediction.correct(gradient.buffer.views, gradient.kept)
-        self._clip(gradient.buffer.views)
-        give_gradients(self._parameters, gradient.buffer.views)
-        with hyperparameters.set_to(self._optimizer, gradient.hyperparameters):
-            self._optimizer.step()
-        give_gradients(self._parameters, [None] * len(self._parameters))
 
     def _predict(self) -> None:
         in_flight = [Unapplied(gradient.kept, gradient.hyperparameters) for gradient in self._in_flight]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipesgd.checks import check_one_of
 from pipesgd.clipping import Clipping
 from pipesgd.collectives.base import AllReduce
-from pipesgd.config import BUFFERS
+from pipesgd.config import BUFFERS, ON_NONFINITE
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.gradients import FlatBuffer, are_finite, take_mean
 from pipesgd.loss_scale import LossScale
@@ -95,36 +95,55 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, lrs: Sequence[float]) -
         group["lr"] = lr
 
 
-def apply_gradients(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[Tensor],
-    iteration: int,
-    *,
-    clip: Clipping,
-    loss_scale: LossScale,
-    skip_nonfinite: bool,
-) -> StepReport:
-    """One step of ``optimizer`` on what is in ``.grad``, which is dropped then.
+class SynchronousUpdate:
+    """Applies gradients in the iteration that computed them: divided by the loss scale, checked, and clipped.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+        clip: how gradients are clipped; None: not at all.
+        scaler: of the losses, with float16 (``pipesgd.loss_scale``).
+        on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
 
     Raises:
-        NonFiniteGradientError: it holds a NaN or an infinity, unless such an update is to be skipped.
+        UserInputError: a value out of range, or an optimizer without a parameter to train.
     """
-    begin = time.perf_counter()
-    scale = loss_scale.divide(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    finite = are_finite(gradients)
-    loss_scale.saw(finite, scale)
-    if finite:
-        clip(gradients)
-        optimizer.step()
-    elif skip_nonfinite or loss_scale.skips:
-        count_as_stepped(optimizer)
-    else:
-        raise NonFiniteGradientError(iteration)
-    optimizer.zero_grad()
-    return StepReport(
-        applied=(iteration,) if finite else (),
-        skipped=() if finite else (iteration,),
-        spans=(Span("update", iteration, begin, time.perf_counter()),),
-        wire_bytes=0,
-    )
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip: Clipping | None,
+        scaler: torch.amp.GradScaler | None,
+        on_nonfinite: str,
+    ):
+        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        self.parameters = trainable_parameters(optimizer)
+        self.loss_scale = LossScale(scaler, self.parameters)
+        self._optimizer = optimizer
+        self._clip = clip or Clipping()
+        self._skip_nonfinite = on_nonfinite == "skip" or self.loss_scale.skips
+
+    def apply(self, iteration: int) -> StepReport:
+        """One step on what is in ``.grad``, which is dropped then.
+
+        Raises:
+            NonFiniteGradientError: it holds a NaN or an infinity, unless such an update is to be skipped.
+        """
+        begin = time.perf_counter()
+        scale = self.loss_scale.divide(self.parameters)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        finite = are_finite(gradients)
+        self.loss_scale.saw(finite, scale)
+        if finite:
+            self._clip(gradients)
+            self._optimizer.step()
+        elif self._skip_nonfinite:
+            count_as_stepped(self._optimizer)
+        else:
+            raise NonFiniteGradientError(iteration)
+        self._optimizer.zero_grad()
+        return StepReport(
+            applied=(iteration,) if finite else (),
+            skipped=() if finite else (iteration,),
+            spans=(Span("update", iteration, begin, time.perf_counter()),),
+        )

@@ -2,6 +2,7 @@
 
 from pipesgd.workloads.datasets import DataSplits, load_dataset
 from pipesgd.workloads.loading import ShardedBatches, evaluation_batches
+from pipesgd.workloads.make import make_workload
 from pipesgd.workloads.models import build_model
 
 __all__ = [
@@ -10,4 +11,5 @@ __all__ = [
     "build_model",
     "evaluation_batches",
     "load_dataset",
+    "make_workload",
 ]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
+from _small_problem import classify
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from experiments.simulation import SimulatedRanks
 from pipesgd import Pipelined
@@ -49,10 +49,6 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
 
 
-def _loss(model: nn.Module, batch: Any) -> Tensor:
-    return cross_entropy(model(batch[0]), batch[1])
-
-
 def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor]]]:
     results = []
     for case in cases:
@@ -60,7 +56,7 @@ def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[float],
         pipeline = Pipelined(model, _optimizer(model), ranks=ranks, **case)
         losses = []
         for batch in _batches(ranks.rank):
-            loss = _loss(model, batch)
+            loss = classify(model, batch)
             loss.backward()
             pipeline.step()
             losses.append(loss.item())
@@ -82,7 +78,7 @@ def real() -> dict[str, list[tuple[list[float], dict[str, Tensor]]]]:
 def test_simulated_ranks_are_real_ones_bit_for_bit(case: str, real: dict[str, Any]) -> None:
     model = _model()
     simulated = SimulatedRanks(model, _optimizer(model), world_size=4, **CASES[case])
-    losses = [simulated.iterate(_loss, batches) for batches in zip(*map(_batches, range(4)), strict=True)]
+    losses = [simulated.iterate(classify, batches) for batches in zip(*map(_batches, range(4)), strict=True)]
     simulated.flush()
     for rank, (of_rank, weights) in enumerate(real[case]):
         assert [of_ranks[rank] for of_ranks in losses] == of_rank

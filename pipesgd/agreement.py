@@ -1,0 +1,55 @@
+"""How well a guess agrees with the mean over ranks that arrives: this rank's own gradient, say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+COMPARED_DIGITS = 5
+"""After the point, of comparisons: the same values, added up in another order, must compare as the same."""
+AGREEMENT_DECAY = 0.95
+"""Of the running mean of cosines between this rank's gradients and the means that arrived: about 20 iterations."""
+
+
+class Comparison(NamedTuple):
+    """What stood for a mean, and the mean that arrived; to as many digits as sums of float32 have."""
+
+    cosine: float | None
+    """Of the angle between them; None if one is zero, or not finite."""
+    relative_error: float | None
+    """Length of their difference, in lengths of the mean; None likewise."""
+
+
+class Agreement:
+    """How well this rank's gradients have agreed with the means lately: a running mean of cosines, 1 to begin with."""
+
+    def __init__(self) -> None:
+        self.cosine = 1.0
+
+    def saw(self, comparison: Comparison | None) -> None:
+        """Take note of a mean that has arrived."""
+        if comparison is not None and comparison.cosine is not None:
+            # So written, cosines of exactly 1 leave it at exactly 1.
+            self.cosine += (1 - AGREEMENT_DECAY) * (comparison.cosine - self.cosine)
+
+
+def compare(mean: Sequence[Tensor], guess: Sequence[Tensor]) -> Comparison:
+    """How well ``guess``, of real numbers, stood for ``mean``."""
+    dots = [
+        torch.dot(one.reshape(-1), other.reshape(-1))
+        for a, b in ((mean, guess), (mean, mean), (guess, guess))
+        for one, other in zip(a, b, strict=True)
+    ]
+    # From the device all at once; Python adds them up in float64.
+    both, means, guesses = (sum(of_tensors) for of_tensors in torch.stack(dots).view(3, -1).tolist())
+    if not (math.isfinite(means + guesses) and means > 0 and guesses > 0):
+        return Comparison(cosine=None, relative_error=None)
+    squared_error = round((means + guesses - 2 * both) / means, COMPARED_DIGITS)
+    return Comparison(
+        cosine=round(both / math.sqrt(means * guesses), COMPARED_DIGITS),
+        relative_error=math.sqrt(max(squared_error, 0.0)),
+    )
