@@ -11,11 +11,14 @@ from pipesgd.command_line import HelpRequested
 from pipesgd.command_line import parse as parse_training
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
-from pipesgd.workloads import make_workload
 
 WORKLOADS = {
     "mlp": "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 512",
     "convnet": "--dataset fashion-mnist --model convnet --batch-size 64",
+    "small-mlp": "--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32 "
+    "--lr 0.1 --schedule one-cycle",
+    "transformer": "--dataset python-stdlib --model transformer --batch-size 8 "
+    "--optimizer adamw --lr 0.002 --schedule one-cycle",
     "digits": "--dataset digits --model mlp --hidden-sizes 64 --batch-size 16",
 }
 CONTENDERS = {
@@ -42,9 +45,6 @@ DECIDED_HERE = (
 """Options of ``pipesgd.train`` that the comparison sets, the same for all."""
 NEVER = 10**9
 """Iterations between checkpoints, so that no contender's time has one in it."""
-
-build = make_workload
-"""As experiments/staleness.py calls it."""
 
 Options = dict[str, tuple[str, ...]]
 """The values that follow an option, by its name without dashes."""

@@ -32,7 +32,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from experiments import command, contenders
+from experiments import command
 from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, code_state, save, save_panels
@@ -43,7 +43,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.optimization import build_optimizer, build_schedule
-from pipesgd.workloads import DataSplits, ShardedBatches, evaluation_batches
+from pipesgd.workloads import DataSplits, ShardedBatches, evaluation_batches, make_workload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,7 +212,7 @@ def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
     config = parse_training(shlex.split(words))
     optimization, pipeline = config.optimization, config.pipeline
     torch.manual_seed(optimization.seed)
-    data, model = contenders.build(config)
+    data, model = make_workload(config)
     torch.manual_seed(optimization.seed * world_size)
     optimizer = build_optimizer(optimization, model)
     iterations = optimization.iterations
