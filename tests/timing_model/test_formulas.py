@@ -66,9 +66,9 @@ def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
 
 
 def test_impossible_jobs_are_refused() -> None:
-    with pytest.raises(ValueError, match="world_size must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="world_size must be a whole number of at least 1; got 0"):
         ring_all_reduce_bytes(1.0, 0)
-    with pytest.raises(ValueError, match="nbytes must be at least 0; got -1"):
+    with pytest.raises(ValueError, match="nbytes must be finite and at least 0; got -1"):
         ring_all_reduce_bytes(-1.0, 2)
     with pytest.raises(ValueError, match="width must be at least 1; got 0"):
         pipelined_iteration_time(1.0, 1.0, 0)
