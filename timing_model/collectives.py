@@ -33,10 +33,11 @@ def ring_all_reduce_bytes(nbytes: float, world_size: int) -> float:
 
 
 def lower_bound_time(link: LinkParams, nbytes: float, world_size: int) -> float:
-    r"""No all-reduce takes less, in s: latency, transfer and sums may overlap, but none can be less by itself.
+    r"""No all-reduce by one message at a time takes less, in s: all may overlap, but none can be less by itself.
 
     .. math:: T \ge \max(\lceil \log_2 p \rceil \alpha,\; 2\frac{p-1}{p} n \beta,\; \frac{p-1}{p} n \gamma)
 
+    Messages to several ranks at once, as all-to-all's, can do with 2 alpha.
     Source: Patarasuk & Yuan, 2009; Chan et al., 2007.
 
     >>> lower_bound_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 8.0, 4)

