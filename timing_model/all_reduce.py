@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import lru_cache
@@ -9,8 +10,9 @@ from typing import NamedTuple
 
 from timing_model import schedules
 from timing_model.checks import check_at_least, check_count
-from timing_model.collectives import native_all_reduce_time
 from timing_model.critical_path import SegmentCosts, critical_path
+from timing_model.messages import Network, simulate_messages, tasks_of
+from timing_model.native import native_all_reduce_time
 from timing_model.params import CodecCost, LinkParams, uncompressed
 
 SEGMENT_BYTES = 1 << 20
@@ -62,8 +64,10 @@ def all_reduce_time(
 ) -> CollectiveTime:
     """Time of one all-reduce of ``numel`` float32 values, from a common start to the last rank's end, in s.
 
-    ``critical_path`` of the schedule that the code plays; gloo's own formula for native, whose values are converted
-    before and after. One rank takes 0 s.
+    ``critical_path`` of the schedule that the code plays, or a simulation of its messages where these can meet
+    (halving-doubling and recursive doubling with other than 2^k ranks, O(p^2)). native is gloo's ring, which adds at
+    ``link.gamma`` whatever the codec is, and whose values are converted before and after. One rank, or no value,
+    takes 0 s. Chunks and segments are taken to be of equal size, so there should be at least a value for each.
 
     Args:
         all_reduce: one of ``ALL_REDUCES``.
@@ -90,13 +94,11 @@ def all_reduce_time(
     check_count("ranks_per_node", ranks_per_node)
     check_count("cards", cards)
     cost = codec or uncompressed(link.gamma)
-    if world_size == 1:
+    if world_size == 1 or numel == 0:
         return CollectiveTime(0.0, 0.0, 0.0)
     if all_reduce == "native":
-        wire = native_all_reduce_time(_without_sums(link), cost.wire_bytes(numel), world_size)
-        total = native_all_reduce_time(link, cost.wire_bytes(numel), world_size)
-        if codec is not None:
-            total += (codec.encode + codec.decode) * numel + 2 * codec.call
+        wire, total = _native_times(link, cost.wire_bytes(numel), world_size)
+        total += (cost.encode + cost.decode) * numel + 2 * cost.call
         return CollectiveTime(total, wire, total - wire)
     if all_reduce == "hierarchical":
         if inner is None:
@@ -104,10 +106,11 @@ def all_reduce_time(
         schedule = schedules.hierarchical(world_size, ranks_per_node)
     else:
         schedule, ranks_per_node, inner = SCHEDULES[all_reduce](world_size), 1, None
-    times = [
+    total, wire = (
         _time(schedule, link, one, numel, segment_bytes, inner, ranks_per_node, cards) for one in (cost, cost.free())
-    ]
-    return CollectiveTime(times[0], times[1], times[0] - times[1])
+    )
+    wire = min(wire, total)  # where messages meet, work can let another one pass, and so save time
+    return CollectiveTime(total, wire, total - wire)
 
 
 def gather_time(
@@ -152,11 +155,13 @@ def _time(
 ) -> float:
     chunk = numel / schedule.chunks
     segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
+    if schedule.followed is None:
+        programs = tasks_of(schedule, numel, codec, segments=segments)
+        return max(simulate_messages(programs, Network(link=link))) + link.sync
     values = chunk / segments
     nbytes = codec.wire_bytes(values)
-    rates = {"encode": codec.encode, "decode": codec.decode, "add": codec.add, "hop": codec.hop}
     costs = SegmentCosts(
-        work={operation: rate * values + codec.call for operation, rate in rates.items()},
+        work=codec.seconds(values),
         alpha=link.alpha,
         transfer=nbytes * link.beta * max(1.0, ranks_per_node / cards),
         overhead=link.overhead,
@@ -167,5 +172,8 @@ def _time(
     return critical_path(schedule, segments, costs) + link.sync
 
 
-def _without_sums(link: LinkParams) -> LinkParams:
-    return LinkParams(alpha=link.alpha, beta=link.beta, gamma=0.0, sync=link.sync, overhead=link.overhead)
+@lru_cache(maxsize=65536)
+def _native_times(link: LinkParams, nbytes: float, world_size: int) -> tuple[float, float]:
+    """Without sums, and with."""
+    without = dataclasses.replace(link, gamma=0.0)
+    return native_all_reduce_time(without, nbytes, world_size), native_all_reduce_time(link, nbytes, world_size)

@@ -2,8 +2,9 @@ r"""The cost of collectives in closed form: one function an equation.
 
 n bytes, p ranks, and the letters of ``LinkParams``; an overhead o counts once a message, like alpha. These are the
 times of a program that goes step by step: all that a rank sends to another in one step is one message, and is added up
-when all of it is there. The ring and recursive doubling run so, as long as a chunk is one segment. Otherwise the code
-overlaps more, and is faster: ``all_reduce.all_reduce_time`` says by how much, and the latter's codecs.
+when all of it is there. The ring runs so, as long as a chunk is one segment. Otherwise the code overlaps more, and is
+faster; but where ranks fold in, their messages meet those of others, who do not wait for them. What the code takes,
+with codecs and segments, says ``all_reduce.all_reduce_time``.
 
 All raise ``ValueError`` if ``world_size < 1`` or ``nbytes < 0``, and are 0 s for one rank.
 """
@@ -14,9 +15,6 @@ import math
 
 from timing_model.checks import check_at_least, check_count
 from timing_model.params import LinkParams
-
-GLOO_SEGMENT = 1 << 20
-"""Bytes that gloo's ring sends at most in a message."""
 
 
 def ring_all_reduce_bytes(nbytes: float, world_size: int) -> float:
@@ -148,8 +146,8 @@ def chain_all_reduce_time(link: LinkParams, nbytes: float, *, depth: int, segmen
 
     .. math:: T = (d + n/m)(\alpha + o + m (\beta + \gamma)) + S
 
-    Without ``segment_bytes`` m is the best, :math:`\sqrt{n(\alpha + o) / (d(\beta + \gamma))}`, at most n. This project
-    does not run it: it is here to be compared with. A chain and back has d = 2(p-1), a double binary tree
+    Without ``segment_bytes`` m is the best, :math:`\sqrt{n(\alpha + o) / (d(\beta + \gamma))}`, from 1 to n. This
+    project does not run it: it is here to be compared with. A chain and back has d = 2(p-1), a double binary tree
     d = 2 log2 p and twice the bytes.
     Source: timing.md.
 
@@ -163,50 +161,9 @@ def chain_all_reduce_time(link: LinkParams, nbytes: float, *, depth: int, segmen
     latency, rate = link.alpha + link.overhead, link.beta + link.gamma
     if segment_bytes is None:
         best = math.sqrt(nbytes * latency / (depth * rate)) if rate > 0 else nbytes
-        if best == 0:  # without latency messages may be as small as one likes
-            return nbytes * rate + link.sync
-        segment_bytes = min(nbytes, best)
+        segment_bytes = min(nbytes, max(1.0, best))
     check_at_least("segment_bytes", segment_bytes, min(1.0, nbytes))
     return (depth + nbytes / segment_bytes) * (latency + segment_bytes * rate) + link.sync
-
-
-def native_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> float:
-    r"""Time of gloo's ring, which torch's all-reduce runs on a CPU, in s.
-
-    S = roundUp(max(ceil(n / 1 MiB), 2p), p) segments of m = ceil(n/S) bytes, N = (p-1) S/p sends a phase, two of them
-    in flight. A sender waits for a notice that the receiver is ready, so a message has a round of H = 2 alpha. With
-    b = beta m, g = gamma m while sums are scattered and 0 while they are gathered, a phase takes
-
-    .. math:: \max(\lceil N/2 \rceil (H + b + g + o) + [N\ even](g + o),\; H + N b + g + o,\; H + b + N (g + o)) + 2 o
-
-    and the collective both phases and S. It is within 1 % on average of a step-by-step simulation of gloo's schedule
-    (``tests/timing_model/test_native.py`` states the errors).
-    Source: gloo's allreduce.cc, by way of timing.md.
-
-    >>> native_all_reduce_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, 2)
-    4.0
-    """
-    _check(nbytes, world_size)
-    if world_size == 1:
-        return 0.0
-    messages, segment = native_messages(nbytes, world_size)
-    h, b, o = 2 * link.alpha, link.beta * segment, link.overhead
-    phases = 0.0
-    for g in (link.gamma * segment, 0.0):
-        in_turn = math.ceil(messages / 2) * (h + b + g + o) + (g + o if messages % 2 == 0 else 0.0)
-        phases += max(in_turn, h + messages * b + g + o, h + b + messages * (g + o)) + 2 * o
-    return phases + link.sync
-
-
-def native_messages(nbytes: float, world_size: int) -> tuple[int, int]:
-    """How many messages a rank sends in each of the two phases of gloo's ring, and the bytes of one.
-
-    >>> native_messages(8 << 20, 4)
-    (6, 1048576)
-    """
-    _check(nbytes, world_size)
-    per_rank = math.ceil(max(math.ceil(nbytes / GLOO_SEGMENT), 2 * world_size) / world_size)
-    return per_rank * (world_size - 1), math.ceil(nbytes / (per_rank * world_size))
 
 
 def _check(nbytes: float, world_size: int) -> None:

@@ -59,11 +59,10 @@ def critical_path(schedule: Schedule, segments: int, costs: SegmentCosts) -> flo
 
     C is the rank's CPU, P its wire, A the arrival at the other end. So messages that follow each other overlap in
     their latency, and one segment's wire with another's work: what the code does. Every rank has a wire inside its
-    node and another to other nodes, both ways at once; who shares a card has a share of it in ``transfer``. It is
-    assumed that a wire is not held up at its far end, which is so for all of this project's all-reduces on equal
-    links. Of ranks that do the same, one is followed: the ring costs O(p), a number of ranks
-    that is no power of two, with those that need one, O(p^2).
+    node and another to other nodes, both ways at once; who shares a card has a share of it in ``transfer``. Of ranks
+    that do the same one is followed: a ring costs O(p). ``schedule.followed`` must not be None.
     """
+    assert schedule.followed is not None, "a schedule to be simulated"
     arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
     g = costs.ranks_per_node
     wires = (costs.inner_transfer, costs.inner_alpha), (costs.transfer, costs.alpha)

@@ -140,15 +140,7 @@ def tasks_of(schedule: Schedule, numel: float, codec: CodecCost, *, segments: in
     """Programs of all ranks for a collective of ``numel`` float32 values, in so many segments a chunk."""
     values = numel / schedule.chunks / segments
     nbytes = codec.wire_bytes(values)
-    seconds = {
-        operation: rate * values + codec.call
-        for operation, rate in (
-            ("encode", codec.encode),
-            ("decode", codec.decode),
-            ("add", codec.add),
-            ("hop", codec.hop),
-        )
-    }
+    seconds = codec.seconds(values)
     return [
         [
             Task(

@@ -101,6 +101,11 @@ class CodecCost:
         """
         return numel * self.bits / 8
 
+    def seconds(self, numel: float) -> dict[str, float]:
+        """What each operation takes on ``numel`` values, in s, by its name."""
+        rates = {"encode": self.encode, "decode": self.decode, "add": self.add, "hop": self.hop}
+        return {operation: rate * numel + self.call for operation, rate in rates.items()}
+
     def free(self) -> CodecCost:
         """The same bytes for no CPU time: what is left is the wire."""
         return dataclasses.replace(self, encode=0.0, decode=0.0, add=0.0, hop=0.0, call=0.0)

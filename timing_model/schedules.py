@@ -38,8 +38,9 @@ class Schedule:
     chunks: int
     program: Callable[[int, int], Program]
     """Of a rank, with so many segments a chunk."""
-    followed: range
-    """Ranks that together do all that is done: one of those that do the same."""
+    followed: range | None
+    """Ranks that together do all that is done: one of those that do the same. None if messages of two ranks can meet at
+    the wire of a third: such a schedule has to be simulated, message by message."""
     mirror: Callable[[int, int], tuple[int, int]]
     """For a message from one rank to a followed one: the sender and the receiver of the one that corresponds to it and
     that a followed rank sends."""
@@ -187,11 +188,11 @@ def _power_of_two(world_size: int) -> int:
     return 1 << (world_size.bit_length() - 1)
 
 
-def _followed(p: int, q: int) -> tuple[range, Callable[[int, int], tuple[int, int]]]:
-    """Partners at distances do the same, unless some ranks fold in first."""
+def _followed(p: int, q: int) -> tuple[range | None, Callable[[int, int], tuple[int, int]]]:
+    """Partners at distances do the same, unless some ranks fold in first, while others send already."""
     if p == q:
         return range(1), lambda source, _: (0, source)
-    return range(p), lambda source, target: (source, target)
+    return None, lambda source, target: (source, target)
 
 
 def _reduce_scatter(index: int, members: Sequence[int], groups: Sequence[Sequence[int]]) -> list[_Op]:

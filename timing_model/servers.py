@@ -21,17 +21,17 @@ def parameter_server_time(
     r"""Time from the gradients of a round to the weights, in s, of a job of p ranks and s servers.
 
     Beside the first workers, a server has w = p - 1 workers on other ranks; on ranks of their own, w = p - s. Gradients
-    come in, are added when all are there, and weights go out. With L the load of the fullest card, in bytes each way,
+    come in, are added when all are there, and weights go out. With n' what a worker sends: n, or (s-1)/s n if all have
+    a server beside them,
 
     .. math::
 
-        T_{shared} = 2 (\alpha + o) + 2 L \beta + w \frac{n}{s} \gamma + S, \qquad
-        L = \max\left(n\ [\text{some worker has no server beside it}],\; w \frac{n}{s}\right)
+        T_{shared} = 2 (\alpha + o) + 2 \max\left(n',\; w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma + S
 
     if all workers share a server's card evenly, so that all begin and end together. If they are served in turn, those
     who have their weights compute and send while others still wait, and in the steady state only
 
-    .. math:: T_{turn} = 2 (\alpha + o) + (w - 1) \frac{n}{s} \beta + 2 n \beta + w \frac{n}{s} \gamma + S
+    .. math:: T_{turn} = 2 (\alpha + o) + \left(n' + w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma + S
 
     remain, (p + 1) n beta of 2 p n beta for one server and p workers. The truth is between them: ``sharing`` is 1 for
     the first, 0 for the second. Measured on this project's testbed, one server beside worker 0: 0.48 at 100 Mbit/s,
@@ -63,9 +63,9 @@ def parameter_server_time(
     if workers == 0:
         return CollectiveTime(0.0, 0.0, 0.0)
     share = nbytes / servers
-    alone = nbytes if not beside or servers < world_size else 0.0
-    shared = 2 * max(alone, workers * share) * link.beta
-    in_turn = min(shared, ((workers - 1) * share + 2 * nbytes) * link.beta)
+    from_worker = nbytes - share if beside and servers == world_size else nbytes
+    shared = 2 * max(from_worker, workers * share) * link.beta
+    in_turn = (from_worker + workers * share) * link.beta
     wire = 2 * (link.alpha + link.overhead) + in_turn + sharing * (shared - in_turn) + link.sync
     sums = workers * share * link.gamma
     return CollectiveTime(wire + sums, wire, sums)
