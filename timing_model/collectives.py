@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from timing_model.checks import check_at_least, check_count
-from timing_model.params import LinkParams
+from timing_model.params import CodecCost, LinkParams
 
 
 def ring_all_reduce_bytes(nbytes: float, world_size: int) -> float:
@@ -57,6 +57,45 @@ def ring_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> fl
     """
     transferred = ring_all_reduce_bytes(nbytes, world_size)
     return _sum(link, 2 * (world_size - 1), transferred, transferred / 2, world_size)
+
+
+def ring_codec_time(link: LinkParams, codec: CodecCost, numel: float, world_size: int, *, segments: int = 1) -> float:
+    r"""Time of one ring all-reduce of ``numel`` float32 values with a codec, chunks cut into k segments, in s.
+
+    With e, h and d the codec's encode, hop and decode of a chunk, w its transfer, and o' = k o:
+
+    .. math::
+
+        T = \frac{e + o' + w}{k} + \alpha + (p-2) H(h) + H(h + d) + (p-2) H(d) + \frac{d}{k}
+          + \frac{k-1}{k} \max(w, e + o', h + o') + S, \qquad
+        H(c) = \max\left(\frac{c + o' + w}{k} + \alpha,\; c + o',\; w\right)
+
+    A step takes the sum of codec and wire without segments, and the larger of them with many. Exact for k = 1.
+    With more it is 1 to 3 % off on average, at worst 10 % for k = 2 and 2 ranks, 5 % from 4 ranks on, 15 % for k = 8
+    and 2 ranks (codec 0.04 to 3 times the wire, latency 0 to 1 times): ``all_reduce.all_reduce_time`` is exact.
+    Source: timing.md, "Codecs in the ring".
+
+    >>> codec = CodecCost(name="", bits=32.0, encode=1.0, decode=0.5, add=0.0, hop=2.0)
+    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.0)
+    >>> [ring_codec_time(link, codec, 4.0, 2, segments=segments) for segments in (1, 2)]
+    [14.0, 10.5]
+    """
+    _check(numel, world_size)
+    check_count("segments", segments)
+    if world_size == 1:
+        return 0.0
+    values = numel / world_size / segments
+    costs = {operation: segments * seconds for operation, seconds in codec.seconds(values).items()}
+    encode, hop, decode = costs["encode"], costs["hop"], costs["decode"]
+    wire, overhead = segments * codec.wire_bytes(values) * link.beta, segments * link.overhead
+
+    def step(work: float) -> float:
+        return max((work + overhead + wire) / segments + link.alpha, work + overhead, wire)
+
+    filling = (encode + overhead + wire + decode) / segments + link.alpha
+    steps = (world_size - 2) * (step(hop) + step(decode)) + step(hop + decode)
+    rest = (segments - 1) / segments * max(wire, encode + overhead, hop + overhead)
+    return filling + steps + rest + link.sync
 
 
 def recursive_doubling_time(link: LinkParams, nbytes: float, world_size: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesgd.collectives.ring import ring, ring_wire_bytes
-from timing_model import CodecCost, LinkParams, Noise, all_reduce_time, ring_all_reduce_bytes, ring_all_reduce_time
-from timing_model.collectives import chain_all_reduce_time, halving_doubling_time, hierarchical_time
+from timing_model import (
+    CodecCost,
+    LinkParams,
+    Noise,
+    all_reduce_time,
+    ring_all_reduce_bytes,
+    ring_all_reduce_time,
+    uncompressed,
+)
+from timing_model.collectives import chain_all_reduce_time, halving_doubling_time, hierarchical_time, ring_codec_time
 
 SECONDS = st.floats(0, 1e3)
 LINK = LinkParams(alpha=2e-4, beta=3e-9, gamma=1e-10, sync=5e-5, overhead=1e-5)
@@ -51,6 +60,44 @@ def test_impossible_jobs_are_refused() -> None:
         ring_all_reduce_bytes(1.0, 0)
     with pytest.raises(ValueError, match="nbytes must be finite and at least 0; got -1"):
         ring_all_reduce_bytes(-1.0, 2)
+
+
+@given(
+    costs=st.lists(st.floats(0, 1), min_size=6, max_size=6),
+    world_size=st.integers(1, 20),
+    overhead=st.floats(0, 1),
+    each=st.floats(0.1, 100),
+)
+def test_the_ring_with_a_codec_is_the_codes_without_segments(
+    costs: list[float], world_size: int, overhead: float, each: float
+) -> None:
+    encode, decode, add, hop, call, latency = costs
+    codec = CodecCost(name="", bits=5.0, encode=encode, decode=decode, add=add, hop=hop, call=call)
+    link = LinkParams(alpha=latency, beta=0.3, gamma=0.1, sync=0.2, overhead=overhead)
+    numel = each * world_size
+    exact = all_reduce_time("ring", link, numel, world_size, codec=codec).total
+    assert ring_codec_time(link, codec, numel, world_size) == pytest.approx(exact, rel=1e-9)
+    plain = uncompressed(link.gamma)
+    assert ring_codec_time(link, plain, numel, world_size) == pytest.approx(
+        ring_all_reduce_time(link, 4 * numel, world_size), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("segments", "ranks", "worst", "mean"),
+    [(2, range(2, 4), 0.105, 0.025), (2, range(4, 17), 0.05, 0.01), (8, range(2, 17), 0.16, 0.03)],
+)
+def test_the_ring_with_a_codec_in_segments_is_as_near_as_it_says(
+    segments: int, ranks: range, worst: float, mean: float
+) -> None:
+    errors = []
+    for p, latency, hop, share in itertools.product(ranks, (0, 0.1, 1), (0.2, 0.7, 1, 1.5, 3), (0.2, 0.5, 1)):
+        codec = CodecCost(name="", bits=8.0, encode=0.7 * hop, decode=share * hop, add=0.0, hop=hop)
+        link = LinkParams(alpha=64 * latency, beta=1.0, gamma=0.0, sync=0.0)
+        exact = all_reduce_time("ring", link, 64.0 * p, p, codec=codec, segment_bytes=64 // segments).total
+        errors.append(abs(ring_codec_time(link, codec, 64.0 * p, p, segments=segments) / exact - 1))
+    assert max(errors) < worst
+    assert sum(errors) / len(errors) < mean
 
 
 def test_a_node_is_one_rank_and_one_node_is_a_ring() -> None:
