@@ -7,6 +7,7 @@ T_c is the collective; p ranks, width K. ``simulate.simulate_iterations`` knows 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from functools import lru_cache
 from statistics import NormalDist
@@ -59,15 +60,19 @@ def expected_maximum(noise: Noise, world_size: int, *, run: int = 1, floor: floa
     1.5
     """
     check_at_least("floor", floor, 0)
-    slowest, x, above = _times_above(noise, world_size, run)
-    if noise.cv < LEAST_CV:
-        return max(floor, slowest)
-    return max(floor, float(x[0])) + float(np.interp(floor, x, above))
+    x, above = _above(noise, world_size, run)
+    if floor <= x[0]:
+        return x[0] + above[0]
+    if floor >= x[-1]:
+        return floor
+    after = bisect_right(x, floor)
+    share = (floor - x[after - 1]) / (x[after] - x[after - 1])
+    return floor + above[after - 1] + share * (above[after] - above[after - 1])
 
 
 @lru_cache(maxsize=4096)
-def _times_above(noise: Noise, world_size: int, run: int) -> tuple[float, Values, Values]:
-    """The slowest rank's mean; times x, and how much the maximum is above each of them on average."""
+def _above(noise: Noise, world_size: int, run: int) -> tuple[list[float], list[float]]:
+    """Rising times x, and how much the maximum is above each of them on average."""
     check_count("world_size", world_size)
     check_count("run", run)
     if len(noise.slow_ranks) > world_size:
@@ -75,7 +80,7 @@ def _times_above(noise: Noise, world_size: int, run: int) -> tuple[float, Values
     factors = Counter({1.0: world_size - len(noise.slow_ranks)}) + Counter(noise.slow_ranks)
     slowest = max(factors)
     if noise.cv < LEAST_CV:
-        return slowest, GRID, GRID
+        return [slowest], [0.0]
     # On a grid of the slowest rank's quantiles: x are its times.
     deviation = noise.cv / math.sqrt(run)
     log_below: Values = np.zeros_like(GRID)  # log of the product of F
@@ -90,7 +95,7 @@ def _times_above(noise: Noise, world_size: int, run: int) -> tuple[float, Values
             log_below += ranks * _log_cdf(GRID + math.log(slowest / factor) / sigma)
     tails = -np.expm1(log_below)
     pieces = np.diff(x) * (tails[1:] + tails[:-1]) / 2
-    return slowest, x, np.append(np.cumsum(pieces[::-1])[::-1], 0.0)
+    return x.tolist(), [*np.cumsum(pieces[::-1])[::-1].tolist(), 0.0]
 
 
 def steady_state_bound(t_compute: float, t_comm: float, width: int, world_size: int, noise: Noise) -> float:
@@ -115,7 +120,8 @@ def steady_state_bound(t_compute: float, t_comm: float, width: int, world_size: 
     check_count("width", width)
     if width == 1:
         return expected_maximum(noise, world_size) * t_compute + t_comm
-    return max(t_comm, _computing(t_compute, t_comm, width, world_size, noise))
+    slowest = max((1.0, *noise.slow_ranks))
+    return max(t_comm, _computing(t_compute, t_comm, width, slowest, _runs(noise, world_size)))
 
 
 def steady_state_period(t_compute: float, t_comm: float, width: int, world_size: int, noise: Noise) -> float:
@@ -147,32 +153,35 @@ def steady_state_period(t_compute: float, t_comm: float, width: int, world_size:
     >>> [round(steady_state_period(1.0, 1.0, width, 512, noise), 2) for width in (1, 2, 3, 4)]
     [2.35, 1.19, 1.04, 1.03]
     """
-    bound = steady_state_bound(t_compute, t_comm, width, world_size, noise)
-    sigma = noise.cv * t_compute * max((1.0, *noise.slow_ranks))
+    check_at_least("t_compute", t_compute, 0)
+    check_at_least("t_comm", t_comm, 0)
+    check_count("width", width)
+    slowest = max((1.0, *noise.slow_ranks))
+    sigma = noise.cv * t_compute * slowest
     spread = SPREAD * sigma * width**SPREAD_WIDTH
     if width == 1 or spread == 0:
-        return bound
+        return steady_state_bound(t_compute, t_comm, width, world_size, noise)
+    runs = _runs(noise, world_size)
     lift = LIFT * sigma * noise.cv ** (LIFT_CV - 1) * width**LIFT_WIDTH * (1 - 1 / world_size)
-    computing = _computing(t_compute, t_comm, width, world_size, noise) + lift
+    computing = _computing(t_compute, t_comm, width, slowest, runs) + lift
     larger, smaller = max(computing, t_comm), min(computing, t_comm)
     smooth: float = larger + spread * math.log1p(math.exp((smaller - larger) / spread))
-    if smooth <= max(t_comm, expected_maximum(noise, world_size) * t_compute):  # which the upper bound is not below
+    if smooth <= max(t_comm, runs[0][1] * t_compute):  # which the upper bound is not below
         return smooth
     return min(smooth, expected_maximum(noise, world_size, floor=t_comm / t_compute) * t_compute)
 
 
 @lru_cache(maxsize=4096)
 def _runs(noise: Noise, world_size: int) -> tuple[tuple[int, float], ...]:
-    """For some numbers of iterations: how long the slowest rank takes for so many, as a multiple of c."""
-    return tuple((run, run * expected_maximum(noise, world_size, run=run)) for run in RUNS)
+    """For numbers r of iterations, 1 first: r - 1, and how long the slowest rank takes for r, as a multiple of c."""
+    return tuple((run - 1, run * expected_maximum(noise, world_size, run=run)) for run in RUNS)
 
 
-def _computing(t_compute: float, t_comm: float, width: int, world_size: int, noise: Noise) -> float:
-    """The longest of the paths with a computation in them."""
-    longest: float = max((1.0, *noise.slow_ranks)) * t_compute
-    for run, computed in _runs(noise, world_size):
-        longest = max(longest, (computed * t_compute + t_comm) / (width + run - 1))
-    return longest
+def _computing(
+    t_compute: float, t_comm: float, width: int, slowest: float, runs: tuple[tuple[int, float], ...]
+) -> float:
+    """The longest of the paths with a computation in them, the one without an end first."""
+    return max(slowest * t_compute, *[(computed * t_compute + t_comm) / (width + more) for more, computed in runs])
 
 
 def _log_cdf(z: Values) -> Values:
