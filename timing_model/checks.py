@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 
 def check_at_least(name: str, value: float, least: float) -> None:
     """Raise ``ValueError`` unless ``value`` is a finite number of at least ``least``."""
@@ -19,5 +21,5 @@ def check_above_0(name: str, value: float) -> None:
 
 def check_count(name: str, value: int, least: int = 1) -> None:
     """Raise ``ValueError`` unless ``value`` is a whole number of at least ``least``."""
-    if not isinstance(value, int) or value < least:
+    if not isinstance(value, int | np.integer) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}; got {value}")

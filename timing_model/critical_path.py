@@ -40,27 +40,25 @@ class _Rank:
     """When the last message leaves its wire inside the node, and the one to other nodes."""
     taken: Counter[int] = field(default_factory=Counter)
     """Messages so far, by their sender."""
-    left: dict[int, float] = field(default_factory=dict)
-    """When the messages sent last of a segment have left."""
 
 
 def critical_path(schedule: Schedule, segments: int, costs: SegmentCosts) -> float:
     r"""Time from a common start until the last rank has all that it waits for, in s.
 
-    For each rank, its events e in order, m the message that e waits for, m'' the ones sent before from the same memory,
-    and m' the ones that e sends:
+    For each rank, its events e in order, m the message that e waits for, and m' the ones that it sends:
 
     .. math::
 
-        C(e) = \max(C(e-1), A(m), P(m'')) + work(e), \qquad
+        C(e) = \max(C(e-1), A(m)) + work(e), \qquad
         C(m') = C(m'-1) + o, \qquad
         P(m') = \max(P(m'-1), C(m')) + w, \qquad
         A(m') = P(m') + \alpha
 
     C is the rank's CPU, P its wire, A the arrival at the other end. So messages that follow each other overlap in
     their latency, and one segment's wire with another's work: what the code does. Every rank has a wire inside its
-    node and another to other nodes, both ways at once; who shares a card has a share of it in ``transfer``. Of ranks
-    that do the same one is followed: a ring costs O(p). ``schedule.followed`` must not be None.
+    node and another to other nodes, both ways at once; who shares a card has a share of it in ``transfer``. That what
+    was sent must have left before its memory is used again holds nobody up here: what comes into it has come later.
+    Of ranks that do the same one is followed: a ring costs O(p). ``schedule.followed`` must not be None.
     """
     assert schedule.followed is not None, "a schedule to be simulated"
     arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -75,7 +73,6 @@ def critical_path(schedule: Schedule, segments: int, costs: SegmentCosts) -> flo
                 return False
             rank.cpu = max(rank.cpu, arrivals[pair][rank.taken[event.source]])
             rank.taken[event.source] += 1
-        rank.cpu = max(rank.cpu, rank.left.pop(event.segment, 0.0))
         for operation in event.work:
             rank.cpu += costs.work[operation]
         for target in event.targets:
@@ -83,7 +80,6 @@ def critical_path(schedule: Schedule, segments: int, costs: SegmentCosts) -> flo
             outside = target // g != rank.number // g
             transfer, alpha = wires[outside]
             rank.wires[outside] = max(rank.wires[outside], rank.cpu) + transfer
-            rank.left[event.segment] = max(rank.left.get(event.segment, 0.0), rank.wires[outside])
             arrivals[rank.number, target].append(rank.wires[outside] + alpha)
         return True
 

@@ -39,7 +39,7 @@ def test_expected_maxima_of_normals(world_size: int, sigmas: float) -> None:
         Noise(cv=0.3),
         Noise(cv=0.2, distribution="normal"),
         Noise(cv=0.1, slow_ranks=(1.2, 1.5)),
-        Noise(cv=0.2, distribution="normal", slow_ranks=(1.1,)),
+        Noise(cv=0.2, distribution="normal", slow_ranks=(1.5, 1.5, 1.5)),
     ],
 )
 def test_expected_maxima_are_those_of_draws(noise: Noise, run: int) -> None:

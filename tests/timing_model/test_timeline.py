@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from timing_model import CollectiveTime, ComputeTimes, Noise, job_time, pipelined_iteration_time
 from timing_model.spans import COMMUNICATION, COMPUTATION, GRADIENT, SERVER, STRATEGIES, UPDATE, Span, timeline
-from timing_model.timeline import plot_timeline
+from timing_model.timeline import HEIGHT, plot_timeline
 
 TIMES = ComputeTimes(update=0.5, forward=1.0, backward=2.0)
 
@@ -57,15 +57,15 @@ def test_the_picture_shows_every_span_in_its_row(strategy: str) -> None:
     assert lanes == ([SERVER] if strategy == "parameter-server" else []) + ["rank 0", "rank 1"]
     bars = {
         (
-            lanes[round(bar.get_y() + bar.get_height() / 2)],
+            lanes[round(bar.get_y() + HEIGHT / 2)],
             container.get_label(),
             round(bar.get_x(), 9),
-            bar.get_width(),
+            round(bar.get_width(), 9),
         )
         for container in axes.containers
         for bar in container
     }
-    assert {(who, what, start) for who, what, start, _ in bars} == {(s.who, s.what, round(s.start, 9)) for s in spans}
+    assert bars == {(s.who, s.what, round(s.start, 9), round(s.end - s.start, 9)) for s in spans}
     assert axes.get_xlabel() == "time (s)"
     assert axes.get_xlim() == (0, max(span.end for span in spans))
 
