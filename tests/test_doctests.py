@@ -13,8 +13,16 @@ import pytest
     [
         "pipesgd.collectives.schedule",
         "pipesgd.strategies.pipelined",
+        "timing_model.all_reduce",
         "timing_model.collectives",
         "timing_model.iteration",
+        "timing_model.jitter",
+        "timing_model.messages",
+        "timing_model.native",
+        "timing_model.params",
+        "timing_model.servers",
+        "timing_model.simulate",
+        "timing_model.spans",
     ],
 )
 def test_examples(name: str) -> None:

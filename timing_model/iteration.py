@@ -1,34 +1,181 @@
-"""The time of one iteration."""
+"""The time of one iteration, by its parts, and of a whole job: one function a strategy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from timing_model.all_reduce import CollectiveTime
+from timing_model.checks import check_at_least, check_count
+from timing_model.jitter import expected_maximum, steady_state_period
+from timing_model.params import ComputeTimes, Noise
+
+NO_NOISE = Noise()
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
+"""Bytes at which torch's DistributedDataParallel closes its first bucket, and the others, by default."""
 
 
 class IterationTime(NamedTuple):
-    """What one iteration takes in the steady state, and how much of that is waiting for communication, in s."""
+    """What one iteration takes in the steady state, on average, in s; its parts sum to the total."""
 
     total: float
-    exposed: float
+    compute: float
+    """Update, forward and backward of a rank that is not slow."""
+    wire: float
+    """Latency, transfer and synchronization that the computation waits for."""
+    codec: float
+    """Encoding, decoding and adding that it waits for, too."""
+    jitter: float
+    """What it takes longer since times differ between ranks and iterations."""
+
+    @property
+    def exposed(self) -> float:
+        """All that the computation waits for, in s."""
+        return self.wire + self.codec + self.jitter
 
 
-def pipelined_iteration_time(t_compute: float, t_comm: float, width: int) -> IterationTime:
-    r"""Iteration time of Pipe-SGD of width K without jitter, in seconds.
+def pipelined_iteration_time(
+    times: ComputeTimes, collective: CollectiveTime, width: int, *, world_size: int = 1, noise: Noise = NO_NOISE
+) -> IterationTime:
+    r"""Iteration time of Pipe-SGD of width K.
 
     .. math:: T = \max(c,\; m,\; (c + m) / K)
 
-    c is ``t_compute`` (update, forward and backward), m is ``t_comm`` (one all-reduce), K is ``width``. Width 1
-    is synchronous, c + m; width 2 is the smallest that reaches max(c, m).
-    Raises ``ValueError`` if ``width < 1`` or a time is negative.
+    c is ``times.total``, with what it takes longer while a collective runs if K > 1 (``ComputeTimes.beside``), and m
+    ``collective.total``. Width 1 is synchronous, c + m: D-Sync. Width 2 is the smallest that reaches max(c, m). Noise
+    makes it ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
 
-    >>> pipelined_iteration_time(3.0, 2.0, width=1)
-    IterationTime(total=5.0, exposed=2.0)
-    >>> pipelined_iteration_time(3.0, 4.0, width=2)
-    IterationTime(total=4.0, exposed=1.0)
+    Raises ``ValueError`` if ``width < 1``.
+
+    >>> times = ComputeTimes(update=0.5, forward=1.0, backward=1.5)
+    >>> pipelined_iteration_time(times, CollectiveTime(2.0, 2.0, 0.0), width=1)
+    IterationTime(total=5.0, compute=3.0, wire=2.0, codec=0.0, jitter=0.0)
+    >>> pipelined_iteration_time(times, CollectiveTime(5.0, 4.0, 1.0), width=2)
+    IterationTime(total=5.0, compute=3.0, wire=1.0, codec=1.0, jitter=0.0)
     """
-    if width < 1:
-        raise ValueError(f"width must be at least 1; got {width}")
-    if t_compute < 0 or t_comm < 0:
-        raise ValueError(f"times must be at least 0; got t_compute {t_compute} and t_comm {t_comm}")
-    total = max(t_compute, t_comm, (t_compute + t_comm) / width)
-    return IterationTime(total=total, exposed=total - t_compute)
+    check_count("width", width)
+
+    def compute(t_comm: float) -> float:
+        return times.total if width == 1 else times.beside(t_comm)
+
+    def without_noise(t_comm: float) -> float:
+        c = compute(t_comm)
+        return max(c, t_comm, (c + t_comm) / width)
+
+    total = steady_state_period(compute(collective.total), collective.total, width, world_size, noise)
+    return _parts(times.total, without_noise(collective.wire), without_noise(collective.total), total)
+
+
+def layerwise_iteration_time(
+    times: ComputeTimes,
+    buckets: Sequence[tuple[float, CollectiveTime]],
+    *,
+    world_size: int = 1,
+    noise: Noise = NO_NOISE,
+) -> IterationTime:
+    r"""Iteration time where buckets of gradients are reduced under the backward pass: torch's DDP.
+
+    .. math::
+
+        start_l = \max(ready_l, end_{l+1}), \qquad end_l = start_l + T_{coll}(n_l), \qquad
+        T = \max(end_1, t_{forward} + t_{backward}) + t_{update}
+
+    Args:
+        times: the computation; the backward pass is slower while a collective runs (``ComputeTimes.beside``).
+        buckets: in the order in which they are reduced: the share of the backward pass after which each is ready, not
+            falling, and its collective.
+        world_size: ranks, whose slowest one makes all wait: all times of the computation are the expected maximum's.
+        noise: of the computation.
+
+    Raises ``ValueError`` if a share is not between 0 and 1, or falls.
+
+    >>> times = ComputeTimes(update=1.0, forward=1.0, backward=2.0)
+    >>> layerwise_iteration_time(times, [(0.5, CollectiveTime(2.0, 2.0, 0.0)), (1.0, CollectiveTime(1.0, 1.0, 0.0))])
+    IterationTime(total=6.0, compute=4.0, wire=2.0, codec=0.0, jitter=0.0)
+    """
+    before = 0.0
+    for share, _ in buckets:
+        if not before <= share <= 1:
+            raise ValueError(
+                f"shares of the backward pass must be from 0 to 1, and not fall; got {share} after {before}"
+            )
+        before = share
+
+    def total(t_comms: Sequence[float], slower: float) -> float:
+        backward = slower * times.slowed(times.backward, sum(t_comms))
+        end = 0.0
+        for (share, _), t_comm in zip(buckets, t_comms, strict=True):
+            end = max(end, slower * times.forward + share * backward) + t_comm
+        return max(end, slower * times.forward + backward) + slower * times.update
+
+    wires = [collective.wire for _, collective in buckets]
+    totals = [collective.total for _, collective in buckets]
+    slowest = expected_maximum(noise, world_size)
+    return _parts(times.total, total(wires, 1.0), total(totals, 1.0), total(totals, slowest))
+
+
+def server_iteration_time(
+    times: ComputeTimes, traffic: CollectiveTime, *, world_size: int = 1, noise: Noise = NO_NOISE
+) -> IterationTime:
+    r"""Iteration time with synchronous parameter servers: ``servers.parameter_server_time`` after the slowest worker.
+
+    .. math:: T = E[\max_i X_i] + T_{traffic}
+
+    >>> times = ComputeTimes(update=0.5, forward=1.0, backward=1.5)
+    >>> server_iteration_time(times, CollectiveTime(2.0, 1.5, 0.5)).total
+    5.0
+    """
+    return pipelined_iteration_time(times, traffic, 1, world_size=world_size, noise=noise)
+
+
+def job_time(iteration: IterationTime, iterations: int, t_comm: float = 0.0) -> float:
+    r"""Time of a whole run, from the first iteration to the last result, in s.
+
+    .. math:: T_{job} = (T - 1)\, t_{iteration} + \max(t_{iteration}, c + m)
+
+    exact without noise for any width: the last collective, m, is beside no computation. T is the number of
+    iterations; ``t_comm`` is m for a pipeline, and 0 where nothing is in flight after an iteration.
+    Raises ``ValueError`` if ``iterations < 1``.
+
+    >>> job_time(IterationTime(4.0, 3.0, 1.0, 0.0, 0.0), 10, t_comm=4.0)
+    43.0
+    """
+    check_count("iterations", iterations)
+    check_at_least("t_comm", t_comm, 0)
+    return (iterations - 1) * iteration.total + max(iteration.total, iteration.compute + t_comm)
+
+
+def ddp_buckets(
+    nbytes: Sequence[float], *, first_bucket: float = FIRST_BUCKET, bucket: float = BUCKET
+) -> list[tuple[float, float]]:
+    """Buckets as torch's DDP cuts them: the share of the backward pass after which each is ready, and its bytes.
+
+    Args:
+        nbytes: of each parameter's gradient, in the order of the forward pass; the backward pass goes the other way.
+        first_bucket: bytes at which the first bucket is full; it takes the parameter that fills it.
+        bucket: the same for the others.
+
+    The shares take the backward pass to be proportional to bytes, which is so for dense layers; convolutions compute
+    more for each byte, so give measured shares where there are any. Raises ``ValueError`` if a number is negative.
+
+    >>> ddp_buckets([10.0, 20.0, 10.0], first_bucket=5, bucket=25)
+    [(0.25, 10.0), (1.0, 30.0)]
+    """
+    for size in nbytes:
+        check_at_least("nbytes", size, 0)
+    total, done, held, limit = sum(nbytes), 0.0, 0.0, first_bucket
+    buckets: list[tuple[float, float]] = []
+    for size in reversed(nbytes):
+        done += size
+        held += size
+        if held >= limit:
+            buckets.append((done / total if total else 1.0, held))
+            held, limit = 0.0, bucket
+    if held:
+        buckets.append((1.0, held))
+    return buckets
+
+
+def _parts(compute: float, with_wire: float, with_codec: float, total: float) -> IterationTime:
+    """Of totals that each have one thing more; the wire's part holds how much slower the computation is beside it."""
+    return IterationTime(total, compute, with_wire - compute, with_codec - with_wire, total - with_codec)

@@ -1,17 +1,29 @@
-"""The formulas against the code that they describe, a step-by-step recursion, and their limits."""
+"""Closed forms: the bytes that the code sends, known relations between algorithms, limits; and what is refused."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipesgd.collectives.ring import ring, ring_wire_bytes
-from timing_model import LinkParams, pipelined_iteration_time, ring_all_reduce_bytes, ring_all_reduce_time
+from timing_model import (
+    CodecCost,
+    LinkParams,
+    Noise,
+    all_reduce_time,
+    ring_all_reduce_bytes,
+    ring_all_reduce_time,
+    uncompressed,
+)
+from timing_model.collectives import chain_all_reduce_time, halving_doubling_time, hierarchical_time, ring_codec_time
 
 SECONDS = st.floats(0, 1e3)
+LINK = LinkParams(alpha=2e-4, beta=3e-9, gamma=1e-10, sync=5e-5, overhead=1e-5)
 
 
 @given(world_size=st.integers(1, 64), chunk=st.integers(0, 10**6))
@@ -35,29 +47,7 @@ def test_one_rank_communicates_nothing() -> None:
     assert ring_all_reduce_time(LinkParams(alpha=1, beta=1, gamma=1, sync=1), 100, 1) == 0.0
 
 
-@given(compute=st.floats(0.01, 10), communication=st.floats(0, 10), width=st.integers(1, 6))
-def test_the_iteration_is_the_steady_state_of_the_pipelines_recursion(
-    compute: float, communication: float, width: int
-) -> None:
-    """Iteration t computes once the result of t-K is there; the network takes one gradient after the other."""
-    computed, arrived = [0.0] * width, [0.0] * width
-    iterations = 600
-    for _ in range(iterations):
-        computed.append(max(computed[-1], arrived[-width]) + compute)
-        arrived.append(max(arrived[-1], computed[-1]) + communication)
-    period = (arrived[-1] - arrived[-1 - iterations // 2]) / (iterations // 2)
-    assert pipelined_iteration_time(compute, communication, width).total == pytest.approx(period, rel=0.01)
-
-
-@given(compute=st.floats(0, 10), communication=st.floats(0, 10))
-def test_width_2_is_the_smallest_that_reaches_the_limit(compute: float, communication: float) -> None:
-    limit = max(compute, communication)
-    assert pipelined_iteration_time(compute, communication, 2).total == limit
-    assert pipelined_iteration_time(compute, communication, 9).total == limit
-    assert pipelined_iteration_time(compute, communication, 1).total == compute + communication
-
-
-@pytest.mark.parametrize("field", ["alpha", "beta", "gamma", "sync"])
+@pytest.mark.parametrize("field", ["alpha", "beta", "gamma", "sync", "overhead"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
     values = {"alpha": 0.0, "beta": 0.0, "gamma": 0.0, "sync": 0.0, field: value}
@@ -66,11 +56,118 @@ def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
 
 
 def test_impossible_jobs_are_refused() -> None:
-    with pytest.raises(ValueError, match="world_size must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="world_size must be a whole number of at least 1; got 0"):
         ring_all_reduce_bytes(1.0, 0)
-    with pytest.raises(ValueError, match="nbytes must be at least 0; got -1"):
+    with pytest.raises(ValueError, match="nbytes must be finite and at least 0; got -1"):
         ring_all_reduce_bytes(-1.0, 2)
-    with pytest.raises(ValueError, match="width must be at least 1; got 0"):
-        pipelined_iteration_time(1.0, 1.0, 0)
-    with pytest.raises(ValueError, match="times must be at least 0"):
-        pipelined_iteration_time(-1.0, 1.0, 1)
+
+
+@given(
+    costs=st.lists(st.floats(0, 1), min_size=6, max_size=6),
+    world_size=st.integers(1, 20),
+    overhead=st.floats(0, 1),
+    each=st.floats(0.1, 100),
+)
+def test_the_ring_with_a_codec_is_the_codes_without_segments(
+    costs: list[float], world_size: int, overhead: float, each: float
+) -> None:
+    encode, decode, add, hop, call, latency = costs
+    codec = CodecCost(name="", bits=5.0, encode=encode, decode=decode, add=add, hop=hop, call=call)
+    link = LinkParams(alpha=latency, beta=0.3, gamma=0.1, sync=0.2, overhead=overhead)
+    numel = each * world_size
+    exact = all_reduce_time("ring", link, numel, world_size, codec=codec).total
+    assert ring_codec_time(link, codec, numel, world_size) == pytest.approx(exact, rel=1e-9)
+    plain = uncompressed(link.gamma)
+    assert ring_codec_time(link, plain, numel, world_size) == pytest.approx(
+        ring_all_reduce_time(link, 4 * numel, world_size), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("segments", "ranks", "worst", "mean"),
+    [(2, range(2, 4), 0.105, 0.025), (2, range(4, 17), 0.05, 0.01), (8, range(2, 17), 0.16, 0.03)],
+)
+def test_the_ring_with_a_codec_in_segments_is_as_near_as_it_says(
+    segments: int, ranks: range, worst: float, mean: float
+) -> None:
+    errors = []
+    for p, latency, hop, share in itertools.product(ranks, (0, 0.1, 1), (0.2, 0.7, 1, 1.5, 3), (0.2, 0.5, 1)):
+        codec = CodecCost(name="", bits=8.0, encode=0.7 * hop, decode=share * hop, add=0.0, hop=hop)
+        link = LinkParams(alpha=64 * latency, beta=1.0, gamma=0.0, sync=0.0)
+        exact = all_reduce_time("ring", link, 64.0 * p, p, codec=codec, segment_bytes=64 // segments).total
+        errors.append(abs(ring_codec_time(link, codec, 64.0 * p, p, segments=segments) / exact - 1))
+    assert max(errors) < worst
+    assert sum(errors) / len(errors) < mean
+
+
+def test_a_node_is_one_rank_and_one_node_is_a_ring() -> None:
+    inner = LinkParams(alpha=1e-5, beta=1e-10, gamma=1e-10, sync=1e-3)
+    assert hierarchical_time(inner, LINK, 1e6, nodes=5, ranks_per_node=1) == ring_all_reduce_time(LINK, 1e6, 5)
+    one_node = hierarchical_time(inner, LINK, 1e6, nodes=1, ranks_per_node=5)
+    assert one_node == pytest.approx(ring_all_reduce_time(inner, 1e6, 5) - inner.sync + LINK.sync, rel=1e-12)
+    times = [hierarchical_time(inner, LINK, 1e6, nodes=3, ranks_per_node=2, cards=cards) for cards in (1, 2, 4)]
+    assert times[0] > times[1] == times[2]  # a rank has one card at most
+
+
+def test_the_cliff_of_halving_doubling() -> None:
+    """Ranks in surplus of a power of two double its bytes; the ring wins above some size."""
+    latency, transfer, reduction = 1e-4, 1e-8, 1e-9
+    link = LinkParams(alpha=latency, beta=transfer, gamma=reduction, sync=0)
+    for p, q in ((5, 4), (7, 4), (12, 8)):
+        fewer_messages = 2 * (p - 1) - 2 * (math.log2(q) + 1)
+        more_bytes = 2 * (1 - 1 / q + 1) - 2 * (1 - 1 / p)
+        equal = fewer_messages * latency / (more_bytes * (transfer + reduction / 2))
+        for nbytes, ring_wins in ((0.99 * equal, False), (1.01 * equal, True)):
+            assert (ring_all_reduce_time(link, nbytes, p) < halving_doubling_time(link, nbytes, p)) == ring_wins
+
+
+@given(nbytes=st.floats(1, 1e9), depth=st.integers(1, 100), factor=st.floats(0.1, 10))
+def test_no_other_segment_is_better_than_the_best(nbytes: float, depth: int, factor: float) -> None:
+    latency = LINK.alpha + LINK.overhead
+    best = min(nbytes, math.sqrt(nbytes * latency / (depth * (LINK.beta + LINK.gamma))))
+    other = min(nbytes, max(1.0, best * factor))
+    least = chain_all_reduce_time(LINK, nbytes, depth=depth)
+    assert least <= chain_all_reduce_time(LINK, nbytes, depth=depth, segment_bytes=other) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"bits": 0.0}, "bits must be finite and above 0; got 0.0"),
+        ({"encode": -1.0}, "encode must be finite and at least 0; got -1.0"),
+        ({"hop": math.nan}, "hop must be finite and at least 0; got nan"),
+    ],
+)
+def test_an_impossible_codec_is_refused(values: dict[str, float], message: str) -> None:
+    possible = {"bits": 8.0, "encode": 0.0, "decode": 0.0, "add": 0.0, "hop": 0.0}
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        CodecCost(name="", **(possible | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"cv": -0.1}, "cv must be finite and at least 0; got -0.1"),
+        ({"cv": 0.3, "distribution": "normal"}, "cv must be at most 0.25 with a normal distribution; got 0.3"),
+        ({"distribution": "uniform"}, "distribution must be lognormal or normal; got uniform"),
+        ({"slow_ranks": (2.0, 0.5)}, "slow_ranks must be finite and at least 1; got 0.5"),
+    ],
+)
+def test_impossible_noise_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Noise(**values)
+
+
+def test_impossible_all_reduces_are_refused() -> None:
+    for arguments, message in (
+        (("bcube", LINK, 1.0, 2), "all_reduce must be one of ring, .*, native; got bcube"),
+        (("ring", LINK, -1.0, 2), "numel must be finite and at least 0; got -1.0"),
+        (("ring", LINK, 1.0, 0), "world_size must be a whole number of at least 1; got 0"),
+        (("hierarchical", LINK, 1.0, 4), "inner must be given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            all_reduce_time(*arguments)
+    with pytest.raises(ValueError, match="ranks_per_node must divide world_size 4; got 3"):
+        all_reduce_time("hierarchical", LINK, 1.0, 4, inner=LINK, ranks_per_node=3)
+    with pytest.raises(ValueError, match="segment_bytes must be a whole number of at least 1; got 0"):
+        all_reduce_time("ring", LINK, 1.0, 4, segment_bytes=0)

@@ -1,0 +1,120 @@
+"""The project's collectives on a clock that is not the machine's: recorded as they run, then timed message by message.
+
+Every rank runs the real code in a thread, over a Transport that writes down what it does: waits for a message,
+works in a codec for as long as a ``CodecCost`` says, sends. ``timing_model.messages`` then plays these programs.
+The record does not depend on which thread runs when, and so neither does the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from _memory_transport import MemoryTransport, run_threads
+from torch import Tensor
+
+from pipesgd.codecs.base import Codec
+from pipesgd.collectives.schedule import Schedule
+from pipesgd.collectives.scheduled import ScheduledAllReduce
+from timing_model import CodecCost
+from timing_model.messages import Network, Task, simulate_messages
+
+
+class RecordingTransport:
+    """A Transport that passes everything on to another, and keeps the ``Task``s that this rank's part comes to."""
+
+    def __init__(self, transport: MemoryTransport):
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.tasks: list[Task] = []
+        self._transport = transport
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> _Pending:
+        pending = self._transport.send(tensor, peer, what)
+        memory = tensor.data_ptr()
+        sends = ((peer, tensor.nbytes),)
+        if self.tasks and self.tasks[-1].sends and self.tasks[-1].memory == memory:  # to another rank, too
+            self.tasks[-1] = dataclasses.replace(self.tasks[-1], sends=self.tasks[-1].sends + sends)
+        else:
+            self.tasks.append(Task(sends=sends, memory=memory))
+
+        def wait() -> None:
+            pending.wait()
+            self.tasks.append(Task(memory=memory))
+
+        return _Pending(wait)
+
+    def receive(self, tensor: Tensor, peer: int, what: str) -> _Pending:
+        pending = self._transport.receive(tensor, peer, what)
+
+        def wait() -> None:
+            pending.wait()
+            self.tasks.append(Task(source=peer))
+
+        return _Pending(wait)
+
+
+@dataclass
+class _Pending:
+    wait: Callable[[], None]
+
+
+class TimedCodec:
+    """``codec``, whose calls take the time that ``cost`` says, in the record of ``transport``."""
+
+    def __init__(self, codec: Codec, cost: CodecCost, transport: RecordingTransport):
+        self.name, self.block = codec.name, codec.block
+        self.unbiased, self.in_place = codec.unbiased, codec.in_place
+        self.wire_bytes = codec.wire_bytes
+        self._codec, self._cost, self._transport = codec, cost, transport
+
+    def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
+        self._spend("encode", values)
+        self._codec.encode(values, residual, wire, key)
+
+    def decode(self, wire: Tensor, values: Tensor) -> None:
+        self._spend("decode", values)
+        self._codec.decode(wire, values)
+
+    def decode_add(self, wire: Tensor, values: Tensor) -> None:
+        self._spend("add", values)
+        self._codec.decode_add(wire, values)
+
+    def decode_add_encode(
+        self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
+    ) -> None:
+        self._spend("hop", values)
+        self._codec.decode_add_encode(received, values, residual, wire, key)
+
+    def _spend(self, operation: str, values: Tensor) -> None:
+        self._transport.tasks.append(Task(seconds=self._cost.seconds(values.numel())[operation]))
+
+
+def virtual_time(
+    schedule: Callable[[int, int], Schedule],
+    world_size: int,
+    network: Network,
+    codec: Codec,
+    cost: CodecCost,
+    numel: int,
+    segment_bytes: int,
+) -> float:
+    """Seconds that ``ScheduledAllReduce`` takes to reduce ``numel`` values, until the last rank is done."""
+
+    def record(memory: MemoryTransport) -> list[Task]:
+        transport = RecordingTransport(memory)
+        all_reduce = ScheduledAllReduce(
+            transport,
+            schedule(transport.rank, world_size),
+            TimedCodec(codec, cost, transport),
+            segment_bytes=segment_bytes,
+        )
+        all_reduce(torch.ones(numel))
+        return transport.tasks
+
+    programs, _ = run_threads(world_size, record)
+    return max(simulate_messages(programs, network))

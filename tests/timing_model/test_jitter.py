@@ -1,0 +1,169 @@
+"""Jitter: timing.md's figures, the simulator against the formulas, and what must hold whatever the numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from timing_model import Noise, expected_maximum, simulate_iterations, steady_state_bound, steady_state_period
+from timing_model.jitter import blom
+
+SECONDS = st.floats(0, 10)
+
+
+@st.composite
+def noises(draw: st.DrawFn) -> Noise:
+    distribution = draw(st.sampled_from(["lognormal", "normal"]))
+    cv = draw(st.floats(0, 0.5 if distribution == "lognormal" else 0.25))
+    return Noise(cv=cv, distribution=distribution, slow_ranks=tuple(draw(st.lists(st.floats(1, 3), max_size=2))))
+
+
+# --- Expected maxima --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("world_size", "sigmas"), [(8, 1.4236), (64, 2.3437), (512, 3.0439), (10_000, 3.8516)])
+def test_expected_maxima_of_normals(world_size: int, sigmas: float) -> None:
+    exact = (expected_maximum(Noise(cv=0.1, distribution="normal"), world_size) - 1) / 0.1
+    assert exact == pytest.approx(sigmas, abs=6e-5)
+    assert blom(world_size) == pytest.approx(exact, rel=0.008)
+
+
+@pytest.mark.parametrize("run", [1, 4])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        Noise(cv=0.3),
+        Noise(cv=0.2, distribution="normal"),
+        Noise(cv=0.1, slow_ranks=(1.2, 1.5)),
+        Noise(cv=0.2, distribution="normal", slow_ranks=(1.5, 1.5, 1.5)),
+    ],
+)
+def test_expected_maxima_are_those_of_draws(noise: Noise, run: int) -> None:
+    generator = np.random.default_rng(1)
+    means = np.ones(10)
+    means[: len(noise.slow_ranks)] = noise.slow_ranks
+    normal = generator.standard_normal((20_000, run, 10))
+    if noise.distribution == "normal":
+        draws = 1 + noise.cv * normal
+    else:
+        sigma = np.sqrt(np.log1p(noise.cv**2))
+        draws = np.exp(sigma * normal - sigma**2 / 2)
+    slowest = (draws.mean(1) * means).max(1)
+    within = 5 * slowest.std() / np.sqrt(len(slowest)) + (0.004 if run > 1 else 0.0)  # Fenton's approximation
+    assert expected_maximum(noise, 10, run=run) == pytest.approx(slowest.mean(), abs=within)
+    floored = np.maximum(slowest, 1.2).mean()
+    assert expected_maximum(noise, 10, run=run, floor=1.2) == pytest.approx(floored, abs=within)
+
+
+def test_one_rank_takes_its_mean() -> None:
+    for distribution in ("lognormal", "normal"):
+        assert expected_maximum(Noise(cv=0.2, distribution=distribution), 1) == pytest.approx(1, abs=3e-6)
+
+
+# --- The steady state -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cv", "world_size", "periods"), [(0.1, 512, (2.35, 1.19, 1.03, 1.02)), (0.2, 64, (2.56, 1.32, 1.09, 1.05))]
+)
+def test_timing_mds_table(cv: float, world_size: int, periods: tuple[float, ...]) -> None:
+    for width, period in enumerate(periods, start=1):
+        noise = Noise(cv=cv)
+        simulated = simulate_iterations(
+            t_compute=1, t_comm=1, width=width, world_size=world_size, iterations=3000, noise=noise
+        )
+        assert simulated.period == pytest.approx(period, abs=0.011)
+        assert steady_state_period(1, 1, width, world_size, noise) == pytest.approx(period, rel=0.015)
+
+
+def worst_and_mean_error(noises: list[Noise], t_comms: tuple[float, ...]) -> tuple[float, float]:
+    errors = []
+    for noise, p, width, t_comm in itertools.product(noises, (1, 4, 32, 128), (2, 3, 5), t_comms):
+        if len(noise.slow_ranks) <= p:
+            simulated = simulate_iterations(
+                t_compute=1, t_comm=t_comm, width=width, world_size=p, iterations=1500, noise=noise, seed=p + width
+            ).period
+            errors.append(abs(steady_state_period(1, t_comm, width, p, noise) / simulated - 1))
+            assert steady_state_bound(1, t_comm, width, p, noise) <= simulated * 1.015  # its own noise
+    return max(errors), float(np.mean(errors))
+
+
+@pytest.mark.parametrize(
+    ("noises", "worst", "mean"),
+    [
+        ([Noise(cv=0.05), Noise(cv=0.1)], 0.015, 0.004),
+        ([Noise(cv=0.2), Noise(cv=0.4)], 0.037, 0.011),
+        ([Noise(cv=0.1, distribution="normal"), Noise(cv=0.2, distribution="normal")], 0.035, 0.008),
+        ([Noise(cv=0.1, slow_ranks=(1.3,)), Noise(cv=0.2, slow_ranks=(1.1, 1.2))], 0.04, 0.012),
+    ],
+)
+def test_the_period_is_as_near_as_it_says(noises: list[Noise], worst: float, mean: float) -> None:
+    """The docstring's figures, and room for the simulator's own noise: 1,500 iterations, other seeds than the fit's."""
+    largest, average = worst_and_mean_error(noises, (0.5, 0.9, 1.0, 1.2, 1.8))
+    assert largest < worst
+    assert average < mean
+
+
+@settings(deadline=None)
+@given(compute=st.floats(0.01, 10), communication=SECONDS, width=st.integers(1, 6), world_size=st.integers(1, 5))
+def test_without_noise_the_period_is_the_simulators(
+    compute: float, communication: float, width: int, world_size: int
+) -> None:
+    simulated = simulate_iterations(
+        t_compute=compute, t_comm=communication, width=width, world_size=world_size, iterations=60
+    )
+    period = float(simulated.ends[-1] - simulated.ends[-11]) / 10
+    for formula in (steady_state_period, steady_state_bound):
+        assert formula(compute, communication, width, world_size, Noise()) == pytest.approx(period, rel=1e-9)
+
+
+def test_the_upper_bound_is_what_two_in_flight_take_on_one_rank() -> None:
+    """Each waits for the longer of computation and collective."""
+    noise = Noise(cv=0.4)
+    simulated = simulate_iterations(t_compute=1, t_comm=1, width=2, world_size=1, iterations=100_000, noise=noise)
+    assert expected_maximum(noise, 1, floor=1.0) == pytest.approx(simulated.period, rel=0.004)
+
+
+def test_no_width_hides_a_rank_that_is_always_slow() -> None:
+    noise = Noise(cv=0.05, slow_ranks=(2.0,))
+    for width in (2, 4, 16):
+        simulated = simulate_iterations(
+            t_compute=1, t_comm=0.5, width=width, world_size=8, iterations=2000, noise=noise
+        )
+        assert simulated.period == pytest.approx(2.0, rel=0.01)
+        assert steady_state_period(1, 0.5, width, 8, noise) == pytest.approx(2.0, rel=0.01)
+
+
+@given(noise=noises(), compute=SECONDS, communication=SECONDS, width=st.integers(1, 8), p=st.integers(2, 2000))
+def test_the_period_is_a_number_between_its_bounds_and_monotone(
+    noise: Noise, compute: float, communication: float, width: int, p: int
+) -> None:
+    period = steady_state_period(compute, communication, width, p, noise)
+    room = 1 + 1e-9
+    assert period * room >= steady_state_bound(compute, communication, width, p, noise)
+    assert period <= (compute * expected_maximum(noise, p) + communication) * room
+    assert steady_state_period(compute, communication * 1.01, width, p, noise) * room >= period
+    assert steady_state_period(compute * 1.01, communication, width, p, noise) * room >= period
+    assert steady_state_period(compute, communication, width + 1, p, noise) <= period * room
+    assert steady_state_period(compute, communication, width, p + 1, noise) * room >= period
+
+
+def test_impossible_numbers_are_refused() -> None:
+    noise = Noise(slow_ranks=(2.0, 2.0))
+    for arguments, message in (
+        ((-1.0, 1.0, 1, 2), "t_compute must be finite and at least 0; got -1.0"),
+        ((1.0, float("nan"), 1, 2), "t_comm must be finite and at least 0; got nan"),
+        ((1.0, 1.0, 0, 2), "width must be a whole number of at least 1; got 0"),
+        ((1.0, 1.0, 1, 1), "slow_ranks must be at most world_size 1; got 2"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            steady_state_period(*arguments, noise)
+        t_compute, t_comm, width, world_size = arguments
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            simulate_iterations(
+                t_compute=t_compute, t_comm=t_comm, width=width, world_size=world_size, iterations=1, noise=noise
+            )

@@ -1,0 +1,54 @@
+"""gloo's ring: its schedule, message by message, and its closed form."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from timing_model import CodecCost, LinkParams, all_reduce_time, ring_all_reduce_time, uncompressed
+from timing_model.native import native_all_reduce_time, native_closed_time, native_messages
+
+MEAN_ERROR, WORST_ERROR = 0.0055, 0.14
+"""What the closed form's docstring states, rounded up."""
+
+
+def test_the_segments_are_gloos() -> None:
+    """From its source: at least two a rank, at most 1 MiB, as many for each rank."""
+    assert native_messages(1.0, 3) == (4, 1)
+    assert native_messages(6 << 20, 3) == (4, 1 << 20)
+    assert native_messages((6 << 20) + 1, 3) == (6, (2 << 20) // 3 + 1)
+
+
+def test_the_closed_form_is_as_near_as_it_says() -> None:
+    errors, textbook = [], []
+    grid = itertools.product(
+        range(2, 17), (4e3, 6.4e4, 1e6, 1.6e7, 1e8), (5e-6, 5e-5, 5e-4, 5e-3), (8e-11, 8e-10, 8e-9, 8e-8), (0.0, 4e-10)
+    )
+    for p, nbytes, alpha, beta, gamma in grid:
+        for overhead in (0.0, 2e-5):
+            link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
+            exact = native_all_reduce_time(link, nbytes, p)
+            errors.append(native_closed_time(link, nbytes, p) / exact - 1)
+            textbook.append(ring_all_reduce_time(link, nbytes, p) / exact - 1)
+    assert np.mean(np.abs(errors)) < MEAN_ERROR
+    assert np.max(np.abs(errors)) < WORST_ERROR
+    assert np.mean(np.abs(textbook)) > 0.1  # the textbook ring is another algorithm
+
+
+def test_a_fast_network_is_all_latency_and_a_slow_one_all_bytes() -> None:
+    latency = LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0)
+    # Two phases of N = 6 messages, two in flight, a round trip each.
+    assert native_all_reduce_time(latency, 1e6, 4) == 2 * 3 * 2.0
+    transfer = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.5)
+    messages, segment = native_messages(1e6, 4)
+    assert native_all_reduce_time(transfer, 1e6, 4) == 2 * messages * segment + 0.5
+
+
+def test_values_are_converted_before_and_after() -> None:
+    link = LinkParams(alpha=1e-4, beta=1e-8, gamma=0.0, sync=0.0)
+    bf16 = CodecCost(name="bf16", bits=16, encode=2e-9, decode=1e-9, add=0.0, hop=0.0, call=1e-6)
+    time = all_reduce_time("native", link, 1e6, 4, codec=bf16)
+    assert time.total == pytest.approx(native_all_reduce_time(link, 2e6, 4) + 3e-3 + 2e-6, rel=1e-12)
+    assert all_reduce_time("native", link, 1e6, 4, codec=uncompressed(1e-9)).codec == 0.0

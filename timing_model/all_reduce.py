@@ -1,0 +1,179 @@
+"""The time of the project's all-reduces as its code runs them: algorithm, codec, segments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from timing_model import schedules
+from timing_model.checks import check_at_least, check_count
+from timing_model.critical_path import SegmentCosts, critical_path
+from timing_model.messages import Network, simulate_messages, tasks_of
+from timing_model.native import native_all_reduce_time
+from timing_model.params import CodecCost, LinkParams, uncompressed
+
+SEGMENT_BYTES = 1 << 20
+"""Most that a message has, unless told otherwise: ``--segment-bytes``."""
+LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
+"""A chunk is cut in two as long as that leaves messages of at least so many bytes."""
+
+SCHEDULES: dict[str, Callable[[int], schedules.Schedule]] = {
+    "ring": schedules.ring,
+    "halving-doubling": schedules.halving_doubling,
+    "recursive-doubling": schedules.recursive_doubling,
+    "all-to-all": schedules.all_to_all,
+}
+"""Of the number of ranks."""
+ALL_REDUCES = (*SCHEDULES, "hierarchical", "native")
+
+
+class CollectiveTime(NamedTuple):
+    """What one collective takes, in s; its parts sum to the total."""
+
+    total: float
+    wire: float
+    """Latency, transfer, message overhead and synchronization: what a codec without cost would leave."""
+    codec: float
+    """Encoding, decoding and adding that the wire does not hide."""
+
+
+def segments_of(chunk_bytes: float, segment_bytes: int = SEGMENT_BYTES) -> int:
+    """Messages in which a chunk of so many bytes on the wire travels.
+
+    >>> [segments_of(nbytes) for nbytes in (0, 1 << 17, 1 << 18, 1 << 21, (1 << 21) + 1)]
+    [1, 1, 2, 2, 3]
+    """
+    check_count("segment_bytes", segment_bytes)
+    return max(1, math.ceil(chunk_bytes / segment_bytes), min(LEAST_SEGMENTS, int(chunk_bytes // SMALLEST_SEGMENT)))
+
+
+def all_reduce_time(
+    all_reduce: str,
+    link: LinkParams,
+    numel: float,
+    world_size: int,
+    *,
+    codec: CodecCost | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+    inner: LinkParams | None = None,
+    ranks_per_node: int = 1,
+    cards: int = 1,
+) -> CollectiveTime:
+    """Time of one all-reduce of ``numel`` float32 values, from a common start to the last rank's end, in s.
+
+    ``critical_path`` of the schedule that the code plays, or a simulation of its messages where these can meet
+    (halving-doubling and recursive doubling with other than 2^k ranks, O(p^2)). native is gloo's ring, which adds at
+    ``link.gamma`` whatever the codec is, and whose values are converted before and after. One rank, or no value,
+    takes 0 s. Chunks and segments are taken to be of equal size, so there should be at least a value for each.
+
+    Args:
+        all_reduce: one of ``ALL_REDUCES``.
+        link: between nodes.
+        numel: values, of float32.
+        world_size: ranks, p.
+        codec: on the wire; none sends float32, and adds at ``link.gamma``.
+        segment_bytes: largest message.
+        inner: inside a node, for hierarchical; its alpha and beta count.
+        ranks_per_node: g, likewise; a divisor of p.
+        cards: of a node, r, likewise: its g ranks send at once, each at r/g of ``link.beta``, at most one card's.
+
+    Raises:
+        ValueError: a value out of range.
+
+    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.5)
+    >>> all_reduce_time("ring", link, 4.0, world_size=2)
+    CollectiveTime(total=6.5, wire=6.5, codec=0.0)
+    """
+    if all_reduce not in ALL_REDUCES:
+        raise ValueError(f"all_reduce must be one of {', '.join(ALL_REDUCES)}; got {all_reduce}")
+    check_at_least("numel", numel, 0)
+    check_count("world_size", world_size)
+    check_count("ranks_per_node", ranks_per_node)
+    check_count("cards", cards)
+    cost = codec or uncompressed(link.gamma)
+    if world_size == 1 or numel == 0:
+        return CollectiveTime(0.0, 0.0, 0.0)
+    if all_reduce == "native":
+        wire, total = _native_times(link, cost.wire_bytes(numel), world_size)
+        total += (cost.encode + cost.decode) * numel + 2 * cost.call
+        return CollectiveTime(total, wire, total - wire)
+    if all_reduce == "hierarchical":
+        if inner is None:
+            raise ValueError("inner must be given with all_reduce hierarchical; got None")
+        schedule = schedules.hierarchical(world_size, ranks_per_node)
+    else:
+        schedule, ranks_per_node, inner = SCHEDULES[all_reduce](world_size), 1, None
+    total, wire = (
+        _time(schedule, link, one, numel, segment_bytes, inner, ranks_per_node, cards) for one in (cost, cost.free())
+    )
+    wire = min(wire, total)  # where messages meet, work can let another one pass, and so save time
+    return CollectiveTime(total, wire, total - wire)
+
+
+def gather_time(
+    link: LinkParams, numel: float, world_size: int, *, codec: CodecCost, segment_bytes: int = SEGMENT_BYTES
+) -> CollectiveTime:
+    r"""Time of an exchange that gathers every rank's part around the ring, as topk does, in s.
+
+    .. math:: T = n k_e + (p-1)(\alpha + o + w) + p\, n k_a + S
+
+    n is ``numel``, k_e and k_a are ``codec.encode`` (choosing) and ``codec.add`` (one rank's part, per value of the
+    whole), w the transfer of a part; parts of several segments overlap in latency. It grows with p. Nothing is
+    encoded anew on the way, and parts are added when all are there (``pipesgd/exchanges/topk.py``). One rank chooses
+    and adds, too, but sends nothing.
+
+    Raises ``ValueError`` if a value is out of range.
+
+    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.0)
+    >>> topk = CodecCost(name="topk", bits=8.0, encode=0.5, decode=0.0, add=0.25, hop=0.0)
+    >>> gather_time(link, 4.0, 3, codec=topk)
+    CollectiveTime(total=9.0, wire=4.0, codec=5.0)
+    """
+    check_at_least("numel", numel, 0)
+    check_count("world_size", world_size)
+    work = codec.encode * numel + codec.call + world_size * (codec.add * numel + codec.call)
+    if world_size == 1:
+        return CollectiveTime(work, 0.0, work)
+    schedule = schedules.gather_ring(world_size)
+    wire = _time(schedule, link, codec.free(), numel * world_size, segment_bytes, None, 1, 1)
+    return CollectiveTime(wire + work, wire, work)
+
+
+@lru_cache(maxsize=65536)
+def _time(
+    schedule: schedules.Schedule,
+    link: LinkParams,
+    codec: CodecCost,
+    numel: float,
+    segment_bytes: int,
+    inner: LinkParams | None,
+    ranks_per_node: int,
+    cards: int,
+) -> float:
+    chunk = numel / schedule.chunks
+    segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
+    if schedule.followed is None:
+        programs = tasks_of(schedule, numel, codec, segments=segments)
+        return max(simulate_messages(programs, Network(link=link))) + link.sync
+    values = chunk / segments
+    nbytes = codec.wire_bytes(values)
+    costs = SegmentCosts(
+        work=codec.seconds(values),
+        alpha=link.alpha,
+        transfer=nbytes * link.beta * max(1.0, ranks_per_node / cards),
+        overhead=link.overhead,
+        ranks_per_node=ranks_per_node,
+        inner_alpha=inner.alpha if inner else 0.0,
+        inner_transfer=nbytes * inner.beta if inner else 0.0,
+    )
+    return critical_path(schedule, segments, costs) + link.sync
+
+
+@lru_cache(maxsize=65536)
+def _native_times(link: LinkParams, nbytes: float, world_size: int) -> tuple[float, float]:
+    """Without sums, and with."""
+    without = dataclasses.replace(link, gamma=0.0)
+    return native_all_reduce_time(without, nbytes, world_size), native_all_reduce_time(link, nbytes, world_size)

@@ -1,0 +1,25 @@
+"""Checks of what callers give: one clear line, naming the field."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def check_at_least(name: str, value: float, least: float) -> None:
+    """Raise ``ValueError`` unless ``value`` is a finite number of at least ``least``."""
+    if not math.isfinite(value) or value < least:
+        raise ValueError(f"{name} must be finite and at least {least:g}; got {value}")
+
+
+def check_above_0(name: str, value: float) -> None:
+    """Raise ``ValueError`` unless ``value`` is a finite number above 0."""
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be finite and above 0; got {value}")
+
+
+def check_count(name: str, value: int, least: int = 1) -> None:
+    """Raise ``ValueError`` unless ``value`` is a whole number of at least ``least``."""
+    if not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}; got {value}")

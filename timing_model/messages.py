@@ -1,0 +1,196 @@
+"""Messages, simulated one by one: who sends what to whom, and when it arrives. It knows no formula."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from timing_model.checks import check_above_0, check_at_least, check_count
+from timing_model.params import CodecCost, LinkParams
+from timing_model.schedules import Schedule
+
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a rank does next: wait for a message, work, and send."""
+
+    source: int | None = None
+    """Rank whose next message is waited for."""
+    seconds: float = 0.0
+    """Of work, once it is there."""
+    sends: tuple[tuple[int, float], ...] = ()
+    """Ranks, and bytes that each is sent."""
+    memory: int | None = None
+    """What is sent, and overwritten when the task begins: it waits until all sent from there before has left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Ranks with adjoining numbers on equal nodes. Every rank has a wire to others, both ways at once."""
+
+    link: LinkParams
+    """Between nodes: alpha, beta and overhead count."""
+    ranks_per_node: int = 1
+    inner: LinkParams | None = None
+    """Inside a node, where a rank has another wire; by default as between nodes."""
+    slow: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """By what factor the transfer from one rank to another takes longer than others."""
+
+    def __post_init__(self) -> None:
+        check_count("ranks_per_node", self.ranks_per_node)
+        for factor in self.slow.values():
+            check_above_0("slow", factor)
+
+
+def simulate_messages(programs: Sequence[Sequence[Task]], network: Network) -> list[float]:
+    """When each rank has done its program and sent its messages, in s since the common start.
+
+    A rank does its tasks in order. A message waits for its sender's wire, occupies it for bytes * beta, reaches the
+    receiver's wire alpha after it began, waits there for those that came before, and occupies that, too. What arrives
+    first is served first; messages from one rank to another stay in order. Raises ``ValueError`` if ranks wait for
+    messages that nobody sends.
+
+    >>> link = LinkParams(alpha=1.0, beta=2.0, gamma=0.0, sync=0.0)
+    >>> simulate_messages([[Task(sends=((1, 8.0),))], [Task(source=0, seconds=3.0)]], Network(link=link))
+    [16.0, 20.0]
+    """
+    return _Simulation(programs, network).run()
+
+
+@dataclass(slots=True)
+class _Rank:
+    tasks: deque[Task]
+    now: float = 0.0
+    out_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """When the wire inside the node, and the one to others, are free to send."""
+    in_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """When they are free to receive."""
+    left: dict[int, float] = field(default_factory=dict)
+    """When what was sent from a memory has left."""
+
+
+class _Simulation:
+    def __init__(self, programs: Sequence[Sequence[Task]], network: Network):
+        self._network = network
+        self._ranks = [_Rank(deque(program)) for program in programs]
+        self._heads: list[tuple[float, int, int, int, float]] = []
+        """Messages on their way: when they reach the receiver, a number for ties, sender, receiver, s on a wire."""
+        self._inbox: dict[tuple[int, int], deque[float]] = defaultdict(deque)
+        self._messages = 0
+
+    def run(self) -> list[float]:
+        for number in range(len(self._ranks)):
+            self._go_on(number)
+        while self._heads:
+            reached, _, sender, receiver, duration = heapq.heappop(self._heads)
+            rank, outside = self._ranks[receiver], self._outside(sender, receiver)
+            rank.in_free[outside] = max(reached, rank.in_free[outside]) + duration
+            self._inbox[sender, receiver].append(rank.in_free[outside])
+            self._go_on(receiver)
+        for number, rank in enumerate(self._ranks):
+            if rank.tasks:
+                raise ValueError(
+                    f"programs must not wait for ever; rank {number} waits for rank {rank.tasks[0].source}"
+                )
+        return [max(rank.now, *rank.out_free) for rank in self._ranks]
+
+    def _go_on(self, number: int) -> None:
+        """Do the rank's tasks up to one whose message is not there."""
+        rank = self._ranks[number]
+        while rank.tasks:
+            task = rank.tasks[0]
+            if task.source is not None:
+                inbox = self._inbox[task.source, number]
+                if not inbox:
+                    return
+                rank.now = max(rank.now, inbox.popleft())
+            rank.tasks.popleft()
+            if task.memory is not None:
+                rank.now = max(rank.now, rank.left.get(task.memory, 0.0))
+            rank.now += task.seconds
+            for target, nbytes in task.sends:
+                self._send(number, target, nbytes, task.memory)
+
+    def _send(self, number: int, target: int, nbytes: float, memory: int | None) -> None:
+        rank, outside = self._ranks[number], self._outside(number, target)
+        network = self._network
+        link = network.link if outside or network.inner is None else network.inner
+        rank.now += link.overhead
+        begin = max(rank.now, rank.out_free[outside])
+        duration = nbytes * link.beta * network.slow.get((number, target), 1.0)
+        rank.out_free[outside] = begin + duration
+        if memory is not None:
+            rank.left[memory] = begin + duration
+        self._messages += 1
+        heapq.heappush(self._heads, (begin + link.alpha, self._messages, number, target, duration))
+
+    def _outside(self, sender: int, receiver: int) -> bool:
+        g = self._network.ranks_per_node
+        return sender // g != receiver // g
+
+
+def tasks_of(schedule: Schedule, numel: float, codec: CodecCost, *, segments: int = 1) -> list[list[Task]]:
+    """Programs of all ranks for a collective of ``numel`` float32 values, in so many segments a chunk."""
+    values = numel / schedule.chunks / segments
+    nbytes = codec.wire_bytes(values)
+    seconds = codec.seconds(values)
+    return [
+        [
+            Task(
+                source=event.source,
+                seconds=sum(seconds[operation] for operation in event.work),
+                sends=tuple((target, nbytes) for target in event.targets),
+                memory=event.segment,
+            )
+            for event in schedule.program(rank, segments)
+        ]
+        for rank in range(schedule.world_size)
+    ]
+
+
+def simulate_ring(
+    link: LinkParams,
+    nbytes: float,
+    world_size: int,
+    *,
+    slow_links: Values | None = None,
+    slow_sums: Values | None = None,
+) -> Values:
+    """When each rank has done a ring all-reduce in one segment a chunk, (world_size,), in s since the common start.
+
+    All ranks at once, ring step by ring step: 10,000 ranks take a second. ``slow_links`` (world_size,) are factors of
+    the transfer from each rank to its right neighbour, ``slow_sums`` (world_size,) of each rank's additions.
+
+    Raises ``ValueError`` if a number is out of range.
+
+    >>> simulate_ring(LinkParams(alpha=1.0, beta=0.5, gamma=0.0, sync=0.0), 8.0, 2).tolist()
+    [6.0, 6.0]
+    """
+    check_count("world_size", world_size)
+    check_at_least("nbytes", nbytes, 0)
+    for name, factors in (("slow_links", slow_links), ("slow_sums", slow_sums)):
+        if factors is not None and (factors.shape != (world_size,) or not np.all(factors > 0)):
+            raise ValueError(f"{name} must be world_size numbers above 0; got {factors}")
+    p, chunk = world_size, nbytes / world_size
+    ones = np.ones(p)
+    transfer = chunk * link.beta * (ones if slow_links is None else slow_links)
+    sums = chunk * link.gamma * (ones if slow_sums is None else slow_sums)
+    cpu, wire, arrival = np.zeros(p), np.zeros(p), np.empty(p)
+    for step in range(2 * (p - 1)):
+        if link.overhead:
+            cpu += link.overhead
+        np.maximum(wire, cpu, out=wire)
+        wire += transfer
+        np.add(wire[:-1], link.alpha, out=arrival[1:])
+        arrival[0] = wire[-1] + link.alpha
+        np.maximum(cpu, arrival, out=cpu)
+        if step < p - 1:
+            cpu += sums
+    return np.maximum(cpu, wire) + (link.sync if p > 1 else 0.0)

@@ -1,0 +1,87 @@
+"""gloo's ring, which torch's all-reduce runs on tensors of the CPU: from its schedule, and in closed form."""
+
+from __future__ import annotations
+
+import math
+
+from timing_model.checks import check_at_least, check_count
+from timing_model.params import LinkParams
+
+GLOO_SEGMENT = 1 << 20
+"""Bytes that it sends at most in a message."""
+IN_FLIGHT = 2
+"""Messages that it has on the way."""
+
+
+def native_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> float:
+    r"""Time of gloo's ring, by its schedule, in s.
+
+    A phase, first of sums and then of gathering, has N messages of m bytes (``native_messages``). In its i-th turn a
+    rank waits for message i - 2 to arrive, and adds it up, waits for its own message i - 2 to leave, and posts the
+    receive and the sending of message i. A message leaves when the receiver's notice has come that it is ready:
+
+    .. math::
+
+        C(i) = \max(\max(C(i-1), A(i-2)) + g,\; P(i-2)) + o, \qquad
+        P(i) = \max(P(i-1), C(i) + \alpha) + b, \qquad
+        A(i) = P(i) + \alpha
+
+    with b = beta m, and g = gamma m, but 0 while gathering; the phases and S add up. One rank takes 0 s.
+    Raises ``ValueError`` if ``world_size < 1`` or ``nbytes < 0``. Source: gloo's allreduce.cc.
+
+    >>> native_all_reduce_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, 2)
+    4.0
+    """
+    messages, segment = native_messages(nbytes, world_size)
+    if world_size == 1:
+        return 0.0
+    total = link.sync
+    for added in (link.gamma * segment, 0.0):
+        now, wire = 0.0, 0.0
+        left: list[float] = []
+        for turn in range(messages + IN_FLIGHT):
+            if turn >= IN_FLIGHT:
+                leaves = left[turn - IN_FLIGHT]
+                now = max(max(now, leaves + link.alpha) + added, leaves)
+            if turn < messages:
+                now += link.overhead
+                wire = max(wire, now + link.alpha) + link.beta * segment
+                left.append(wire)
+        total += now
+    return total
+
+
+def native_closed_time(link: LinkParams, nbytes: float, world_size: int) -> float:
+    r"""About the same in closed form, in s.
+
+    With a message's round H = 2 alpha, a phase takes
+
+    .. math:: \max(\lceil N/2 \rceil (H + b + g + o) + [N\ even](g + o),\; H + N b + g + o,\; H + b + N (g + o))
+
+    Within 0.5 % on average of ``native_all_reduce_time``, 13 % at worst (2 to 16 ranks, 4 kB to 100 MB, 5 us to 5 ms,
+    0.1 to 100 Gbit/s). timing.md adds 2 o, which would make that 1.5 and 80 %: it counts the overhead otherwise.
+
+    >>> native_closed_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, 2)
+    4.0
+    """
+    messages, segment = native_messages(nbytes, world_size)
+    if world_size == 1:
+        return 0.0
+    h, b, o = 2 * link.alpha, link.beta * segment, link.overhead
+    total = link.sync
+    for g in (link.gamma * segment, 0.0):
+        in_turn = math.ceil(messages / 2) * (h + b + g + o) + (g + o if messages % 2 == 0 else 0.0)
+        total += max(in_turn, h + messages * b + g + o, h + b + messages * (g + o))
+    return total
+
+
+def native_messages(nbytes: float, world_size: int) -> tuple[int, int]:
+    """How many messages a rank sends in each of the two phases of gloo's ring, and the bytes of one.
+
+    >>> native_messages(8 << 20, 4)
+    (6, 1048576)
+    """
+    check_count("world_size", world_size)
+    check_at_least("nbytes", nbytes, 0)
+    per_rank = math.ceil(max(math.ceil(nbytes / GLOO_SEGMENT), 2 * world_size) / world_size)
+    return per_rank * (world_size - 1), math.ceil(nbytes / (per_rank * world_size))
