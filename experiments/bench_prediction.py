@@ -69,6 +69,7 @@ class Contender:
         in_flight = [Unapplied(kept, hyperparameters.current(self._optimizer))]
         self._prediction.restore()
         begin = time.perf_counter()
+        self._prediction.learn(self._gradients, kept, None, self._agreement)
         self._prediction.correct(self._gradients, kept)
         corrected = time.perf_counter() - begin
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
@@ -88,7 +89,7 @@ class Contender:
         """What the prediction holds."""
         self()
         kept = self._prediction.keep(self._gradients)
-        return self._prediction.nbytes + sum(tensor.nbytes for tensor in kept)
+        return self._prediction.nbytes + self._agreement.nbytes + sum(tensor.nbytes for tensor in kept)
 
 
 def compute(rounds: int, hidden: tuple[int, ...], console: Console) -> list[Row]:

@@ -125,7 +125,8 @@ class SimulatedRanks:
                 norm = torch.linalg.vector_norm(gradient.mean.flats[0], dtype=torch.float64)
                 self._guard.saw(norm.item(), self.iteration)
             for agreement, kept in zip(self._agreements, gradient.kept, strict=True):
-                agreement.saw(self._prediction.compare(gradient.mean.views, kept))
+                comparison = self._prediction.compare(gradient.mean.views, kept)
+                self._prediction.learn(gradient.mean.views, kept, comparison, agreement)
             self._updates.apply(gradient.mean.views, gradient.kept[0], gradient.hyperparameters)
 
     def _take_buffers(self, values: Sequence[Tensor]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +25,33 @@ class Comparison(NamedTuple):
 
 
 class Agreement:
-    """How well this rank's gradients have agreed with the means lately: a running mean of cosines, 1 to begin with."""
+    """What this rank has seen of its guesses lately."""
 
     def __init__(self) -> None:
         self.cosine = 1.0
+        """A running mean of cosines between this rank's gradients and the means."""
+        self.missed: list[Tensor] = []
+        """By what its guesses missed the means, added up and fading; empty until a prediction wants it."""
 
     def saw(self, comparison: Comparison | None) -> None:
         """Take note of a mean that has arrived."""
         if comparison is not None and comparison.cosine is not None:
             # So written, cosines of exactly 1 leave it at exactly 1.
             self.cosine += (1 - AGREEMENT_DECAY) * (comparison.cosine - self.cosine)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds."""
+        return sum(tensor.nbytes for tensor in self.missed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to go on the same after a restart."""
+        return {"cosine": self.cosine, "missed": [tensor.clone() for tensor in self.missed]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict``."""
+        self.cosine = state["cosine"]
+        self.missed = [tensor.clone() for tensor in state["missed"]]
 
 
 def compare(mean: Sequence[Tensor], guess: Sequence[Tensor]) -> Comparison:

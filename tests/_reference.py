@@ -49,10 +49,15 @@ def pipe_sgd(
         optimizer.step()
 
     agreements = [1.0] * len(batches[0])  # running means of cosines between ranks' gradients and the means
+    missed = [[torch.zeros_like(parameter) for parameter in parameters] for _ in batches[0]]
 
     def apply(index: int) -> None:
         nonlocal before
         for rank, local in enumerate(locals_[index]):
+            reach = 1.5 - agreements[rank] / 2
+            missed[rank] = [
+                0.7 * e + reach * (g - m) for e, g, m in zip(missed[rank], local, means[index], strict=True)
+            ]
             mine, mean_ = (torch.cat([part.reshape(-1) for part in parts]) for parts in (local, means[index]))
             if mine.norm() > 0 and mean_.norm() > 0:
                 cosine = float(torch.cosine_similarity(mine, mean_, dim=0))
@@ -70,8 +75,12 @@ def pipe_sgd(
         guess, its_optimizer = copy.deepcopy((model, optimizer))
         for index in in_flight:
             if prediction in ("local", "eager"):
-                reach = 1.0 if prediction == "local" else 2.0 - agreements[rank]
-                step(guess, its_optimizer, [reach * gradient for gradient in locals_[index][rank]], index)
+                gradients = locals_[index][rank]
+                if prediction == "eager":
+                    carried = 0.7 if index == in_flight[0] else 0.0
+                    reach = 1.5 - agreements[rank] / 2
+                    gradients = [reach * g + carried * e for g, e in zip(gradients, missed[rank], strict=True)]
+                step(guess, its_optimizer, gradients, index)
             elif prediction == "nesterov":
                 step(guess, its_optimizer, [torch.zeros_like(parameter) for parameter in parameters], index)
             elif prediction == "previous" and applied:

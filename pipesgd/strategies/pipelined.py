@@ -267,7 +267,7 @@ class Pipelined:
             "in_flight": in_flight,
             "exchange": self._exchange.state_dict(),
             "prediction": self._prediction.state_dict(),
-            "agreement": self._agreement.cosine,
+            "agreement": self._agreement.state_dict(),
             "loss_scale": self._loss_scale.state_dict(),
             "guard": None if self._guard is None else self._guard.state_dict(),
         }
@@ -282,7 +282,7 @@ class Pipelined:
         self.iteration = state["iteration"]
         self._exchange.load_state_dict(state["exchange"])
         self._prediction.load_state_dict(state["prediction"])
-        self._agreement.cosine = state["agreement"]
+        self._agreement.load_state_dict(state["agreement"])
         self._loss_scale.load_state_dict(state["loss_scale"])
         if self._guard is not None and state["guard"] is not None:
             self._guard.load_state_dict(state["guard"])
@@ -352,11 +352,11 @@ class Pipelined:
             reduction = gradient.reduction.result()
             arrived = time.perf_counter()
             comparison = reduction.comparison
-            self._agreement.saw(comparison)
             self._loss_scale.saw(reduction.finite, gradient.scale)
             if self._guard is not None and reduction.norm is not None:
                 fell_back |= self._guard.saw(reduction.norm, self.iteration)
             if reduction.finite:
+                self._prediction.learn(gradient.buffer.views, gradient.kept, comparison, self._agreement)
                 self._updates.apply(gradient.buffer.views, gradient.kept, gradient.hyperparameters)
                 applied.append(gradient.iteration)
             elif self._skip_nonfinite:
