@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from experiments.simulation import SimulatedRanks
 from pipesgd import Pipelined
 from pipesgd.agreement import COMPARED_DIGITS
 from pipesgd.clipping import Clipping
@@ -267,3 +268,19 @@ def test_an_optimizer_that_cannot_be_copied_is_refused_where_it_would_be() -> No
         "prediction must be none, spectrain or dc for an optimizer that cannot be copied; got SGD:"
     )
     assert run_ranks(1, _copies_optimizer, "spectrain") == [""]
+
+
+@pytest.mark.parametrize(("prediction", "swings"), [("local", True), ("eager", False)])
+def test_eager_keeps_ranks_together_where_local_lets_them_swing_apart(prediction: str, swings: bool) -> None:
+    """On (w - target)^2 / 2: with momentum 0.9 the mean is stable up to lr 3.8, ranks' errors up to 1, and to 1.36."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.2, momentum=0.9)
+    ranks = SimulatedRanks(model, optimizer, world_size=4, width=2, prediction=prediction)
+    losses = [
+        max(ranks.iterate(lambda model, target: (model.weight - target).square().sum() / 2, torch.randn(4).tolist()))
+        for _ in range(100)
+    ]
+    ranks.flush()
+    assert (losses[-1] > 1e6) == swings
+    assert max(losses[:10]) < 1e3
