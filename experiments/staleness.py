@@ -478,8 +478,7 @@ def _texts(row: Row) -> dict[str, str]:
         return "-" if row[name] is None else format(factor * row[name], form)
 
     return {
-        "workload": row["workload"],
-        "optimizer": row["optimizer"],
+        "workload": f"{row['workload']}, {row['optimizer']}",
         "method": row["method"],
         "lr": text("lr", "g"),
         "accuracy %": text("accuracy_mean", ".2f", 100),
@@ -487,8 +486,7 @@ def _texts(row: Row) -> dict[str, str]:
         "loss": text("test_loss_mean", ".4f"),
         "to sync %": text("loss_to_sync_percent", "+.2f"),
         "target": row["target"],
-        "stable up to": text("stable_up_to_lr", "g"),
-        "half of sync": row["stability"],
+        "stable to": f"{text('stable_up_to_lr', 'g')} {row['stability']}",
     }
 
 
