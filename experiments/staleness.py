@@ -391,13 +391,17 @@ def _badness(workload: str, row: Row) -> float:
 
 
 def _stable_up_to(rows: Sequence[Row], least: float) -> float | None:
-    """The largest rate of ``rows``, sorted by rate, before the first at which a seed ends below ``least``."""
+    """The largest rate of ``rows``, sorted by rate, before the first at which a seed ends below ``least``.
+
+    Rates that are only too low to get anywhere do not count.
+    """
     limit = None
     for row in rows:
         accuracies = [value for name, value in row.items() if name.startswith("accuracy_seed_")]
-        if any(value is None or value < least for value in accuracies):
+        if all(value is not None and value >= least for value in accuracies):
+            limit = row["lr"]
+        elif limit is not None or row["diverged"]:
             break
-        limit = row["lr"]
     return limit
 
 
@@ -444,6 +448,7 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
         xlabel="peak learning rate",
         ylabel="test loss (nats), mean of seeds" if by_loss else "test accuracy (%), mean of seeds",
     )
+    axes.set_xticks(sorted({row["lr"] for row in rows}))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes

@@ -113,6 +113,16 @@ def test_the_default_must_be_stable_up_to_half_of_synchronous_trainings_limit() 
     assert stability("eager", base / 2, 2 * base) == stability("eager", None, base) == "MISSED"
 
 
+def test_a_rate_that_is_only_too_low_is_no_limit() -> None:
+    planned = plan(["mlp"], ["sgd"], ["sync", "eager"], [0.5, 1.0, 2.0], 1)
+    accuracies = {"sync": (0.5, 0.9, 0.9), "eager": (None, 0.9, 0.9)}
+    runs = {one.words: ran(accuracies[one.method][(0.5, 1.0, 2.0).index(one.multiple)]) for one in planned}
+    summary = summarize(tabulate(planned, runs))
+    assert [row["stable_up_to_lr"] for row in summary] == [2 * OPTIMIZERS["sgd"][1], None], (
+        "diverging is another matter"
+    )
+
+
 def test_a_language_model_is_judged_by_its_loss() -> None:
     planned = plan(["transformer"], ["adamw"], ["sync", "eager", "eager, width 3"], [1.0, 2.0], 1)
     losses = {"sync": {1.0: 2.0, 2.0: 1.0}, "eager": {1.0: 1.0, 2.0: 1.0051}, "eager, width 3": {1.0: 2.0, 2.0: 1.0099}}
