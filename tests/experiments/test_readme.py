@@ -139,5 +139,35 @@ def claims() -> list[str]:
     ]
 
 
+METHODS = {
+    "sync": "synchronous, fp32",
+    "stale": "width 2, no prediction",
+    "stale, warm-up": "the same, the first tenth at width 1",
+    "local": "width 2, `--prediction local`",
+    "eager": "**width 2** (`eager`, the default)",
+    "eager, int8": "the same with int8",
+    "eager, int4": "the same with int4",
+    "eager, width 3": "width 3",
+}
+
+
+def accuracies() -> list[str]:
+    """The lines of the README's table of what staleness costs."""
+    rows = {
+        row["method"]: row for row in load(RESULTS / "staleness.csv") if row["workload"] == "mlp" and row["lr"] == 0.1
+    }
+    lines = ["| MLP, SGD, peak learning rate 0.1 | test accuracy, % | points to synchronous |", "|---|---|---|"]
+    for method, head in METHODS.items():
+        row = rows[method]
+        mean, lost = row["accuracy_mean"], row["accuracy_to_sync_points"]
+        values = ("diverges", "") if mean is None else (f"{100 * mean:.2f}", f"{lost:+.2f}" if method != "sync" else "")
+        lines.append(f"| {head} | {values[0]} | {values[1]} |")
+    return lines
+
+
+def test_the_accuracies_are_those_of_the_experiment() -> None:
+    assert "\n".join(accuracies()) in README
+
+
 def test_the_measured_figures_are_those_of_the_results() -> None:
     assert [claim for claim in claims() if claim not in README] == []
