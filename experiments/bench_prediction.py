@@ -126,7 +126,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     """A bar for every prediction of one optimizer."""
     names = [row["prediction"] for row in rows]
     axes.barh(names[::-1], [1e3 * row["s_per_million_parameters"] for row in rows][::-1], color=COLOUR)
-    axes.set(title=rows[0]["optimizer"], xlabel="time in an iteration, per million parameters (ms)")
+    axes.set(title=rows[0]["optimizer"], xlabel="ms an iteration, per million parameters")
     return axes
 
 
