@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from timing_model import schedules
-from timing_model.checks import check_at_least, check_count
+from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.critical_path import SegmentCosts, critical_path
 from timing_model.messages import Network, simulate_messages, tasks_of
 from timing_model.native import native_all_reduce_time
@@ -87,8 +87,7 @@ def all_reduce_time(
     >>> all_reduce_time("ring", link, 4.0, world_size=2)
     CollectiveTime(total=6.5, wire=6.5, codec=0.0)
     """
-    if all_reduce not in ALL_REDUCES:
-        raise ValueError(f"all_reduce must be one of {', '.join(ALL_REDUCES)}; got {all_reduce}")
+    check_one_of("all_reduce", all_reduce, ALL_REDUCES)
     check_at_least("numel", numel, 0)
     check_count("world_size", world_size)
     check_count("ranks_per_node", ranks_per_node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,6 +18,12 @@ def check_above_0(name: str, value: float) -> None:
     """Raise ``ValueError`` unless ``value`` is a finite number above 0."""
     if not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be finite and above 0; got {value}")
+
+
+def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value}")
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:

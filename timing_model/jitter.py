@@ -75,10 +75,9 @@ def _above(noise: Noise, world_size: int, run: int) -> tuple[list[float], list[f
     """Rising times x, and how much the maximum is above each of them on average."""
     check_count("world_size", world_size)
     check_count("run", run)
-    if len(noise.slow_ranks) > world_size:
-        raise ValueError(f"slow_ranks must be at most world_size {world_size}; got {len(noise.slow_ranks)}")
+    noise.check_world_size(world_size)
     factors = Counter({1.0: world_size - len(noise.slow_ranks)}) + Counter(noise.slow_ranks)
-    slowest = max(factors)
+    slowest = noise.slowest
     if noise.cv < LEAST_CV:
         return [slowest], [0.0]
     # On a grid of the slowest rank's quantiles: x are its times.
@@ -120,8 +119,7 @@ def steady_state_bound(t_compute: float, t_comm: float, width: int, world_size: 
     check_count("width", width)
     if width == 1:
         return expected_maximum(noise, world_size) * t_compute + t_comm
-    slowest = max((1.0, *noise.slow_ranks))
-    return max(t_comm, _computing(t_compute, t_comm, width, slowest, _runs(noise, world_size)))
+    return max(t_comm, _computing(t_compute, t_comm, width, noise.slowest, _runs(noise, world_size)))
 
 
 def steady_state_period(t_compute: float, t_comm: float, width: int, world_size: int, noise: Noise) -> float:
@@ -156,14 +154,13 @@ def steady_state_period(t_compute: float, t_comm: float, width: int, world_size:
     check_at_least("t_compute", t_compute, 0)
     check_at_least("t_comm", t_comm, 0)
     check_count("width", width)
-    slowest = max((1.0, *noise.slow_ranks))
-    sigma = noise.cv * t_compute * slowest
+    sigma = noise.cv * t_compute * noise.slowest
     spread = SPREAD * sigma * width**SPREAD_WIDTH
     if width == 1 or spread == 0:
         return steady_state_bound(t_compute, t_comm, width, world_size, noise)
     runs = _runs(noise, world_size)
     lift = LIFT * sigma * noise.cv ** (LIFT_CV - 1) * width**LIFT_WIDTH * (1 - 1 / world_size)
-    computing = _computing(t_compute, t_comm, width, slowest, runs) + lift
+    computing = _computing(t_compute, t_comm, width, noise.slowest, runs) + lift
     larger, smaller = max(computing, t_comm), min(computing, t_comm)
     smooth: float = larger + spread * math.log1p(math.exp((smaller - larger) / spread))
     if smooth <= max(t_comm, runs[0][1] * t_compute):  # which the upper bound is not below

@@ -140,3 +140,13 @@ class Noise:
             raise ValueError(f"cv must be at most {MOST_NORMAL_CV} with a normal distribution; got {self.cv}")
         for factor in self.slow_ranks:
             check_at_least("slow_ranks", factor, 1)
+
+    @property
+    def slowest(self) -> float:
+        """The factor of the slowest rank; 1 if none is always slow."""
+        return max((1.0, *self.slow_ranks))
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ``ValueError`` if more ranks are slow than there are."""
+        if len(self.slow_ranks) > world_size:
+            raise ValueError(f"slow_ranks must be at most world_size {world_size}; got {len(self.slow_ranks)}")

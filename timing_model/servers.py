@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from timing_model.all_reduce import CollectiveTime
-from timing_model.checks import check_at_least, check_count
+from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.params import LinkParams
 
 PLACEMENTS = ("beside", "own")
@@ -51,8 +51,7 @@ def parameter_server_time(
     check_at_least("sharing", sharing, 0)
     if sharing > 1:
         raise ValueError(f"sharing must be at most 1; got {sharing}")
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement}")
+    check_one_of("placement", placement, PLACEMENTS)
     beside = placement == "beside"
     most = world_size if beside else world_size - 1
     if servers > most:

@@ -75,8 +75,7 @@ class ComputeDraws:
     """The computation's times of all ranks, iteration after iteration, (world_size,) each, in s."""
 
     def __init__(self, t_compute: float, noise: Noise, world_size: int, seed: int):
-        if len(noise.slow_ranks) > world_size:
-            raise ValueError(f"slow_ranks must be at most world_size {world_size}; got {len(noise.slow_ranks)}")
+        noise.check_world_size(world_size)
         self._means = np.full(world_size, float(t_compute))
         self._means[: len(noise.slow_ranks)] *= noise.slow_ranks
         self._noise = noise

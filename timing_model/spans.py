@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from timing_model.checks import check_at_least, check_count
+from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.params import ComputeTimes, Noise
 from timing_model.simulate import ComputeDraws
 
@@ -69,8 +69,7 @@ def timeline(
     forward and backward 6.0 9.0
     all-reduce 9.0 11.0
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}; got {strategy}")
+    check_one_of("strategy", strategy, STRATEGIES)
     for name, value in (("world_size", world_size), ("iterations", iterations), ("width", width)):
         check_count(name, value)
     check_at_least("t_comm", t_comm, 0)
