@@ -66,7 +66,7 @@ def cases(ranks: int, iterations: int, calls: int) -> list[Case]:
             ring_all_reduce_time(LINK, 1e6 + number, 8)
 
     def anew() -> None:
-        all_reduce._time.cache_clear()
+        all_reduce.forget()
         for world_size in range(2, 34):
             for name in ("ring", "halving-doubling", "all-to-all"):
                 all_reduce_time(name, LINK, 1e7, world_size, codec=CODEC)

@@ -141,6 +141,21 @@ def gather_time(
     return CollectiveTime(wire + work, wire, work)
 
 
+def forget() -> None:
+    """Drop all that is kept between calls: times, and the schedules that they are of."""
+    _time.cache_clear()
+    _native_times.cache_clear()
+    for schedule in (
+        schedules.ring,
+        schedules.gather_ring,
+        schedules.all_to_all,
+        schedules.recursive_doubling,
+        schedules.halving_doubling,
+        schedules.hierarchical,
+    ):
+        schedule.cache_clear()
+
+
 @lru_cache(maxsize=65536)
 def _time(
     schedule: schedules.Schedule,
