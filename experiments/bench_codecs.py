@@ -33,7 +33,6 @@ from pipesgd.checks import check_one_of
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 
 if TYPE_CHECKING:
@@ -266,7 +265,7 @@ def _text(row: Row) -> str:
     return f"{row['ratio_median']:.2f} +-{row['ratio_iqr'] / 2:.2f}{verdict}"
 
 
-def parse(words: Sequence[str], world_size: int) -> Namespace:
+def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """The options; raises ``UserInputError``."""
     options = command.parser("bench_codecs", __doc__)
     add = options.add_argument
@@ -277,14 +276,13 @@ def parse(words: Sequence[str], world_size: int) -> Namespace:
         for one in getattr(arguments, name):
             check_one_of(f"--{name}", one, known)
         setattr(arguments, name, list(dict.fromkeys(getattr(arguments, name))))
-    if world_size > 1:
-        raise UserInputError("bench_codecs must be run without torchrun: it uses one thread of one process")
+    command.check_alone("bench_codecs", by_torchrun, "it uses one thread of one process")
     return arguments
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.world_size))
+    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     rows = compute(QUICK if arguments.quick else FULL, arguments.codecs, arguments.rivals, console)
     publish(rows, arguments.output)
 

@@ -26,7 +26,6 @@ from pipesgd import hyperparameters
 from pipesgd.agreement import Agreement
 from pipesgd.clipping import Clipping
 from pipesgd.config import PREDICTIONS
-from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.prediction import Prediction, Unapplied, make_prediction
 from pipesgd.workloads import build_model
@@ -153,8 +152,7 @@ def publish(rows: list[Row], folder: Path) -> None:
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """The options; raises ``UserInputError``."""
     arguments = command.parse(command.parser("bench_prediction", __doc__), words)
-    if by_torchrun:
-        raise UserInputError("bench_prediction must be run without torchrun: it needs one process")
+    command.check_alone("bench_prediction", by_torchrun, "it needs one process")
     return arguments
 
 

@@ -21,7 +21,6 @@ from rich.console import Console
 from experiments import command
 from experiments.paired import median
 from experiments.results import Row, save
-from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 from timing_model import (
     CodecCost,
@@ -136,8 +135,7 @@ def publish(rows: list[Row], folder: Path) -> None:
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """The options; raises ``UserInputError``."""
     arguments = command.parse(command.parser("bench_timing_model", __doc__), words)
-    if by_torchrun:
-        raise UserInputError("bench_timing_model must be run without torchrun: it needs one process")
+    command.check_alone("bench_timing_model", by_torchrun, "it needs one process")
     return arguments
 
 

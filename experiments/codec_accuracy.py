@@ -34,7 +34,7 @@ from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.paired import median
 from experiments.results import REPOSITORY, Row, code_state, save, save_panels
-from pipesgd.errors import RunError, UserInputError
+from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
 from pipesgd.output import SUMMARY_FILE
 from pipesgd.workloads import make_workload
@@ -304,8 +304,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     add("--fresh", action="store_true", help="forget the finished runs in the output folder")
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"models": MODELS, "codecs": CODECS})
-    if by_torchrun:
-        raise UserInputError("codec_accuracy must be run without torchrun: it starts torchrun itself")
+    command.check_alone("codec_accuracy", by_torchrun, "it starts torchrun itself")
     arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     return arguments
 

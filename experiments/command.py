@@ -97,6 +97,12 @@ def check_each_once(arguments: argparse.Namespace, known: Mapping[str, Iterable[
                 raise UserInputError(f"--{option} must name each once; got {name!r} twice")
 
 
+def check_alone(name: str, by_torchrun: bool, reason: str) -> None:
+    """Raise ``UserInputError`` if torchrun started this; ``reason`` says why it must not."""
+    if by_torchrun:
+        raise UserInputError(f"{name} must be run without torchrun: {reason}")
+
+
 def say(console: Console, line: str) -> None:
     """Print a line as it is: unbroken, without colours, brackets and all."""
     console.print(line, highlight=False, soft_wrap=True, markup=False)

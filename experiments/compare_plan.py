@@ -89,8 +89,7 @@ def parse(words: Sequence[str], by_torchrun: bool, description: str | None = Non
         UserInputError: one is wrong, or what they ask for cannot be run.
     """
     arguments = command.parse(_options(description), words)
-    if by_torchrun:
-        raise UserInputError("compare must be run without torchrun: it starts torchrun itself, on every node")
+    command.check_alone("compare", by_torchrun, "it starts torchrun itself, on every node")
     timing = arguments.time_to_accuracy is None
     indices, length = _effort(arguments)
     cluster = _cluster(arguments)

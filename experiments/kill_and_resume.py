@@ -26,7 +26,7 @@ from rich.console import Console
 
 from experiments import command
 from experiments.results import REPOSITORY, Row, save
-from pipesgd.errors import RunError, UserInputError
+from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
 from pipesgd.output import METRICS_FILE, SUMMARY_FILE
 
@@ -171,8 +171,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     options.add_argument("--kills", type=command.at_least(1), help=f"runs with a kill ({KILLS}; quick: {QUICK_KILLS})")
     options.add_argument("--seed", type=command.at_least(0), default=0, help="seed of the ranks and moments (0)")
     arguments = command.parse(options, words)
-    if by_torchrun:
-        raise UserInputError("kill_and_resume must be run without torchrun: it starts torchrun itself")
+    command.check_alone("kill_and_resume", by_torchrun, "it starts torchrun itself")
     return arguments
 
 

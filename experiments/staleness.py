@@ -527,8 +527,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     )
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"workloads": WORKLOADS, "optimizers": OPTIMIZERS, "methods": METHODS})
-    if by_torchrun:
-        raise UserInputError("staleness must be run without torchrun: it simulates the ranks")
+    command.check_alone("staleness", by_torchrun, "it simulates the ranks")
     arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     return arguments
 
