@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from experiments.testbed.links import Link, payload_share, rate_name, rate_text, time_text
+from experiments.testbed.links import Link, rate_name, rate_text, time_text
 from timing_model.collectives import ring_all_reduce_bytes
+from timing_model.presets import PAYLOAD_SHARE
 
 SLOW_LINK = 500e6
 """bit/s. Up to this rate the wire is the limit, and targets are nearer to it than above, where CPUs count too."""
@@ -67,7 +68,7 @@ def wire_seconds(nbytes: float, rate: float) -> float:
     >>> round(wire_seconds(1448, rate=8.0))
     1514
     """
-    return 8 * nbytes / payload_share() / rate
+    return 8 * nbytes / PAYLOAD_SHARE / rate
 
 
 def ring_limit(cluster: Cluster, nbytes: float) -> float:

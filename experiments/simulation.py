@@ -69,7 +69,7 @@ class SimulatedRanks:
         self._model = model
         self._world_size = world_size
         self._parameters = trainable_parameters(optimizer)
-        # One for all ranks: predictions remember nothing that is a rank's own, but how well it agrees.
+        # One for all ranks: what is a rank's own, how well it agrees and what it missed, is in its Agreement.
         self._updates = LateUpdates(
             optimizer,
             self._parameters,

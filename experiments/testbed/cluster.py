@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, Self
 
 from experiments.testbed import wiring
 from experiments.testbed.jobs import Job, torchrun_environment, torchrun_words
-from experiments.testbed.links import Link, payload_share
+from experiments.testbed.links import Link
 from experiments.testbed.namespaces import Namespaces, Process
 from experiments.testbed.wiring import DELAY_LINE, MOST_NODES, NETEM, NETWORK
 from pipesgd.checks import check_at_least
 from pipesgd.errors import RunError, UserInputError
+from timing_model.presets import PAYLOAD_SHARE
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -50,7 +51,7 @@ class Measured:
     @property
     def rate_with_headers(self) -> float | None:
         """bit/s on the link, to compare with what was asked."""
-        return None if self.rate is None else self.rate / payload_share()
+        return None if self.rate is None else self.rate / PAYLOAD_SHARE
 
 
 class Testbed:

@@ -17,8 +17,8 @@ LOWEST_RATE, HIGHEST_RATE = 1e3, 1e12
 """bit/s. At the lowest a full packet takes 12 s; no machine comes near the highest."""
 LONGEST_LATENCY = 10.0
 
-MTU, ETHERNET, IP_AND_TCP = 1500, 14, 20 + 20 + 12
-"""Bytes: of the largest IP packet, of the header in front of it, of those inside (TCP's timestamps are the 12)."""
+MTU, ETHERNET = 1500, 14
+"""Bytes: of the largest IP packet, and of the header in front of it."""
 
 BURST_SECONDS, SMALLEST_BURST, LARGEST_BURST = 1e-3, 3100, 1 << 17
 """A link may catch up on a pause of a millisecond, with at least two packets and at most what the kernel needs.
@@ -79,11 +79,6 @@ def packets_at_once(rate: float) -> int:
     and what flows into a full bucket until the kernel's timer fires is lost: 1 to 2 % of the rate.
     """
     return burst(rate) // 2 // (MTU + ETHERNET)
-
-
-def payload_share() -> float:
-    """The share of a link's rate that is left for TCP's payload, at most."""
-    return (MTU - IP_AND_TCP) / (MTU + ETHERNET)
 
 
 def parse_rate(text: str) -> float:

@@ -28,6 +28,7 @@ from experiments.testbed import __main__ as command
 from experiments.testbed import delay_line, jobs, links
 from experiments.testbed.namespaces import Namespaces, descendants, find_tools
 from pipesgd.errors import UserInputError
+from timing_model.presets import PAYLOAD_SHARE
 
 COMMAND = ["-m", "experiments.testbed", "--nodes", "2", "--rate", "1gbit", "--"]
 FOREVER = ["--no-python", "sh", "-c", "echo started; exec sleep 1000"]
@@ -242,7 +243,7 @@ def test_every_byte_on_a_link_is_counted(cluster: Callable[..., testbed.Testbed]
     nbytes = 1_000_000
     pour(bed, 0, 2, nbytes)
     sent, received = [[pair[end] for pair in bed.traffic()] for end in (0, 1)]
-    full = nbytes / links.payload_share()  # 4.5 % are headers; the last packet may be short, and a few are sent twice
+    full = nbytes / PAYLOAD_SHARE  # 4.5 % are headers; the last packet may be short, and a few are sent twice
     assert full * 0.999 <= sent[0] <= full * 1.05
     assert full * 0.999 <= received[2] <= full * 1.05
     assert 0 < sent[2] < nbytes / 10  # acknowledgements
@@ -297,7 +298,7 @@ def test_what_is_far_from_what_was_asked_for_is_said() -> None:
     link = testbed.Link(rate=100e6, latency=5e-3)
 
     def differences(rate: float | None, latency: float) -> list[str]:
-        payload = None if rate is None else rate * links.payload_share()
+        payload = None if rate is None else rate * PAYLOAD_SHARE
         one = testbed.Measured(
             node=0,
             address="10.77.0.1",
