@@ -12,119 +12,45 @@ Finished runs are kept in staleness.runs.json in the output folder: the same com
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import os
-import shlex
-import time
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from experiments import command
 from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
-from experiments.results import Row, code_state, save, save_panels
-from experiments.simulation import SimulatedRanks
-from pipesgd import evaluation
-from pipesgd.command_line import parse as parse_training
-from pipesgd.config import TrainConfig
+from experiments.results import Row, save, save_panels
+from experiments.staleness_runs import (
+    CLOSELY,
+    METHODS,
+    OPTIMIZERS,
+    QUICK_ITERATIONS,
+    SEEDS,
+    WORKLOADS,
+    WORLD_SIZE,
+    Planned,
+    Run,
+    plan,
+    simulate,
+)
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
-from pipesgd.optimization import build_optimizer, build_schedule
-from pipesgd.workloads import DataSplits, ShardedBatches, evaluation_batches, make_workload
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from matplotlib.axes import Axes
 
-WORLD_SIZE = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What is trained, and for how long; and what is tried on it where the command does not say."""
-
-    words: str
-    iterations: int
-    """Three epochs of the mlp, fewer of what takes longer."""
-    optimizers: tuple[str, ...]
-    methods: tuple[str, ...] | None = None
-    """None: all."""
-    judged_by_loss: bool = False
-    """Test loss, where accuracy is not what people look at."""
-
-
-WORKLOADS = {
-    "mlp": Workload(
-        words="--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32",
-        iterations=1404,
-        optimizers=("sgd", "adamw", "adagrad"),
-    ),
-    "convnet": Workload(
-        words="--dataset fashion-mnist --model convnet --batch-size 32",
-        iterations=468,
-        optimizers=("sgd", "adamw", "adagrad"),
-    ),
-    "transformer": Workload(
-        words="--dataset python-stdlib --model transformer --batch-size 8",
-        iterations=600,
-        optimizers=("adamw", "muon"),
-        judged_by_loss=True,
-    ),
-    "resnet18": Workload(
-        words="--dataset fashion-mnist --model resnet18 --batch-size 8",
-        iterations=200,
-        optimizers=("sgd", "adamw"),
-        methods=("sync", "stale", "eager", "local", "eager, width 3"),
-    ),
-    "digits": Workload(
-        words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", iterations=100, optimizers=("sgd",)
-    ),
-}
-"""The last one is for trying out. Muon's products in bfloat16 take most of an iteration of the mlp on a CPU."""
-OPTIMIZERS = {
-    "sgd": ("--optimizer sgd --momentum 0.9", 0.05),
-    "adamw": ("--optimizer adamw", 0.001),
-    "adagrad": ("--optimizer adagrad", 0.01),
-    "muon": ("--optimizer muon", 0.001),
-}
-"""Words, and the learning rate that the others are multiples of."""
-MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-FEW_MULTIPLES = (0.25, 1.0, 2.0, 4.0)
-CLOSELY = ("sync", "stale", "eager", "local")
-"""Methods that are tried at all multiples; the others at a few."""
-METHODS = {
-    "sync": "--width 1",
-    "stale": "--width 2 --prediction none",
-    "stale, warm-up": "--width 2 --prediction none --warmup-iterations {warmup}",
-    "stale, guard": "--width 2 --prediction none --guard",
-    "eager": "--width 2 --prediction eager",
-    "local": "--width 2 --prediction local",
-    "previous": "--width 2 --prediction previous",
-    "nesterov": "--width 2 --prediction nesterov",
-    "spectrain": "--width 2 --prediction spectrain",
-    "dc": "--width 2 --prediction dc",
-    "stale, width 3": "--width 3 --prediction none",
-    "eager, width 3": "--width 3 --prediction eager",
-    "local, width 3": "--width 3 --prediction local",
-    "eager, int8": "--width 2 --prediction eager --codec int8",
-    "eager, int4": "--width 2 --prediction eager --codec int4",
-}
-WARMUP = 0.1
-"""Share of the iterations that a warm-up takes."""
 BASELINE = "sync"
 MOST_LOST = {"eager": 0.2, "eager, width 3": 0.4, "eager, int8": 0.3, "eager, int4": 0.3}
 """Points of accuracy that the default may lose, in the mean over seeds, at the best learning rate of synchronous
@@ -135,136 +61,8 @@ CONVERGED = 0.9
 """A learning rate at which a seed ends below this share of the best synchronous accuracy is one that failed."""
 STABILITY = 0.5
 """Share of the largest rate of synchronous training up to which the default must not fail either."""
-SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 20
+QUICK_SEEDS = 1
 PANELS_ABREAST = 3
-DIVERGED_LOSS = 20.0
-"""A training loss above this, or none, ends a run: of ten classes, chance has 2.3."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one run came to."""
-
-    commit: str | None
-    """Of the code that it was made with; None where there is no repository."""
-    seconds: float
-    diverged_at: int | None
-    """The iteration, if the loss went beyond all bounds; then there is nothing else."""
-    train_loss: float | None = None
-    """Mean over ranks and the last tenth of the iterations."""
-    test_loss: float | None = None
-    test_accuracy: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A run to be made."""
-
-    workload: str
-    optimizer: str
-    method: str
-    multiple: float
-    lr: float
-    seed: int
-    words: str
-    """Of ``pipesgd.train``, all but --output."""
-
-
-def plan(
-    workloads: Sequence[str],
-    optimizers: Sequence[str] | None = None,
-    methods: Sequence[str] | None = None,
-    multiples: Sequence[float] | None = None,
-    seeds: int = SEEDS,
-    *,
-    quick: bool = False,
-) -> list[Planned]:
-    """All runs, seed by seed. None: what the workload, and the method, are tried with."""
-    planned = []
-    for seed, name in itertools.product(range(seeds), workloads):
-        workload = WORKLOADS[name]
-        iterations = QUICK_ITERATIONS if quick else workload.iterations
-        for optimizer, multiple in itertools.product(optimizers or workload.optimizers, multiples or MULTIPLES):
-            words, base = OPTIMIZERS[optimizer]
-            lr = base * multiple
-            rest = f"{words} --lr {lr:g} --schedule one-cycle --iterations {iterations} --seed {seed}"
-            for method in methods or workload.methods or METHODS:
-                if not multiples and method not in CLOSELY and multiple not in FEW_MULTIPLES:
-                    continue
-                how = METHODS[method].format(warmup=round(WARMUP * iterations))
-                planned.append(
-                    Planned(
-                        workload=name,
-                        optimizer=optimizer,
-                        method=method,
-                        multiple=multiple,
-                        lr=lr,
-                        seed=seed,
-                        words=f"{workload.words} {how} {rest}",
-                    )
-                )
-    return planned
-
-
-def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
-    """What ``pipesgd.train`` with these words comes to on so many ranks."""
-    begin = time.perf_counter()
-    config = parse_training(shlex.split(words))
-    optimization, pipeline = config.optimization, config.pipeline
-    torch.manual_seed(optimization.seed)
-    data, model = make_workload(config)
-    torch.manual_seed(optimization.seed * world_size)
-    optimizer = build_optimizer(optimization, model)
-    iterations = optimization.iterations
-    assert iterations is not None
-    schedule = build_schedule(optimization, optimizer, iterations)
-    ranks = SimulatedRanks(
-        model,
-        optimizer,
-        world_size=world_size,
-        width=pipeline.width,
-        warmup_iterations=pipeline.warmup_iterations,
-        prediction=pipeline.prediction,
-        guard=pipeline.guard,
-        codec=config.compression.codec,
-    )
-    batches = zip(*(_batches(config, data, rank, world_size) for rank in range(world_size)), strict=True)
-    losses: list[float] = []
-    commit = code_state()
-    for iteration in range(iterations):
-        losses.append(float(np.mean(ranks.iterate(_loss, next(batches)))))
-        schedule.step()
-        if not losses[-1] <= DIVERGED_LOSS:
-            return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=iteration)
-    ranks.flush()
-    parts = evaluation.sums(
-        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=1), torch.device("cpu")
-    )
-    worth = evaluation.mean([parts])
-    return Run(
-        commit=commit,
-        seconds=time.perf_counter() - begin,
-        diverged_at=None,
-        train_loss=float(np.mean(losses[-max(1, iterations // 10) :])),
-        test_loss=worth.loss,
-        test_accuracy=worth.accuracy,
-    )
-
-
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    inputs, labels = batch
-    return cross_entropy(*evaluation.by_label(model(inputs), labels))
-
-
-def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    shards = ShardedBatches(
-        data.train,
-        batch_size=config.data.batch_size,
-        rank=rank,
-        world_size=world_size,
-        seed=config.optimization.seed,
-    )
-    return shards.from_iteration(0)
 
 
 def _start_worker() -> None:
@@ -307,6 +105,9 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
         if len(own) < len(seeds):
             continue
         base = [of.get((workload, optimizer, BASELINE, lr, seed)) for seed in seeds]
+        accuracies, losses = [run.test_accuracy for run in own], [run.test_loss for run in own]
+        base_accuracies = [run and run.test_accuracy for run in base]
+        base_losses = [run and run.test_loss for run in base]
         rows.append(
             {
                 "workload": workload,
@@ -314,30 +115,22 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
                 "method": method,
                 "multiple": multiple,
                 "lr": lr,
-                **{f"accuracy_seed_{seed}": run.test_accuracy for seed, run in zip(seeds, own, strict=True)},
-                "accuracy_mean": _mean([run.test_accuracy for run in own]),
-                "test_loss_mean": _mean([run.test_loss for run in own]),
+                **{f"accuracy_seed_{seed}": accuracy for seed, accuracy in zip(seeds, accuracies, strict=True)},
+                "accuracy_mean": _mean(accuracies),
+                "test_loss_mean": _mean(losses),
                 "train_loss_mean": _mean([run.train_loss for run in own]),
                 "diverged": sum(run.diverged_at is not None for run in own),
-                "accuracy_to_sync_points": _mean(
-                    [
-                        100 * (run.test_accuracy - other.test_accuracy)
-                        if other and run.test_accuracy is not None and other.test_accuracy is not None
-                        else None
-                        for run, other in zip(own, base, strict=True)
-                    ]
-                ),
-                "loss_to_sync_percent": _mean(
-                    [
-                        100 * (run.test_loss / other.test_loss - 1)
-                        if other and run.test_loss is not None and other.test_loss is not None
-                        else None
-                        for run, other in zip(own, base, strict=True)
-                    ]
-                ),
+                "accuracy_to_sync_points": _mean_change(accuracies, base_accuracies, lambda a, b: 100 * (a - b)),
+                "loss_to_sync_percent": _mean_change(losses, base_losses, lambda a, b: 100 * (a / b - 1)),
             }
         )
     return rows
+
+
+def _mean_change(
+    values: Sequence[float | None], base: Sequence[float | None], change: Callable[[float, float], float]
+) -> float | None:
+    return _mean([None if a is None or b is None else change(a, b) for a, b in zip(values, base, strict=True)])
 
 
 def summarize(rows: Sequence[Row]) -> list[Row]:
@@ -345,39 +138,30 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
 
     And the largest rate up to which no seed fails, at any rate up to it that was tried.
     """
+    cells: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    for row in sorted(rows, key=lambda row: row["lr"]):
+        cells.setdefault((row["workload"], row["optimizer"]), {}).setdefault(row["method"], []).append(row)
     summary = []
-    for workload, optimizer in dict.fromkeys((row["workload"], row["optimizer"]) for row in rows):
-        cell = sorted(
-            (row for row in rows if (row["workload"], row["optimizer"]) == (workload, optimizer)),
-            key=lambda row: row["lr"],
-        )
-        synchronous = [row for row in cell if row["method"] == BASELINE and row["accuracy_mean"] is not None]
-        best = min(synchronous, key=partial(_badness, workload), default=None)
+    for (workload, optimizer), methods in cells.items():
+        synchronous = [row for row in methods.get(BASELINE, []) if row["accuracy_mean"] is not None]
+        lr = min(synchronous, key=partial(_badness, workload), default={}).get("lr")
         least = CONVERGED * max((row["accuracy_mean"] for row in synchronous), default=0.0)
-        sync_limit = _stable_up_to([row for row in cell if row["method"] == BASELINE], least)
-        for method in dict.fromkeys(row["method"] for row in rows if row in cell):
-            own = [row for row in cell if row["method"] == method]
+        sync_limit = _stable_up_to(methods.get(BASELINE, []), least)
+        for method in (method for method in METHODS if method in methods):
+            own = methods[method]
             limit = _stable_up_to(own, least)
-            at_best = next((row for row in own if best is not None and row["lr"] == best["lr"]), None)
-            own_best = min((row for row in own if row["accuracy_mean"]), key=partial(_badness, workload), default=None)
+            at_best: Row = next((row for row in own if row["lr"] == lr), {})
+            good = (row for row in own if row["accuracy_mean"] is not None)
+            own_best: Row = min(good, key=partial(_badness, workload), default={})
+            compared = ("accuracy_mean", "accuracy_to_sync_points", "test_loss_mean", "loss_to_sync_percent")
             summary.append(
                 {
                     "workload": workload,
                     "optimizer": optimizer,
                     "method": method,
-                    "lr": None if best is None else best["lr"],
-                    **{
-                        name: None if at_best is None else at_best[name]
-                        for name in (
-                            "accuracy_mean",
-                            "accuracy_to_sync_points",
-                            "test_loss_mean",
-                            "loss_to_sync_percent",
-                        )
-                    },
-                    "own_best_lr": None if own_best is None else own_best["lr"],
-                    "own_best_accuracy_mean": None if own_best is None else own_best["accuracy_mean"],
-                    "own_best_test_loss_mean": None if own_best is None else own_best["test_loss_mean"],
+                    "lr": lr,
+                    **{name: at_best.get(name) for name in compared},
+                    **{f"own_best_{name}": own_best.get(name) for name in ("lr", "accuracy_mean", "test_loss_mean")},
                     "stable_up_to_lr": limit,
                     "target": verdict(workload, method, at_best),
                     "stability": stability(method, limit, sync_limit),
@@ -405,9 +189,9 @@ def _stable_up_to(rows: Sequence[Row], least: float) -> float | None:
     return limit
 
 
-def verdict(workload: str, method: str, row: Row | None) -> str:
+def verdict(workload: str, method: str, row: Row) -> str:
     """Whether the method meets its target at a rate; empty where there is none, or nothing to compare with."""
-    if method not in MOST_LOST or row is None:
+    if method not in MOST_LOST or not row:
         return ""
     if WORKLOADS[workload].judged_by_loss:
         more = row["loss_to_sync_percent"]
@@ -515,7 +299,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     default = [name for name in WORKLOADS if name != "digits"]
     own = "those of each workload"
     add("--workloads", nargs="+", default=default, metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
-    add("--optimizers", nargs="+", metavar="NAME", help=f"of {', '.join(OPTIMIZERS)} ({own})")
+    add("--optimizers", nargs="+", metavar="NAME", help=f"of {', '.join(OPTIMIZERS)}, where a workload has it (all)")
     add("--methods", nargs="+", metavar="NAME", help=f"of {'; '.join(METHODS)} ({own})")
     add("--multiples", nargs="+", type=_multiple, help=f"of the optimizer's learning rate ({own})")
     add("--seeds", type=number(1), help=f"how many ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)")
@@ -528,6 +312,10 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"workloads": WORKLOADS, "optimizers": OPTIMIZERS, "methods": METHODS})
     command.check_alone("staleness", by_torchrun, "it simulates the ranks")
+    had = {one: None for name in arguments.workloads for one in WORKLOADS[name].optimizers}
+    for one in arguments.optimizers or []:
+        if one not in had:
+            raise UserInputError(f"--optimizers must be {' or '.join(had)} for these workloads; got {one!r}")
     arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     return arguments
 

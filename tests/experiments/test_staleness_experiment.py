@@ -12,21 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.results import REPOSITORY, RESULTS, Row, load
-from experiments.staleness import (
-    CLOSELY,
-    FEW_MULTIPLES,
-    METHODS,
-    MULTIPLES,
-    OPTIMIZERS,
-    WORKLOADS,
-    Run,
-    parse,
-    plan,
-    plot,
-    stability,
-    summarize,
-    tabulate,
-)
+from experiments.staleness import parse, plot, stability, summarize, tabulate
+from experiments.staleness_runs import CLOSELY, FEW_MULTIPLES, METHODS, MULTIPLES, OPTIMIZERS, WORKLOADS, Run, plan
 from pipesgd.command_line import parse as parse_training
 from pipesgd.errors import UserInputError
 
@@ -59,6 +46,7 @@ def rows() -> list[Row]:
 def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
     planned = plan(list(WORKLOADS), list(OPTIMIZERS), list(METHODS), MULTIPLES, 2)
     assert len({one.words for one in planned}) == len(planned)
+    assert {one.optimizer for one in planned} == set(OPTIMIZERS)
     for one in planned[:: len(MULTIPLES)]:
         config = parse_training(one.words.split())
         assert config.optimization.lr == one.lr
@@ -93,7 +81,7 @@ def test_a_row_is_there_when_all_its_seeds_are() -> None:
 
 def test_methods_are_judged_at_the_best_rate_of_synchronous_training() -> None:
     summary = {row["method"]: row for row in summarize(rows())}
-    assert {row["lr"] for row in summary.values()} == {OPTIMIZERS["sgd"][1]}
+    assert {row["lr"] for row in summary.values()} == {WORKLOADS["mlp"].optimizers["sgd"]}
     assert {name: row["target"] for name, row in summary.items()} == {
         "sync": "",
         "eager": "met",
@@ -107,9 +95,9 @@ def test_methods_are_judged_at_the_best_rate_of_synchronous_training() -> None:
 def test_the_default_must_be_stable_up_to_half_of_synchronous_trainings_limit() -> None:
     """A seed fails that diverges, or ends below 0.9 of the best synchronous accuracy: here 0.79 does."""
     summary = {row["method"]: row for row in summarize(rows())}
-    base = OPTIMIZERS["sgd"][1]
-    assert [row["stable_up_to_lr"] for row in summary.values()] == [2 * base, base, base, base / 2]
-    assert [row["stability"] for row in summary.values()] == ["", "met", "met", ""]
+    base = WORKLOADS["mlp"].optimizers["sgd"]
+    assert [summary[method]["stable_up_to_lr"] for method in ACCURACIES] == [2 * base, base, base, base / 2]
+    assert [summary[method]["stability"] for method in ACCURACIES] == ["", "met", "met", ""]
     assert stability("eager", base / 2, 2 * base) == stability("eager", None, base) == "MISSED"
 
 
@@ -118,7 +106,7 @@ def test_a_rate_that_is_only_too_low_is_no_limit() -> None:
     accuracies = {"sync": (0.5, 0.9, 0.9), "eager": (None, 0.9, 0.9)}
     runs = {one.words: ran(accuracies[one.method][(0.5, 1.0, 2.0).index(one.multiple)]) for one in planned}
     summary = summarize(tabulate(planned, runs))
-    assert [row["stable_up_to_lr"] for row in summary] == [2 * OPTIMIZERS["sgd"][1], None], (
+    assert [row["stable_up_to_lr"] for row in summary] == [2 * WORKLOADS["mlp"].optimizers["sgd"], None], (
         "diverging is another matter"
     )
 
@@ -134,7 +122,7 @@ def test_a_language_model_is_judged_by_its_loss() -> None:
         )
     rows = tabulate(planned, runs)
     summary = {row["method"]: row for row in summarize(rows)}
-    assert summary["sync"]["lr"] == 2 * OPTIMIZERS["adamw"][1]
+    assert summary["sync"]["lr"] == 2 * WORKLOADS["transformer"].optimizers["adamw"]
     assert summary["eager"]["loss_to_sync_percent"] == pytest.approx(0.51)
     assert [row["target"] for row in summary.values()] == ["", "MISSED", "met"]
     assert plot(rows, Figure().subplots()).get_ylabel().startswith("test loss")
@@ -143,7 +131,7 @@ def test_a_language_model_is_judged_by_its_loss() -> None:
 def test_the_figure_has_a_line_for_each_method_that_ends_where_it_diverges() -> None:
     axes = plot(rows(), Figure().subplots())
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-    base = OPTIMIZERS["sgd"][1]
+    base = WORKLOADS["mlp"].optimizers["sgd"]
     assert [x for x, _ in lines["sync"]] == [base / 2, base, 2 * base]
     assert lines["eager"] == [[base / 2, pytest.approx(87.5)], [base, pytest.approx(88.3)]]
 
@@ -153,6 +141,10 @@ def test_the_figure_has_a_line_for_each_method_that_ends_where_it_diverges() -> 
     [
         (["--methods", "lokal"], r"--methods must be one of .*; got 'lokal' \(did you mean local"),
         (["--optimizers", "sgd", "sgd"], "--optimizers must name each once; got 'sgd' twice"),
+        (
+            ["--workloads", "mlp", "--optimizers", "muon"],
+            "must be sgd or adamw or adagrad for these workloads; got 'muon'",
+        ),
         (["--multiples", "0"], "--multiples: must be numbers above 0; got '0'"),
         (["--seeds", "0"], "--seeds: must be a whole number of at least 1; got '0'"),
         (["--output", str(RESULTS)], "--output must name another folder"),

@@ -1,0 +1,230 @@
+"""The runs of ``experiments/staleness.py``: what is trained, how, and one run on simulated ranks."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from experiments.results import code_state
+from experiments.simulation import SimulatedRanks
+from pipesgd import evaluation
+from pipesgd.command_line import parse as parse_training
+from pipesgd.config import TrainConfig
+from pipesgd.optimization import build_optimizer, build_schedule
+from pipesgd.workloads import DataSplits, ShardedBatches, evaluation_batches, make_workload
+
+WORLD_SIZE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained, and for how long; and what is tried on it where the command does not say."""
+
+    words: str
+    iterations: int
+    """Three epochs of the mlp, fewer of what takes longer."""
+    optimizers: dict[str, float]
+    """And for each a learning rate near the best one of synchronous training, which the others are multiples of."""
+    methods: tuple[str, ...] | None = None
+    """None: all."""
+    judged_by_loss: bool = False
+    """Test loss, where accuracy is not what people look at."""
+
+
+WORKLOADS = {
+    "mlp": Workload(
+        words="--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32",
+        iterations=1404,
+        optimizers={"sgd": 0.1, "adamw": 0.002, "adagrad": 0.02},
+    ),
+    "convnet": Workload(
+        words="--dataset fashion-mnist --model convnet --batch-size 32",
+        iterations=468,
+        optimizers={"sgd": 0.1, "adamw": 0.004},
+    ),
+    "transformer": Workload(
+        words="--dataset python-stdlib --model transformer --batch-size 8",
+        iterations=600,
+        optimizers={"adamw": 0.008, "muon": 0.004},
+        judged_by_loss=True,
+    ),
+    "resnet18": Workload(
+        words="--dataset fashion-mnist --model resnet18 --batch-size 8",
+        iterations=200,
+        optimizers={"sgd": 0.1, "adamw": 0.002},
+        methods=("sync", "stale", "eager", "local", "eager, width 3"),
+    ),
+    "digits": Workload(
+        words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", iterations=100, optimizers={"sgd": 0.1}
+    ),
+}
+"""The last one is for trying out. Muon's products in bfloat16 take most of an iteration of the mlp on a CPU."""
+OPTIMIZERS = {
+    "sgd": "--optimizer sgd --momentum 0.9",
+    "adamw": "--optimizer adamw",
+    "adagrad": "--optimizer adagrad",
+    "muon": "--optimizer muon",
+}
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
+FEW_MULTIPLES = (0.25, 1.0, 4.0)
+CLOSELY = ("sync", "stale", "eager", "local")
+"""Methods that are tried at all multiples; the others at a few."""
+METHODS = {
+    "sync": "--width 1",
+    "stale": "--width 2 --prediction none",
+    "stale, warm-up": "--width 2 --prediction none --warmup-iterations {warmup}",
+    "stale, guard": "--width 2 --prediction none --guard",
+    "eager": "--width 2 --prediction eager",
+    "local": "--width 2 --prediction local",
+    "previous": "--width 2 --prediction previous",
+    "nesterov": "--width 2 --prediction nesterov",
+    "spectrain": "--width 2 --prediction spectrain",
+    "dc": "--width 2 --prediction dc",
+    "stale, width 3": "--width 3 --prediction none",
+    "eager, width 3": "--width 3 --prediction eager",
+    "local, width 3": "--width 3 --prediction local",
+    "eager, int8": "--width 2 --prediction eager --codec int8",
+    "eager, int4": "--width 2 --prediction eager --codec int4",
+}
+WARMUP = 0.1
+"""Share of the iterations that a warm-up takes."""
+SEEDS, QUICK_ITERATIONS = 3, 20
+DIVERGED_LOSS = 20.0
+"""A training loss above this, or none, ends a run: of ten classes, chance has 2.3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run came to."""
+
+    commit: str | None
+    """Of the code that it was made with; None where there is no repository."""
+    seconds: float
+    diverged_at: int | None
+    """The iteration, if the loss went beyond all bounds; then there is nothing else."""
+    train_loss: float | None = None
+    """Mean over ranks and the last tenth of the iterations."""
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A run to be made."""
+
+    workload: str
+    optimizer: str
+    method: str
+    multiple: float
+    lr: float
+    seed: int
+    words: str
+    """Of ``pipesgd.train``, all but --output."""
+
+
+def plan(
+    workloads: Sequence[str],
+    optimizers: Sequence[str] | None = None,
+    methods: Sequence[str] | None = None,
+    multiples: Sequence[float] | None = None,
+    seeds: int = SEEDS,
+    *,
+    quick: bool = False,
+) -> list[Planned]:
+    """All runs, seed by seed, with those of the optimizers that a workload has.
+
+    None: what the workload, and the method, are tried with.
+    """
+    planned = []
+    for seed, name in itertools.product(range(seeds), workloads):
+        workload = WORKLOADS[name]
+        iterations = QUICK_ITERATIONS if quick else workload.iterations
+        chosen = [one for one in workload.optimizers if one in (optimizers or workload.optimizers)]
+        for optimizer, multiple in itertools.product(chosen, multiples or MULTIPLES):
+            lr = workload.optimizers[optimizer] * multiple
+            rest = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle --iterations {iterations} --seed {seed}"
+            for method in methods or workload.methods or METHODS:
+                if not multiples and method not in CLOSELY and multiple not in FEW_MULTIPLES:
+                    continue
+                how = METHODS[method].format(warmup=round(WARMUP * iterations))
+                planned.append(
+                    Planned(
+                        workload=name,
+                        optimizer=optimizer,
+                        method=method,
+                        multiple=multiple,
+                        lr=lr,
+                        seed=seed,
+                        words=f"{workload.words} {how} {rest}",
+                    )
+                )
+    return planned
+
+
+def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
+    """What ``pipesgd.train`` with these words comes to on so many ranks."""
+    begin = time.perf_counter()
+    config = parse_training(shlex.split(words))
+    optimization, pipeline = config.optimization, config.pipeline
+    torch.manual_seed(optimization.seed)
+    data, model = make_workload(config)
+    torch.manual_seed(optimization.seed * world_size)
+    optimizer = build_optimizer(optimization, model)
+    iterations = optimization.iterations
+    assert iterations is not None
+    schedule = build_schedule(optimization, optimizer, iterations)
+    ranks = SimulatedRanks(
+        model,
+        optimizer,
+        world_size=world_size,
+        width=pipeline.width,
+        warmup_iterations=pipeline.warmup_iterations,
+        prediction=pipeline.prediction,
+        guard=pipeline.guard,
+        codec=config.compression.codec,
+    )
+    batches = zip(*(_batches(config, data, rank, world_size) for rank in range(world_size)), strict=True)
+    losses: list[float] = []
+    commit = code_state()
+    for iteration in range(iterations):
+        losses.append(float(np.mean(ranks.iterate(_loss, next(batches)))))
+        schedule.step()
+        if not losses[-1] <= DIVERGED_LOSS:
+            return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=iteration)
+    ranks.flush()
+    parts = evaluation.sums(
+        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=1), torch.device("cpu")
+    )
+    worth = evaluation.mean([parts])
+    return Run(
+        commit=commit,
+        seconds=time.perf_counter() - begin,
+        diverged_at=None,
+        train_loss=float(np.mean(losses[-max(1, iterations // 10) :])),
+        test_loss=worth.loss,
+        test_accuracy=worth.accuracy,
+    )
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, labels = batch
+    return cross_entropy(*evaluation.by_label(model(inputs), labels))
+
+
+def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    shards = ShardedBatches(
+        data.train,
+        batch_size=config.data.batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=config.optimization.seed,
+    )
+    return shards.from_iteration(0)
