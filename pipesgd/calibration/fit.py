@@ -1,0 +1,206 @@
+"""Parameters from measured times: robust, with intervals, and checked on times that they were not fitted to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Predict = Callable[[Floats], Floats]
+"""The times that parameters (k,) give, one for each cell (n,): linear in the parameters, piece by piece, and 0 at 0."""
+
+MOST_ITERATIONS = 40
+CONVERGED = 1e-6
+"""Relative to the parameters."""
+TRUSTED = 2.0
+"""A cell whose residual is more than so many times the usual one counts less (Huber)."""
+SMALLEST_RESIDUAL = 1e-4
+"""What is below it counts as noise of the clock."""
+NUDGE = 1e-7
+"""Of a parameter, to see what times do: far from the next piece."""
+RESAMPLES = 200
+LOW, HIGH = 0.05, 0.95
+"""Quantiles: a 90 % interval."""
+
+
+class Prior(NamedTuple):
+    """What is known of a parameter from elsewhere, for data that say little of it."""
+
+    parameter: int
+    value: float
+    share: float
+    """By what share of it the value may well be off."""
+
+
+class Range(NamedTuple):
+    """A value and its 90 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What came out."""
+
+    parameters: Floats
+    """(k,), each at least 0."""
+    low: Floats
+    high: Floats
+    held_out: Floats
+    """fitted / measured - 1 of every cell (n,), each by a fit to the other half of the cells."""
+
+    def ranges(self) -> list[Range]:
+        """Of every parameter."""
+        return [Range(*map(float, three)) for three in zip(self.parameters, self.low, self.high, strict=True)]
+
+    def residual(self, quantile: float = 0.9) -> float:
+        """Of the magnitudes of ``held_out``."""
+        return float(np.quantile(np.abs(self.held_out), quantile))
+
+
+def fit(
+    predict: Predict,
+    start: Floats,
+    samples: Sequence[Floats],
+    *,
+    halves: NDArray[np.bool_],
+    priors: Sequence[Prior] = (),
+    seed: int = 0,
+) -> Fit:
+    """Non-negative parameters under which ``predict`` comes nearest to the medians of ``samples``.
+
+    Nearest in shares of each time, not in seconds: least squares over the measured median, in which cells far off
+    count less (Huber's weights). Medians, since means of times are what a few interruptions make of them.
+
+    Args:
+        predict: see ``Predict``.
+        start: (k,), above 0: of the size that the parameters may have.
+        samples: of each of n cells, its measured times.
+        halves: (n,), which half a cell is in. Each half is predicted by a fit to the other one.
+        priors: what is known besides.
+        seed: of the resampling, of cells and of their times, that gives the intervals.
+    """
+    measured = np.array([np.median(times) for times in samples])
+    parameters = _solve(predict, start, measured, np.ones(len(measured)), priors)
+    held_out = np.zeros(len(measured))
+    for half in (halves, ~halves):
+        if half.any() and not half.all():
+            other = _solve(predict, start, measured, (~half).astype(float), priors)
+            held_out[half] = predict(other)[half] / measured[half] - 1
+    # Near the optimum the times are linear: a resample needs no formula.
+    slopes, base = _slopes(predict, parameters, start)
+    offset = base - slopes @ parameters
+    generator = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(RESAMPLES):
+        cells = np.bincount(generator.integers(0, len(measured), len(measured)), minlength=len(measured))
+        times = np.array([np.median(generator.choice(one, len(one))) for one in samples])
+        drawn.append(_weighted(slopes, offset, times, cells.astype(float), priors, start))
+    low, high = np.quantile(drawn, (LOW, HIGH), axis=0)
+    return Fit(
+        parameters=parameters, low=np.minimum(low, parameters), high=np.maximum(high, parameters), held_out=held_out
+    )
+
+
+def _solve(predict: Predict, start: Floats, measured: Floats, counts: Floats, priors: Sequence[Prior]) -> Floats:
+    """Gauss-Newton: solve for the piece on which the parameters are, go there, again."""
+    parameters = start.astype(float)
+    step = 1.0
+    for iteration in range(MOST_ITERATIONS):
+        slopes, base = _slopes(predict, parameters, start)
+        solved = _weighted(slopes, base - slopes @ parameters, measured, counts, priors, start)
+        step = 1.0 if iteration < MOST_ITERATIONS // 2 else step * 0.8  # to and fro between pieces must end
+        change = step * (solved - parameters)
+        parameters = parameters + change
+        if np.all(np.abs(change) <= CONVERGED * np.maximum(parameters, start * CONVERGED)):
+            break
+    return parameters
+
+
+def _slopes(predict: Predict, parameters: Floats, start: Floats) -> tuple[Floats, Floats]:
+    """How the times (n,) change with each parameter (n, k), and the times."""
+    base = predict(parameters)
+    columns = []
+    for index in range(len(parameters)):
+        nudge = NUDGE * max(parameters[index], start[index])
+        moved = parameters.copy()
+        moved[index] += nudge
+        columns.append((predict(moved) - base) / nudge)
+    return np.stack(columns, axis=1), base
+
+
+def _weighted(
+    slopes: Floats, offset: Floats, measured: Floats, counts: Floats, priors: Sequence[Prior], scale: Floats
+) -> Floats:
+    """Non-negative least squares of relative residuals, with Huber's weights. Cell i counts ``counts[i]`` times."""
+    used = counts > 0
+    rows = slopes[used] * scale / measured[used, None]
+    targets = (measured - offset)[used] / measured[used]
+    weights = np.ones(len(targets))
+    solution = np.ones(len(scale))
+    for _ in range(MOST_ITERATIONS):
+        usual = max(float(np.median(np.abs(rows @ solution - targets))) * 1.4826, SMALLEST_RESIDUAL)
+        if priors:  # as a cell would count that is off by as much, in usual residuals
+            known = np.zeros((len(priors), len(scale)))
+            for number, prior in enumerate(priors):
+                known[number, prior.parameter] = usual * scale[prior.parameter] / (prior.share * prior.value)
+            wanted = np.array([usual / prior.share for prior in priors])
+        else:
+            known, wanted = np.zeros((0, len(scale))), np.zeros(0)
+        roots = np.sqrt(weights * counts[used])
+        previous = solution
+        solution = non_negative(
+            np.concatenate([rows * roots[:, None], known]), np.concatenate([targets * roots, wanted])
+        )
+        if np.allclose(solution, previous, rtol=CONVERGED, atol=0):
+            break
+        residuals = np.abs(rows @ solution - targets)
+        usual = max(float(np.median(residuals)) * 1.4826, SMALLEST_RESIDUAL)
+        weights = np.minimum(1.0, TRUSTED * usual / np.maximum(residuals, SMALLEST_RESIDUAL))
+    return solution * scale
+
+
+def non_negative(rows: Floats, targets: Floats) -> Floats:
+    """The x of at least 0 that makes ``rows @ x`` nearest to ``targets``, by trying all choices of what is 0.
+
+    >>> non_negative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0])).tolist()
+    [2.0, 0.0]
+    """
+    columns = rows.shape[1]
+    gram, moments = rows.T @ rows, rows.T @ targets
+    best, least = np.zeros(columns), 0.0
+    for number in range(columns, 0, -1):
+        for chosen in itertools.combinations(range(columns), number):
+            part = list(chosen)
+            x = np.linalg.lstsq(gram[np.ix_(part, part)], moments[part], rcond=1e-13)[0]
+            if np.any(x < 0):
+                continue
+            cost = float(x @ gram[np.ix_(part, part)] @ x - 2 * x @ moments[part])  # but for what targets alone add
+            if cost < least:
+                best, least = np.zeros(columns), cost
+                best[part] = x
+        if number == columns and least < 0:
+            break  # nothing has to be 0: no other choice is nearer
+    return best
+
+
+def median_range(times: Floats, seed: int = 0) -> Range:
+    """The median and the interval in which resampled ones lie."""
+    drawn = np.random.default_rng(seed).choice(times, (RESAMPLES, len(times)))
+    medians = np.median(drawn, axis=1)
+    value = float(np.median(times))
+    return Range(value, min(value, float(np.quantile(medians, LOW))), max(value, float(np.quantile(medians, HIGH))))
+
+
+def mean_range(times: Floats, seed: int = 0) -> Range:
+    """Likewise the mean."""
+    means = np.random.default_rng(seed).choice(times, (RESAMPLES, len(times))).mean(axis=1)
+    value = float(np.mean(times))
+    return Range(value, min(value, float(np.quantile(means, LOW))), max(value, float(np.quantile(means, HIGH))))
