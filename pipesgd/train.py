@@ -29,7 +29,7 @@ from pipesgd import launch, output
 from pipesgd.checkpoint import Checkpoints, CheckpointSchedule, save_atomically
 from pipesgd.command_line import as_toml, parse
 from pipesgd.computation import forward_backward, load
-from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig, differing_options
+from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import DisagreementError
 from pipesgd.evaluation import evaluate
@@ -228,13 +228,7 @@ def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
         DisagreementError: the ranks' words differ.
     """
     config = ranks.agree("options", lambda: parse(words))
-    everybody = ranks.exchange("configuration", config.options())
-    for rank, options in enumerate(everybody):
-        for name in differing_options(everybody[0], options, free=FREE_BETWEEN_RANKS):
-            raise DisagreementError(
-                f"--{name} must be the same on all ranks; got {everybody[0][name]!r} on rank 0, "
-                f"{options[name]!r} on rank {rank}"
-            )
+    launch.check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
     return config
 
 

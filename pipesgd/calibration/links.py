@@ -1,0 +1,233 @@
+"""Probes between every two ranks: what the network is made of, and which link or interface stands out."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipesgd import launch
+from pipesgd.calibration.fit import Floats
+from pipesgd.calibration.groups import Place
+from pipesgd.collectives.transport import TorchTransport
+from pipesgd.launch import Ranks
+
+Links = NDArray[np.bool_]
+"""(p, p): which links are meant."""
+
+PINGS = 12
+PAYLOAD_BYTES = 512 << 10
+REPETITIONS = 4
+STREAMED = 8, 64
+"""Small messages that follow each other, few and many: the difference is what each costs the ranks."""
+STREAMED_BYTES = 64
+SLOW = 0.7
+"""Of the good links' rate: below it a link is slow."""
+GOOD = 0.75
+"""Quantile of the rates, and the same share of the latencies: one slow rank among four touches half of all links."""
+LATE, LATE_SECONDS = 2.0, 200e-6
+"""Times the good links' latency, and seconds above it: beyond both, a link is late."""
+FASTER = 2.0
+"""Another interface that is so many times as fast should probably have been used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probes:
+    """(p, p), from the row's rank to the column's; NaN where there is nothing."""
+
+    latency: Floats
+    """One way, half of a round trip, in s."""
+    rate: Floats
+    """In byte/s."""
+    overhead: Floats
+    """Of a small message in a stream of such, in s."""
+
+    def middle(self, name: str) -> float:
+        """The median over all pairs."""
+        return float(np.nanmedian(getattr(self, name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """How gloo makes a rank reachable, and what its host could do."""
+
+    address: str
+    """E.g. "10.0.0.2 (eth0)"."""
+    speeds: dict[str, int]
+    """Mbit/s of the host's interfaces that are up and say it; empty where the system does not tell."""
+
+    @property
+    def name(self) -> str:
+        """Of the interface; the address where it is not known."""
+        return self.address.rpartition("(")[2].rstrip(")")
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.address.startswith("127.")
+
+
+def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
+    """Every two ranks once, in rounds in which nobody is in two pairs (the circle method).
+
+    >>> rounds_of_pairs(4)
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    seats = world_size + world_size % 2
+    rounds = []
+    for turn in range(seats - 1):
+        circle = [0, *(1 + (k - turn) % (seats - 1) for k in range(seats - 1))]
+        pairs = [sorted((circle[k], circle[seats - 1 - k])) for k in range(seats // 2)]
+        rounds.append(sorted((a, b) for a, b in pairs if b < world_size))
+    return rounds
+
+
+def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], None]) -> Probes:
+    """Between every two ranks, both ways. Collective."""
+    own: dict[int, tuple[float, float, float]] = {}
+    rounds = rounds_of_pairs(ranks.world_size)
+    for number, pairs in enumerate(rounds):
+        ranks.exchange("round of probes", None)
+        for first, second in pairs:
+            if ranks.rank in (first, second):
+                peer = second if ranks.rank == first else first
+                for sender in (first, second):
+                    found = _probe_one_way(transport, peer, ranks.rank == sender)
+                    if found is not None:
+                        own[peer] = found
+        advance((number + 1) / len(rounds))
+    table = np.full((3, ranks.world_size, ranks.world_size), np.nan)
+    for rank, found_by in enumerate(ranks.exchange("probes", list(own.items()))):
+        for peer, values in found_by:
+            table[:, rank, peer] = values
+    return Probes(latency=table[0], rate=table[1], overhead=table[2])
+
+
+def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[float, float, float] | None:
+    """Latency, rate and overhead of what is sent to ``peer``, who answers; None on the side that answers."""
+
+    def exchange(messages: int, nbytes: int) -> float:
+        outgoing, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        begin = time.perf_counter()
+        if sends:
+            back = transport.receive(answer, peer, "answer to a probe")
+            pending = [transport.send(outgoing, peer, "probe") for _ in range(messages)]
+        else:
+            pending = [transport.receive(outgoing, peer, "probe") for _ in range(messages)]
+        for one in pending:
+            one.wait()
+        if sends:
+            back.wait()
+        else:
+            transport.send(answer, peer, "answer to a probe").wait()
+        return time.perf_counter() - begin
+
+    round_trip = float(np.median([exchange(1, 1) for _ in range(PINGS)]))
+    with_payload = min(exchange(1, PAYLOAD_BYTES) for _ in range(REPETITIONS))
+    few, many = (float(np.median([exchange(n, STREAMED_BYTES) for _ in range(REPETITIONS)])) for n in STREAMED)
+    if not sends:
+        return None
+    overhead = max(many - few, 0.0) / (STREAMED[1] - STREAMED[0])
+    return round_trip / 2, PAYLOAD_BYTES / max(with_payload - round_trip, 1e-9), overhead
+
+
+def slow_links(probes: Probes, where: Sequence[Place]) -> list[str]:
+    """A line for every rank, or else link, that is much slower or later than the others of its kind.
+
+    Kinds are links inside a node and links between nodes. With two ranks there is nothing to compare with but the other
+    direction.
+    """
+    world_size = len(where)
+    within = np.array([[a.node == b.node for b in where] for a in where])
+    lines = []
+    for kind in (within, ~within):
+        kind = kind & ~np.eye(world_size, dtype=bool) & ~np.isnan(probes.rate)
+        if kind.sum() < 2:
+            continue
+        rate = float(np.quantile(probes.rate[kind], GOOD))
+        latency = float(np.quantile(probes.latency[kind], 1 - GOOD))
+        slow = kind & (probes.rate < SLOW * rate)
+        late = kind & (probes.latency > LATE * latency) & (probes.latency > latency + LATE_SECONDS)
+        for who, links in _name(slow, kind):
+            got = _mbit(float(np.median(probes.rate[links])))
+            lines.append(f"slow link: {who}, {got}, where {_mbit(rate)} is usual here")
+        for who, links in _name(late, kind):
+            got = _ms(float(np.median(probes.latency[links])))
+            lines.append(f"slow link: {who}, {got} one way, where {_ms(latency)} is usual here")
+    return lines
+
+
+def _name(bad: Links, kind: Links) -> list[tuple[str, Links]]:
+    """What all bad links have in common, where it is a rank; each of those left over."""
+    named = []
+    left = bad.copy()
+    for rank in range(len(bad)):
+        own = np.zeros_like(bad)
+        own[rank, :] = own[:, rank] = True
+        own &= kind
+        if own.sum() > 2 and np.all(bad[own]):
+            named.append((f"that of rank {rank}", own))
+            left &= ~own
+    for sender, receiver in np.argwhere(left):
+        one = np.zeros_like(bad)
+        one[sender, receiver] = True
+        named.append((f"from rank {sender} to rank {receiver}", one))
+    return named
+
+
+def interfaces_of(ranks: Ranks) -> list[Interface]:
+    """Every rank's. Collective."""
+    own = Interface(address=launch.network_address(), speeds=_speeds())
+    return [Interface(**one) for one in ranks.exchange("network interface", asdict(own))]
+
+
+def wrong_interfaces(interfaces: Sequence[Interface], where: Sequence[Place]) -> list[str]:
+    """A line for every rank that other nodes cannot reach, or that could be reached faster."""
+    several = where[-1].node > 0
+    lines = []
+    for rank, one in enumerate(interfaces):
+        if not several or where[rank].local_rank:  # one line for a node is enough
+            continue
+        if one.is_loopback:
+            lines.append(
+                f"wrong interface: rank {rank} is at {one.address}, which other nodes cannot reach; "
+                "GLOO_SOCKET_IFNAME chooses another one"
+            )
+            continue
+        used = one.speeds.get(one.name)
+        fastest = max(one.speeds, key=lambda name: one.speeds[name], default=None)
+        if used and fastest and one.speeds[fastest] >= FASTER * used:
+            lines.append(
+                f"wrong interface? rank {rank} is at {one.address} with {used} Mbit/s, while {fastest} is up with "
+                f"{one.speeds[fastest]} Mbit/s; GLOO_SOCKET_IFNAME={fastest} chooses it"
+            )
+    return lines
+
+
+def _speeds() -> dict[str, int]:
+    """Mbit/s of the interfaces of this host that are up, by name; those that do not say it are left out."""
+    if sys.platform != "linux":
+        return {}
+    found = {}
+    for _, name in socket.if_nameindex():
+        folder = Path("/sys/class/net") / name
+        try:
+            if (folder / "operstate").read_text().strip() == "up":
+                found[name] = int((folder / "speed").read_text())
+        except (OSError, ValueError):  # loopback and tunnels have none
+            continue
+    return {name: speed for name, speed in found.items() if speed > 0}
+
+
+def _mbit(rate: float) -> str:
+    return f"{8e-6 * rate:,.0f} Mbit/s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
