@@ -34,7 +34,7 @@ COMPUTATION, CODECS, LINKS, COLLECTIVES, CONTENTION = (
     "collectives",
     "computation beside a collective",
 )
-SHARES = {COMPUTATION: 0.25, CODECS: 0.1, LINKS: 0.05, COLLECTIVES: 0.45, CONTENTION: 0.15}
+SHARES = {COMPUTATION: 0.2, CODECS: 0.08, LINKS: 0.04, COLLECTIVES: 0.55, CONTENTION: 0.13}
 """Of the time that there is; what comes before the collectives takes as long as it takes."""
 
 

@@ -36,8 +36,10 @@ CONTENTION_BLOCKS = 4
 """Of computation alone and beside a collective, each, in turns."""
 MOST_BESIDE_BYTES = 16 << 20
 """Of the collective that runs beside it: a longer one does the same for longer."""
-SLOW_RANK = 1.1
-"""Of the median rank: who takes longer is always slow."""
+SLOW_RANK, STRETCHES = 1.1, 4
+"""Of the median rank: who takes longer in every one of so many stretches of time is always slow."""
+INTERRUPTED = 3.0
+"""Of the median: an iteration that takes longer was interrupted by something else on its core, and is left out."""
 PARTS = ("forward", "backward", "update", "late_update")
 
 
@@ -49,14 +51,9 @@ class Computation:
     """Of ``PARTS``: means over the iterations of the median rank."""
     cv: float
     """Standard deviation over mean of one rank's forward, backward and update; of the median rank."""
-    factors: list[float]
-    """Of every rank's median iteration, over the median rank's."""
+    slow_ranks: dict[int, float]
+    """Of the ranks that are always slow: median iteration over the median rank's."""
     contention: Range
-
-    @property
-    def slow_ranks(self) -> dict[int, float]:
-        """The factors of the ranks that are always slow."""
-        return {rank: factor for rank, factor in enumerate(self.factors) if factor > SLOW_RANK}
 
 
 class Workload:
@@ -161,10 +158,11 @@ def summarize(
     totals = [_totals(times) for times in alone]
     medians = [float(np.median(total)) for total in totals]
     middle = sorted(range(len(alone)), key=lambda rank: medians[rank])[(len(alone) - 1) // 2]
+    kept = [_uninterrupted(total) for total in totals]
     return Computation(
-        parts={name: mean_range(np.array(alone[middle][name])) for name in PARTS},
-        cv=float(np.median([np.std(total) / np.mean(total) for total in totals])),
-        factors=[one / medians[middle] for one in medians],
+        parts={name: mean_range(_uninterrupted(np.array(alone[middle][name]))) for name in PARTS},
+        cv=float(np.median([np.std(total) / np.mean(total) for total in kept])),
+        slow_ranks=_slow_ranks(totals),
         contention=_contention(contended),
     )
 
@@ -172,6 +170,19 @@ def summarize(
 def _totals(times: dict[str, list[float]]) -> Floats:
     total: Floats = np.array(times["forward"]) + np.array(times["backward"]) + np.array(times["update"])
     return total
+
+
+def _uninterrupted(times: Floats) -> Floats:
+    return times[times <= INTERRUPTED * np.median(times)]
+
+
+def _slow_ranks(totals: Sequence[Floats]) -> dict[int, float]:
+    """The factors of those that are slow in every stretch of their iterations."""
+    parts = [[float(np.median(one)) for one in np.array_split(total, STRETCHES) if len(one)] for total in totals]
+    stretches = min(map(len, parts))
+    medians = np.array([one[:stretches] for one in parts])  # (ranks, stretches)
+    factors = medians / np.median(medians, axis=0)
+    return {rank: float(np.median(own)) for rank, own in enumerate(factors) if np.all(own > SLOW_RANK)}
 
 
 def _contention(contended: Sequence[tuple[Any, Any]]) -> Range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,13 +15,13 @@ Floats = NDArray[np.float64]
 Predict = Callable[[Floats], Floats]
 """The times that parameters (k,) give, one for each cell (n,): linear in the parameters, piece by piece, and 0 at 0."""
 
-MOST_ITERATIONS = 40
-CONVERGED = 1e-6
+MOST_ITERATIONS = 20
+CONVERGED = 1e-4
 """Relative to the parameters."""
-TRUSTED = 2.0
-"""A cell whose residual is more than so many times the usual one counts less (Huber)."""
-SMALLEST_RESIDUAL = 1e-4
-"""What is below it counts as noise of the clock."""
+TRUSTED = 1.5
+"""A cell that is off by more than so many times what it should be counts less (Huber)."""
+LEAST_SPREAD = 0.01
+"""Relative; what a median of a few times, and a formula, may be off by even where all times are alike."""
 NUDGE = 1e-7
 """Of a parameter, to see what times do: far from the next piece."""
 RESAMPLES = 200
@@ -60,9 +61,11 @@ class Fit:
         """Of every parameter."""
         return [Range(*map(float, three)) for three in zip(self.parameters, self.low, self.high, strict=True)]
 
-    def residual(self, quantile: float = 0.9) -> float:
-        """Of the magnitudes of ``held_out``."""
-        return float(np.quantile(np.abs(self.held_out), quantile))
+
+def spread(times: Floats) -> float:
+    """How far times are from their median, relative to it: for a normal distribution, one standard deviation."""
+    median = np.median(times)
+    return float(1.4826 * np.median(np.abs(times - median)) / median)
 
 
 def fit(
@@ -76,8 +79,10 @@ def fit(
 ) -> Fit:
     """Non-negative parameters under which ``predict`` comes nearest to the medians of ``samples``.
 
-    Nearest in shares of each time, not in seconds: least squares over the measured median, in which cells far off
-    count less (Huber's weights). Medians, since means of times are what a few interruptions make of them.
+    Nearest in shares of each time, not in seconds, and in units of what a cell's times differ by themselves: a size at
+    which the machine's noise is half of all must not bend what exact times of larger sizes say. Medians, since means of
+    times are what a few interruptions make of them; and cells that are far off nevertheless count less (Huber's
+    weights).
 
     Args:
         predict: see ``Predict``.
@@ -87,84 +92,95 @@ def fit(
         priors: what is known besides.
         seed: of the resampling, of cells and of their times, that gives the intervals.
     """
-    measured = np.array([np.median(times) for times in samples])
-    parameters = _solve(predict, start, measured, np.ones(len(measured)), priors)
-    held_out = np.zeros(len(measured))
+    problem = _Problem(
+        measured=np.array([np.median(times) for times in samples]),
+        spreads=np.array([np.hypot(LEAST_SPREAD, spread(times)) for times in samples]),
+        priors=priors,
+        scale=start.astype(float),
+    )
+    parameters = _solve(predict, problem, np.ones(len(samples)))
+    held_out = np.zeros(len(samples))
     for half in (halves, ~halves):
         if half.any() and not half.all():
-            other = _solve(predict, start, measured, (~half).astype(float), priors)
-            held_out[half] = predict(other)[half] / measured[half] - 1
+            other = _solve(predict, problem, (~half).astype(float))
+            held_out[half] = predict(other)[half] / problem.measured[half] - 1
     # Near the optimum the times are linear: a resample needs no formula.
     slopes, base = _slopes(predict, parameters, start)
     offset = base - slopes @ parameters
     generator = np.random.default_rng(seed)
     drawn = []
     for _ in range(RESAMPLES):
-        cells = np.bincount(generator.integers(0, len(measured), len(measured)), minlength=len(measured))
+        counts = np.bincount(generator.integers(0, len(samples), len(samples)), minlength=len(samples))
         times = np.array([np.median(generator.choice(one, len(one))) for one in samples])
-        drawn.append(_weighted(slopes, offset, times, cells.astype(float), priors, start))
+        resampled = dataclasses.replace(problem, measured=times)
+        drawn.append(resampled.solve(slopes, offset, counts.astype(float)))
     low, high = np.quantile(drawn, (LOW, HIGH), axis=0)
     return Fit(
         parameters=parameters, low=np.minimum(low, parameters), high=np.maximum(high, parameters), held_out=held_out
     )
 
 
-def _solve(predict: Predict, start: Floats, measured: Floats, counts: Floats, priors: Sequence[Prior]) -> Floats:
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    """What parameters are fitted to."""
+
+    measured: Floats
+    spreads: Floats
+    """Relative."""
+    priors: Sequence[Prior]
+    scale: Floats
+    """What parameters are counted in, so that none is tiny."""
+
+    def solve(self, slopes: Floats, offset: Floats, counts: Floats) -> Floats:
+        """Where times are ``slopes @ parameters + offset``. Cell i counts ``counts[i]`` times."""
+        used = counts > 0
+        units = (self.measured * self.spreads)[used]
+        rows = slopes[used] * self.scale / units[:, None]
+        targets = (self.measured - offset)[used] / units
+        known = np.zeros((len(self.priors), len(self.scale)))
+        wanted = np.zeros(len(self.priors))
+        for number, prior in enumerate(self.priors):
+            known[number, prior.parameter] = self.scale[prior.parameter] / (prior.share * prior.value)
+            wanted[number] = 1 / prior.share
+        weights = np.ones(len(targets))
+        solution = np.zeros(len(self.scale))
+        for _ in range(MOST_ITERATIONS):
+            roots, previous = np.sqrt(weights * counts[used]), solution
+            solution = non_negative(
+                np.concatenate([rows * roots[:, None], known]), np.concatenate([targets * roots, wanted])
+            )
+            if np.allclose(solution, previous, rtol=CONVERGED, atol=0):
+                break
+            residuals = np.abs(rows @ solution - targets)
+            weights = np.minimum(1.0, TRUSTED / np.maximum(residuals, TRUSTED))
+        return solution * self.scale
+
+
+def _solve(predict: Predict, problem: _Problem, counts: Floats) -> Floats:
     """Gauss-Newton: solve for the piece on which the parameters are, go there, again."""
-    parameters = start.astype(float)
+    parameters = problem.scale
     step = 1.0
     for iteration in range(MOST_ITERATIONS):
-        slopes, base = _slopes(predict, parameters, start)
-        solved = _weighted(slopes, base - slopes @ parameters, measured, counts, priors, start)
-        step = 1.0 if iteration < MOST_ITERATIONS // 2 else step * 0.8  # to and fro between pieces must end
+        slopes, base = _slopes(predict, parameters, problem.scale)
+        solved = problem.solve(slopes, base - slopes @ parameters, counts)
+        step = 1.0 if iteration < MOST_ITERATIONS // 2 else step * 0.7  # to and fro between pieces must end
         change = step * (solved - parameters)
         parameters = parameters + change
-        if np.all(np.abs(change) <= CONVERGED * np.maximum(parameters, start * CONVERGED)):
+        if np.all(np.abs(change) <= CONVERGED * np.maximum(parameters, problem.scale * CONVERGED)):
             break
     return parameters
 
 
-def _slopes(predict: Predict, parameters: Floats, start: Floats) -> tuple[Floats, Floats]:
+def _slopes(predict: Predict, parameters: Floats, scale: Floats) -> tuple[Floats, Floats]:
     """How the times (n,) change with each parameter (n, k), and the times."""
     base = predict(parameters)
     columns = []
     for index in range(len(parameters)):
-        nudge = NUDGE * max(parameters[index], start[index])
+        nudge = NUDGE * max(parameters[index], scale[index])
         moved = parameters.copy()
         moved[index] += nudge
         columns.append((predict(moved) - base) / nudge)
     return np.stack(columns, axis=1), base
-
-
-def _weighted(
-    slopes: Floats, offset: Floats, measured: Floats, counts: Floats, priors: Sequence[Prior], scale: Floats
-) -> Floats:
-    """Non-negative least squares of relative residuals, with Huber's weights. Cell i counts ``counts[i]`` times."""
-    used = counts > 0
-    rows = slopes[used] * scale / measured[used, None]
-    targets = (measured - offset)[used] / measured[used]
-    weights = np.ones(len(targets))
-    solution = np.ones(len(scale))
-    for _ in range(MOST_ITERATIONS):
-        usual = max(float(np.median(np.abs(rows @ solution - targets))) * 1.4826, SMALLEST_RESIDUAL)
-        if priors:  # as a cell would count that is off by as much, in usual residuals
-            known = np.zeros((len(priors), len(scale)))
-            for number, prior in enumerate(priors):
-                known[number, prior.parameter] = usual * scale[prior.parameter] / (prior.share * prior.value)
-            wanted = np.array([usual / prior.share for prior in priors])
-        else:
-            known, wanted = np.zeros((0, len(scale))), np.zeros(0)
-        roots = np.sqrt(weights * counts[used])
-        previous = solution
-        solution = non_negative(
-            np.concatenate([rows * roots[:, None], known]), np.concatenate([targets * roots, wanted])
-        )
-        if np.allclose(solution, previous, rtol=CONVERGED, atol=0):
-            break
-        residuals = np.abs(rows @ solution - targets)
-        usual = max(float(np.median(residuals)) * 1.4826, SMALLEST_RESIDUAL)
-        weights = np.minimum(1.0, TRUSTED * usual / np.maximum(residuals, SMALLEST_RESIDUAL))
-    return solution * scale
 
 
 def non_negative(rows: Floats, targets: Floats) -> Floats:

@@ -10,7 +10,7 @@ from torch import Tensor
 from pipesgd.collectives.transport import Pending, Transport
 from pipesgd.launch import Ranks
 
-MOST_IN_TURN = 5
+MOST_IN_TURN = 4
 """Every number of ranks up to this one is measured, then every power of two, and all ranks."""
 
 

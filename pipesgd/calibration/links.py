@@ -43,7 +43,7 @@ class Probes:
     """(p, p), from the row's rank to the column's; NaN where there is nothing."""
 
     latency: Floats
-    """One way, half of a round trip, in s."""
+    """One way, half of the shortest round trip, in s: that a rank waits for its core is no property of the link."""
     rate: Floats
     """In byte/s."""
     overhead: Floats
@@ -128,7 +128,7 @@ def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[f
             transport.send(answer, peer, "answer to a probe").wait()
         return time.perf_counter() - begin
 
-    round_trip = float(np.median([exchange(1, 1) for _ in range(PINGS)]))
+    round_trip = min(exchange(1, 1) for _ in range(PINGS))
     with_payload = min(exchange(1, PAYLOAD_BYTES) for _ in range(REPETITIONS))
     few, many = (float(np.median([exchange(n, STREAMED_BYTES) for _ in range(REPETITIONS)])) for n in STREAMED)
     if not sends:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed, cache_bytes
 from pipesgd.calibration.computation import Computation
-from pipesgd.calibration.fit import Fit, Floats, Prior, Range, fit
+from pipesgd.calibration.fit import Fit, Floats, Prior, Range, fit, spread
 from pipesgd.calibration.links import Probes
 from pipesgd.calibration.sweep import Cell
 from pipesgd.errors import UserInputError
@@ -24,6 +24,8 @@ PARAMETERS = ("alpha", "beta", "gamma", "sync", "overhead")
 ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(PARAMETERS))
 SUMS_OFF, OVERHEAD_OFF = 0.5, 1.0
 """By what share a sum in an all-reduce may well cost something else than alone, and a message than in a stream."""
+REPEATS = 0.15
+"""The relative spread up to which times of a cell are worth a prediction."""
 SMALLEST_START = 1e-6
 """Seconds, to start a fit at where a probe found nothing."""
 
@@ -35,6 +37,25 @@ class CollectiveFit:
     all_reduce: str
     cells: list[Cell]
     fit: Fit
+
+    @property
+    def smallest_bytes(self) -> int:
+        """From which on all sizes repeat: below, the machine's noise is what a time consists of."""
+        noisy = [cell.nbytes for cell in self.cells if spread(cell.seconds) > REPEATS]
+        sizes = sorted({cell.nbytes for cell in self.cells})
+        return min((size for size in sizes if size > max(noisy, default=0)), default=sizes[-1])
+
+    @property
+    def errors(self) -> Floats:
+        """Magnitudes of what held-out cells from ``smallest_bytes`` on are off by, relative."""
+        return np.abs(
+            [off for off, cell in zip(self.fit.held_out, self.cells, strict=True) if cell.nbytes >= self.smallest_bytes]
+        )
+
+    @property
+    def residual(self) -> float:
+        """Of these, the 90th percentile."""
+        return float(np.quantile(self.errors, 0.9))
 
     @property
     def link(self) -> LinkParams:
@@ -90,9 +111,9 @@ def make_profile(
         calibrated=Calibrated(
             world_sizes=tuple(sorted({cell.world_size for cell in ring.cells})),
             all_reduces=tuple(fits),
-            smallest_bytes=min(cell.nbytes for cell in ring.cells),
+            smallest_bytes=ring.smallest_bytes,
             largest_bytes=max(cell.nbytes for cell in ring.cells),
-            residual=ring.fit.residual(),
+            residual=ring.residual,
             ranks_per_core=ranks_per_core,
         ),
         link=_link_profile(ring.fit),

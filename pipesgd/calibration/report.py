@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -59,8 +58,10 @@ def show(
 
 def held_out(one: CollectiveFit) -> str:
     """How far the formula is off where it was not fitted."""
-    errors = np.abs(one.fit.held_out)
-    return f"off by {errors.mean():.1%} on average, {one.fit.residual():.1%} at the 90th percentile"
+    return (
+        f"off by {one.errors.mean():.1%} on average, {one.residual:.1%} at the 90th percentile, "
+        f"from {one.smallest_bytes >> 10} KiB on"
+    )
 
 
 def warnings(computation: Computation, fits: Mapping[str, CollectiveFit]) -> list[str]:
@@ -72,7 +73,7 @@ def warnings(computation: Computation, fits: Mapping[str, CollectiveFit]) -> lis
     return lines + [
         f"poor fit: {name} all-reduces of this cluster are not what the model says; held-out cells are {held_out(one)}"
         for name, one in fits.items()
-        if one.fit.residual() > POOR
+        if one.residual > POOR
     ]
 
 

@@ -29,9 +29,15 @@ GROWTH = 4
 BLOCK_SECONDS, MOST_CALLS = 4e-3, 32
 """Short all-reduces follow each other without a pause until a block of them has taken so long: that the ranks do not
 begin in the same moment, by some tens of microseconds, does not show then."""
-LEAST_BLOCKS, MOST_BLOCKS = 3, 40
-LARGEST_SHARE = 0.75
-"""Of the time that there is, what the least number of blocks of the largest size may take."""
+LEAST_LAPS, MOST_LAPS = 2, 30
+"""In which every cell is timed: whatever slows the cluster down for a while, slows down a few blocks of each."""
+MOST_BLOCKS = 4
+"""Of one cell in a lap."""
+LONG_SECONDS = 0.05
+"""An all-reduce that takes so long is timed at the first time, too, when it makes its memory."""
+SMALLER_SIZES = 1.2
+"""What a lap takes in units of all all-reduces of the largest size among all ranks: fewer take less, smaller sizes add
+a third."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +53,6 @@ class Cell:
     @property
     def median(self) -> float:
         return float(np.median(self.seconds))
-
-
-@dataclass(frozen=True)
-class _Planned:
-    group: int
-    all_reduce: str
-    nbytes: int
-    calls: int
-    blocks: int
-    seconds: float
-    """Of one block, about."""
 
 
 class Sweep:
@@ -90,46 +85,42 @@ class Sweep:
             seconds: that it takes, about.
             advance: told what share is done.
         """
-        begin = time.perf_counter()
+        end = time.perf_counter() + seconds
         # 1. Sizes, until one takes too long; all groups once, which makes their memory and connections.
         flat = torch.ones(largest_bytes // 4)
         sizes = self._sizes(flat, seconds)
-        first: dict[tuple[int, str, int], float] = {}
-        for group in range(len(self._groups)):
-            for all_reduce in ALL_REDUCES:
-                for nbytes in sizes:
-                    first[group, all_reduce, nbytes] = self._block(group, all_reduce, flat[: nbytes // 4], 1)
+        cells = [(group, name, size) for group in range(len(self._groups)) for name in ALL_REDUCES for size in sizes]
+        first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]
         # 2. How often each, agreed upon.
-        agreed = np.max(self._ranks.exchange("first times", list(first.values())), axis=0)
-        left = max(seconds - (time.perf_counter() - begin), 0.0)
-        plans = plan(list(first), [float(one) for one in agreed], left)
-        # 3. In turns, so that whatever slows the cluster down for a while slows down a block of each.
-        times: list[list[float]] = [[] for _ in plans]
-        rounds = max(one.blocks for one in plans)
-        total, done = sum(one.blocks * one.seconds for one in plans), 0.0
-        for number in range(rounds):
-            for one, own in zip(plans, times, strict=True):
-                if (number + 1) * one.blocks // rounds > number * one.blocks // rounds:
-                    taken = self._block(one.group, one.all_reduce, flat[: one.nbytes // 4], one.calls)
-                    own.append(taken / one.calls)
-                    done += one.seconds
-            advance(done / total)
+        agreed = [float(one) for one in np.max(self._ranks.exchange("first times", first), axis=0)]
+        left = max(min(self._ranks.exchange("time left", end - time.perf_counter())), 0.0)
+        plans = [plan(once, left / LEAST_LAPS / len(cells) / 2) for once in agreed]
+        times = [[once] if long >= LONG_SECONDS else [] for once, long in zip(first, agreed, strict=True)]
+        # 3. Lap after lap, until the time is up for one of the ranks.
+        for lap in range(MOST_LAPS):
+            for index, (group, name, size) in enumerate(cells):
+                calls, blocks = plans[index]
+                times[index] += [self._block(group, name, flat[: size // 4], calls) / calls for _ in range(blocks)]
+                advance(min(1.0, 1 - (end - time.perf_counter()) / seconds))
+            over = torch.full((self._ranks.world_size,), float(time.perf_counter() > end))
+            self.ring(over)
+            if lap + 1 >= LEAST_LAPS and over[0] > 0:
+                break
         everybody = self._ranks.exchange("times of all-reduces", times)
         return [
             Cell(
-                all_reduce=one.all_reduce,
-                world_size=len(self._groups[one.group]),
-                nbytes=one.nbytes,
+                all_reduce=name,
+                world_size=len(self._groups[group]),
+                nbytes=size,
                 # A rank that begins a block early waits in it for the last one: the median rank.
-                seconds=np.median([everybody[rank][index] for rank in self._groups[one.group]], axis=0),
+                seconds=np.median([everybody[rank][index] for rank in self._groups[group]], axis=0),
             )
-            for index, one in enumerate(plans)
+            for index, (group, name, size) in enumerate(cells)
         ]
 
     def _sizes(self, flat: Tensor, seconds: float) -> list[int]:
         """From the smallest, as long as there is time for the next one in all groups. Collective."""
-        blocks = (LEAST_BLOCKS + 1) * len(ALL_REDUCES) * len(self._groups)
-        most = LARGEST_SHARE * seconds / blocks
+        most = seconds / ((LEAST_LAPS + 1) * len(ALL_REDUCES) * len(self._groups) * SMALLER_SIZES)
         everybody = len(self._groups) - 1
         sizes: list[int] = []
         nbytes, largest = SMALLEST_BYTES, flat.nbytes
@@ -164,11 +155,11 @@ def finish_part(world_size: int, part: Tensor) -> None:
     are_finite([part])
 
 
-def plan(cells: Sequence[tuple[int, str, int]], first: Sequence[float], seconds: float) -> list[_Planned]:
-    """How often each cell (group, algorithm, bytes) that took ``first`` s is timed, for ``seconds`` in all, about."""
-    planned = []
-    for (group, all_reduce, nbytes), once in zip(cells, first, strict=True):
-        calls = int(np.clip(np.ceil(BLOCK_SECONDS / once), 1, MOST_CALLS))
-        blocks = int(np.clip(seconds / len(cells) / (calls * once), LEAST_BLOCKS, MOST_BLOCKS))
-        planned.append(_Planned(group, all_reduce, nbytes, calls, blocks, calls * once))
-    return planned
+def plan(once: float, seconds: float) -> tuple[int, int]:
+    """Calls in a block, and blocks in a lap, of an all-reduce that takes ``once`` s, for ``seconds`` in a lap.
+
+    >>> plan(1e-3, seconds=0.01), plan(1.0, seconds=0.01)
+    ((4, 2), (1, 1))
+    """
+    calls = int(np.clip(np.ceil(BLOCK_SECONDS / once), 1, MOST_CALLS))
+    return calls, int(np.clip(seconds / (calls * once), 1, MOST_BLOCKS))
