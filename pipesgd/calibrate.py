@@ -34,7 +34,7 @@ COMPUTATION, CODECS, LINKS, COLLECTIVES, CONTENTION = (
     "collectives",
     "computation beside a collective",
 )
-SHARES = {COMPUTATION: 0.2, CODECS: 0.08, LINKS: 0.04, COLLECTIVES: 0.55, CONTENTION: 0.13}
+SHARES = {COMPUTATION: 0.17, CODECS: 0.07, LINKS: 0.03, COLLECTIVES: 0.63, CONTENTION: 0.1}
 """Of the time that there is; what comes before the collectives takes as long as it takes."""
 
 
@@ -90,7 +90,8 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             every_contended = []
 
     # 5. What it means, said and written by rank 0.
-    found = computation.summarize(every_alone, every_contended)
+    shared = machines.ranks_per_core(hosts) > 1
+    found = computation.summarize(every_alone, every_contended, shared_cores=shared)
     fits = {}
     if ranks.rank == 0 and several:
         sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)

@@ -31,8 +31,8 @@ from pipesgd.workloads import ShardedBatches
 
 LATE_WIDTH = 2
 """Of a late update: every width above 1 does the same, and a prediction for each gradient more in flight."""
-WARM_UP, LEAST_ITERATIONS, MOST_ITERATIONS = 2, 3, 400
-CONTENTION_BLOCKS = 4
+WARM_UP, LEAST_ITERATIONS, MOST_ITERATIONS = 1, 3, 400
+CONTENTION_BLOCKS = 3
 """Of computation alone and beside a collective, each, in turns."""
 MOST_BESIDE_BYTES = 16 << 20
 """Of the collective that runs beside it: a longer one does the same for longer."""
@@ -41,6 +41,8 @@ SLOW_RANK, STRETCHES = 1.1, 4
 INTERRUPTED = 3.0
 """Of the median: an iteration that takes longer was interrupted by something else on its core, and is left out."""
 PARTS = ("forward", "backward", "update", "late_update")
+CPU = "cpu"
+"""Seconds of this thread in a synchronous iteration: while others have its core, no time passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +75,13 @@ class Workload:
         return sum(4 * one.numel() for one in self.model.parameters() if one.requires_grad)
 
     def alone(self, seconds: float, advance: Callable[[float], None]) -> dict[str, list[float]]:
-        """Of this rank, times of ``PARTS``, one an iteration, of ``Pipelined`` with one rank: nobody waits.
+        """Of this rank, times of ``PARTS`` and ``CPU``, one an iteration, of ``Pipelined`` with one rank: nobody waits.
 
         Starts and ends a torch process group of this rank alone; there must be none yet.
         """
         solo = launch.alone()
         solo.start_process_group("cpu", self.config.run.timeout)
-        times: dict[str, list[float]] = {name: [] for name in PARTS}
+        times: dict[str, list[float]] = {name: [] for name in (*PARTS, CPU)}
         try:
             for width, update in ((1, "update"), (LATE_WIDTH, "late_update")):
                 optimizer = self._optimizer()
@@ -92,6 +94,7 @@ class Workload:
                         if width == 1:
                             times["forward"].append(spans["forward"])
                             times["backward"].append(spans["backward"])
+                            times[CPU].append(spans[CPU])
                     strategy.flush()
                 advance(width / LATE_WIDTH)
         finally:
@@ -113,7 +116,7 @@ class Workload:
                 computed = threading.Event()
                 reducing = thread.submit(partial(_reduce_until, ring, flat, computed)) if beside else None
                 for spans in self._iterations(strategy, seconds / 2 / CONTENTION_BLOCKS):
-                    times[beside].append(sum(spans.values()))
+                    times[beside].append(sum(spans.values()) - spans[CPU])
                 computed.set()
                 if reducing is not None:
                     reducing.result()
@@ -131,7 +134,7 @@ class Workload:
             while done < WARM_UP + MOST_ITERATIONS:
                 if done >= WARM_UP + LEAST_ITERATIONS and time.perf_counter() > end:
                     break
-                begin = time.perf_counter()
+                cpu, begin = time.thread_time(), time.perf_counter()
                 _, spans = forward_backward(strategy, samples, self.config, self._scaler, done)
                 computed = time.perf_counter()
                 report = strategy.step()
@@ -139,7 +142,8 @@ class Workload:
                 backward = sum(span.seconds for span in spans if span.what == "backward")
                 done += 1
                 if done > WARM_UP:
-                    yield {"forward": computed - begin - backward, "backward": backward, "update": update}
+                    times = {"forward": computed - begin - backward, "backward": backward, "update": update}
+                    yield times | {CPU: time.thread_time() - cpu}
 
 
 def _reduce_until(ring: AllReduce, flat: Tensor, computed: threading.Event) -> None:
@@ -152,9 +156,15 @@ def _reduce_until(ring: AllReduce, flat: Tensor, computed: threading.Event) -> N
 
 
 def summarize(
-    alone: Sequence[dict[str, list[float]]], contended: Sequence[tuple[list[float], list[float]]]
+    alone: Sequence[dict[str, list[float]]],
+    contended: Sequence[tuple[list[float], list[float]]],
+    *,
+    shared_cores: bool = False,
 ) -> Computation:
-    """From every rank's times; ``contended`` is empty where there is one rank, and nothing to run beside it."""
+    """From every rank's times; ``contended`` is empty where there is one rank, and nothing to run beside it.
+
+    With ``shared_cores`` ranks are compared by their CPU time: which of them waits for a core longest is chance.
+    """
     totals = [_totals(times) for times in alone]
     medians = [float(np.median(total)) for total in totals]
     middle = sorted(range(len(alone)), key=lambda rank: medians[rank])[(len(alone) - 1) // 2]
@@ -162,7 +172,7 @@ def summarize(
     return Computation(
         parts={name: mean_range(_uninterrupted(np.array(alone[middle][name]))) for name in PARTS},
         cv=float(np.median([np.std(total) / np.mean(total) for total in kept])),
-        slow_ranks=_slow_ranks(totals),
+        slow_ranks=_slow_ranks([np.array(times[CPU]) for times in alone] if shared_cores else totals),
         contention=_contention(contended),
     )
 

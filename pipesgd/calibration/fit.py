@@ -18,6 +18,8 @@ Predict = Callable[[Floats], Floats]
 MOST_ITERATIONS = 20
 CONVERGED = 1e-4
 """Relative to the parameters."""
+SETTLED = 0.02
+"""Of a cell's spread: predictions that change by less need no other iteration."""
 TRUSTED = 1.5
 """A cell that is off by more than so many times what it should be counts less (Huber)."""
 LEAST_SPREAD = 0.01
@@ -159,15 +161,15 @@ class _Problem:
 def _solve(predict: Predict, problem: _Problem, counts: Floats) -> Floats:
     """Gauss-Newton: solve for the piece on which the parameters are, go there, again."""
     parameters = problem.scale
-    step = 1.0
+    step, before = 1.0, np.zeros(len(problem.measured))
     for iteration in range(MOST_ITERATIONS):
         slopes, base = _slopes(predict, parameters, problem.scale)
-        solved = problem.solve(slopes, base - slopes @ parameters, counts)
-        step = 1.0 if iteration < MOST_ITERATIONS // 2 else step * 0.7  # to and fro between pieces must end
-        change = step * (solved - parameters)
-        parameters = parameters + change
-        if np.all(np.abs(change) <= CONVERGED * np.maximum(parameters, problem.scale * CONVERGED)):
+        if np.all(np.abs(base - before) <= SETTLED * problem.spreads * problem.measured):
             break
+        before = base
+        solved = problem.solve(slopes, base - slopes @ parameters, counts)
+        step = 1.0 if iteration < MOST_ITERATIONS // 4 else step * 0.7  # to and fro between pieces must end
+        parameters = parameters + step * (solved - parameters)
     return parameters
 
 

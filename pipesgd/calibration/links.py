@@ -150,8 +150,8 @@ def slow_links(probes: Probes, where: Sequence[Place]) -> list[str]:
         kind = kind & ~np.eye(world_size, dtype=bool) & ~np.isnan(probes.rate)
         if kind.sum() < 2:
             continue
-        rate = float(np.quantile(probes.rate[kind], GOOD))
-        latency = float(np.quantile(probes.latency[kind], 1 - GOOD))
+        rate = float(np.quantile(probes.rate[kind], GOOD, method="higher"))
+        latency = float(np.quantile(probes.latency[kind], 1 - GOOD, method="lower"))
         slow = kind & (probes.rate < SLOW * rate)
         late = kind & (probes.latency > LATE * latency) & (probes.latency > latency + LATE_SECONDS)
         for who, links in _name(slow, kind):

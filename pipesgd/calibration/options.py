@@ -40,7 +40,7 @@ class CalibrationOptions:
     """Replace --out if it is there."""
     plot: Path | None = None
     """File for a picture of the residuals, e.g. residuals.png; needs matplotlib."""
-    seconds: float = 45.0
+    seconds: float = 40.0
     """How long to measure, roughly; starting and connecting the ranks come on top."""
     largest_bytes: int = 16 << 20
     """Largest gradient that is all-reduced; less on a link so slow that it would take too long."""

@@ -58,10 +58,7 @@ def show(
 
 def held_out(one: CollectiveFit) -> str:
     """How far the formula is off where it was not fitted."""
-    return (
-        f"off by {one.errors.mean():.1%} on average, {one.residual:.1%} at the 90th percentile, "
-        f"from {one.smallest_bytes >> 10} KiB on"
-    )
+    return f"{one.errors.mean():.1%} off on average, {one.residual:.1%} at p90, from {one.smallest_bytes >> 10} KiB on"
 
 
 def warnings(computation: Computation, fits: Mapping[str, CollectiveFit]) -> list[str]:

@@ -31,7 +31,7 @@ BLOCK_SECONDS, MOST_CALLS = 4e-3, 32
 begin in the same moment, by some tens of microseconds, does not show then."""
 LEAST_LAPS, MOST_LAPS = 2, 30
 """In which every cell is timed: whatever slows the cluster down for a while, slows down a few blocks of each."""
-MOST_BLOCKS = 4
+MOST_BLOCKS = 6
 """Of one cell in a lap."""
 LONG_SECONDS = 0.05
 """An all-reduce that takes so long is timed at the first time, too, when it makes its memory."""
