@@ -15,8 +15,7 @@ from timing_model.iteration import (
     server_iteration_time,
 )
 from timing_model.measured import CodecProfile, CodecRates, Estimate, LinkProfile
-from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise, uncompressed
-from timing_model.presets import CODECS
+from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, uncompressed
 from timing_model.profile import UNCOMPRESSED
 from timing_model.question import Question
 from timing_model.servers import parameter_server_time
@@ -40,7 +39,7 @@ class Costs:
 def costs_of(question: Question) -> Costs:
     """What everything costs, by the estimates' values."""
     cluster = question.cluster
-    codec = _codec(question)
+    codec = question.codec_profile
     sharing = DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value
     return Costs(
         link=_link(question).params(),
@@ -53,8 +52,6 @@ def costs_of(question: Question) -> Costs:
 
 def iteration_time(question: Question, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
     """Of one iteration, and of all its communication, hidden or not."""
-    noise = Noise(cv=question.compute.cv, slow_ranks=question.compute.slow_ranks[: question.workers])
-    workers = question.workers
     if question.strategy == "ps-sync":
         traffic = parameter_server_time(
             costs.link,
@@ -64,15 +61,23 @@ def iteration_time(question: Question, costs: Costs) -> tuple[IterationTime, Col
             placement=question.placement,
             sharing=costs.sharing,
         )
-        return server_iteration_time(costs.times, traffic, world_size=workers, noise=noise), traffic
+        iteration = server_iteration_time(costs.times, traffic, world_size=question.workers, noise=question.noise)
+        return iteration, traffic
     if question.strategy == "ddp":
         cut = ddp_buckets([FLOAT_BYTES * numel for numel in question.compute.tensors])
         buckets = [(share, collective_time(question, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
         whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
-        return layerwise_iteration_time(costs.times, buckets, world_size=workers, noise=noise), whole
+        noise = question.noise
+        return layerwise_iteration_time(costs.times, buckets, world_size=question.workers, noise=noise), whole
     whole = collective_time(question, costs, question.compute.numel)
-    iteration = pipelined_iteration_time(costs.times, whole, question.width, world_size=workers, noise=noise)
-    return iteration, whole
+    return pipelined_time(question, costs, whole), whole
+
+
+def pipelined_time(question: Question, costs: Costs, collective: CollectiveTime) -> IterationTime:
+    """Of one iteration of the pipeline, whose collective is known."""
+    return pipelined_iteration_time(
+        costs.times, collective, question.width, world_size=question.workers, noise=question.noise
+    )
 
 
 def collective_time(question: Question, costs: Costs, numel: float) -> CollectiveTime:
@@ -99,13 +104,6 @@ def _link(question: Question) -> LinkProfile:
     return native or question.cluster.link
 
 
-def _codec(question: Question) -> CodecProfile | None:
-    """None for fp32."""
-    if question.codec == UNCOMPRESSED:
-        return None
-    return question.cluster.codecs.get(question.codec) or CodecProfile.exact(CODECS[question.codec])
-
-
 def _rates(question: Question, codec: CodecProfile) -> CodecRates:
     """For messages as large as they are in this job."""
     values = float(question.compute.numel)
@@ -125,7 +123,7 @@ def estimates_of(question: Question) -> Iterator[tuple[str, str, Estimate]]:
     for part, link in (("link", _link(question)), ("inner", question.cluster.inner)):
         if link is not None and (part == "link" or question.all_reduce == "hierarchical"):
             yield from ((part, one.name, getattr(link, one.name)) for one in dataclasses.fields(link))
-    codec = _codec(question)
+    codec = question.codec_profile
     if codec is not None:
         rates = _rates(question, codec)
         yield from (("codec", one.name, getattr(rates, one.name)) for one in dataclasses.fields(rates))

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.checks import check_count, check_one_of
-from timing_model.measured import ComputeProfile
-from timing_model.params import FLOAT_BYTES
+from timing_model.measured import CodecProfile, ComputeProfile
+from timing_model.params import FLOAT_BYTES, Noise
 from timing_model.presets import CODECS
 from timing_model.profile import UNCOMPRESSED, Profile
 
@@ -25,6 +25,9 @@ LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
 """Ranks; and those of an all-reduce whose messages meet, which is simulated message by message."""
 MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 """That a gradient may be cut into; and the same, times ranks, where messages are simulated. A second or so."""
+
+TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
+"""For those that were not measured."""
 
 GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE = "as given", "interpolated", "extrapolated", "outside"
 SUPPORTS = (GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
@@ -96,18 +99,16 @@ class Question:
             if self.world_size % self.ranks_per_node:
                 raise ValueError(f"ranks_per_node must divide {self.world_size} ranks; got {self.ranks_per_node}")
         p = self.world_size
-        simulated = "doubling" in str(self.all_reduce) and p & (p - 1) != 0
-        if simulated and p > LARGEST_SIMULATED:
+        if self.meets and p > LARGEST_SIMULATED:
             raise ValueError(
                 f"world_size must be a power of 2, or at most {LARGEST_SIMULATED}, with {self.all_reduce}; got {p}"
             )
         if self.all_reduce == "native" and self.segment_bytes != SEGMENT_BYTES:
             raise ValueError(f"segment_bytes must be left out with native, which has its own; got {self.segment_bytes}")
-        smallest = self.nbytes / (MOST_SIMULATED / p if simulated else MOST_SEGMENTS)
-        if self.segment_bytes < smallest:
+        if self.segment_bytes < self.least_segment_bytes:
             raise ValueError(
-                f"segment_bytes must be at least {smallest:.0f} for {self.nbytes} bytes on {p} ranks, or this would "
-                f"take too long; got {self.segment_bytes}"
+                f"segment_bytes must be at least {self.least_segment_bytes} for {self.nbytes} bytes on {p} ranks, or "
+                f"this would take too long; got {self.segment_bytes}"
             )
 
     def _check_codec(self) -> None:
@@ -123,9 +124,27 @@ class Question:
             )
 
     @property
+    def codec_profile(self) -> CodecProfile | None:
+        """Its costs: those that were measured, else typical ones. None for fp32."""
+        if self.codec == UNCOMPRESSED:
+            return None
+        return self.cluster.codecs.get(self.codec) or TYPICAL_CODECS[self.codec]
+
+    @property
     def gathered(self) -> bool:
         """Whether the codec's parts are gathered, not added up on the way."""
-        return self.codec in self.cluster.codecs and self.cluster.codecs[self.codec].gathered
+        return self.codec_profile is not None and self.codec_profile.gathered
+
+    @property
+    def least_segment_bytes(self) -> int:
+        """With smaller ones, it would take too long to answer."""
+        most = MOST_SIMULATED // self.world_size if self.meets else MOST_SEGMENTS
+        return -(-self.nbytes // most)
+
+    @property
+    def meets(self) -> bool:
+        """Whether messages meet on the way, so that they must be simulated one by one."""
+        return "doubling" in str(self.all_reduce) and self.world_size & (self.world_size - 1) != 0
 
     @property
     def nbytes(self) -> int:
@@ -137,6 +156,11 @@ class Question:
         """Ranks that compute."""
         apart = self.strategy == "ps-sync" and self.placement == "own"
         return self.world_size - self.servers if apart else self.world_size
+
+    @property
+    def noise(self) -> Noise:
+        """Of the workers' computation."""
+        return Noise(cv=self.compute.cv, slow_ranks=self.compute.slow_ranks[: self.workers])
 
     @property
     def iterations_per_epoch(self) -> int | None:
