@@ -6,7 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from timing_model.checks import check_above_0, check_at_least
-from timing_model.params import FLOAT_BYTES, ComputeTimes, LinkParams, Noise
+from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise
+
+MOST = 1e9
+"""Of any number that is no count: what is larger is a mistake, and could overflow."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +23,25 @@ class Estimate:
     def __post_init__(self) -> None:
         for name in ("value", "low", "high"):
             check_at_least(name, getattr(self, name), 0)
-        if not self.low <= self.value <= self.high:
-            raise ValueError(f"value must be from low to high; got {self.value}, {self.low} and {self.high}")
+        if not self.low <= self.value <= self.high <= MOST:
+            raise ValueError(
+                f"value must be from low to high, and at most {MOST:g}; got {self.value}, {self.low} and {self.high}"
+            )
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
         """A number that is given, not measured."""
         return cls(value, value, value)
+
+    def times(self, factor: float) -> Estimate:
+        """Of a multiple."""
+        return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
+    def towards(self, other: Estimate, share: float) -> Estimate:
+        """Between this one and ``other``, which is a share of 1."""
+        value = self.value + share * (other.value - self.value)
+        low = min(value, self.low + share * (other.low - self.low))
+        return Estimate(value, low, max(value, self.high + share * (other.high - self.high)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +53,11 @@ class LinkProfile:
     gamma: Estimate
     sync: Estimate
     overhead: Estimate
+
+    @classmethod
+    def exact(cls, link: LinkParams) -> LinkProfile:
+        """A link that is given, not measured."""
+        return cls(**{one.name: Estimate.exact(getattr(link, one.name)) for one in dataclasses.fields(cls)})
 
     def params(self) -> LinkParams:
         return LinkParams(**{one.name: getattr(self, one.name).value for one in dataclasses.fields(self)})
@@ -70,6 +90,12 @@ class CodecProfile:
     gathered: bool = False
     """Every rank gets all parts, as topk's; nothing is added on the way."""
 
+    @classmethod
+    def exact(cls, cost: CodecCost, *, gathered: bool = False) -> CodecProfile:
+        """A codec whose costs are given, not measured."""
+        rates = {one.name: Estimate.exact(getattr(cost, one.name)) for one in dataclasses.fields(CodecRates)}
+        return cls(bits=cost.bits, call=Estimate.exact(cost.call), rates=CodecRates(**rates), gathered=gathered)
+
     def rates_of(self, message_values: float) -> CodecRates:
         """Those for messages of so many values."""
         fits = FLOAT_BYTES * message_values <= self.cache_bytes
@@ -83,7 +109,7 @@ class ComputeProfile:
     model: str
     """As ``--model`` of training says it, or module:factory."""
     batch_size: int
-    """Of one rank."""
+    """Of one rank; 0 if it is not known, which no file says."""
     tensors: tuple[int, ...]
     """Values of each parameter's gradient, in the order of the forward pass."""
     samples: int | None = None

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from timing_model.all_reduce import ALL_REDUCES
 from timing_model.checks import check_one_of
-from timing_model.measured import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
+from timing_model.measured import MOST, Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
 from timing_model.params import CodecCost, LinkParams, uncompressed
-from timing_model.tables import MOST, Scalar, Table, format_tables, read_tables
+from timing_model.tables import Scalar, Table, format_tables, read_tables
 
 __all__ = ["Calibrated", "CodecProfile", "CodecRates", "ComputeProfile", "Estimate", "LinkProfile", "Profile"]
 

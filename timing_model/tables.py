@@ -12,8 +12,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-MOST = 1e9
-"""Of any number that is no count: what is larger is a mistake, and could overflow."""
+from timing_model.measured import MOST
+
 MOST_COUNTED = 1 << 53
 """Of a count: a float holds it exactly."""
 
