@@ -21,6 +21,7 @@ from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.options import FREE_BETWEEN_RANKS, CalibrateConfig
 from pipesgd.calibration.progress import Phases
 from pipesgd.calibration.sweep import ALL_REDUCES, Sweep
+from pipesgd.collectives.transport import TorchTransport, communication_group
 from pipesgd.command_line import parse_as
 from pipesgd.computation import load
 from pipesgd.ending import run_and_exit
@@ -76,8 +77,11 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         if several:
             # 3. Together.
             ranks.start_process_group("cpu", options.timeout)
-            sweep = Sweep(ranks, groups_to_measure(where), timeout=options.timeout)
-            probes = links.probe(ranks, sweep.transport, partial(shown.advance, LINKS))
+            transport = TorchTransport([communication_group(ranks, options.timeout, "gloo")], options.timeout)
+            probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
+            slow = links.slow_links(probes, where)
+            groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
+            sweep = Sweep(ranks, transport, groups, timeout=options.timeout)
             cells = sweep.run(
                 largest_bytes=options.largest_bytes // 4 * 4,
                 seconds=seconds[COLLECTIVES],
@@ -96,7 +100,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     if ranks.rank == 0 and several:
         sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
         fits = {name: profile.fit_collective(name, cells, probes, sums) for name in ALL_REDUCES}
-        for line in [*links.wrong_interfaces(interfaces, where), *links.slow_links(probes, where)]:
+        for line in [*links.wrong_interfaces(interfaces, where), *(one.line for one in slow)]:
             say(line)
     if ranks.rank == 0:
         for line in report.warnings(found, fits):

@@ -42,16 +42,18 @@ def places(local_ranks: Sequence[int]) -> list[Place]:
     return found
 
 
-def groups_to_measure(where: Sequence[Place]) -> list[list[int]]:
+def groups_to_measure(where: Sequence[Place], slow: Sequence[int] = ()) -> list[list[int]]:
     """The ranks of each group, smallest first, all ranks last.
 
     Smaller groups have no two ranks on one node, unless all are on the same: they are to show what the network does.
+    Those in ``slow`` are in every group that has room for them, since all ranks together are as fast as their links.
     """
     world_size = len(where)
     one_node = where[0].node == where[-1].node
     spread = [rank for rank, place in enumerate(where) if one_node or place.local_rank == 0]
+    spread.sort(key=lambda rank: (rank not in slow, rank))
     sizes = {*range(2, MOST_IN_TURN + 1), *(1 << k for k in range(3, world_size.bit_length()))}
-    groups = [spread[:size] for size in sorted(sizes) if size <= len(spread) and size < world_size]
+    groups = [sorted(spread[:size]) for size in sorted(sizes) if size <= len(spread) and size < world_size]
     return [*groups, list(range(world_size))]
 
 

@@ -137,47 +137,56 @@ def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[f
     return round_trip / 2, PAYLOAD_BYTES / max(with_payload - round_trip, 1e-9), overhead
 
 
-def slow_links(probes: Probes, where: Sequence[Place]) -> list[str]:
-    """A line for every rank, or else link, that is much slower or later than the others of its kind.
+class SlowLink(NamedTuple):
+    """One that stands out."""
+
+    rank: int | None
+    """Whose links are all slow; None for a single link."""
+    line: str
+    """For people."""
+
+
+def slow_links(probes: Probes, where: Sequence[Place]) -> list[SlowLink]:
+    """Every rank, or else link, that is much slower or later than the others of its kind.
 
     Kinds are links inside a node and links between nodes. With two ranks there is nothing to compare with but the other
     direction.
     """
     world_size = len(where)
     within = np.array([[a.node == b.node for b in where] for a in where])
-    lines = []
+    found = []
     for kind in (within, ~within):
         kind = kind & ~np.eye(world_size, dtype=bool) & ~np.isnan(probes.rate)
         if kind.sum() < 2:
             continue
-        rate = float(np.quantile(probes.rate[kind], GOOD, method="higher"))
+        usual = float(np.quantile(probes.rate[kind], GOOD, method="higher"))
         latency = float(np.quantile(probes.latency[kind], 1 - GOOD, method="lower"))
-        slow = kind & (probes.rate < SLOW * rate)
+        slow = kind & (probes.rate < SLOW * usual)
         late = kind & (probes.latency > LATE * latency) & (probes.latency > latency + LATE_SECONDS)
-        for who, links in _name(slow, kind):
+        for rank, who, links in _name(slow, kind):
             got = _mbit(float(np.median(probes.rate[links])))
-            lines.append(f"slow link: {who}, {got}, where {_mbit(rate)} is usual here")
-        for who, links in _name(late, kind):
+            found.append(SlowLink(rank, f"slow link: {who}, {got}, where {_mbit(usual)} is usual here"))
+        for rank, who, links in _name(late, kind):
             got = _ms(float(np.median(probes.latency[links])))
-            lines.append(f"slow link: {who}, {got} one way, where {_ms(latency)} is usual here")
-    return lines
+            found.append(SlowLink(rank, f"slow link: {who}, {got} one way, where {_ms(latency)} is usual here"))
+    return found
 
 
-def _name(bad: Links, kind: Links) -> list[tuple[str, Links]]:
+def _name(bad: Links, kind: Links) -> list[tuple[int | None, str, Links]]:
     """What all bad links have in common, where it is a rank; each of those left over."""
-    named = []
+    named: list[tuple[int | None, str, Links]] = []
     left = bad.copy()
     for rank in range(len(bad)):
         own = np.zeros_like(bad)
         own[rank, :] = own[:, rank] = True
         own &= kind
         if own.sum() > 2 and np.all(bad[own]):
-            named.append((f"that of rank {rank}", own))
+            named.append((rank, f"that of rank {rank}", own))
             left &= ~own
     for sender, receiver in np.argwhere(left):
         one = np.zeros_like(bad)
         one[sender, receiver] = True
-        named.append((f"from rank {sender} to rank {receiver}", one))
+        named.append((None, f"from rank {sender} to rank {receiver}", one))
     return named
 
 

@@ -56,19 +56,18 @@ class Cell:
 
 
 class Sweep:
-    """The all-reduces of one rank in each group that it is in. All ranks make one together, after a process group."""
+    """The all-reduces of one rank in each group that it is in, over ``transport``. All ranks make one together."""
 
-    def __init__(self, ranks: Ranks, groups: Sequence[Sequence[int]], *, timeout: float):
+    def __init__(self, ranks: Ranks, transport: TorchTransport, groups: Sequence[Sequence[int]], *, timeout: float):
         self._ranks = ranks
         self._groups = groups
-        self.transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
         self._all_reduces: list[dict[str, AllReduce]] = []
         for members in groups:
             group = communication_group(ranks, timeout, None, members)
             own: dict[str, AllReduce] = {}
             if ranks.rank in members:
                 schedule = ring(members.index(ranks.rank), len(members))
-                own["ring"] = ScheduledAllReduce(Part(self.transport, members), schedule, Uncompressed())
+                own["ring"] = ScheduledAllReduce(Part(transport, members), schedule, Uncompressed())
                 own["native"] = NativeAllReduce(group, timeout)
             self._all_reduces.append(own)
 

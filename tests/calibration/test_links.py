@@ -42,7 +42,8 @@ def test_a_rank_whose_links_are_all_slow_is_named_once(world_size: int) -> None:
     probes = made(world_size)
     probes.rate[1, :] /= 2
     probes.rate[:, 1] /= 2
-    [line] = slow_links(probes, one_a_node(world_size))
+    [(rank, line)] = slow_links(probes, one_a_node(world_size))
+    assert rank == 1
     assert line.startswith("slow link: that of rank 1, 4")
     assert "Mbit/s, where 9" in line
 
@@ -50,7 +51,8 @@ def test_a_rank_whose_links_are_all_slow_is_named_once(world_size: int) -> None:
 def test_a_single_slow_way_is_named_by_both_of_its_ends() -> None:
     probes = made(4)
     probes.rate[2, 0] /= 10
-    [line] = slow_links(probes, one_a_node(4))
+    [(rank, line)] = slow_links(probes, one_a_node(4))
+    assert rank is None
     assert line.startswith("slow link: from rank 2 to rank 0, 9")
 
 
@@ -58,7 +60,8 @@ def test_a_late_link_is_named_with_its_latency() -> None:
     probes = made(4)
     probes.latency[3, :] += 5e-3
     probes.latency[:, 3] += 5e-3
-    [line] = slow_links(probes, one_a_node(4))
+    [(rank, line)] = slow_links(probes, one_a_node(4))
+    assert rank == 3
     assert line.startswith("slow link: that of rank 3, 5.1")
     assert "ms one way, where 0." in line
 
@@ -71,7 +74,8 @@ def test_links_inside_a_node_are_compared_with_each_other_alone() -> None:
     where = places([0, 1, 0, 1])
     assert slow_links(probes, where) == []
     probes.rate[0, 1] /= 4
-    [line] = slow_links(probes, where)
+    [(rank, line)] = slow_links(probes, where)
+    assert rank is None
     assert line.startswith("slow link: from rank 0 to rank 1")
 
 
@@ -112,6 +116,10 @@ def test_a_faster_interface_that_is_not_used_is_named() -> None:
 )
 def test_smaller_groups_have_a_rank_on_each_node(local_ranks: list[int], expected: list[list[int]]) -> None:
     assert groups_to_measure(places(local_ranks)) == expected
+
+
+def test_every_group_has_the_ranks_that_hold_all_others_up() -> None:
+    assert groups_to_measure(one_a_node(5), [3]) == [[0, 3], [0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
 
 
 def test_sixteen_ranks_need_few_groups() -> None:
