@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipesgd import launch
-from pipesgd.calibration import codec_speeds, computation, links, machines, profile, report
+from pipesgd.calibration import codec_speeds, computation, interfaces, links, machines, profile, report
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.options import FREE_BETWEEN_RANKS, CalibrateConfig
 from pipesgd.calibration.progress import Phases
@@ -53,7 +53,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     ranks.timeout = options.timeout
     ranks.agree("files", lambda: check_files(config, ranks.rank))
     data, batches, model, _ = ranks.agree("data and model", lambda: load(training, ranks))
-    where, interfaces, hosts = places_of(ranks), links.interfaces_of(ranks), machines.machines_of(ranks)
+    where, cards, hosts = places_of(ranks), interfaces.interfaces_of(ranks), machines.machines_of(ranks)
     workload = computation.Workload(training, model, batches, options.prediction)
     several = ranks.world_size > 1
 
@@ -61,7 +61,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         if ranks.rank == 0:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    say(describe(ranks, machines.ranks_per_core(hosts), [one.address for one in interfaces], options.seconds))
+    say(describe(ranks, machines.ranks_per_core(hosts), [one.address for one in cards], options.seconds))
     phases = SHARES if several else {COMPUTATION: 0.5, CODECS: 0.3}
     seconds = {name: share * options.seconds for name, share in phases.items()}
     with Phases(console, seconds, show=ranks.rank == 0) as shown:
@@ -100,7 +100,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     if ranks.rank == 0 and several:
         sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
         fits = {name: profile.fit_collective(name, cells, probes, sums) for name in ALL_REDUCES}
-        for line in [*links.wrong_interfaces(interfaces, where), *(one.line for one in slow)]:
+        for line in [*interfaces.wrong_interfaces(cards, where), *(one.line for one in slow)]:
             say(line)
     if ranks.rank == 0:
         for line in report.warnings(found, fits):
