@@ -22,8 +22,9 @@ from timing_model.profile import Calibrated, CodecProfile, CodecRates, ComputePr
 PARAMETERS = ("alpha", "beta", "gamma", "sync", "overhead")
 """Of ``LinkParams``, in the order of a fit."""
 ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(PARAMETERS))
-SUMS_OFF, OVERHEAD_OFF = 0.5, 1.0
-"""By what share a sum in an all-reduce may well cost something else than alone, and a message than in a stream."""
+SUMS_OFF, OVERHEAD_OFF, RATE_OFF = 0.5, 1.0, 1.0
+"""By what share a sum in an all-reduce may well cost something else than alone, a message than in a stream, and a byte
+than between two ranks."""
 REPEATS = 0.15
 """The relative spread up to which times of a cell are worth a prediction."""
 SMALLEST_START = 1e-6
@@ -69,7 +70,8 @@ class CollectiveFit:
 def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Range) -> CollectiveFit:
     """Fit ``timing_model.all_reduce_time`` to the measured cells of one algorithm.
 
-    Sums and message overhead hide behind the wire in most cells: what probes say of them counts beside these.
+    Sums and message overhead hide behind the wire in most cells, and the wire behind latency in the smallest: what
+    probes say of them counts, too.
 
     Args:
         all_reduce: by its name there, too.
@@ -80,7 +82,8 @@ def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums:
     own = sorted((cell for cell in cells if cell.all_reduce == all_reduce), key=lambda c: (c.world_size, c.nbytes))
     overhead = max(probes.middle("overhead"), SMALLEST_START)
     alpha = max(probes.middle("latency"), SMALLEST_START)
-    start = np.array([alpha, 1 / probes.middle("rate"), sums.value, alpha, overhead])
+    beta = 1 / probes.middle("rate")
+    start = np.array([alpha, beta, sums.value, alpha, overhead])
 
     def predict(parameters: Floats) -> Floats:
         link = _link_params(parameters)
@@ -91,7 +94,11 @@ def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums:
         start,
         [cell.seconds for cell in own],
         halves=_halves(own),
-        priors=(Prior(GAMMA, sums.value, SUMS_OFF), Prior(OVERHEAD, overhead, OVERHEAD_OFF)),
+        priors=(
+            Prior(BETA, beta, RATE_OFF),
+            Prior(GAMMA, sums.value, SUMS_OFF),
+            Prior(OVERHEAD, overhead, OVERHEAD_OFF),
+        ),
     )
     return CollectiveFit(all_reduce=all_reduce, cells=own, fit=found)
 
