@@ -83,7 +83,7 @@ def test_it_chooses_what_trying_everything_would(
     assert advice(found)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=300)
 @given(
     alpha=st.floats(0, 1),
     beta=st.floats(0, 1e-3),
