@@ -72,8 +72,8 @@ def _codec(plan: Plan) -> str | None:
         return None
     if best.question.codec != UNCOMPRESSED:
         gain = uncompressed.score / best.score - 1
-        lost = f"{describe(uncompressed.question)} takes {gain:.1%} longer"
-        return f"Use {best.question.codec}: without a codec, {lost}. It is lossy: --accuracy-cost weighs that."
+        without = f"the best without a codec ({describe(uncompressed.question)}) takes {gain:.1%} longer"
+        return f"Use {best.question.codec}: {without}. It is lossy, which --accuracy-cost can weigh."
     if compressed is None:
         return "Use no codec: none of those searched could be faster."
     gain = best.score / compressed.score - 1

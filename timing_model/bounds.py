@@ -9,7 +9,7 @@ from timing_model.question import Question
 def least_collective_time(question: Question, costs: Costs) -> float:
     r"""A lower bound of ``costs.collective_time``, in s, for any segment size.
 
-    .. math:: T \ge \max(k \alpha + w \beta,\; W) + S
+    .. math:: T \ge \max(k \alpha,\; \alpha + w \beta,\; W) + S
 
     k are the messages of which each waits for another one, w the bytes that the busiest rank sends, and W the work of
     the one that has the least of it. Hierarchical is bound by S alone.
@@ -35,5 +35,5 @@ def least_collective_time(question: Question, costs: Costs) -> float:
         work = (1 - 2.0**-steps) * (added + codec.decode)
     elif question.all_reduce == "recursive-doubling":
         messages, sent, work = steps, steps + (p != 1 << steps), steps * added
-    wire = messages * link.alpha + sent * codec.wire_bytes(numel) * link.beta
-    return max(wire, work * numel) + link.sync
+    wire = min(messages, 1) * link.alpha + sent * codec.wire_bytes(numel) * link.beta
+    return max(messages * link.alpha, wire, work * numel) + link.sync

@@ -78,7 +78,8 @@ class Plan:
     best: Choice
     """The simplest of the fastest."""
     ranking: tuple[Choice, ...]
-    """All that were not ruled out by bounds, the fastest first, each with its best segment size."""
+    """All that were not ruled out by bounds, each with its best segment size: those in a tie with the fastest one, the
+    simplest first, and then the others, the fastest first."""
     synchronous: Choice | None
     """The best one of width 1, ddp, or parameter servers; None if none was searched, as below."""
     uncompressed: Choice | None
@@ -114,11 +115,12 @@ def plan(
     for question in search.whole():
         search.add(question, *iteration_time(question, costs_of(question)))
     search.pairs()
-    ranking = sorted(search.choices, key=lambda one: (one.score, simplicity(one.question)))
     best = search.all.chosen
     if best is None:
         reasons = support_of(base).reasons or ("no all-reduce for any of the codecs",)
         raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")
+    tie = min(one.score for one in search.choices) * (1 + TIE)
+    ranking = sorted(search.choices, key=lambda one: (max(one.score, tie), simplicity(one.question)))
     return Plan(
         best=best,
         ranking=tuple(ranking),
