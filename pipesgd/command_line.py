@@ -6,7 +6,9 @@ options; it is put in front of the words, so that an option on the command line 
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -19,7 +21,8 @@ from typing import Any, Protocol, TypeVar
 import tyro
 
 from pipesgd.checks import did_you_mean
-from pipesgd.config import TrainConfig
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.config import AUTO, AUTO_OPTIONS, TrainConfig
 from pipesgd.errors import UserInputError
 
 CONFIG_HELP = """
@@ -40,7 +43,12 @@ C = TypeVar("C", bound=Config)
 
 def parse(words: Sequence[str]) -> TrainConfig:
     """The training that ``words`` ask for: see ``parse_as``."""
-    return parse_as(TrainConfig, "train", words)
+    defaults = TrainConfig().options()
+    words = _expand_config_file(list(words), defaults)
+    _check_names(words, defaults)
+    rest, auto = _take_autos(words)
+    config = parse_as(TrainConfig, "train", rest)
+    return dataclasses.replace(config, planning=dataclasses.replace(config.planning, auto=auto)) if auto else config
 
 
 def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
@@ -135,6 +143,35 @@ def _check_names(words: list[str], defaults: dict[str, Any]) -> None:
             raise UserInputError(f"{name} must be given once; got it {names.count(name)} times")
 
 
+def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The words without those that leave an option to the timing model, and the names of these options.
+
+    A word that is nearly ``AUTO`` is refused here: nobody else would guess what was meant.
+    """
+    rest, auto = [], []
+    queue = collections.deque(words)
+    while queue:
+        word = queue.popleft()
+        name, equals, value = word.partition("=")
+        name = name[2:].replace("_", "-") if name.startswith("--") else ""
+        if name in AUTO_OPTIONS and (equals or queue):
+            value = value if equals else queue[0]
+            if value == AUTO:
+                auto.append(name)
+                if not equals:
+                    queue.popleft()
+                continue
+            if hint := did_you_mean(value, [AUTO]):
+                raise UserInputError(f"{name} must be auto, or a value that --help lists; got {value!r}{hint}")
+        rest.append(word)
+    if "codec" in auto:
+        given = {word[2:].partition("=")[0].replace("_", "-") for word in rest if word.startswith("--")}
+        for item in dataclasses.fields(CodecOptions):
+            if (name := item.name.replace("_", "-")) in given:
+                raise UserInputError(f"{name} must be left out with --codec auto, which chooses codecs as they are")
+    return rest, tuple(sorted(auto, key=AUTO_OPTIONS.index))
+
+
 def _one_line(box: str) -> str:
     """The message of tyro's error box, which is a title, a rule, the message, a rule, and hints."""
     lines = [line.strip("│ ") for line in box.splitlines()]
@@ -143,6 +180,7 @@ def _one_line(box: str) -> str:
     number = re.search(r"--(\S+): (?:invalid literal for int|could not convert string to float).*?('.*')", message)
     if number:
         kind = "a whole number" if "int()" in message else "a number"
+        kind += " or auto" if number[1] in AUTO_OPTIONS else ""
         return f"{number[1]} must be {kind}; got {number[2]}"
     return message
 

@@ -30,7 +30,7 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
     data, model = make_workload(config)
     batches = ShardedBatches(
         data.train,
-        batch_size=config.data.batch_size * config.optimization.accumulation,
+        batch_size=config.samples_per_rank,
         rank=min(ranks.rank, ranks.world_size - 1),  # a rank that is a server alone draws none of them
         world_size=ranks.world_size,
         seed=config.optimization.seed,

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, one_of
 from pipesgd.clipping import Clipping
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.errors import UserInputError
 
 TEXTS = ("python-stdlib", "text:PATH")
@@ -35,6 +35,10 @@ DEVICES = ("cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
 PRECISIONS = ("fp32", "bf16", "fp16")
 BUFFERS = ("average", "rank-0", "own")
+
+AUTO = "auto"
+AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes")
+"""Those that can be left to the timing model, by ``AUTO``."""
 
 MAX_WIDTH = 64
 """Each unit of width costs one copy of the gradient and one iteration of staleness."""
@@ -210,8 +214,9 @@ class PipelineConfig:
     strategy: str = "pipelined"
     """How gradients become a weight update: pipelined (width 1 is synchronous SGD), ddp (torch's own), ps-sync and
     ps-async (parameter servers), or local (no communication: how fast any of them could be at most)."""
-    width: int = 2
-    """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous."""
+    width: Annotated[int, tyro.conf.arg(metavar="INT|auto")] = 2
+    """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous; auto chooses from
+    1 to 3 (see --cluster)."""
     warmup_iterations: int = 0
     """First iterations that run at width 1."""
     prediction: str = "eager"
@@ -226,9 +231,9 @@ class PipelineConfig:
     training: average (their mean over ranks), rank-0 (rank 0's), or own."""
     all_reduce: str = "ring"
     """Algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then between
-    them), or native (torch's own)."""
-    segment_bytes: int = DEFAULT_SEGMENT_BYTES
-    """Largest message; native cuts as torch does."""
+    them), or native (torch's own); auto chooses one (see --cluster)."""
+    segment_bytes: Annotated[int, tyro.conf.arg(metavar="INT|auto")] = DEFAULT_SEGMENT_BYTES
+    """Largest message; native cuts as torch does; auto chooses (see --cluster)."""
     streams: int = 1
     """Connections to each rank, on which messages take turns: one TCP stream may not fill a fast or a long link."""
     ddp_hook: str = "none"
@@ -303,6 +308,27 @@ _READ_BY_STRATEGY = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanningConfig:
+    """What is chosen by the timing model, and what it knows of the cluster."""
+
+    cluster: Path | None = None
+    """What pipesgd.calibrate wrote of this cluster and this model: by it the time of an iteration is predicted, and
+    what is auto is chosen. Rank 0's file counts. Without it, a run with an auto calibrates for some seconds first."""
+    auto: Annotated[tuple[str, ...], tyro.conf.Suppress, tyro.conf.Fixed] = ()
+    """Those of ``AUTO_OPTIONS`` that are to be chosen, whose own fields hold defaults until they are. No option: on the
+    command line, each of them says it itself."""
+
+    def __post_init__(self) -> None:
+        for name in self.auto:
+            check_one_of("auto", name, AUTO_OPTIONS)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the timing model is asked for anything."""
+        return bool(self.auto) or self.cluster is not None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run leaves its files, and how it behaves when something goes wrong."""
 
@@ -361,6 +387,7 @@ class TrainConfig:
     optimization: Annotated[OptimizationConfig, tyro.conf.arg(name="")] = field(default_factory=OptimizationConfig)
     pipeline: Annotated[PipelineConfig, tyro.conf.arg(name="")] = field(default_factory=PipelineConfig)
     compression: Annotated[CodecOptions, tyro.conf.arg(name="")] = field(default_factory=CodecOptions)
+    planning: Annotated[PlanningConfig, tyro.conf.arg(name="")] = field(default_factory=PlanningConfig)
     run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
@@ -372,6 +399,7 @@ class TrainConfig:
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
                 f"belong to pipelined); got --codec {self.compression.codec}"
             )
+        self._check_planning()
         correction, optimization = self.compression.momentum_correction, self.optimization
         if correction > 0 and optimization.optimizer == "nesterov":
             raise UserInputError(
@@ -406,9 +434,51 @@ class TrainConfig:
                 f"got {self.run.check_replicas}"
             )
 
+    def _check_planning(self) -> None:
+        """Raise ``UserInputError`` if the timing model is asked for what it does not know."""
+        auto = self.planning.auto
+        option = f"{auto[0]} auto" if auto else "cluster"
+        if not self.planning.wanted:
+            return
+        if self.pipeline.strategy != "pipelined":
+            raise UserInputError(f"strategy must be pipelined with --{option}; got {self.pipeline.strategy}")
+        if self.run.device != "cpu":
+            raise UserInputError(
+                f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"
+            )
+        if self.compression.codec not in DENSE_CODECS:
+            raise UserInputError(
+                f"codec must be {one_of(DENSE_CODECS)} with --{option}, since no other is calibrated; "
+                f"got {self.compression.codec}"
+            )
+        if self.pipeline.all_reduce == "hierarchical":
+            raise UserInputError(
+                f"all-reduce must be another one with --{option}, since links inside nodes are not calibrated; "
+                "got hierarchical"
+            )
+
     def options(self) -> dict[str, Any]:
         """Every option by its name on the command line, as a JSON value."""
-        return options_of(self.data, self.model, self.optimization, self.pipeline, self.compression, self.run)
+        sections = (self.data, self.model, self.optimization, self.pipeline, self.compression, self.planning, self.run)
+        options = options_of(*sections)
+        auto = options.pop(AUTO)
+        return options | dict.fromkeys(auto, AUTO)
+
+    def with_choices(self, choices: dict[str, Any]) -> TrainConfig:
+        """The configuration with ``choices``, of ``AUTO_OPTIONS``, and nothing left to be chosen."""
+        fields = {name.replace("-", "_"): value for name, value in choices.items()}
+        codec = {"codec": fields.pop("codec")} if "codec" in fields else {}
+        return dataclasses.replace(
+            self,
+            pipeline=dataclasses.replace(self.pipeline, **fields),
+            compression=dataclasses.replace(self.compression, **codec),
+            planning=dataclasses.replace(self.planning, auto=()),
+        )
+
+    @property
+    def samples_per_rank(self) -> int:
+        """In one iteration."""
+        return self.data.batch_size * self.optimization.accumulation
 
     def samples(self) -> str:
         """Samples of a rank and iteration, in a few words."""
@@ -430,9 +500,9 @@ def options_of(*sections: Any) -> dict[str, Any]:
     }
 
 
-FREE_BETWEEN_RANKS = frozenset({"data-dir", "output", "loader-workers", "log-messages", "resume"})
-"""Options that may differ between ranks: folders differ between machines, and which rank is asked to
-resume does not matter since what they resume from is agreed."""
+FREE_BETWEEN_RANKS = frozenset({"data-dir", "output", "loader-workers", "log-messages", "resume", "cluster"})
+"""Options that may differ between ranks: folders differ between machines, which rank is asked to resume does not matter
+since what they resume from is agreed, and rank 0's cluster counts."""
 
 FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "on-nonfinite", "check-replicas", "checkpoint-seconds",

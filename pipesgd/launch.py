@@ -66,6 +66,7 @@ class Ranks:
     job_size: int = 0
     """All ranks of the job, where these are only its ``first``; by default these are all."""
     _exchanges: int = field(default=0, init=False)
+    _process_groups: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
     _first: dict[int, Ranks] = field(default_factory=dict, init=False, repr=False)
 
@@ -165,18 +166,21 @@ class Ranks:
             self._missing("spoken/{}", SPEECH_SECONDS)
 
     def start_process_group(self, device: str, timeout: float) -> None:
-        """Start torch's default process group with this deadline for every operation.
+        """Start torch's default process group with this deadline for every operation; there must be none.
+
+        It may be one after another: each has keys of its own in the store.
 
         Raises:
             CommunicationError: not every rank could be reached.
         """
         self.timeout = timeout
+        self._process_groups += 1
         if device == "cuda":
             torch.cuda.set_device(self.local_rank)
         try:
             dist.init_process_group(
                 backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-                store=dist.PrefixStore("default", self.store),
+                store=dist.PrefixStore(f"process group {self._process_groups}", self.store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timedelta(seconds=timeout),

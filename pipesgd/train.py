@@ -37,6 +37,7 @@ from pipesgd.guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.optimization import build_optimizer, build_schedule
+from pipesgd.planning import Drift, plan_run
 from pipesgd.progress import ProgressBar, show_summary
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.state import RunState
@@ -69,13 +70,17 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("pipesgd").setLevel(logging.DEBUG)
 
-    # 2. Data and model, from one seed on all ranks; and the folder to write to.
+    # 2. Data and model, from one seed on all ranks; what is left to be chosen; and the folder to write to.
     workers = ranks.agree("strategy", lambda: who_works(config, ranks))
     data, batches, model, device = ranks.agree("data and model", lambda: load(config, workers))
     agree_on_data(data, ranks)
-    folder = output.take_folder(config, ranks)
     per_epoch = batches.iterations_per_epoch
     total = config.optimization.iterations or (config.optimization.epochs or DEFAULT_EPOCHS) * per_epoch
+    earlier = output.earlier_run(config, ranks)
+    config, planned = plan_run(
+        config, ranks, model, batches, console, samples=len(data.train), iterations=total, earlier=earlier
+    )
+    folder = output.take_folder(config, ranks, planned.as_json() if planned else None)
 
     # 3. The optimizer, and the strategy that feeds it.
     network: list[str] = ranks.exchange("network address", launch.network_address())
@@ -116,7 +121,8 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         # Pushed last, so run first: the others shall not take this rank for dead while it closes the rest.
         stack.push(functools.partial(report_failure, ranks))
         paces: list[float] = []
-        samples_per_iteration = config.data.batch_size * config.optimization.accumulation * workers.world_size
+        drift = Drift(planned) if planned is not None and workers.rank == 0 else None
+        samples_per_iteration = config.samples_per_rank * workers.world_size
         evaluated: dict[str, Any] = {"loader_workers": config.data.workers, "buffers": config.pipeline.buffers}
         model.train()
         last = time.perf_counter()
@@ -133,6 +139,8 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
                 console.print(FELL_BACK.format(iteration=iteration), highlight=False, soft_wrap=True)
             seconds = step_seconds(report, time.perf_counter() - last)
             paces.append(seconds["iteration"])
+            if drift is not None and (line := drift.saw(seconds["iteration"])):
+                console.print(line, highlight=False, soft_wrap=True)
             done = iteration + 1
             evaluation = None
             if done % per_epoch == 0 and done < total:
@@ -188,9 +196,14 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         save_atomically(model.state_dict(), folder / output.WEIGHTS_FILE, writer=workers.rank)
     if workers.rank == 0:
         summary = summarize(config, ranks, network, result, read_metrics(folder / output.METRICS_FILE))
+        if planned is not None:
+            summary["planned"] = planned.as_json() | {"measured_seconds": summary["seconds"]["iteration"]["median"]}
         (folder / output.SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         names = [output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE]
         show_summary(console, summary, [folder / name for name in names if name != output.TRACE_FILE or trace])
+        if planned is not None:
+            line = planned.compare(summary["seconds"]["iteration"]["median"])
+            console.print(line, highlight=False, soft_wrap=True)
     workers.exchange("the end", None)
 
 

@@ -73,7 +73,7 @@ def _codec(plan: Plan) -> str | None:
     if best.question.codec != UNCOMPRESSED:
         gain = uncompressed.score / best.score - 1
         without = f"the best without a codec ({describe(uncompressed.question)}) takes {gain:.1%} longer"
-        return f"Use {best.question.codec}: {without}. It is lossy, which --accuracy-cost can weigh."
+        return f"Use {best.question.codec}: {without}. It is lossy, which timing-model plan --accuracy-cost can weigh."
     if compressed is None:
         return "Use no codec: none of those searched could be faster."
     gain = best.score / compressed.score - 1

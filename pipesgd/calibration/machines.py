@@ -49,10 +49,10 @@ def ranks_per_core(machines: Sequence[Machine]) -> float:
 
 
 def provenance(machines: Sequence[Machine], created: str, words: Sequence[str]) -> dict[str, str | int]:
-    """For people who read the file later."""
+    """For people who read the file later; ``words`` are those after torchrun's own."""
     return {
         "created": created,
-        "command": " ".join(["torchrun ... -m pipesgd.calibrate", *words]),
+        "command": " ".join(["torchrun ...", *words]),
         "pipesgd": pipesgd.__version__,
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -17,7 +17,8 @@ from pipesgd.calibration.links import Probes
 from pipesgd.calibration.sweep import Cell
 from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, all_reduce_time
-from timing_model.profile import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile, Profile
+from timing_model.profile import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
+from timing_model.profile import Profile as Profile
 
 PARAMETERS = ("alpha", "beta", "gamma", "sync", "overhead")
 """Of ``LinkParams``, in the order of a fit."""

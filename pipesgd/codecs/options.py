@@ -28,7 +28,7 @@ class CodecOptions:
 
     codec: str = "fp32"
     """What travels: fp32 (as it is), truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign (about 1 bit a value),
-    topk (the largest values of a tensor) or powersgd (factors of low rank)."""
+    topk (the largest values of a tensor) or powersgd (factors of low rank); auto chooses one (see --cluster)."""
     codec_block: int | None = None
     """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None
