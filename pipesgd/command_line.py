@@ -165,11 +165,23 @@ def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
                 raise UserInputError(f"{name} must be auto, or a value that --help lists; got {value!r}{hint}")
         rest.append(word)
     if "codec" in auto:
-        given = {word[2:].partition("=")[0].replace("_", "-") for word in rest if word.startswith("--")}
         for item in dataclasses.fields(CodecOptions):
-            if (name := item.name.replace("_", "-")) in given:
-                raise UserInputError(f"{name} must be left out with --codec auto, which chooses codecs as they are")
+            option = item.name.replace("_", "-")
+            value = _value_of(option, rest)
+            if value not in (None, str(item.default)):  # a --config file may say what it is anyway
+                raise UserInputError(
+                    f"{option} must be left out with --codec auto, which chooses codecs as they are; got {value}"
+                )
     return rest, tuple(sorted(auto, key=AUTO_OPTIONS.index))
+
+
+def _value_of(option: str, words: list[str]) -> str | None:
+    """Its first word after this option."""
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and name[2:].replace("_", "-") == option:
+            return value if equals else following
+    return None
 
 
 def _one_line(box: str) -> str:

@@ -20,9 +20,9 @@ from pipesgd.errors import UserInputError
     [
         ("--width 0", "width must be at least 1; got 0"),
         ("--width -1", "width must be at least 1; got -1"),
-        ("--width 1.5", "width must be a whole number; got '1.5'"),
+        ("--width 1.5", "width must be a whole number or auto; got '1.5'"),
         ("--width 1000000", "width must be at most 64, since every unit costs a copy of the gradient; got 1000000"),
-        ("--width two", "width must be a whole number; got 'two'"),
+        ("--width two", "width must be a whole number or auto; got 'two'"),
         ("--width", "Missing value for argument '--width'. Expected 1 values."),
         ("--width 2 --width 3", "width must be given once; got it 2 times"),
         ("--widht 2", "every option must be one that --help lists; got --widht (did you mean width?)"),
@@ -233,9 +233,9 @@ def test_any_words_are_a_configuration_or_one_error_of_ours(words: list[str]) ->
     ("text", "message"),
     [
         ("widht = 2", "every key in {} must be an option; got 'widht' (did you mean width?)"),
-        ("width = 'two'", "width must be a whole number; got 'two'"),
+        ("width = 'two'", "width must be a whole number or auto; got 'two'"),
         ("width = 0", "width must be at least 1; got 0"),
-        ("width = 1.5", "width must be a whole number; got '1.5'"),
+        ("width = 1.5", "width must be a whole number or auto; got '1.5'"),
         ("width = true", "width must be a value, not true or false in a config file; got true"),
         ("trace = 1", "trace must be true or false in a config file; got 1"),
         ("width = ", "config must be a TOML file; got {}: Invalid value (at end of document)"),

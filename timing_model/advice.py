@@ -72,7 +72,8 @@ def _codec(plan: Plan) -> str | None:
         return None
     if best.question.codec != UNCOMPRESSED:
         gain = uncompressed.score / best.score - 1
-        without = f"the best without a codec ({describe(uncompressed.question)}) takes {gain:.1%} longer"
+        longer = f"takes {gain:.1%} longer" if gain > 0 else "is a tie, and less simple"
+        without = f"the best without a codec ({describe(uncompressed.question)}) {longer}"
         return f"Use {best.question.codec}: {without}. It is lossy, which timing-model plan --accuracy-cost can weigh."
     if compressed is None:
         return "Use no codec: none of those searched could be faster."

@@ -1,0 +1,436 @@
+"""What a run leaves to the timing model: the choice, what is said of it, and whole runs that make it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _ranks import run_ranks
+from rich.console import Console
+
+from pipesgd import planning
+from pipesgd.command_line import as_toml, parse
+from pipesgd.config import AUTO_OPTIONS, TrainConfig
+from pipesgd.errors import UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.planning import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift, Planned, decide, space_of
+from pipesgd.train import train
+from tests.timing_model._profiles import MLP, PROFILE, rates
+from timing_model import LinkParams
+from timing_model.measured import CodecProfile, ComputeProfile, Estimate, LinkProfile
+from timing_model.predict import predict
+from timing_model.profile import Profile
+from timing_model.question import Question
+
+AUTOS = "--width auto --codec auto --all-reduce auto"
+SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
+SMALL = dataclasses.replace(MLP, batch_size=16, tensors=(64 * 20, 20, 20 * 10, 10), samples=1497)
+"""What ``SHORT`` trains."""
+SLOW = LinkParams(alpha=5e-5, beta=8e-8, gamma=1e-10, sync=1e-4)
+INSTANT = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
+EXPENSIVE = rates(1e-6)
+
+
+def cluster(link: LinkParams = SLOW, compute: ComputeProfile = MLP, **changes: Any) -> Profile:
+    """A cluster of this link, without noise."""
+    exact = LinkProfile.exact(link)
+    steady = dataclasses.replace(compute, cv=0.0, slow_ranks=())
+    return dataclasses.replace(PROFILE, link=exact, native=exact, compute=(steady,), **changes)
+
+
+def choose(profile: Profile, words: str = AUTOS, **changes: Any) -> Planned:
+    config = parse(["--batch-size", "512", *words.split()])
+    options = {"world_size": 4, "iterations": 100, "source": "a test", "own": False} | changes
+    return decide(profile, profile.compute[0], config, **options)
+
+
+def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
+    planned = choose(cluster())
+    assert (planned.choices["width"], planned.choices["codec"]) == (2, "int8")
+    assert planned.choices["all-reduce"] in PROFILE.calibrated.all_reduces
+    assert planned.choices["segment-bytes"] == TrainConfig().pipeline.segment_bytes
+    assert (planned.support, planned.reasons) == ("interpolated", [])
+    chosen, advice, predicted = planned.lines()
+    assert "--width 2 --codec int8" in chosen
+    assert "times as fast as the best synchronous configuration" in advice
+    assert "Use int8" in advice
+    assert predicted.startswith("predicted by a test: ")
+    assert "for all 100" in predicted
+
+
+def test_an_instant_link_gets_neither() -> None:
+    planned = choose(cluster(INSTANT))
+    assert planned.choices == {"width": 1, "codec": "fp32", "all-reduce": "ring", "segment-bytes": 1 << 20}
+    assert "This method will not help you here" in planned.lines()[1]
+    assert "Use no codec" in planned.lines()[1]
+
+
+def test_a_codec_that_costs_more_than_the_wire_is_not_chosen() -> None:
+    slow = CodecProfile(bits=8.25, call=Estimate.exact(0.0), rates=EXPENSIVE)
+    assert choose(cluster(codecs={"int8": slow})).choices["codec"] == "fp32"
+
+
+def test_what_is_predicted_is_what_the_timing_model_says() -> None:
+    profile = cluster()
+    planned = choose(profile)
+    question = Question(
+        cluster=profile,
+        compute=profile.compute[0],
+        world_size=4,
+        width=2,
+        codec="int8",
+        all_reduce=planned.choices["all-reduce"],
+        iterations=100,
+    )
+    answer = predict(question)
+    assert planned.iteration_seconds == answer.iteration.total
+    assert (planned.low, planned.high, planned.job_seconds) == (answer.low, answer.high, answer.job)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--width 3 --codec auto", {"width": 3, "codec": "int8", "all-reduce": "ring"}),
+        ("--codec fp32 --width auto", {"width": 2, "codec": "fp32", "all-reduce": "ring"}),
+        (
+            "--codec sign --width auto --all-reduce halving-doubling",
+            {"codec": "sign", "all-reduce": "halving-doubling"},
+        ),
+        ("--all-reduce native --codec auto", {"codec": "fp32", "all-reduce": "native"}),
+        ("--segment-bytes 4096 --width auto", {"segment-bytes": 4096}),
+    ],
+)
+def test_what_is_given_stays(words: str, expected: dict[str, Any]) -> None:
+    planned = choose(cluster(), words)
+    assert {name: planned.choices[name] for name in expected} == expected
+
+
+def test_nothing_is_said_of_a_codec_that_was_given() -> None:
+    assert "codec:" not in " ".join(choose(cluster(), "--codec fp32 --width auto").why)
+
+
+def test_without_an_auto_it_only_predicts() -> None:
+    planned = choose(cluster(), "--width 3 --codec int8")
+    assert planned.why == []
+    assert planned.choices == {"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 1 << 20}
+
+
+def test_only_codecs_that_cost_no_accuracy_are_chosen_unasked() -> None:
+    cheap = CodecProfile(bits=1.0, call=Estimate.exact(0.0), rates=rates(0.0))
+    profile = cluster(codecs={"sign": cheap, "int4": cheap})
+    assert space_of(profile, parse(["--codec", "auto"])).codecs == ("fp32", "int4")
+
+
+@pytest.mark.parametrize("words", ["--streams 2", "--segment-bytes 4096"])
+def test_torchs_own_all_reduce_is_left_out_where_options_exclude_it(words: str) -> None:
+    free, bound = parse(["--all-reduce", "auto"]), parse(["--all-reduce", "auto", *words.split()])
+    assert "native" in space_of(PROFILE, free).all_reduces
+    assert space_of(PROFILE, bound).all_reduces == ("ring", "halving-doubling")
+
+
+def test_what_was_not_measured_is_said() -> None:
+    planned = choose(cluster(), "--width auto --codec sign --streams 2")
+    assert planned.support == "outside"
+    assert planned.reasons == ["codec sign was not measured; its costs are typical ones", "2 streams; measured: 1"]
+    assert planned.lines()[-1].endswith(f"outside: {', '.join(planned.reasons)}")
+    assert choose(cluster(), "--width auto --streams 2").support == "extrapolated"
+
+
+def test_a_cluster_far_from_the_job_is_refused_unless_it_is_the_runs_own() -> None:
+    with pytest.raises(UserInputError, match=r"^cluster must be near what is to be run; got 64 ranks; measured: 2, 3"):
+        choose(cluster(), world_size=64)
+    assert choose(cluster(), world_size=64, own=True).support == "outside"
+
+
+def prediction(low: float = 0.9, middle: float = 1.0, high: float = 1.2) -> Planned:
+    planned = choose(cluster())
+    return dataclasses.replace(planned, iteration_seconds=middle, low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (1.1, "an iteration took 1.10 s, predicted 1.00 s (900 ms to 1.20 s): +10.0%, inside the interval"),
+        (1.5, "an iteration took 1.50 s, predicted 1.00 s (900 ms to 1.20 s): +50.0%, above the interval"),
+        (0.8, "an iteration took 800 ms, predicted 1.00 s (900 ms to 1.20 s): -20.0%, below the interval"),
+    ],
+)
+def test_the_measured_time_is_set_beside_the_predicted_one(measured: float, said: str) -> None:
+    assert prediction().compare(measured) == said
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1.01, "slower"), (0.99, "faster")])
+def test_a_drift_is_told_once_and_only_when_it_lasts(factor: float, word: str) -> None:
+    planned = prediction()
+    edge = planned.high * (1 + TOLERANCE) if word == "slower" else planned.low / (1 + TOLERANCE)
+    within = Drift(planned)
+    assert not any(within.saw(edge / factor) for _ in range(10 * WINDOW * WINDOWS))
+    drift = Drift(planned)
+    said = [drift.saw(edge * factor) for _ in range(SETTLING + 10 * WINDOW * WINDOWS)]
+    [line] = [one for one in said if one]
+    assert said.index(line) == SETTLING + WINDOW * WINDOWS - 1
+    assert f"the cluster is {word} than" in line
+
+
+def test_a_hiccup_is_no_drift() -> None:
+    drift = Drift(prediction())
+    for _ in range(10):
+        for seconds in [9.0] * (WINDOW * (WINDOWS - 1)) + [1.0] * WINDOW:
+            assert drift.saw(seconds) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--width auot", "width must be auto, or a value that --help lists; got 'auot' (did you mean auto?)"),
+        ("--codec=ato", "codec must be auto, or a value that --help lists; got 'ato' (did you mean auto?)"),
+        ("--all_reduce Auto", "all-reduce must be auto, or a value that --help lists; got 'Auto' (did you mean auto?)"),
+        ("--width auto --width 2", "width must be given once; got it 2 times"),
+        ("--auto width", "every option must be one that --help lists; got --auto"),
+        ("--width auto --strategy ddp", "strategy must be pipelined with --width auto; got ddp"),
+        ("--codec auto --strategy local", "strategy must be pipelined with --codec auto; got local"),
+        ("--cluster c.toml --strategy ps-sync", "strategy must be pipelined with --cluster; got ps-sync"),
+        (
+            "--width auto --device cuda",
+            "device must be cpu with --width auto, since calibrations are those of CPUs; got cuda",
+        ),
+        (
+            "--width auto --codec topk",
+            "codec must be one of fp32, truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign with --width auto, "
+            "since no other is calibrated; got topk",
+        ),
+        (
+            "--width auto --all-reduce hierarchical",
+            "all-reduce must be another one with --width auto, since links inside nodes are not calibrated; "
+            "got hierarchical",
+        ),
+        (
+            "--codec auto --codec-block 64",
+            "codec-block must be left out with --codec auto, which chooses codecs as they are; got 64",
+        ),
+        ("--replan", "every option must be one that --help lists; got --replan"),
+    ],
+)
+def test_bad_words_get_one_line(words: str, message: str) -> None:
+    with pytest.raises(UserInputError) as caught:
+        parse(words.split())
+    assert str(caught.value) == message
+
+
+def test_what_is_auto_is_said_on_the_command_line_or_in_a_file_and_printed_so(tmp_path: Path) -> None:
+    config = parse(["--width=auto", "--all_reduce", "auto", "--segment-bytes", "auto", "--codec", "auto"])
+    assert config.planning.auto == AUTO_OPTIONS
+    assert [config.options()[name] for name in AUTO_OPTIONS] == ["auto"] * 4
+    path = tmp_path / "run.toml"
+    path.write_text(as_toml(config), encoding="utf-8")
+    assert parse(["--config", str(path)]) == config
+    assert parse(["--config", str(path), "--width", "3"]).planning.auto == AUTO_OPTIONS[1:]
+    chosen = config.with_choices({"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 4096})
+    assert chosen == parse(["--width", "3", "--codec", "int8", "--segment-bytes", "4096"])
+
+
+def _train(ranks: Ranks, words_of_ranks: list[str]) -> tuple[str, str]:
+    """(text of the error, stdout) of one run, whose own calibration is short."""
+    planning.CALIBRATION_SECONDS = 1.0
+    words = words_of_ranks[min(ranks.rank, len(words_of_ranks) - 1)]
+    out = io.StringIO()
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            train(words.split(), ranks, Console(file=out, width=200))
+            error = ""
+        except UserInputError as failure:
+            error = str(failure)
+    return error, out.getvalue()
+
+
+def run(world_size: int, *words_of_ranks: str) -> list[tuple[str, str]]:
+    return run_ranks(world_size, _train, list(words_of_ranks), process_group=False)
+
+
+def succeed(world_size: int, words: str, output: Path) -> tuple[dict[str, Any], str]:
+    """(summary, what rank 0 said)"""
+    results = run(world_size, f"{words} --output {output}")
+    assert [error for error, _ in results] == [""] * world_size
+    assert [text for _, text in results[1:]] == [""] * (world_size - 1)
+    return json.loads((output / "summary.json").read_text()), results[0][1]
+
+
+def options_of(result: dict[str, Any]) -> str:
+    return " ".join(f"--{name} {result['planned']['choices'][name]}" for name in AUTO_OPTIONS)
+
+
+def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_same_plan(tmp_path: Path) -> None:
+    slow, instant = tmp_path / "slow.toml", tmp_path / "instant.toml"
+    cluster(LinkParams(alpha=1.0, beta=1e-3, gamma=0.0, sync=0.0), SMALL).save(slow)
+    cluster(INSTANT, SMALL).save(instant)
+    words = f"{SHORT} {AUTOS} --checkpoint-iterations 5"
+    result, text = succeed(2, f"{words} --cluster {slow}", tmp_path / "run")
+    assert (result["width"], result["codec"]) == (2, "int8")
+    assert [result["options"][name] for name in AUTO_OPTIONS] == [
+        result["planned"]["choices"][name] for name in AUTO_OPTIONS
+    ]
+    assert result["planned"]["asked"] == ["width", "codec", "all-reduce"]
+    assert result["planned"]["measured_seconds"] == result["seconds"]["iteration"]["median"]
+    assert result["planned"]["low"] <= result["planned"]["iteration_seconds"] <= result["planned"]["high"]
+    assert result["replicas_identical"]
+    assert "--width 2 --codec int8" in text
+    assert f"predicted by {slow}: " in text
+    assert "pipelined width 2" in text
+    assert ", below the interval\n" in text
+
+    same, _ = succeed(2, f"{SHORT} {options_of(result)}", tmp_path / "same")
+    assert same["weights_sha256"] == result["weights_sha256"]
+
+    # Continued, it has the same plan, whatever another cluster would tell; a new run has another one.
+    for more in (f"{AUTOS} --cluster {instant}", AUTOS, options_of(result)):
+        (tmp_path / "run" / "summary.json").unlink()
+        resumed, text = succeed(2, f"{SHORT} --checkpoint-iterations 5 {more} --resume", tmp_path / "run")
+        assert resumed["weights_sha256"] == result["weights_sha256"]
+        for name in result["planned"].keys() - {"measured_seconds"}:
+            assert resumed["planned"][name] == result["planned"][name]
+        assert "planned when the run began: --width 2 --codec int8" in text
+        assert "chosen of" not in text
+        assert "continuing after iteration 10 of 12" in text
+    error = "width must be that of the run to resume, 2; got 3"
+    words_3 = f"{words.replace('--width auto', '--width 3')} --resume --output {tmp_path / 'run'}"
+    assert {one for one, _ in run(2, words_3)} == {error}
+    other, _ = succeed(2, f"{words} --cluster {instant} --overwrite", tmp_path / "run")
+    assert (other["width"], other["codec"]) == (1, "fp32")
+
+
+def test_a_run_that_had_no_plan_is_continued_as_it_was(tmp_path: Path) -> None:
+    words = f"{SHORT} --checkpoint-iterations 5"
+    first, _ = succeed(2, f"{words} --width 3 --codec int4", tmp_path)
+    resumed, text = succeed(2, f"{words} {AUTOS} --resume", tmp_path)
+    assert (resumed["width"], resumed["codec"], resumed["all_reduce"]) == (3, "int4", "ring")
+    assert resumed["weights_sha256"] == first["weights_sha256"]
+    assert "planned" not in resumed
+    assert "calibrating" not in text
+
+
+def test_without_a_cluster_it_calibrates_and_the_training_is_none_the_worse(tmp_path: Path) -> None:
+    result, text = succeed(2, f"{SHORT} --width auto --all-reduce auto --check-replicas 3", tmp_path / "auto")
+    assert "calibrating 2 ranks" in text
+    assert "predicted by a calibration of 1 s: " in text
+    assert result["replicas_identical"]
+    assert result["planned"]["asked"] == ["width", "all-reduce"]
+    assert result["codec"] == "fp32"
+    assert result["planned"]["iteration_seconds"] > 0
+    same, _ = succeed(2, f"{SHORT} {options_of(result)}", tmp_path / "same")
+    assert same["weights_sha256"] == result["weights_sha256"]
+
+
+def test_one_rank_has_nothing_to_plan(tmp_path: Path) -> None:
+    result, text = succeed(1, f"{SHORT} {AUTOS}", tmp_path)
+    assert text.startswith(
+        "one rank has no network, so that there is nothing to plan: --width 2 --codec fp32 --all-reduce ring "
+    )
+    assert (result["width"], result["codec"], result["all_reduce"]) == (2, "fp32", "ring")
+    assert "planned" not in result
+
+
+def test_a_cluster_without_an_auto_predicts(tmp_path: Path) -> None:
+    cluster(SLOW, SMALL).save(tmp_path / "cluster.toml")
+    result, text = succeed(2, f"{SHORT} --width 1 --cluster {tmp_path / 'cluster.toml'}", tmp_path / "run")
+    assert "predicted by" in text
+    assert "chosen of" not in text
+    assert result["width"] == 1
+    assert result["planned"]["asked"] == []
+
+
+def test_rank_0s_cluster_counts_and_it_says_who_has_another_one(tmp_path: Path) -> None:
+    own, other, none = tmp_path / "own.toml", tmp_path / "other.toml", tmp_path / "none.toml"
+    cluster(LinkParams(alpha=1.0, beta=1e-3, gamma=0.0, sync=0.0), SMALL).save(own)
+    cluster(INSTANT, SMALL).save(other)
+    words = f"{SHORT} {AUTOS} --output {tmp_path / 'run'}"
+    results = run(3, *(f"{words} --cluster {path}" for path in (own, other, none)))
+    assert [error for error, _ in results] == [""] * 3
+    assert f"rank 0's {own} counts: there is none on rank 2 and another one on rank 1\n" in results[0][1]
+    result = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (result["width"], result["codec"], result["replicas_identical"]) == (2, "int8", True)
+    results = run(2, f"{words} --overwrite", f"{words} --overwrite --cluster {own}")
+    assert {error for error, _ in results} == {
+        "cluster must be given to rank 0, whose file counts; got it on rank 1 only"
+    }
+
+
+def _file(tmp_path: Path, name: str) -> Path:
+    path = tmp_path / name
+    if name != "missing.toml":
+        cluster(SLOW, SMALL).save(path)
+    if name == "truncated.toml":
+        path.write_text(path.read_text()[:700])
+    if name == "format.toml":
+        path.write_text(path.read_text().replace("format = 1", "format = 7"))
+    if name == "binary.toml":
+        path.write_bytes(bytes(range(256)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("missing.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote; got {}"),
+        ("truncated.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote; got {}"),
+        ("binary.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote; got {}"),
+        ("format.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote; got {}: format must be 1"),
+        (
+            "cluster.toml",
+            "--batch-size 32",
+            "rank 0: cluster must be of the model that is trained, mlp with 32 samples on each rank; got {} with mlp "
+            "with 16",
+        ),
+        (
+            "cluster.toml",
+            "--batch-size 16 --accumulation 2",
+            "rank 0: cluster must be of the model that is trained, mlp with 32 samples on each rank; got {} with mlp "
+            "with 16",
+        ),
+        (
+            "cluster.toml",
+            "--batch-size 16 --hidden-sizes 30",
+            "rank 0: cluster must be of the model that is trained, mlp with 2,260 parameters; got {} with one of 1,510",
+        ),
+        (
+            "cluster.toml",
+            "--batch-size 16 --model convnet",
+            "rank 0: cluster must be of the model that is trained, convnet with 16 samples on each rank; got {} with "
+            "mlp with 16",
+        ),
+    ],
+)
+def test_a_cluster_that_does_not_fit_is_said_before_anything_is_written(
+    tmp_path: Path, name: str, words: str, message: str
+) -> None:
+    path = _file(tmp_path, name)
+    words = words or "--batch-size 16 --hidden-sizes 20"
+    if "mlp" not in words and "--model" not in words and "--hidden" not in words:
+        words += " --hidden-sizes 20"
+    results = run(2, f"--iterations 3 {words} --width auto --cluster {path} --output {tmp_path / 'run'}")
+    expected = message.format(path)
+    assert all(error.startswith(expected) for error, _ in results), results
+    assert all("\n" not in error for error, _ in results)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_somebody_else_is_refused_before_the_calibration(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("two years of work")
+    for error, text in run(2, f"{SHORT} --width auto --output {tmp_path}"):
+        assert "output must be new, empty, or a run's own" in error
+        assert text == ""
+
+
+def test_a_plan_that_is_no_plan_is_not_continued(tmp_path: Path) -> None:
+    cluster(SLOW, SMALL).save(tmp_path / "cluster.toml")
+    words = f"{SHORT} {AUTOS} --cluster {tmp_path / 'cluster.toml'}"
+    succeed(2, words, tmp_path / "run")
+    path = tmp_path / "run" / "run.json"
+    earlier = json.loads(path.read_text())
+    path.write_text(json.dumps(earlier | {"planned": {"width": 2}}))
+    for error, _ in run(2, f"{words} --resume --output {tmp_path / 'run'}"):
+        assert error.startswith("the run to resume must tell its choices; got TypeError(")
