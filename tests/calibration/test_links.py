@@ -67,6 +67,18 @@ def test_a_late_link_is_named_with_its_latency() -> None:
     assert "ms one way, where 0." in line
 
 
+def test_a_latency_that_only_one_end_saw_was_that_end_waiting() -> None:
+    probes = made(4)
+    probes.latency[2, 0] += 5e-3
+    assert slow_links(probes, one_a_node(4)) == []
+    probes.latency[0, 2] += 5e-3
+    lines = [line for _, line in slow_links(probes, one_a_node(4))]
+    assert [line.partition(",")[0] for line in lines] == [
+        "slow link: from rank 0 to rank 2",
+        "slow link: from rank 2 to rank 0",
+    ]
+
+
 def test_links_inside_a_node_are_compared_with_each_other_alone() -> None:
     """They are faster than the network, which is no fault of it."""
     probes = made(4)
