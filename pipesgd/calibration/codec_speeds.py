@@ -16,14 +16,21 @@ from pipesgd.calibration.sweep import finish_part
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
+from pipesgd.collectives.base import Finish, leave
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
+from pipesgd.exchanges.topk import NUMBERS_PER_VALUE, TopKExchange
+from pipesgd.gradients import FlatBuffer
 
 OPERATIONS = ("encode", "decode", "add", "hop")
+TOPK = "topk"
 SMALL_NUMEL = 1 << 10
 """Values of a call in which its fixed cost shows."""
 CACHED_NUMEL = 32 << 10
 MEMORY_NUMEL = 8 << 20
 """Values that a pass in memory goes over, segment by segment: what it comes to has left the caches since the last."""
+TOPK_NUMEL = 2 << 20
+ADDED = 33
+"""Parts of topk that are added up in a measurement: one is lost in the noise of choosing it."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 SMALL_CALLS, CACHED_CALLS = 30, 10
 """That are timed together."""
@@ -44,6 +51,9 @@ class CodecSpeed:
     memory: dict[str, Range]
     """By operation, in s per value."""
     cache: dict[str, Range]
+    """Likewise; empty for topk, which is never used in small pieces."""
+    gathered: bool = False
+    """Whether every rank gets all parts, as topk's, and adds them when all are there."""
 
 
 def cache_bytes() -> int:
@@ -61,7 +71,8 @@ def measure(names: Sequence[str], seconds: float, advance: Callable[[float], Non
     Codecs are as training has them by default. Decoding comes with what is done with every sum, the mean and the check
     that it is finite, since training does both at once; for fp32, "decode" is only that.
     """
-    kinds = {name: CodecOptions(codec=name) for name in ("fp32", *names)}
+    kinds = {name: CodecOptions(codec=name) for name in ("fp32", *names) if name != TOPK}
+    topk = _TopK() if TOPK in names else None
     values = torch.full((MEMORY_NUMEL,), 1e-3)
     residual = torch.zeros(MEMORY_NUMEL)
     begin = time.perf_counter()
@@ -72,6 +83,8 @@ def measure(names: Sequence[str], seconds: float, advance: Callable[[float], Non
             _round(found[name], codec, values, residual if options.gives_back else None, first=number == 0)
             if number < LEAST_ROUNDS:
                 advance((number + (index + 1) / len(kinds)) / LEAST_ROUNDS * 0.9)
+        if topk is not None:
+            found.setdefault(TOPK, {})["memory"] = topk.timed()
         if number + 1 >= LEAST_ROUNDS and time.perf_counter() - begin > seconds:
             break
     return found
@@ -79,6 +92,8 @@ def measure(names: Sequence[str], seconds: float, advance: Callable[[float], Non
 
 def summarize(name: str, everybody: Sequence[Times]) -> CodecSpeed:
     """Of one codec, from all ranks' times."""
+    if name == TOPK:
+        return _summarize_topk(everybody)
 
     def pooled(place: str, operation: str) -> Floats:
         return np.concatenate([times[place][operation] for times in everybody])
@@ -147,3 +162,61 @@ def _round(found: Times, codec: Codec, values: Tensor, residual: Tensor | None, 
                 call(operation, start, numel)
             taken = (time.thread_time() - begin) / divisor
             found.setdefault(place, {}).setdefault(operation, []).append(taken)
+
+
+class _TopK:
+    """What choosing the largest values costs, and adding up what a rank has chosen, in s per value of the gradient.
+
+    An exchange with one rank chooses and adds once; one with many, to whom the same part comes so often, adds so often.
+    """
+
+    def __init__(self) -> None:
+        self._gradient = torch.randn(TOPK_NUMEL, generator=torch.Generator().manual_seed(0))
+        self._buffer = FlatBuffer([self._gradient])
+        density = CodecOptions(codec=TOPK).density
+        self._exchanges = [
+            TopKExchange(_Repeat(parts), rank=0, world_size=parts, density=density) for parts in (1, ADDED)
+        ]
+        self._times: dict[str, list[float]] = {"encode": [], "add": []}
+        self._seconds()  # residuals and memory are made
+
+    def timed(self) -> dict[str, list[float]]:
+        """All times so far, with one of each more."""
+        one, many = self._seconds()
+        add = max(many - one, 0.0) / (ADDED - 1)
+        self._times["add"].append(add / TOPK_NUMEL)
+        self._times["encode"].append(max(one - add, 0.0) / TOPK_NUMEL)
+        return self._times
+
+    def _seconds(self) -> list[float]:
+        taken = []
+        for exchange in self._exchanges:
+            self._buffer.fill_from([self._gradient])
+            begin = time.thread_time()
+            exchange.sum(self._buffer, 0)
+            taken.append(time.thread_time() - begin)
+        return taken
+
+
+@dataclass(frozen=True)
+class _Repeat:
+    """Stands for an all-gather: every rank has chosen what this one has."""
+
+    parts: int
+
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+        own, *others = flat.chunk(self.parts)
+        for other in others:
+            other.copy_(own)
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        return 0
+
+
+def _summarize_topk(everybody: Sequence[Times]) -> CodecSpeed:
+    nothing = Range(0.0, 0.0, 0.0)
+    memory = dict.fromkeys(OPERATIONS, nothing)  # a part is neither decoded nor sent on as something else
+    for operation in ("encode", "add"):
+        memory[operation] = median_range(np.concatenate([times["memory"][operation] for times in everybody]))
+    bits = 32 * NUMBERS_PER_VALUE * CodecOptions(codec=TOPK).density
+    return CodecSpeed(bits=bits, call=nothing, memory=memory, cache={}, gathered=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ TRUSTED = 1.5
 """A cell that is off by more than so many times what it should be counts less (Huber)."""
 LEAST_SPREAD = 0.01
 """Relative; what a median of a few times, and a formula, may be off by even where all times are alike."""
+OPEN = 1e-14
 NUDGE = 1e-7
 """Of a parameter, to see what times do: far from the next piece."""
 RESAMPLES = 200
@@ -188,25 +190,25 @@ def _slopes(predict: Predict, parameters: Floats, scale: Floats) -> tuple[Floats
 def non_negative(rows: Floats, targets: Floats) -> Floats:
     """The x of at least 0 that makes ``rows @ x`` nearest to ``targets``, by trying all choices of what is 0.
 
-    >>> non_negative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0])).tolist()
+    >>> non_negative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0])).round(9).tolist()
     [2.0, 0.0]
     """
-    columns = rows.shape[1]
     gram, moments = rows.T @ rows, rows.T @ targets
-    best, least = np.zeros(columns), 0.0
-    for number in range(columns, 0, -1):
-        for chosen in itertools.combinations(range(columns), number):
-            part = list(chosen)
-            x = np.linalg.lstsq(gram[np.ix_(part, part)], moments[part], rcond=1e-13)[0]
-            if np.any(x < 0):
-                continue
-            cost = float(x @ gram[np.ix_(part, part)] @ x - 2 * x @ moments[part])  # but for what targets alone add
-            if cost < least:
-                best, least = np.zeros(columns), cost
-                best[part] = x
-        if number == columns and least < 0:
-            break  # nothing has to be 0: no other choice is nearer
+    free = _choices(rows.shape[1])  # (choices, k): what may be above 0
+    grams = gram * free[:, :, None] * free[:, None, :]
+    # The others' equations say that they are 0; a trace on the diagonal chooses where the data leave a direction open.
+    grams += np.eye(len(gram)) * (1 - free[:, :, None] + OPEN * np.trace(gram))
+    solved = np.linalg.solve(grams, (moments * free)[:, :, None])[:, :, 0]
+    costs = np.einsum("ci,ij,cj->c", solved, gram, solved) - 2 * solved @ moments  # but for what targets alone add
+    costs[np.any(solved < 0, axis=1)] = np.inf
+    best: Floats = np.maximum(solved[np.argmin(costs)], 0.0)
     return best
+
+
+@functools.cache
+def _choices(count: int) -> Floats:
+    """All ways to let some of ``count`` numbers be 0 and others not: rows of 0 and 1; all 0 first."""
+    return np.array(list(itertools.product((0.0, 1.0), repeat=count)))
 
 
 def median_range(times: Floats, seed: int = 0) -> Range:

@@ -19,7 +19,7 @@ from pipesgd.launch import Ranks
 Links = NDArray[np.bool_]
 """(p, p): which links are meant."""
 
-PINGS = 12
+PINGS = 20
 PAYLOAD_BYTES = 512 << 10
 REPETITIONS = 4
 STREAMED = 8, 64
@@ -136,14 +136,15 @@ def slow_links(probes: Probes, where: Sequence[Place]) -> list[SlowLink]:
         if kind.sum() < 2:
             continue
         usual = float(np.quantile(probes.rate[kind], GOOD, method="higher"))
-        latency = float(np.quantile(probes.latency[kind], 1 - GOOD, method="lower"))
+        round_trips = np.fmin(probes.latency, probes.latency.T)  # the same from both ends, but for who waits for a core
+        latency = float(np.quantile(round_trips[kind], 1 - GOOD, method="lower"))
         slow = kind & (probes.rate < SLOW * usual)
-        late = kind & (probes.latency > LATE * latency) & (probes.latency > latency + LATE_SECONDS)
+        late = kind & (round_trips > LATE * latency) & (round_trips > latency + LATE_SECONDS)
         for rank, who, links in _name(slow, kind):
             got = _mbit(float(np.median(probes.rate[links])))
             found.append(SlowLink(rank, f"slow link: {who}, {got}, where {_mbit(usual)} is usual here"))
         for rank, who, links in _name(late, kind):
-            got = _ms(float(np.median(probes.latency[links])))
+            got = _ms(float(np.median(round_trips[links])))
             found.append(SlowLink(rank, f"slow link: {who}, {got} one way, where {_ms(latency)} is usual here"))
     return found
 

@@ -26,8 +26,8 @@ SMALLEST_BYTES = 1 << 10
 """Of the gradients that are all-reduced."""
 LEAST_LARGEST_BYTES = 64 << 10
 """With less, what a byte costs would not show."""
-MEASURED_CODECS = DENSE_CODECS[1:]
-"""fp32 has no work of its own but the sums."""
+MEASURED_CODECS = (*DENSE_CODECS[1:], "topk")
+"""fp32 has no work of its own but the sums; powersgd's depends on the shapes of the model's matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class CalibrationOptions:
     largest_bytes: int = 16 << 20
     """Largest gradient that is all-reduced; less on a link so slow that it would take too long."""
     codecs: tuple[str, ...] = MEASURED_CODECS
-    """Codecs to measure: truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign."""
+    """Codecs to measure: truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign, topk."""
     prediction: str = "eager"
     """What stands for the gradients in flight, of which the late update's time depends: as in pipesgd.train."""
     timeout: float = DEFAULT_TIMEOUT

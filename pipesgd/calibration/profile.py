@@ -179,8 +179,9 @@ def _codec_profile(speed: CodecSpeed) -> CodecProfile:
         bits=speed.bits,
         call=Estimate(*speed.call),
         rates=rates(speed.memory),
-        in_cache=rates(speed.cache),
-        cache_bytes=cache_bytes(),
+        in_cache=rates(speed.cache) if speed.cache else None,
+        cache_bytes=cache_bytes() if speed.cache else 0,
+        gathered=speed.gathered,
     )
 
 

@@ -43,9 +43,10 @@ def show(
         for head in ("", "encode", "decode", "add", "hop"):
             table.add_column(head, justify="right" if head else "left")
         for name, speed in codecs.items():
-            cells = [
-                f"{1e9 * speed.memory[one].value:.2f} ({1e9 * speed.cache[one].value:.2f})" for one in speed.memory
-            ]
+            cells = []
+            for operation, rate in speed.memory.items():
+                cached = f" ({1e9 * speed.cache[operation].value:.2f})" if speed.cache else ""
+                cells.append(f"{1e9 * rate.value:.2f}{cached}")
             table.add_row(name, *cells)
         console.print(table)
     table = Table(title="computation of an iteration", title_justify="left", show_header=False, box=None)

@@ -95,13 +95,15 @@ class Sweep:
         left = max(min(self._ranks.exchange("time left", end - time.perf_counter())), 0.0)
         plans = [plan(once, left / LEAST_LAPS / len(cells) / 2) for once in agreed]
         times = [[once] if long >= LONG_SECONDS else [] for once, long in zip(first, agreed, strict=True)]
-        # 3. Lap after lap, until the time is up for one of the ranks.
+        # 3. Lap after lap, until there is no time for most of another one, as one of the ranks sees it.
         for lap in range(MOST_LAPS):
+            begin = time.perf_counter()
             for index, (group, name, size) in enumerate(cells):
                 calls, blocks = plans[index]
                 times[index] += [self._block(group, name, flat[: size // 4], calls) / calls for _ in range(blocks)]
                 advance(min(1.0, 1 - (end - time.perf_counter()) / seconds))
-            over = torch.full((self._ranks.world_size,), float(time.perf_counter() > end))
+            now = time.perf_counter()
+            over = torch.full((self._ranks.world_size,), float(now + (now - begin) / 2 > end))
             self.ring(over)
             if lap + 1 >= LEAST_LAPS and over[0] > 0:
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from pipesgd.calibration.report import plot_residuals
 from pipesgd.calibration.sweep import Cell
 from pipesgd.command_line import HelpRequested, parse_as
 from pipesgd.config import TrainConfig
+from pipesgd.ending import EXIT_INTERRUPTED
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.launch import Ranks
 from timing_model import all_reduce_time
@@ -138,6 +140,18 @@ def test_a_folder_that_is_not_there_ends_the_command_with_code_2_and_one_line(tm
     assert done.returncode == 2
     assert done.stderr == f"error: out must be in a folder to write to; got {tmp_path / 'none' / 'cluster.toml'}\n"
     assert done.stdout == ""
+
+
+def test_ctrl_c_ends_it_with_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "100"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, text=True, cwd=tmp_path, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("one rank")  # it is under way
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (EXIT_INTERRUPTED, "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_picture_shows_the_held_out_residuals() -> None:

@@ -86,6 +86,13 @@ def test_sizes_that_are_all_noise_bend_nothing_and_are_not_promised() -> None:
     assert fitted("ring", cells).smallest_bytes == 1 << 10
 
 
+def test_a_cell_that_is_far_off_all_the_time_bends_little() -> None:
+    """As where a burst passes a switch unhindered at one size: its own times agree with each other."""
+    cells = made_cells("ring", LINK, 0, noise=0.02, interrupted=0.0)
+    cells[-1] = dataclasses.replace(cells[-1], seconds=cells[-1].seconds / 3)
+    assert fitted("ring", cells).fit.parameters[BETA] == pytest.approx(LINK.beta, rel=0.02)
+
+
 def test_every_cell_is_held_out_by_the_half_that_it_is_in() -> None:
     """Two halves that contradict each other: each is predicted by the other's slope."""
     x = np.array([1.0, 2.0, 3.0, 4.0])

@@ -63,8 +63,20 @@ def test_a_late_link_is_named_with_its_latency() -> None:
     probes.latency[:, 3] += 5e-3
     [(rank, line)] = slow_links(probes, one_a_node(4))
     assert rank == 3
-    assert line.startswith("slow link: that of rank 3, 5.1")
+    assert line.startswith("slow link: that of rank 3, 5.")
     assert "ms one way, where 0." in line
+
+
+def test_a_latency_that_only_one_end_saw_was_that_end_waiting() -> None:
+    probes = made(4)
+    probes.latency[2, 0] += 5e-3
+    assert slow_links(probes, one_a_node(4)) == []
+    probes.latency[0, 2] += 5e-3
+    lines = [line for _, line in slow_links(probes, one_a_node(4))]
+    assert [line.partition(",")[0] for line in lines] == [
+        "slow link: from rank 0 to rank 2",
+        "slow link: from rank 2 to rank 0",
+    ]
 
 
 def test_links_inside_a_node_are_compared_with_each_other_alone() -> None:

@@ -91,3 +91,14 @@ def test_every_codec_is_measured_in_every_place() -> None:
         assert times.keys() == {"small", "cache", "memory"}
         assert all(own.keys() == set(OPERATIONS) for own in times.values())
         assert all(len(own) == codec_speeds.LEAST_ROUNDS for one in times.values() for own in one.values())
+
+
+def test_topk_is_timed_by_its_exchange_and_summed_up_as_a_gather() -> None:
+    times = codec_speeds.measure(["topk"], 0.0, lambda share: None)["topk"]
+    assert times.keys() == {"memory"}
+    assert [len(own) for own in times["memory"].values()] == [codec_speeds.LEAST_ROUNDS] * 2
+    made = {"memory": {"encode": [3e-9], "add": [1e-9]}}
+    speed = codec_speeds.summarize("topk", [made, made])
+    assert speed.gathered
+    assert (speed.memory["encode"].value, speed.memory["add"].value) == (3e-9, 1e-9)
+    assert speed.bits == pytest.approx(0.01 * 64)
