@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.checks import check_one_of
-from timing_model.measured import Calibrated, ComputeProfile, Estimate, LinkProfile
+from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.params import LinkParams
 from timing_model.presets import MODELS, NETWORKS, SUMS
 from timing_model.profile import UNCOMPRESSED, Profile
@@ -146,6 +146,11 @@ def add_nodes(group: argparse._ArgumentGroup) -> None:
 
 def base_of(given: Namespace) -> Question:
     """The job that the options of ``add_job`` name, as D-Sync. Raises ``ValueError``."""
+    for name in ("latency", "compute", "update"):
+        if (getattr(given, name) or 0.0) > MOST:
+            raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
+    if given.bandwidth is not None and given.bandwidth < 1 / MOST:
+        raise ValueError(f"bandwidth must be at least {1 / MOST:g} bytes a second; got {given.bandwidth:g}")
     cluster = _cluster(given)
     return Question(
         cluster=cluster,

@@ -32,7 +32,7 @@ def check_plot(path: Path | None) -> None:
         raise ValueError(f"plot must be a file in a folder that is there; got {path}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            f"plot must be left out where matplotlib is not installed (pip install matplotlib); got {path}"
+            f"plot must be left out where matplotlib is not installed (pip install matplotlib does it); got {path}"
         )
 
 
