@@ -71,8 +71,9 @@ def _codec(plan: Plan) -> str | None:
     if uncompressed is None:
         return None
     if best.question.codec != UNCOMPRESSED:
-        gain = uncompressed.score / best.score - 1
-        without = f"the best without a codec ({describe(uncompressed.question)}) takes {gain:.1%} longer"
+        ratio = uncompressed.score / best.score
+        longer = f"{ratio - 1:.1%} longer" if ratio < 2 else f"{ratio:.1f} times as long"
+        without = f"the best without a codec ({describe(uncompressed.question)}) takes {longer}"
         return f"Use {best.question.codec}: {without}. It is lossy, which --accuracy-cost can weigh."
     if compressed is None:
         return "Use no codec: none of those searched could be faster."

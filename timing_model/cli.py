@@ -134,7 +134,7 @@ def _plan(given: Namespace) -> str:
     )
     support = support_of(found.best.question)
     if given.plot:
-        shown = found.ranking[: given.top]
+        shown = found.kinds[: given.top]
         labels, iterations = [describe(one.question) for one in shown], [one.iteration for one in shown]
         save_plot(
             given.plot,
@@ -148,7 +148,7 @@ def _plan(given: Namespace) -> str:
         "synchronous": found.synchronous and _choice(found.synchronous),
         "uncompressed": found.uncompressed and _choice(found.uncompressed),
         "advice": advice(found),
-        "ranking": [_choice(one) for one in found.ranking[: given.top]],
+        "ranking": [_choice(one) for one in found.kinds[: given.top]],
         "considered": found.considered,
         "support": support.kind,
         "reasons": list(support.reasons),

@@ -78,14 +78,22 @@ class Plan:
     best: Choice
     """The simplest of the fastest."""
     ranking: tuple[Choice, ...]
-    """All that were not ruled out by bounds, each with its best segment size: those in a tie with the fastest one, the
-    simplest first, and then the others, the fastest first."""
+    """All that were not ruled out by bounds, each with its best segment size, and so the best of each codec: the fastest
+    first, and the simplest first where times are in a tie."""
     synchronous: Choice | None
     """The best one of width 1, ddp, or parameter servers; None if none was searched, as below."""
     uncompressed: Choice | None
     """The best one without a codec."""
     considered: int
     """Configurations in the space, with those that were ruled out."""
+
+    @property
+    def kinds(self) -> tuple[Choice, ...]:
+        """The best of each strategy, width and codec in the ranking."""
+        first: dict[tuple[str, int, str], Choice] = {}
+        for one in self.ranking:
+            first.setdefault((one.question.strategy, one.question.width, one.question.codec), one)
+        return tuple(first.values())
 
 
 def plan(
@@ -119,8 +127,8 @@ def plan(
     if best is None:
         reasons = support_of(base).reasons or ("no all-reduce for any of the codecs",)
         raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")
-    tie = min(one.score for one in search.choices) * (1 + TIE)
-    ranking = sorted(search.choices, key=lambda one: (max(one.score, tie), simplicity(one.question)))
+    fastest = min(one.score for one in search.choices)
+    ranking = sorted(search.choices, key=lambda one: (_ties(one.score, fastest), simplicity(one.question)))
     return Plan(
         best=best,
         ranking=tuple(ranking),
@@ -143,6 +151,17 @@ def simplicity(question: Question) -> tuple[float, ...]:
         0 if question.all_reduce is None else ALL_REDUCES.index(question.all_reduce),
         abs(math.log2(question.segment_bytes / SEGMENT_BYTES)),
     )
+
+
+def _ties(score: float, fastest: float) -> float:
+    """By how many ties it is slower, rounded up."""
+    if score <= fastest:
+        return 0
+    return math.inf if fastest == 0 else math.ceil(math.log(score / fastest, 1 + TIE) - 1e-9)
+
+
+def _has_codec(codec: str) -> Callable[[Question], bool]:
+    return lambda question: question.codec == codec
 
 
 class _Group:
@@ -187,7 +206,9 @@ class _Search:
         self.all = _Group(lambda question: True)
         self.synchronous = _Group(lambda question: question.width == 1)
         self.uncompressed = _Group(lambda question: question.codec == UNCOMPRESSED)
-        self._groups = (self.all, self.synchronous, self.uncompressed)
+        self._groups = [self.all, self.synchronous, self.uncompressed]
+        # So that the ranking compares codecs:
+        self._groups += [_Group(_has_codec(codec)) for codec in space.codecs]
         self.choices: list[Choice] = []
         self.considered = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from timing_model.advice import advice, describe, reason, words_for_training
-from timing_model.plan import Plan
+from timing_model.plan import Choice, Plan
 from timing_model.predict import CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
 from timing_model.question import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Question, Support
 from timing_model.units import format_bandwidth, format_bytes, format_count, format_seconds
@@ -90,6 +90,12 @@ def support_lines(support: Support) -> list[str]:
     return [said[support.kind], *[f"  - {reason}" for reason in support.reasons]]
 
 
+def compared(one: Choice, best: Choice) -> str:
+    """How much more one takes than the best: in percent, or as a multiple from 2 on."""
+    ratio = one.score / best.score if best.score > 0 else 1.0
+    return f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.1f} x"
+
+
 def plan_text(plan: Plan, support: Support, top: int) -> str:
     """For people."""
     best = plan.best
@@ -100,12 +106,12 @@ def plan_text(plan: Plan, support: Support, top: int) -> str:
     references = (best, plan.synchronous, plan.uncompressed, servers)
     shown = [
         one
-        for number, one in enumerate(plan.ranking)
+        for number, one in enumerate(plan.kinds)
         if number < top or any(one is reference for reference in references)
     ]
     for one in shown:
         mark = "*" if one is best else ""
-        slower = "" if one is best else f"{one.score / best.score - 1:+.1%}"
+        slower = "" if one is best else compared(one, best)
         rows.append((mark, describe(one.question), format_seconds(one.iteration.total), slower, reason(one)))
     lines += [*table(rows, right=(2, 3)), ""]
     lines += [f"Choose {describe(best.question)}: {words_for_training(best.question)}", *advice(plan), ""]
