@@ -78,8 +78,8 @@ class Plan:
     best: Choice
     """The simplest of the fastest."""
     ranking: tuple[Choice, ...]
-    """All that were not ruled out by bounds, each with its best segment size, and so the best of each codec: the fastest
-    first, and the simplest first where times are in a tie."""
+    """All that were not ruled out by bounds, each with its best segment size; the best of each codec is among them. The
+    fastest come first, and where times are in a tie, the simplest."""
     synchronous: Choice | None
     """The best one of width 1, ddp, or parameter servers; None if none was searched, as below."""
     uncompressed: Choice | None
@@ -154,10 +154,10 @@ def simplicity(question: Question) -> tuple[float, ...]:
 
 
 def _ties(score: float, fastest: float) -> float:
-    """By how many ties it is slower, rounded up."""
+    """By how many ties it is slower: 0 up to one."""
     if score <= fastest:
         return 0
-    return math.inf if fastest == 0 else math.ceil(math.log(score / fastest, 1 + TIE) - 1e-9)
+    return math.inf if fastest == 0 else max(0, math.ceil(math.log(score / fastest, 1 + TIE) - 1e-9) - 1)
 
 
 def _has_codec(codec: str) -> Callable[[Question], bool]:

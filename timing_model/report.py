@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from timing_model.advice import advice, describe, reason, words_for_training
+from timing_model.advice import advice, describe, ratio, reason, words_for_training
 from timing_model.plan import Choice, Plan
 from timing_model.predict import CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
 from timing_model.question import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Question, Support
@@ -92,8 +92,8 @@ def support_lines(support: Support) -> list[str]:
 
 def compared(one: Choice, best: Choice) -> str:
     """How much more one takes than the best: in percent, or as a multiple from 2 on."""
-    ratio = one.score / best.score if best.score > 0 else 1.0
-    return f"{ratio - 1:+.1%}" if ratio < 2 else f"{ratio:.1f} x"
+    more = ratio(one, best)
+    return f"{more - 1:+.1%}" if more < 2 else f"{more:.1f} x"
 
 
 def plan_text(plan: Plan, support: Support, top: int) -> str:

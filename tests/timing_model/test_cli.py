@@ -218,7 +218,8 @@ def test_what_is_wrong_is_one_line(
 WORDS = st.sampled_from(
     f"""{HAND} --width --codec --all-reduce --strategy --cv --slow-ranks --json --segment-bytes --batch-size --samples
     --epochs --iterations --model --network --update --servers --ranks-per-node --extrapolate --top --seed
-    0 1 2 -1 1e9 1e308s nan inf int8 native ddp ps-sync hierarchical halving-doubling 1GbE vgg16 3 7 64 1s 1e-300bit/s
+    0 1 2 -1 1e9 1e308s nan inf int8 native ddp ps-sync hierarchical halving-doubling 1GbE vgg16 3 7 64 1s
+    1e-300bit/s 0s --compute --bandwidth --latency --parameters
     = -- - é predict --width=2 999999999999999999999999999999""".split()
 )
 
