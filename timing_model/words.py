@@ -32,6 +32,10 @@ class Parser(argparse.ArgumentParser):
                 joined[-1] += f"={word}"
             else:
                 joined.append(word)
+        names = [word.partition("=")[0] for word in joined if word.startswith("--")]
+        for name in names:
+            if names.count(name) > 1:  # which of the values was meant should not be guessed
+                raise ValueError(f"{name[2:]} must be given once; got it {names.count(name)} times")
         return self.parse_args(joined)
 
 

@@ -115,9 +115,16 @@ def test_a_picture_without_matplotlib(
 
 def test_as_a_program() -> None:
     words = [sys.executable, "-m", "timing_model", "predict", *HAND.split()]
-    done = subprocess.run([*words, "--world-size", "0"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*words, "--width", "0"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: world-size must be a whole number of at least 1; got '0'\n"
+    assert done.stderr == "error: width must be a whole number of at least 1; got '0'\n"
+
+
+def instead(words: str) -> list[str]:
+    """The words without those of ``HAND`` that are said anew."""
+    anew = words.replace(HAND, "").split()
+    kept = [pair for pair in zip(HAND.split()[::2], HAND.split()[1::2], strict=True) if pair[0] not in anew]
+    return words.replace(HAND, " ".join(" ".join(pair) for pair in kept)).split()
 
 
 BAD = {
@@ -127,6 +134,7 @@ BAD = {
     f"predict {HAND} --wid 2": "every option must be one that --help lists; got --wid",
     f"predict {HAND} surplus": "every option must be one that --help lists; got surplus",
     f"predict {HAND} --width": "width must have a value; got none",
+    f"predict {HAND} --width 1 --width=2": "width must be given once; got it 2 times",
     f"predict {HAND} --width 0": "width must be a whole number of at least 1; got '0'",
     f"predict {HAND} --width 2.5": "width must be a whole number of at least 1; got '2.5'",
     f"predict {HAND} --bandwidth -10Gbit/s": "bandwidth must be at least 0 and finite; got '-10Gbit/s'",
@@ -205,7 +213,7 @@ def test_what_is_wrong_is_one_line(
         path.write_text(named[name])
     before = sorted(tmp_path.iterdir())
     message = BAD[words]
-    assert main(words.format(folder=tmp_path, cluster=cluster, **paths).split()) == 2
+    assert main(instead(words.format(folder=tmp_path, cluster=cluster, **paths))) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
