@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from timing_model.plan import TIE, Choice, Plan
+import math
+
+from timing_model.choices import TIE, Choice
+from timing_model.plan import Plan
 from timing_model.profile import UNCOMPRESSED
 from timing_model.question import Question
 from timing_model.units import format_seconds
@@ -41,6 +44,13 @@ def advice(plan: Plan) -> list[str]:
     return [one for one in (_pipelining(plan), _codec(plan), _servers(plan)) if one]
 
 
+def ratio(one: Choice, other: Choice) -> float:
+    """How many times as long one takes as the other."""
+    if other.score > 0:
+        return one.score / other.score
+    return 1.0 if one.score == 0 else math.inf
+
+
 def words_for_training(question: Question) -> str:
     """The options of ``pipesgd.train`` that run a configuration."""
     if question.strategy == "ddp":
@@ -57,10 +67,10 @@ def _pipelining(plan: Plan) -> str | None:
     if synchronous is None or pipelined is None:
         return None
     chosen = best if best.question.width > 1 else pipelined
-    gain = synchronous.score / chosen.score - 1
+    gain = ratio(synchronous, chosen) - 1
     against = f"the best synchronous configuration ({describe(synchronous.question)})"
     if gain < NO_HELP:
-        said = f"gains {gain:.1%} over" if gain > 0 else f"is {-gain:.1%} slower than"
+        said = f"gains {gain:.1%} over" if gain >= 0 else f"is {-gain:.1%} slower than"
         return f"This method will not help you here: a pipeline {said} {against}."
     return f"The pipeline is {1 + gain:.2f} times as fast as {against}."
 
@@ -71,14 +81,15 @@ def _codec(plan: Plan) -> str | None:
     if uncompressed is None:
         return None
     if best.question.codec != UNCOMPRESSED:
-        gain = uncompressed.score / best.score - 1
-        longer = f"takes {gain:.1%} longer" if gain > 0 else "is a tie, and less simple"
+        more = ratio(uncompressed, best)
+        longer = "is a tie, and less simple" if more <= 1 else f"takes {more - 1:.1%} longer"
+        longer = f"takes {more:.1f} times as long" if more >= 2 else longer
         without = f"the best without a codec ({describe(uncompressed.question)}) {longer}"
         return f"Use {best.question.codec}: {without}. It is lossy, which timing-model plan --accuracy-cost can weigh."
     if compressed is None:
         return "Use no codec: none of those searched could be faster."
-    gain = best.score / compressed.score - 1
-    if gain > 0:
+    gain = ratio(best, compressed) - 1
+    if gain >= 0:
         return f"Use no codec: the best one ({compressed.question.codec}) would gain {gain:.1%}, which is a tie."
     return f"Use no codec: with the best one ({compressed.question.codec}) it takes {-gain:.1%} longer."
 
@@ -87,4 +98,4 @@ def _servers(plan: Plan) -> str | None:
     servers = next((one for one in plan.ranking if one.question.strategy == "ps-sync"), None)
     if servers is None or servers is plan.best:
         return None
-    return f"Against a parameter server, it is {servers.score / plan.best.score:.2f} times as fast."
+    return f"Against a parameter server, it is {ratio(servers, plan.best):.2f} times as fast."

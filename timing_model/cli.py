@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING
 
 from timing_model.advice import advice, describe, reason, words_for_training
 from timing_model.checks import check_one_of
+from timing_model.choices import Choice, Space
 from timing_model.costs import costs_of, iteration_time
 from timing_model.fit import fit, fit_text
-from timing_model.options import Parser, add_configuration, add_job, add_nodes, add_output, base_of, question_of, whole
-from timing_model.plan import Choice, Space, plan
+from timing_model.options import add_configuration, add_job, add_nodes, add_output, base_of, question_of
+from timing_model.plan import plan
 from timing_model.plots import check_plot, plot_parts, save_plot
 from timing_model.predict import Answer, predict
 from timing_model.profile import Profile
-from timing_model.question import Question, support_of
+from timing_model.question import Question
 from timing_model.rehearsal import plot_rehearsal, rehearse
 from timing_model.report import answer_text, job_line, plan_text
+from timing_model.words import Parser, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,26 +134,25 @@ def _plan(given: Namespace) -> str:
         accuracy_cost=dict(map(_accuracy_cost, given.accuracy_cost)),
         extrapolate=given.extrapolate,
     )
-    support = support_of(found.best.question)
     if given.plot:
-        shown = found.ranking[: given.top]
+        shown = found.kinds[: given.top]
         labels, iterations = [describe(one.question) for one in shown], [one.iteration for one in shown]
         save_plot(
             given.plot,
             lambda axes: plot_parts(labels, iterations, axes, title=job_line(base)),
             height=2 + 0.3 * len(shown),
         )
+    answer = predict(found.best.question, extrapolate=given.extrapolate)
     if not given.json:
-        return plan_text(found, support, given.top)
+        return plan_text(found, answer, given.top)
     values = {
+        "predicted": answer.as_json(),
         "best": _choice(found.best),
         "synchronous": found.synchronous and _choice(found.synchronous),
         "uncompressed": found.uncompressed and _choice(found.uncompressed),
         "advice": advice(found),
-        "ranking": [_choice(one) for one in found.ranking[: given.top]],
+        "ranking": [_choice(one) for one in found.kinds[: given.top]],
         "considered": found.considered,
-        "support": support.kind,
-        "reasons": list(support.reasons),
     }
     return json.dumps(values, indent=1)
 

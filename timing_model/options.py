@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.checks import check_one_of
-from timing_model.measured import Calibrated, ComputeProfile, Estimate, LinkProfile
+from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.params import LinkParams
 from timing_model.presets import MODELS, NETWORKS, SUMS
 from timing_model.profile import UNCOMPRESSED, Profile
 from timing_model.question import OWN_ALL_REDUCE, STRATEGIES, Question, compute_of
 from timing_model.units import parse_bandwidth, parse_count, parse_seconds
+from timing_model.words import Parser, number_of, quantity, whole
 
 LAYERS = 50
 """Of a model of which only the size is known: ddp reduces it in as many equal parts."""
@@ -27,69 +24,6 @@ BACKWARD = 2 / 3
 NOTHING = Calibrated(
     world_sizes=(), all_reduces=(), smallest_bytes=0, largest_bytes=0, residual=0.0, ranks_per_core=1.0
 )
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ``ValueError`` in one line that names the option."""
-
-    def error(self, message: str) -> NoReturn:
-        if found := re.match(r"unrecognized arguments: (\S+)", message):
-            names = [name for action in self._actions for name in action.option_strings]
-            raise ValueError(f"every option must be one that --help lists; got {found[1]}{_nearest(found[1], names)}")
-        if found := re.match(r"argument --([\w-]+): (?:\1 )?(.*)", message):
-            what = "must have a value; got none" if found[2].startswith("expected") else found[2]
-            raise ValueError(f"{found[1]} {what}")
-        if found := re.match(r"the following arguments are required: (?:--)?([\w-]+)", message):
-            raise ValueError(f"{found[1]} must be given; got none")
-        raise ValueError(message)
-
-    def parse(self, words: Sequence[str]) -> Namespace:
-        """The values; a number below 0 is a value, too."""
-        joined: list[str] = []
-        for word in words:
-            if joined and joined[-1].startswith("--") and "=" not in joined[-1] and re.match(r"-\.?\d", word):
-                joined[-1] += f"={word}"
-            else:
-                joined.append(word)
-        return self.parse_args(joined)
-
-
-def whole(least: int = 1) -> Callable[[str], int]:
-    """The type of an option that is a whole number."""
-
-    def number(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
-        return int(text)
-
-    return number
-
-
-def quantity(parse: Callable[[str, str], float], name: str) -> Callable[[str], float]:
-    """The type of an option with a unit."""
-
-    def number(text: str) -> float:
-        try:
-            return parse(name, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return number
-
-
-def number_of(least: float) -> Callable[[str], float]:
-    """The type of an option that is a number without a unit."""
-
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not least <= value < 1e9:
-            raise argparse.ArgumentTypeError(f"must be a number of at least {least:g}; got {text!r}")
-        return value
-
-    return number
 
 
 def add_job(options: Parser) -> None:
@@ -146,6 +80,11 @@ def add_nodes(group: argparse._ArgumentGroup) -> None:
 
 def base_of(given: Namespace) -> Question:
     """The job that the options of ``add_job`` name, as D-Sync. Raises ``ValueError``."""
+    for name in ("latency", "compute", "update"):
+        if (getattr(given, name) or 0.0) > MOST:
+            raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
+    if given.bandwidth is not None and given.bandwidth < 1 / MOST:
+        raise ValueError(f"bandwidth must be at least {1 / MOST:g} bytes a second; got {given.bandwidth:g}")
     cluster = _cluster(given)
     return Question(
         cluster=cluster,
@@ -249,8 +188,3 @@ def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
     if "slow_ranks" in present and len(given.slow_ranks) > given.world_size:
         raise ValueError(f"slow_ranks must be at most {given.world_size}; got {len(given.slow_ranks)}")
     return dataclasses.replace(compute, **present)
-
-
-def _nearest(got: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(got, names, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""

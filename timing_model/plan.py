@@ -2,73 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 
-from timing_model.all_reduce import ALL_REDUCES, SCHEDULES, SEGMENT_BYTES, CollectiveTime, segments_of
-from timing_model.bounds import least_collective_time
-from timing_model.checks import check_at_least, check_count, check_one_of
-from timing_model.costs import collective_time, costs_of, iteration_time, pipelined_time
-from timing_model.iteration import IterationTime
-from timing_model.presets import CODECS
-from timing_model.profile import UNCOMPRESSED, Profile
-from timing_model.question import OUTSIDE, OWN_ALL_REDUCE, STRATEGIES, Question, support_of
-
-TIE = 0.01
-"""Configurations that are nearer than this to the fastest one are as fast: the simplest of them is chosen."""
-WIDTHS = (1, 2, 3, 4)
-SEGMENTS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
-SIMPLEST = ("ddp", "pipelined", "ps-sync")
-"""Strategies of width 1 in this order."""
-LARGEST_MEETING = 32
-"""Ranks up to which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and it
-sends about twice the bytes, so that others are faster."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Space:
-    """What is searched: every combination that works."""
-
-    codecs: tuple[str, ...]
-    all_reduces: tuple[str, ...]
-    strategies: tuple[str, ...] = STRATEGIES
-    widths: tuple[int, ...] = WIDTHS
-    segments: tuple[int, ...] = SEGMENTS
-    """Bytes that a message has at most."""
-
-    def __post_init__(self) -> None:
-        for name in ("codecs", "all_reduces", "strategies", "widths", "segments"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must be at least one; got none")
-        for strategy in self.strategies:
-            check_one_of("strategy", strategy, STRATEGIES)
-        for all_reduce in self.all_reduces:
-            check_one_of("all_reduce", all_reduce, ALL_REDUCES)
-        for name in ("widths", "segments"):
-            for number in getattr(self, name):
-                check_count(name, number)
-
-    @classmethod
-    def of(cls, cluster: Profile) -> Space:
-        """All that was measured; of a cluster that is written by hand, all that there is."""
-        codecs = (UNCOMPRESSED, *cluster.codecs)
-        if cluster.calibrated.world_sizes:
-            return cls(codecs=codecs, all_reduces=cluster.calibrated.all_reduces)
-        return cls(codecs=tuple(dict.fromkeys((*codecs, *CODECS))), all_reduces=ALL_REDUCES)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A configuration, and what it takes."""
-
-    question: Question
-    iteration: IterationTime
-    collective: CollectiveTime
-    score: float
-    """Time of an iteration in s, times how many more of them are needed (``accuracy_cost``)."""
+from timing_model.choices import TIE, Choice, Space, simplicity
+from timing_model.costs import costs_of, iteration_time
+from timing_model.question import Question, support_of
+from timing_model.search import Search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +19,22 @@ class Plan:
     best: Choice
     """The simplest of the fastest."""
     ranking: tuple[Choice, ...]
-    """All that were not ruled out by bounds, each with its best segment size: those in a tie with the fastest one, the
-    simplest first, and then the others, the fastest first."""
+    """All that were not ruled out by bounds, each with its best segment size; the best of each codec is among them. The
+    fastest come first, and where times are in a tie, the simplest."""
     synchronous: Choice | None
     """The best one of width 1, ddp, or parameter servers; None if none was searched, as below."""
     uncompressed: Choice | None
     """The best one without a codec."""
     considered: int
     """Configurations in the space, with those that were ruled out."""
+
+    @property
+    def kinds(self) -> tuple[Choice, ...]:
+        """The best of each strategy, width and codec in the ranking."""
+        first: dict[tuple[str, int, str], Choice] = {}
+        for one in self.ranking:
+            first.setdefault((one.question.strategy, one.question.width, one.question.codec), one)
+        return tuple(first.values())
 
 
 def plan(
@@ -111,7 +60,7 @@ def plan(
         ValueError: nothing is left to be searched.
     """
     space = space or Space.of(base.cluster)
-    search = _Search(base, space, accuracy_cost or {}, extrapolate)
+    search = Search(base, space, accuracy_cost or {}, extrapolate)
     for question in search.whole():
         search.add(question, *iteration_time(question, costs_of(question)))
     search.pairs()
@@ -119,8 +68,8 @@ def plan(
     if best is None:
         reasons = support_of(base).reasons or ("no all-reduce for any of the codecs",)
         raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")
-    tie = min(one.score for one in search.choices) * (1 + TIE)
-    ranking = sorted(search.choices, key=lambda one: (max(one.score, tie), simplicity(one.question)))
+    fastest = min(one.score for one in search.choices)
+    ranking = sorted(search.choices, key=lambda one: (_ties(one.score, fastest), simplicity(one.question)))
     return Plan(
         best=best,
         ranking=tuple(ranking),
@@ -130,156 +79,8 @@ def plan(
     )
 
 
-def simplicity(question: Question) -> tuple[float, ...]:
-    """To sort by, the simplest first: less late and less lossy, then less that differs from the defaults.
-
-    Half the bits count as half a width more.
-    """
-    bits = 32.0 if question.codec_profile is None else question.codec_profile.bits
-    return (
-        round(question.width - 1 + math.log2(32 / bits) / 2, 1),
-        -bits,
-        SIMPLEST.index(question.strategy),
-        0 if question.all_reduce is None else ALL_REDUCES.index(question.all_reduce),
-        abs(math.log2(question.segment_bytes / SEGMENT_BYTES)),
-    )
-
-
-class _Group:
-    """Choices of which one is chosen: the simplest of the fastest."""
-
-    def __init__(self, belongs: Callable[[Question], bool]):
-        self._belongs = belongs
-        self._fast: list[tuple[tuple[float, ...], Choice]] = []
-        """Those in a tie with the fastest one, by simplicity."""
-        self._fastest = math.inf
-
-    @property
-    def chosen(self) -> Choice | None:
-        return min(self._fast, key=lambda one: one[0])[1] if self._fast else None
-
-    def add(self, choice: Choice) -> None:
-        if self._belongs(choice.question) and choice.score <= self._fastest * (1 + TIE):
-            self._fastest = min(self._fastest, choice.score)
-            self._fast.append((simplicity(choice.question), choice))
-            self._fast = [one for one in self._fast if one[1].score <= self._fastest * (1 + TIE)]
-
-    def could_choose(self, question: Question, floor: float) -> bool:
-        """Whether a configuration like ``question`` that takes at least ``floor`` could change what is chosen."""
-        if not self._belongs(question) or floor > self._fastest * (1 + TIE):
-            return False
-        return floor < self._fastest or simplicity(question) < min(key for key, _ in self._fast)
-
-
-class _Search:
-    """A search under way."""
-
-    def __init__(self, base: Question, space: Space, accuracy_cost: Mapping[str, float], extrapolate: bool):
-        self._base = dataclasses.replace(base, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring")
-        self._space = space
-        self._cost = accuracy_cost
-        self._extrapolate = extrapolate
-        for name, share in accuracy_cost.items():
-            check_one_of("accuracy_cost", name, ["width", *space.codecs])
-            check_at_least("accuracy_cost", share, 0)
-        for codec in space.codecs:
-            dataclasses.replace(self._base, codec=codec)  # refuses one that is not known
-        self.all = _Group(lambda question: True)
-        self.synchronous = _Group(lambda question: question.width == 1)
-        self.uncompressed = _Group(lambda question: question.codec == UNCOMPRESSED)
-        self._groups = (self.all, self.synchronous, self.uncompressed)
-        self.choices: list[Choice] = []
-        self.considered = 0
-
-    def whole(self) -> Iterator[Question]:
-        """Configurations without width and segments."""
-        for strategy in self._space.strategies:
-            if strategy != "pipelined":
-                for codec in self._space.codecs if strategy == "ddp" else (UNCOMPRESSED,):
-                    question = self._working(strategy=strategy, codec=codec, all_reduce=OWN_ALL_REDUCE[strategy])
-                    if question is not None:
-                        self.considered += 1
-                        yield question
-
-    def pairs(self) -> None:
-        """Look at pairs of codec and all-reduce, as long as one could change what is chosen."""
-        if "pipelined" not in self._space.strategies:
-            return
-        pending = []
-        for codec, all_reduce in product(self._space.codecs, self._space.all_reduces):
-            pair = self._working(codec=codec, all_reduce=all_reduce)
-            if pair is not None and self._segments(pair):
-                self.considered += len(self._space.widths) * len(self._segments(pair))
-                pending.append(self._with_floors(pair))
-        pending.sort(key=lambda floors: min(floor for _, floor in floors))
-        while pending:
-            chosen = next((number for number, floors in enumerate(pending) if self._could_choose(floors)), None)
-            if chosen is None:
-                return
-            self._look_at([question for question, _ in pending.pop(chosen)])
-
-    def add(self, question: Question, iteration: IterationTime, collective: CollectiveTime) -> None:
-        """Keep a configuration."""
-        score = iteration.total * self._more_iterations(question)
-        choice = Choice(question=question, iteration=iteration, collective=collective, score=score)
-        self.choices.append(choice)
-        for group in self._groups:
-            group.add(choice)
-
-    def _working(self, **options: str | None) -> Question | None:
-        """The job with these options, if they go together and are near enough to what was measured."""
-        try:
-            question = dataclasses.replace(self._base, **options)  # type: ignore[arg-type]  # each option is a str
-        except ValueError:  # such as int8 with torch's own all-reduce: no configuration
-            return None
-        if question.all_reduce == "hierarchical" and question.ranks_per_node == 1:
-            return None  # a ring
-        if question.meets and question.world_size > LARGEST_MEETING:
-            return None
-        return question if self._extrapolate or support_of(question).kind != OUTSIDE else None
-
-    def _segments(self, pair: Question) -> tuple[int, ...]:
-        if pair.all_reduce == "native":
-            return (SEGMENT_BYTES,)
-        return tuple(one for one in self._space.segments if one >= pair.least_segment_bytes)
-
-    def _with_floors(self, pair: Question) -> list[tuple[Question, float]]:
-        """The pair in each width, and what it takes at least."""
-        floors = []
-        for width in self._space.widths:
-            question = dataclasses.replace(pair, width=width)
-            costs = costs_of(question)
-            least = least_collective_time(question, costs)
-            total = pipelined_time(question, costs, CollectiveTime(least, least, 0.0)).total
-            floors.append((question, total * self._more_iterations(question)))
-        return floors
-
-    def _could_choose(self, floors: list[tuple[Question, float]]) -> bool:
-        return any(group.could_choose(question, floor) for question, floor in floors for group in self._groups)
-
-    def _look_at(self, questions: list[Question]) -> None:
-        """Take the best segment size, and add every width with it."""
-        pair = questions[0]
-        enough = least_collective_time(pair, costs_of(pair)) * (1 + TIE / 2)
-        times: dict[int, tuple[CollectiveTime, int]] = {}
-        for segment in sorted(self._segments(pair), key=lambda one: abs(math.log2(one / SEGMENT_BYTES))):
-            question = dataclasses.replace(pair, segment_bytes=segment)
-            costs = costs_of(question)
-            chunk = 0.0
-            if pair.all_reduce in SCHEDULES:
-                chunk = costs.codec.wire_bytes(pair.compute.numel / SCHEDULES[pair.all_reduce](pair.world_size).chunks)
-            cut = segments_of(chunk, segment)
-            if cut not in times:  # larger segments than a chunk are the same
-                times[cut] = collective_time(question, costs, pair.compute.numel), segment
-                if times[cut][0].total <= enough:
-                    break
-        fastest = min(collective.total for collective, _ in times.values())
-        # The first ones are nearest to the default.
-        collective, segment = next(one for one in times.values() if one[0].total <= fastest * (1 + TIE / 2))
-        for one in questions:
-            question = dataclasses.replace(one, segment_bytes=segment)
-            self.add(question, pipelined_time(question, costs_of(question), collective), collective)
-
-    def _more_iterations(self, question: Question) -> float:
-        late = self._cost.get("width", 0.0) * (question.width - 1)
-        return 1 + late + self._cost.get(question.codec, 0.0)
+def _ties(score: float, fastest: float) -> float:
+    """By how many ties it is slower: 0 up to one."""
+    if score <= fastest:
+        return 0
+    return math.inf if fastest == 0 else max(0, math.ceil(math.log(score / fastest, 1 + TIE) - 1e-9) - 1)

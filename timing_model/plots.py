@@ -32,7 +32,7 @@ def check_plot(path: Path | None) -> None:
         raise ValueError(f"plot must be a file in a folder that is there; got {path}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            f"plot must be left out where matplotlib is not installed (pip install matplotlib); got {path}"
+            f"plot must be left out where matplotlib is not installed (pip install matplotlib does it); got {path}"
         )
 
 
@@ -41,7 +41,7 @@ def save_plot(path: Path, draw: Callable[[Axes], object], *, height: float = 4.0
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, height), layout="constrained")
+    figure = Figure(figsize=(10, height), layout="constrained")
     FigureCanvasAgg(figure)
     draw(figure.add_subplot())
     try:
@@ -59,6 +59,9 @@ def plot_parts(names: Sequence[str], iterations: Sequence[IterationTime], axes: 
         lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set(title=title, xlabel="time of an iteration (s)")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=4, frameon=False)
+    axes.set(xlabel="time of an iteration (s)")
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.suptitle(title)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return axes

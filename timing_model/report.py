@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from timing_model.advice import advice, describe, reason, words_for_training
+from timing_model.advice import advice, describe, ratio, reason, words_for_training
+from timing_model.choices import Choice
 from timing_model.plan import Plan
 from timing_model.predict import CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
 from timing_model.question import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Question, Support
@@ -90,23 +91,33 @@ def support_lines(support: Support) -> list[str]:
     return [said[support.kind], *[f"  - {reason}" for reason in support.reasons]]
 
 
-def plan_text(plan: Plan, support: Support, top: int) -> str:
+def compared(one: Choice, best: Choice) -> str:
+    """How much more one takes than the best: in percent, or as a multiple from 2 on."""
+    more = ratio(one, best)
+    return f"{more - 1:+.1%}" if more < 2 else f"{more:.1f} x"
+
+
+def plan_text(plan: Plan, answer: Answer, top: int) -> str:
     """For people."""
     best = plan.best
     considered = f"{plan.considered:,} configurations searched, {len(plan.ranking):,} of them computed to the end"
     lines = [job_line(best.question), considered, ""]
     rows = [("", "configuration", "iteration", "", "why")]
-    servers = next((one for one in plan.ranking if one.question.strategy == "ps-sync"), None)
-    references = (best, plan.synchronous, plan.uncompressed, servers)
+    others = [next((one for one in plan.ranking if one.question.strategy == name), None) for name in ("ddp", "ps-sync")]
+    references = (best, plan.synchronous, plan.uncompressed, *others)
     shown = [
         one
-        for number, one in enumerate(plan.ranking)
+        for number, one in enumerate(plan.kinds)
         if number < top or any(one is reference for reference in references)
     ]
     for one in shown:
         mark = "*" if one is best else ""
-        slower = "" if one is best else f"{one.score / best.score - 1:+.1%}"
+        slower = "" if one is best else compared(one, best)
         rows.append((mark, describe(one.question), format_seconds(one.iteration.total), slower, reason(one)))
     lines += [*table(rows, right=(2, 3)), ""]
-    lines += [f"Choose {describe(best.question)}: {words_for_training(best.question)}", *advice(plan), ""]
-    return "\n".join([*lines, *support_lines(support)])
+    lines += [f"Choose {describe(best.question)}: {words_for_training(best.question)}"]
+    if answer.low < answer.high:
+        lines += [f"An iteration will take {format_seconds(answer.low)} to {format_seconds(answer.high)} (90 %)."]
+    if answer.job is not None:
+        lines += [f"The whole job will take {format_seconds(answer.job)}."]
+    return "\n".join([*lines, *advice(plan), "", *support_lines(answer.support)])

@@ -15,8 +15,9 @@ from tests.timing_model.test_predict import by_hand, compute
 from timing_model import LinkParams
 from timing_model.advice import advice, describe, reason, words_for_training
 from timing_model.bounds import least_collective_time
+from timing_model.choices import TIE, Space
 from timing_model.costs import collective_time, costs_of, iteration_time
-from timing_model.plan import TIE, Plan, Space, plan
+from timing_model.plan import Plan, plan
 from timing_model.presets import CODECS, MODELS, NETWORKS
 from timing_model.question import Question
 
