@@ -9,7 +9,6 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ from pipesgd.errors import CheckpointError, UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.workloads import ShardedBatches
 from timing_model.advice import advice, reason, words_for_training
-from timing_model.plan import SEGMENTS, Plan, Space, plan
+from timing_model.choices import SEGMENTS, Space
+from timing_model.plan import Plan, plan
 from timing_model.predict import predict
 from timing_model.profile import UNCOMPRESSED, ComputeProfile, Profile
 from timing_model.question import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Question, support_of
@@ -39,12 +39,6 @@ MOST_LARGEST_BYTES = 64 << 20
 AUTO_WIDTHS = (1, 2, 3)
 AUTO_CODECS = (UNCOMPRESSED, "bf16", "int8", "int4")
 """What is chosen from: what was found to cost next to no accuracy. Others are to be asked for by name."""
-WINDOW, WINDOWS = 20, 3
-"""Iterations whose median is compared with the prediction; and how many such in a row must be off to be mentioned."""
-TOLERANCE = 0.1
-"""By what share a median may be beyond the prediction's interval."""
-SETTLING = 5
-"""First iterations of a run, which take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,44 +84,20 @@ class Planned:
         off = measured / self.iteration_seconds - 1 if self.iteration_seconds > 0 else 0.0
         return f"an iteration took {format_seconds(measured)}, predicted {self._interval()}: {off:+.1%}, {place}"
 
+    def contradicted(self, measured: float) -> str:
+        """What to say when iterations take as long as ``measured``, in s, and not as predicted."""
+        word = "slower" if measured > self.high else "faster"
+        return (
+            f"iterations take {format_seconds(measured)}, predicted {self._interval()}: the cluster is {word} than the "
+            "calibration found it, or the model is wrong"
+        )
+
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def _interval(self) -> str:
         low, middle, high = map(format_seconds, (self.low, self.iteration_seconds, self.high))
         return f"{middle} ({low} to {high})"
-
-
-class Drift:
-    """Tells once when iterations take another time than was predicted, for long."""
-
-    def __init__(self, planned: Planned):
-        self._planned = planned
-        self._seen = 0
-        self._window: list[float] = []
-        self._sides: list[int] = []
-        self._told = False
-
-    def saw(self, seconds: float) -> str | None:
-        """Take note of an iteration; what is to be said, if anything."""
-        self._seen += 1
-        if self._told or self._seen <= SETTLING:
-            return None
-        self._window.append(seconds)
-        if len(self._window) < WINDOW:
-            return None
-        median = statistics.median(self._window)
-        above, below = median > self._planned.high * (1 + TOLERANCE), median < self._planned.low / (1 + TOLERANCE)
-        self._sides.append(int(above) - int(below))
-        self._window = []
-        if abs(sum(self._sides[-WINDOWS:])) < WINDOWS:
-            return None
-        self._told = True
-        return (
-            f"iterations take {format_seconds(median)}, predicted {self._planned._interval()}: the cluster is "
-            f"{'slower' if above else 'faster'} than the calibration found it, or the model is wrong; "
-            "python -m pipesgd.calibrate measures it anew"
-        )
 
 
 def plan_run(

@@ -30,6 +30,7 @@ from pipesgd.checkpoint import Checkpoints, CheckpointSchedule, save_atomically
 from pipesgd.command_line import as_toml, parse
 from pipesgd.computation import forward_backward, load
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
+from pipesgd.drift import Drift
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import DisagreementError
 from pipesgd.evaluation import evaluate
@@ -37,7 +38,7 @@ from pipesgd.guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.optimization import build_optimizer, build_schedule
-from pipesgd.planning import Drift, plan_run
+from pipesgd.planning import plan_run
 from pipesgd.progress import ProgressBar, show_summary
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.state import RunState

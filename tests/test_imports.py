@@ -40,6 +40,7 @@ LAYERS = [
     {"progress", "computation"},
     {"calibration"},
     {"planning"},
+    {"drift"},
     {"train", "calibrate"},
 ]
 """From the bottom up: a module imports from layers below its own, or from its own package."""

@@ -16,9 +16,10 @@ from rich.console import Console
 from pipesgd import planning
 from pipesgd.command_line import as_toml, parse
 from pipesgd.config import AUTO_OPTIONS, TrainConfig
+from pipesgd.drift import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
-from pipesgd.planning import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift, Planned, decide, space_of
+from pipesgd.planning import Planned, decide, space_of
 from pipesgd.train import train
 from tests.timing_model._profiles import MLP, PROFILE, rates
 from timing_model import LinkParams
@@ -200,9 +201,8 @@ def test_a_hiccup_is_no_drift() -> None:
             "device must be cpu with --width auto, since calibrations are those of CPUs; got cuda",
         ),
         (
-            "--width auto --codec topk",
-            "codec must be one of fp32, truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign with --width auto, "
-            "since no other is calibrated; got topk",
+            "--width auto --codec powersgd",
+            "codec must be another one with --width auto, since its times are not calibrated; got powersgd",
         ),
         (
             "--width auto --all-reduce hierarchical",
