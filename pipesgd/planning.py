@@ -205,7 +205,7 @@ def of_file(path: Path, config: TrainConfig, tensors: Sequence[int]) -> tuple[Pr
     try:
         profile = Profile.load(path)
     except ValueError as failure:
-        raise UserInputError(f"cluster must be a file that pipesgd.calibrate wrote; got {failure}") from None
+        raise UserInputError(f"cluster must be a file that pipesgd.calibrate wrote: {failure}") from None
     model, batch_size = config.model.model, config.samples_per_rank
     for one in profile.compute:
         if (one.model, one.batch_size) == (model, batch_size):

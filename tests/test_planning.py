@@ -375,10 +375,14 @@ def _file(tmp_path: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("missing.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote; got {}"),
-        ("truncated.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote; got {}"),
-        ("binary.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote; got {}"),
-        ("format.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote; got {}: format must be 1"),
+        ("missing.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote: {} must be a file to read"),
+        ("truncated.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote: truncated.toml"),
+        ("binary.toml", "", "rank 0: cluster must be a file that pipesgd.calibrate wrote: binary.toml must be whole"),
+        (
+            "format.toml",
+            "",
+            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 1",
+        ),
         (
             "cluster.toml",
             "--batch-size 32",
