@@ -17,12 +17,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments import accuracies, contenders, iteration_times, limits, testbed
-from experiments.cells import WRAPPED_BY_TORCH, Cell, Cells, complete, last_words, order, read_run
+from experiments.cells import Cell, Cells, complete, order, read_run
 from experiments.compare_plan import parse
 from experiments.contenders import CONTENDERS, WORKLOADS, Contender
 from experiments.limits import Cluster, ring_limit, server_time, textbook_server_time
 from experiments.results import REPOSITORY, RESULTS, load
 from experiments.testbed.links import Link
+from experiments.testbed_jobs import WRAPPED_BY_TORCH, last_words
 from pipesgd.command_line import HelpRequested
 from pipesgd.errors import UserInputError
 
