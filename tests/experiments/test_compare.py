@@ -97,6 +97,7 @@ def test_a_contenders_own_option_wins_over_the_workloads() -> None:
         (["--time-to-accuracy", "0"], "above 0 and below 1"),
         (["--time-to-accuracy", "0.8", "--rounds", "3"], "--rounds must be left out with --time-to-accuracy"),
         (["--seeds", "3"], "--seeds must be left out without --time-to-accuracy"),
+        (["--time-to-accuracy", "0.8", "--epochs", "3", "--iterations", "9"], "must not both be given"),
         (["--iterations", "3"], "whole number of at least 4"),
         (["--name", "../x"], "--name must be the name of a file"),
     ],
@@ -141,6 +142,8 @@ def test_the_plan_says_what_is_run(tmp_path: Path) -> None:
     assert accurate.name == "accuracy_digits_2x200mbit"
     assert [accurate.seed(index) for index in accurate.indices] == [0, 1]
     assert accurate.contenders[0].config.optimization.epochs == 2
+    short = parse([*words, "--time-to-accuracy", "0.9", "--iterations", "9"], by_torchrun=False)
+    assert short.contenders[0].config.optimization.iterations == 9
 
 
 # Limits
