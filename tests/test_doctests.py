@@ -23,6 +23,8 @@ import pytest
         "timing_model.servers",
         "timing_model.simulate",
         "timing_model.spans",
+        "timing_model.tables",
+        "timing_model.units",
     ],
 )
 def test_examples(name: str) -> None:

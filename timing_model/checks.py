@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 
@@ -21,9 +22,11 @@ def check_above_0(name: str, value: float) -> None:
 
 
 def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
+    """Raise ``ValueError`` unless ``value`` is one of ``choices``; it says which one is nearest."""
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value}")
+        near = difflib.get_close_matches(value, choices, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value}{hint}")
 
 
 def check_count(name: str, value: int, least: int = 1) -> None:

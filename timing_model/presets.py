@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timing_model.params import LinkParams
+from timing_model.params import CodecCost, LinkParams
 
 PAYLOAD_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14)
 """Of an Ethernet link's rate, what is left for the payload in full packets: without the headers of IP and TCP (whose
@@ -36,3 +36,24 @@ MODELS: dict[str, int] = {
 }
 """Parameters. ``mlp`` and ``mlp-1000`` are 784-500-500-10 and 784-1000-1000-10; the next four are torchvision's for
 ImageNet; the last two are those of the published checkpoints, biases and embeddings included."""
+
+
+def _codec(name: str, bits: float, encode: float, decode: float, hop: float) -> CodecCost:
+    return CodecCost(name=name, bits=bits, encode=encode, decode=decode, add=decode, hop=hop, call=1e-6)
+
+
+CODECS: dict[str, CodecCost] = {
+    codec.name: codec
+    for codec in (
+        _codec("truncate16", 16.0, 2.4e-10, 2.8e-10, 3.1e-10),
+        _codec("bf16", 16.0, 2.5e-10, 2.8e-10, 3.2e-10),
+        _codec("fp16", 16.0, 2.6e-10, 2.8e-10, 3.1e-10),
+        _codec("int8", 8.03, 2.0e-10, 2.5e-10, 2.7e-10),
+        _codec("int4", 4.13, 2.8e-10, 2.4e-10, 3.1e-10),
+        _codec("ternary", 2.03, 3.1e-10, 1.9e-10, 3.6e-10),
+        _codec("qsgd", 4.50, 7.8e-10, 2.3e-10, 9.7e-10),
+        _codec("sign", 1.06, 2.7e-10, 1.9e-10, 3.4e-10),
+    )
+}
+"""What this project's codecs cost on one core of a server, in memory (``experiments/results/bench_codecs.csv``; adding
+was not measured apart, and is taken to cost what decoding does); measure your own."""

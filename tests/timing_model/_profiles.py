@@ -1,0 +1,52 @@
+"""A profile for the tests, of a cluster that nobody has."""
+
+from __future__ import annotations
+
+from timing_model.profile import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile, Profile
+
+
+def about(value: float) -> Estimate:
+    return Estimate(value, 0.95 * value, 1.1 * value)
+
+
+def rates(seconds: float) -> CodecRates:
+    return CodecRates(encode=about(seconds), decode=about(seconds), add=about(seconds), hop=about(2 * seconds))
+
+
+LINK = LinkProfile(alpha=about(5e-5), beta=about(8e-8), gamma=about(1e-10), sync=about(1e-4), overhead=about(2e-6))
+
+MLP = ComputeProfile(
+    model="mlp",
+    batch_size=512,
+    tensors=(784_000, 1000, 1_000_000, 1000, 10_000, 10),
+    samples=60_000,
+    forward=about(0.02),
+    backward=about(0.04),
+    update=about(0.005),
+    late_update=about(0.006),
+    contention=about(0.1),
+    cv=0.02,
+    slow_ranks=(1.31,),
+)
+
+PROFILE = Profile(
+    provenance={"created": "2026-11-22T05:20:00Z", "hosts": ["a", 'b "c"'], "cores_per_host": 2},
+    calibrated=Calibrated(
+        world_sizes=(2, 3, 4),
+        all_reduces=("ring", "halving-doubling", "native"),
+        smallest_bytes=1024,
+        largest_bytes=1 << 25,
+        residual=0.012,
+        ranks_per_core=1.0,
+    ),
+    link=LINK,
+    native=LINK,
+    codecs={
+        "int8": CodecProfile(
+            bits=8.25, call=about(2e-6), rates=rates(6e-10), in_cache=rates(4e-10), cache_bytes=1 << 20
+        ),
+        "topk": CodecProfile(bits=0.64, call=about(2e-6), rates=rates(5e-9), gathered=True),
+    },
+    sharing=about(0.5),
+    compute=(MLP,),
+)

@@ -1,0 +1,258 @@
+"""The ``timing-model`` command: what it says; and all that is wrong is one line, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.timing_model._profiles import PROFILE
+from timing_model.cli import COMMANDS, main
+from timing_model.presets import MODELS, NETWORKS
+
+HAND = "--latency 50us --bandwidth 10Gbit/s --world-size 4 --compute 0.3s --parameters 61.1M"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    PROFILE.save(tmp_path / "cluster.toml")
+    return tmp_path / "cluster.toml"
+
+
+def said(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    """What the command prints, without an error."""
+    assert main(words.split()) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_predict_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, f"predict {HAND} --width 1 --batch-size 64 --samples 50000 --epochs 10")
+    assert "pipelined" not in out
+    assert "D-Sync, no codec, ring" in out
+    assert "a model of 61.1 M parameters (244 MB), batch of 64 a rank, on 4 ranks: 10.0 Gbit/s, 50.0 us latency" in out
+    assert "As good as the numbers given: nothing was measured." in out
+    assert "limited by" in out
+    values = json.loads(said(capsys, f"predict {HAND} --width 1 --json"))
+    assert values["iteration_seconds"]["total"] == pytest.approx(0.3 + 1.5 * 61.1e6 * 4 / 1.25e9, rel=0.03)
+    assert values["support"] == "as given"
+    assert values["epoch_seconds"] is None
+
+
+def test_predict_of_a_measured_cluster(capsys: pytest.CaptureFixture[str], cluster: Path) -> None:
+    words = f"predict --cluster {cluster} --model mlp --world-size 3 --codec int8 --epochs 2"
+    out = said(capsys, words)
+    assert "pipelined, width 2, int8, ring" in out
+    assert "(90 % between " in out
+    assert "Interpolated: within what was measured." in out
+    values = json.loads(said(capsys, f"{words} --json"))
+    assert values["job_seconds"] == pytest.approx(2 * values["epoch_seconds"], rel=0.05)
+    out = said(capsys, f"predict --cluster {cluster} --model mlp --world-size 6")
+    assert "Extrapolated" in out
+    assert "  - 6 ranks; measured: 2, 3, 4" in out
+    assert "OUTSIDE" in said(capsys, f"predict --cluster {cluster} --model mlp --world-size 64 --extrapolate")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ps-sync"])
+def test_other_strategies(capsys: pytest.CaptureFixture[str], strategy: str) -> None:
+    assert strategy in said(capsys, f"predict {HAND} --strategy {strategy}")
+
+
+def test_plan(capsys: pytest.CaptureFixture[str], cluster: Path) -> None:
+    out = said(capsys, f"plan {HAND} --top 3")
+    assert "configurations searched" in out
+    assert out.splitlines()[4].startswith("*  ")
+    assert "Choose pipelined, width 2" in out
+    values = json.loads(said(capsys, f"plan --cluster {cluster} --model mlp --world-size 4 --json --top 3"))
+    assert len(values["ranking"]) <= 3
+    assert values["best"]["options"].startswith("--")
+    weighed = json.loads(
+        said(capsys, f"plan {HAND} --accuracy-cost width=900% truncate16=9 --codecs fp32 truncate16 --json")
+    )
+    assert (weighed["best"]["width"], weighed["best"]["codec"]) == (1, "fp32")
+
+
+def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"simulate {HAND} --cv 0.1 --slow-ranks 1.5 --iterations 50 --seed 3"
+    assert "jitter: cv 10.0% lognormal, ranks always slow: 1.5x" in said(capsys, words)
+    values = json.loads(said(capsys, f"{words} --json"))
+    simulated, predicted = values["simulated_seconds"], values["predicted"]["iteration_seconds"]["total"]
+    assert simulated["iterations"] == 50
+    assert simulated["period"] == pytest.approx(predicted, rel=0.1)
+    assert simulated["median"] <= simulated["p95"] <= simulated["slowest"]
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(f"  {name}  " in said(capsys, "--help") for name in COMMANDS)
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as stop:
+            main([name, "--help"])
+        assert stop.value.code == 0
+        assert f"timing-model {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["predict", "plan", "simulate"])
+def test_pictures(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+    pytest.importorskip("matplotlib")
+    said(capsys, f"{command} {HAND} --plot {tmp_path / 'picture.svg'}")
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
+
+
+def test_a_picture_without_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(f"predict {HAND} --plot {tmp_path / 'a.png'}".split()) == 2
+    assert capsys.readouterr().err.startswith("error: plot must be left out where matplotlib is not installed")
+
+
+def test_as_a_program() -> None:
+    words = [sys.executable, "-m", "timing_model", "predict", *HAND.split()]
+    done = subprocess.run([*words, "--width", "0"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: width must be a whole number of at least 1; got '0'\n"
+
+
+def instead(words: str) -> list[str]:
+    """The words without those of ``HAND`` that are said anew."""
+    anew = words.replace(HAND, "").split()
+    kept = [pair for pair in zip(HAND.split()[::2], HAND.split()[1::2], strict=True) if pair[0] not in anew]
+    return words.replace(HAND, " ".join(" ".join(pair) for pair in kept)).split()
+
+
+BAD = {
+    "": None,
+    "predcit": r"command must be one of predict, plan, simulate, fit; got predcit (did you mean predict?)",
+    f"predict {HAND} --widht 2": "every option must be one that --help lists; got --widht (did you mean --width?)",
+    f"predict {HAND} --wid 2": "every option must be one that --help lists; got --wid",
+    f"predict {HAND} surplus": "every option must be one that --help lists; got surplus",
+    f"predict {HAND} --width": "width must have a value; got none",
+    f"predict {HAND} --width 1 --width=2": "width must be given once; got it 2 times",
+    f"predict {HAND} --width 0": "width must be a whole number of at least 1; got '0'",
+    f"predict {HAND} --width 2.5": "width must be a whole number of at least 1; got '2.5'",
+    f"predict {HAND} --bandwidth -10Gbit/s": "bandwidth must be at least 0 and finite; got '-10Gbit/s'",
+    f"predict {HAND} --bandwidth 0Gbit/s": "bandwidth must be above 0; got '0Gbit/s'",
+    f"predict {HAND} --bandwidth 10": "bandwidth must have a unit such as 10Gbit/s; got '10'",
+    f"predict {HAND} --bandwidth 10Gb": "such as 10Gbit/s; got '10Gb' (did you mean 10Gbit/s or",
+    f"predict {HAND} --bandwidth 10GB": "such as 10Gbit/s; got '10GB' (did you mean 10GB/s?)",
+    f"predict {HAND} --latency 50": "latency must have a unit such as 50us; got '50'",
+    f"predict {HAND} --latency -1us": "latency must be at least 0 and finite; got '-1us'",
+    f"predict {HAND} --latency nan": "latency must be a number with a unit such as 50us; got 'nan'",
+    f"predict {HAND} --world-size 0": "world-size must be a whole number of at least 1; got '0'",
+    f"predict {HAND} --world-size -4": "world-size must be a whole number of at least 1; got '-4'",
+    f"predict {HAND} --world-size 1000000000": "world-size must be at most 65536; got 1000000000",
+    f"predict {HAND} --parameters 0": "parameters must be from 1 to 1e13; got 0",
+    f"predict {HAND} --parameters 61.1": None,
+    f"predict {HAND} --compute 1e300s": "compute must be at most 1e+09 s; got 1e+300",
+    f"predict {HAND} --cv -1": "cv must be a number of at least 0; got '-1'",
+    f"predict {HAND} --cv nan": "cv must be a number of at least 0; got 'nan'",
+    f"predict {HAND} --slow-ranks 0.5": "slow-ranks must be a number of at least 1; got '0.5'",
+    f"predict {HAND} --slow-ranks 2 2 2 2 2": "slow-ranks must be at most 4; got 5",
+    f"predict {HAND} --codec int9": "codec must be one of fp32, truncate16,",
+    f"predict {HAND} --all-reduce rings": "all-reduce must be one of ring,",
+    f"predict {HAND} --strategy dpp": "strategy must be one of pipelined, ddp, ps-sync; got dpp (did you mean ddp?)",
+    f"predict {HAND} --strategy ddp --width 2": "width must be 1 with strategy ddp, which has no pipeline; got 2",
+    f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of beside, own; got away",
+    f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
+    f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
+    f"predict {HAND} --epochs 3": "epochs must be left out where samples are not known; got 3",
+    f"predict {HAND} --model resnet50": "parameters must be left out with --model resnet50; got 6.11e+07",
+    f"predict {HAND} --network 10GbE --cluster x": "network must be left out with --cluster, which says it; got 10GbE",
+    f"predict {HAND} --network 40GbE": "network must be one of 1GbE, 10GbE, 25GbE, 100GbE, infiniband; got 40GbE",
+    "predict --network 1GbE --world-size 4": "compute must be given: the time of a forward and",
+    "predict --network 1GbE --world-size 4 --compute 1s": "parameters must be given with --compute, or --model",
+    "predict --network 1GbE --world-size 4 --compute 1s --model x": "model must be one of mlp, mlp-1000, alexnet,",
+    "predict --network 1GbE --world-size 4 --update 1s": "update must be left out without --compute; got 1",
+    "predict --latency 1us --world-size 4": "bandwidth must be given, too, without --cluster or --network; got none",
+    "predict --world-size 4": "cluster must be given, or --network, or --latency and --bandwidth; got none",
+    "predict --network 1GbE": "world-size must be given; got none",
+    "predict --cluster {folder}/none.toml --world-size 4 --model mlp": "none.toml must be a file to read; No such file",
+    "predict --cluster {cut} --world-size 4 --model mlp": "cut.toml must be whole and of TOML's form; ",
+    "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 1, the version that this",
+    "predict --cluster {nonsense} --world-size 4 --model mlp": "nonsense.toml: link.beta.value must be a number from 0",
+    "predict --cluster {cluster} --world-size 4": "model must be given, one of mlp, or --compute",
+    "predict --cluster {cluster} --world-size 4 --model resnet18": "model must be one of mlp; got resnet18",
+    "predict --cluster {cluster} --world-size 64 --model mlp": "extrapolate must be asked for outside of what",
+    f"predict {HAND} --plot {{folder}}/a.xyz": "plot must end in one of .pdf, .png, .svg; got ",
+    f"predict {HAND} --plot {{folder}}/none/a.png": "plot must be a file in a folder that is there; got ",
+    f"plan {HAND} --codecs int9": "codec must be one of ",
+    f"plan {HAND} --widths 0": "widths must be a whole number of at least 1; got '0'",
+    f"plan {HAND} --strategies dpp": "strategy must be one of ",
+    f"plan {HAND} --accuracy-cost width": "accuracy-cost must be a name and a share, such as width=1%; got 'width'",
+    f"plan {HAND} --accuracy-cost widht=1": "accuracy-cost must be one of width, fp32,",
+    f"plan {HAND} --top 0": "top must be a whole number of at least 1; got '0'",
+    "plan --cluster {cluster} --world-size 64 --model mlp": "extrapolate must be asked for, or more be searched,",
+    f"simulate {HAND} --strategy ddp": "strategy must be pipelined or ps-sync to be simulated; got ddp",
+    f"simulate {HAND} --iterations 9999999999": "iterations must be at most 2500000000 to be simulated; got 9999999999",
+    f"simulate {HAND} --seed -1": "seed must be a whole number of at least 0; got '-1'",
+    "fit {folder} --cluster {cluster} --out {folder}/new.toml": "runs must be folders that pipesgd.train left; got ",
+    "fit {folder} --cluster {cluster}": "out must be given; got none",
+    "fit --cluster {cluster} --out {folder}/new.toml": "RUN must be given; got none",
+}
+
+
+@pytest.mark.parametrize("words", [words for words, message in BAD.items() if message])
+def test_what_is_wrong_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, cluster: Path, words: str
+) -> None:
+    text = cluster.read_text()
+    named = {
+        "cut": text[: len(text) // 2],
+        "version": text.replace("format = 1", "format = 2"),
+        "nonsense": text.replace("beta = {value = ", "beta = {value = -"),
+    }
+    paths = {name: tmp_path / f"{name}.toml" for name in named}
+    for name, path in paths.items():
+        path.write_text(named[name])
+    before = sorted(tmp_path.iterdir())
+    message = BAD[words]
+    assert main(instead(words.format(folder=tmp_path, cluster=cluster, **paths))) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message is not None
+    assert err.startswith("error: ")
+    assert message in err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+WORDS = st.sampled_from(
+    f"""{HAND} --width --codec --all-reduce --strategy --cv --slow-ranks --json --segment-bytes --batch-size --samples
+    --epochs --iterations --model --network --update --servers --ranks-per-node --extrapolate --top --seed
+    0 1 2 -1 1e9 1e308s nan inf int8 native ddp ps-sync hierarchical halving-doubling 1GbE vgg16 3 7 64 1s
+    1e-300bit/s 0s --compute --bandwidth --latency --parameters
+    = -- - é predict --width=2 999999999999999999999999999999""".split()
+)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(command=st.sampled_from(["predict", "plan", "simulate"]), words=st.lists(WORDS, max_size=6), hand=st.booleans())
+def test_no_words_make_a_traceback(
+    capsys: pytest.CaptureFixture[str], command: str, words: list[str], hand: bool
+) -> None:
+    code = main([command, *(HAND.split() if hand else []), *words])
+    out, err = capsys.readouterr()
+    assert code in (0, 2)
+    assert (err.count("\n"), out == "") == ((1, True) if code else (0, False))
+    assert "nan" not in out.lower()
+
+
+def test_presets_are_what_they_say() -> None:
+    """Parameters of layers of known shapes, and rates after headers."""
+    mlp = [784 * 500 + 500, 500 * 500 + 500, 500 * 10 + 10]
+    assert MODELS["mlp"] == sum(mlp)
+    convolutions = [(3, 64, 11), (64, 192, 5), (192, 384, 3), (384, 256, 3), (256, 256, 3)]
+    dense = [(9216, 4096), (4096, 4096), (4096, 1000)]
+    alexnet = [i * o * k * k + o for i, o, k in convolutions] + [i * o + o for i, o in dense]
+    assert MODELS["alexnet"] == sum(alexnet)
+    rates = [1 / link.beta for link in NETWORKS.values()]
+    assert rates == sorted(rates)
+    assert 0.94 < rates[1] * 8 / 10e9 < 0.96
+    assert all(0 < link.alpha < 1e-3 for link in NETWORKS.values())

@@ -1,0 +1,205 @@
+"""The planner: as good as trying everything, and its words say what is so."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.timing_model._profiles import MLP, PROFILE
+from tests.timing_model.test_predict import by_hand, compute
+from timing_model import LinkParams
+from timing_model.advice import advice, describe, reason, words_for_training
+from timing_model.bounds import least_collective_time
+from timing_model.choices import TIE, Space
+from timing_model.costs import collective_time, costs_of, iteration_time
+from timing_model.plan import Plan, plan
+from timing_model.presets import CODECS, MODELS, NETWORKS
+from timing_model.question import Question
+
+SPACE = Space(
+    codecs=("fp32", "int8", "int4", "bf16"),
+    all_reduces=("ring", "halving-doubling", "all-to-all", "native"),
+    widths=(1, 2, 3),
+    segments=(1 << 16, 1 << 18, 1 << 20, 1 << 22),
+)
+
+
+def job(network: str, model: str, seconds: float, **options: Any) -> Question:
+    tensors = (MODELS[model] // 50,) * 50
+    work = compute(seconds, 1, tensors=tensors, cv=0.03)
+    return Question(cluster=by_hand(NETWORKS[network]), compute=work, **{"world_size": 4} | options)
+
+
+def everything(base: Question, space: Space) -> list[tuple[Question, float]]:
+    """The time of each configuration that works."""
+    times = []
+    pipelined = product(("pipelined",), space.widths, space.codecs, space.all_reduces, space.segments)
+    others = [("ddp", 1, codec, "native", 1 << 20) for codec in space.codecs] + [("ps-sync", 1, "fp32", None, 1 << 20)]
+    names = ("strategy", "width", "codec", "all_reduce", "segment_bytes")
+    for values in [*pipelined, *others]:
+        try:
+            question = dataclasses.replace(base, **dict(zip(names, values, strict=True)))
+        except ValueError:
+            continue
+        times.append((question, iteration_time(question, costs_of(question))[0].total))
+    return times
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    alpha=st.floats(1e-6, 1e-2),
+    beta=st.floats(1e-11, 1e-7),
+    gamma=st.floats(0, 1e-9),
+    overhead=st.floats(0, 1e-4),
+    values=st.integers(1000, 3_000_000),
+    seconds=st.floats(1e-4, 1),
+    cv=st.floats(0, 0.3),
+    p=st.sampled_from((1, 2, 3, 4, 5, 8)),
+)
+def test_it_chooses_what_trying_everything_would(
+    alpha: float, beta: float, gamma: float, overhead: float, values: int, seconds: float, cv: float, p: int
+) -> None:
+    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
+    work = compute(seconds, values, cv=cv, tensors=(values // 3 + 1,) * 3)
+    base = Question(cluster=by_hand(link), compute=work, world_size=p)
+    found, all_times = plan(base, SPACE), everything(base, SPACE)
+    assert found.considered == len(all_times)
+    close = (1 + TIE) * (1 + TIE)  # a tie of segments, and one of configurations
+    groups = (
+        (found.best, lambda question: True),
+        (found.synchronous, lambda question: question.width == 1),
+        (found.uncompressed, lambda question: question.codec == "fp32"),
+    )
+    for choice, belongs in groups:
+        assert choice is not None
+        assert choice.iteration.total == pytest.approx(
+            next(time for question, time in all_times if question == choice.question)
+        )
+        assert choice.score <= close * min(time for question, time in all_times if belongs(question))
+    assert advice(found)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    alpha=st.floats(0, 1),
+    beta=st.floats(0, 1e-3),
+    gamma=st.floats(0, 1e-3),
+    overhead=st.floats(0, 1),
+    values=st.integers(100, 100_000),
+    p=st.integers(1, 9),
+    all_reduce=st.sampled_from((*SPACE.all_reduces, "recursive-doubling", "hierarchical", "gathered")),
+    codec=st.sampled_from(("fp32", "int8", "sign", "bf16")),
+    segment=st.sampled_from((1 << 13, 1 << 16, 1 << 20)),
+)
+def test_bounds_are_below(
+    alpha: float,
+    beta: float,
+    gamma: float,
+    overhead: float,
+    values: int,
+    p: int,
+    all_reduce: str,
+    codec: str,
+    segment: int,
+) -> None:
+    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.5, overhead=overhead)
+    cluster = by_hand(link, inner=by_hand(link).link)
+    if all_reduce == "gathered":
+        codecs = {"topk": dataclasses.replace(PROFILE.codecs["topk"], bits=1.0)}
+        cluster, all_reduce, codec = dataclasses.replace(cluster, codecs=codecs), "ring", "topk"
+    if all_reduce == "native":
+        codec, segment = "bf16", 1 << 20
+    nodes = 2 if all_reduce == "hierarchical" and p % 2 == 0 else 1
+    question = Question(
+        cluster=cluster,
+        compute=compute(1.0, values),
+        world_size=p,
+        codec=codec,
+        all_reduce=all_reduce,
+        segment_bytes=segment,
+        ranks_per_node=nodes,
+    )
+    costs = costs_of(question)
+    assert least_collective_time(question, costs) <= collective_time(question, costs, values).total * (1 + 1e-9)
+
+
+def test_a_fast_network_wants_no_codec() -> None:
+    for network in ("100GbE", "infiniband"):
+        found = plan(job(network, "resnet50", 0.3))
+        assert found.best.question.codec == "fp32"
+        assert any(line.startswith("Use no codec: ") for line in advice(found))
+
+
+def test_a_slow_network_wants_a_codec_and_a_pipeline() -> None:
+    found = plan(job("1GbE", "alexnet", 0.3))
+    assert found.best.question.codec != "fp32"
+    assert found.best.question.width > 1
+    pipeline, codec, servers = advice(found)
+    assert pipeline.startswith("The pipeline is ")
+    assert codec.startswith(f"Use {found.best.question.codec}: the best without a codec ")
+    assert servers.startswith("Against a parameter server, it is ")
+
+
+def test_where_communication_is_nothing_the_method_does_not_help() -> None:
+    calm = dataclasses.replace(job("100GbE", "mlp", 10.0), compute=compute(10.0, 1000))
+    found = plan(calm)
+    assert found.best.question.width == 1
+    assert describe(found.best.question) == "ddp, no codec"
+    assert advice(found)[0].startswith("This method will not help you here: a pipeline ")
+    assert "computation hides all" in reason(found.best)
+
+
+def test_accuracy_can_be_weighed() -> None:
+    base = job("1GbE", "alexnet", 0.3)
+    dear = dict.fromkeys(CODECS, 100.0)
+    found = plan(base, accuracy_cost=dear)
+    assert found.best.question.codec == "fp32"
+    found = plan(base, accuracy_cost=dear | {"width": 100.0})
+    assert (found.best.question.codec, found.best.question.width) == ("fp32", 1)
+    weighed = plan(base, accuracy_cost={"width": 0.1}).best
+    assert weighed.score == pytest.approx(weighed.iteration.total * (1 + 0.1 * (weighed.question.width - 1)))
+
+
+def test_what_was_not_measured_is_not_searched() -> None:
+    base = Question(cluster=PROFILE, compute=MLP, world_size=4)
+    found = plan(base)
+    assert {one.question.codec for one in found.ranking} <= {"fp32", "int8", "topk"}
+    assert {one.question.all_reduce for one in found.ranking} <= {"ring", "halving-doubling", "native", None}
+    with pytest.raises(ValueError, match=r"extrapolate must be asked for, .*; got 64 ranks; measured: 2, 3, 4"):
+        plan(dataclasses.replace(base, world_size=64))
+    assert plan(dataclasses.replace(base, world_size=64), extrapolate=True).best
+
+
+@pytest.mark.parametrize(
+    ("options", "cost", "message"),
+    [
+        ({"codecs": ()}, {}, "codecs must be at least one; got none"),
+        ({"widths": (0,)}, {}, "widths must be a whole number of at least 1; got 0"),
+        ({"strategies": ("dpp",)}, {}, "strategy must be one of"),
+        ({"all_reduces": ("rings",)}, {}, r"all_reduce must be one of .*\(did you mean ring\?\)"),
+        ({"codecs": ("int9",)}, {}, r"codec must be one of .*\(did you mean int8\?\)"),
+        ({}, {"widht": 1.0}, r"accuracy_cost must be one of .*\(did you mean width\?\)"),
+        ({}, {"width": -1.0}, "accuracy_cost must be finite and at least 0"),
+    ],
+)
+def test_searches_that_make_no_sense(options: dict[str, Any], cost: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(job("1GbE", "mlp", 0.1), dataclasses.replace(SPACE, **options), accuracy_cost=cost)
+
+
+def test_configurations_in_words() -> None:
+    base = job("1GbE", "mlp", 0.1)
+    wide = dataclasses.replace(base, width=2, codec="int8", segment_bytes=1 << 18)
+    assert describe(wide) == "pipelined, width 2, int8, ring, segments of 256 KiB"
+    assert words_for_training(wide) == "--width 2 --codec int8 --all-reduce ring --segment-bytes 262144"
+    ddp = dataclasses.replace(base, strategy="ddp", all_reduce="native", codec="bf16")
+    assert (describe(ddp), words_for_training(ddp)) == ("ddp, bf16", "--strategy ddp --ddp-hook bf16")
+    servers = dataclasses.replace(base, strategy="ps-sync", all_reduce=None)
+    assert (describe(servers), words_for_training(servers)) == ("ps-sync", "--strategy ps-sync --servers 1")
+    assert describe(base) == "D-Sync, no codec, ring"
+    assert isinstance(plan(base, SPACE), Plan)

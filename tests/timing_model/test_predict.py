@@ -1,0 +1,290 @@
+"""Answers: parts that sum up, intervals, what was measured and what was not, and physics."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.timing_model._profiles import LINK, MLP, PROFILE, about
+from timing_model import LinkParams, ring_all_reduce_time
+from timing_model.measured import Calibrated, CodecProfile, ComputeProfile, Estimate, LinkProfile
+from timing_model.predict import LIMITS, predict
+from timing_model.presets import CODECS
+from timing_model.profile import Profile
+from timing_model.question import SUPPORTS, Question, compute_of, support_of
+
+WHOLE = 1 << 30
+"""A segment that holds every chunk: see test_monotone."""
+
+
+def ask(**options: Any) -> Question:
+    defaults: dict[str, Any] = {"cluster": PROFILE, "compute": MLP, "world_size": 4}
+    return Question(**defaults | options)
+
+
+def compute(seconds: float, values: int, **options: Any) -> ComputeProfile:
+    none = Estimate.exact(0.0)
+    defaults: dict[str, Any] = {"model": "given", "batch_size": 1, "tensors": (values,), "contention": none}
+    times = {"forward": Estimate.exact(seconds / 3), "backward": Estimate.exact(2 * seconds / 3)}
+    return ComputeProfile(**defaults | times | {"update": none, "late_update": none} | options)
+
+
+def by_hand(link: LinkParams, **options: Any) -> Profile:
+    nothing = Calibrated(
+        world_sizes=(), all_reduces=(), smallest_bytes=0, largest_bytes=0, residual=0.0, ranks_per_core=1.0
+    )
+    return Profile(calibrated=nothing, link=LinkProfile.exact(link), **options)
+
+
+def test_the_papers_question_by_hand() -> None:
+    """Four ranks: c = 0.3 s and 2 (p-1)/p n beta = 0.6 s, so that width 2 is bound by the network."""
+    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
+    cluster, work = by_hand(link), compute(0.3, 100_000_000, samples=1000)
+    together, apart = (
+        predict(Question(cluster=cluster, compute=work, world_size=4, width=width, segment_bytes=WHOLE, iterations=10))
+        for width in (1, 2)
+    )
+    t_comm = ring_all_reduce_time(link, 4e8, 4)
+    assert t_comm == pytest.approx(0.6)
+    assert together.iteration.total == pytest.approx(0.9)
+    assert apart.iteration.total == pytest.approx(0.6)
+    assert (together.low, together.high) == (together.iteration.total,) * 2
+    assert apart.limit == "network"
+    assert apart.gains["network"] == pytest.approx(2.0)
+    assert apart.gains["computation"] == 1.0
+    assert together.gains["computation"] == pytest.approx(0.9 / 0.75)
+    assert apart.efficiency == pytest.approx(0.5)
+    assert apart.samples_per_second == pytest.approx(4 / 0.6)
+    assert apart.epoch == pytest.approx(250 * 0.6)
+    assert apart.job == pytest.approx(9 * 0.6 + 0.9)
+    assert together.job == pytest.approx(10 * 0.9)
+    assert apart.support == ("as given", ())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"width": 2},
+        {"width": 3, "codec": "int8", "all_reduce": "halving-doubling"},
+        {"codec": "topk"},
+        {"all_reduce": "native", "width": 2},
+        {"strategy": "ddp", "all_reduce": "native"},
+        {"strategy": "ps-sync", "all_reduce": None},
+        {"world_size": 1},
+    ],
+)
+def test_parts_and_intervals(options: dict[str, Any]) -> None:
+    answer = predict(ask(**options))
+    total, *parts = answer.iteration
+    assert total == pytest.approx(math.fsum(parts))
+    assert min(parts) >= -1e-12
+    assert answer.low < total < answer.high
+    assert answer.low < (1 - PROFILE.calibrated.residual) * total
+    assert answer.support.kind == "interpolated"
+    assert set(answer.gains) == set(LIMITS)
+    assert answer.limit == max(LIMITS, key=lambda name: answer.gains[name])
+    assert 0 < answer.efficiency <= 1
+    assert answer.as_json()["iteration_seconds"]["total"] == total
+
+
+def test_an_interval_is_the_root_of_the_sum_of_squares() -> None:
+    """One rank waits for nobody: forward, backward and update are each 5 % below, 10 % above."""
+    exact = dataclasses.replace(PROFILE.calibrated, residual=0.0)
+    answer = predict(
+        ask(world_size=1, cluster=dataclasses.replace(PROFILE, calibrated=exact), compute=calm(contention=about(0.0)))
+    )
+    times = (0.02, 0.04, 0.005)
+    assert answer.iteration.total - answer.low == pytest.approx(math.hypot(*[0.05 * time for time in times]))
+    assert answer.high - answer.iteration.total == pytest.approx(math.hypot(*[0.1 * time for time in times]))
+
+
+def calm(**options: Any) -> ComputeProfile:
+    """Without noise."""
+    return dataclasses.replace(MLP, cv=0.0, slow_ranks=(), **options)
+
+
+def test_jitter_can_be_the_limit() -> None:
+    straggler = dataclasses.replace(MLP, slow_ranks=(50.0,))
+    assert predict(ask(compute=dataclasses.replace(straggler, tensors=(1000,)))).limit in ("jitter", "computation")
+    noisy = dataclasses.replace(MLP, slow_ranks=(), cv=5.0, tensors=(1000,))
+    assert predict(ask(compute=noisy)).limit == "jitter" or predict(ask(compute=noisy)).gains["jitter"] > 1.2
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason"),
+    [
+        ({"world_size": 3}, "interpolated", None),
+        ({"world_size": 1}, "interpolated", None),
+        ({"world_size": 5}, "extrapolated", "5 ranks; measured: 2, 3, 4"),
+        ({"world_size": 33}, "outside", "33 ranks; measured: 2, 3, 4"),
+        ({"compute": dataclasses.replace(MLP, tensors=(1 << 24,))}, "extrapolated", "a gradient of 67108864 bytes"),
+        ({"compute": dataclasses.replace(MLP, tensors=(1 << 28,))}, "outside", "a gradient of 1073741824 bytes"),
+        ({"compute": dataclasses.replace(MLP, model="other")}, "extrapolated", "the computation is as given"),
+        ({"compute": compute_of(PROFILE, "mlp", 1024)}, "extrapolated", "a batch of 1024; measured: 512"),
+        ({"compute": compute_of(PROFILE, "mlp", 8)}, "outside", "a batch of 8; measured: 512"),
+        ({"codec": "int4"}, "outside", "codec int4 was not measured"),
+        ({"all_reduce": "all-to-all"}, "outside", "all-reduce all-to-all was not measured"),
+    ],
+)
+def test_how_sure_it_is(options: dict[str, Any], kind: str, reason: str | None) -> None:
+    question = ask(**options)
+    support = support_of(question)
+    assert support.kind == kind
+    assert support.kind in SUPPORTS
+    assert reason is None or support.reasons[0].startswith(reason)
+    assert predict(question, extrapolate=True).support == support
+    if kind == "outside":
+        with pytest.raises(ValueError, match=f"extrapolate must be asked for .*; got {reason}"):
+            predict(question)
+
+
+def test_on_shared_cores_a_world_size_that_was_not_measured_is_extrapolated() -> None:
+    shared = dataclasses.replace(PROFILE.calibrated, ranks_per_core=2.0, world_sizes=(2, 4))
+    assert support_of(ask(cluster=dataclasses.replace(PROFILE, calibrated=shared), world_size=3)).kind == "extrapolated"
+    alone = dataclasses.replace(shared, ranks_per_core=1.0)
+    assert support_of(ask(cluster=dataclasses.replace(PROFILE, calibrated=alone), world_size=3)).kind == "interpolated"
+
+
+def test_other_batch_sizes() -> None:
+    large = dataclasses.replace(MLP, batch_size=1024, forward=about(0.03), backward=about(0.06))
+    cluster = dataclasses.replace(PROFILE, compute=(large, MLP))
+    assert compute_of(cluster, "mlp", 512) is MLP
+    between = compute_of(cluster, "mlp", 768)
+    assert between.forward.value == pytest.approx(0.025)
+    assert between.backward.high == pytest.approx(0.055)
+    assert between.update == MLP.update
+    assert compute_of(cluster, "mlp", 2048).forward.value == pytest.approx(0.06)
+    assert compute_of(cluster, "mlp", 256).forward.value == pytest.approx(0.01)
+    assert compute_of(PROFILE, "mlp") is MLP
+    with pytest.raises(ValueError, match="batch_size must be given, since 512, 1024 were measured of mlp; got none"):
+        compute_of(cluster, "mlp")
+    with pytest.raises(ValueError, match="model must be one of mlp; got resnet18"):
+        compute_of(cluster, "resnet18")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world_size": 0}, "world_size must be a whole number of at least 1; got 0"),
+        ({"world_size": 1 << 20}, "world_size must be at most 65536"),
+        ({"width": 0}, "width must be a whole number"),
+        ({"width": 2, "strategy": "ddp", "all_reduce": "native"}, "width must be 1 with strategy ddp"),
+        ({"strategy": "dpp"}, r"strategy must be one of .*; got dpp \(did you mean ddp\?\)"),
+        ({"strategy": "ddp"}, "all_reduce must be native with strategy ddp; got ring"),
+        ({"strategy": "ps-sync"}, "all_reduce must be left out with strategy ps-sync; got ring"),
+        ({"strategy": "ps-sync", "all_reduce": None, "codec": "int8"}, "codec must be fp32 with strategy ps-sync"),
+        ({"all_reduce": None}, "all_reduce must be one of"),
+        ({"all_reduce": "hierarchical"}, "all_reduce must not be hierarchical"),
+        ({"codec": "int88"}, r"codec must be one of .*\(did you mean int8\?\)"),
+        ({"codec": "int8", "all_reduce": "native"}, "codec must be one of fp32, bf16, fp16 with native; got int8"),
+        ({"codec": "topk", "all_reduce": "native"}, "codec must be one of fp32, bf16, fp16 with native; got topk"),
+        ({"codec": "topk", "all_reduce": "halving-doubling"}, "all_reduce must be ring with topk"),
+        ({"segment_bytes": 1}, "segment_bytes must be at least 36 for 7184040 bytes on 4 ranks"),
+        ({"segment_bytes": 5, "all_reduce": "native"}, "segment_bytes must be left out with native"),
+        ({"world_size": 129, "all_reduce": "halving-doubling"}, "world_size must be a power of 2, or at most 128"),
+        ({"epochs": 0}, "epochs must be a whole number of at least 1; got 0"),
+        ({"epochs": 1, "iterations": 1}, "epochs must be left out where iterations are given"),
+        ({"epochs": 1, "compute": dataclasses.replace(MLP, samples=None)}, "epochs must be left out where samples"),
+    ],
+)
+def test_questions_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        ask(**options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_link_inside_nodes() -> None:
+    fast = dataclasses.replace(LINK, alpha=about(1e-6), beta=about(1e-10))
+    cluster = dataclasses.replace(PROFILE, inner=fast)
+    flat, nodes = (
+        predict(ask(cluster=cluster, all_reduce=name, ranks_per_node=g), extrapolate=True).iteration.total
+        for name, g in (("ring", 1), ("hierarchical", 2))
+    )
+    assert nodes < flat
+    with pytest.raises(ValueError, match="ranks_per_node must divide 4 ranks; got 3"):
+        ask(cluster=cluster, all_reduce="hierarchical", ranks_per_node=3)
+
+
+SECONDS = st.one_of(st.just(0.0), st.floats(1e-9, 1e3))
+QUESTIONS = st.fixed_dictionaries(
+    {
+        "alpha": SECONDS,
+        "beta": st.one_of(st.just(0.0), st.floats(1e-12, 1e-3)),
+        "gamma": st.floats(0, 1e-6),
+        "sync": SECONDS,
+        "overhead": SECONDS,
+        "values": st.integers(1, 100_000),
+        "seconds": SECONDS,
+        "cv": st.one_of(st.just(0.0), st.floats(0, 3)),
+        "slow_ranks": st.lists(st.floats(1, 100), max_size=3).map(tuple),
+        "contention": st.floats(0, 2),
+        "p": st.sampled_from((1, 2, 3, 4, 8, 16)),
+        "way": st.sampled_from(
+            [
+                *[("pipelined", name, width) for name in ("ring", "all-to-all", "native") for width in (1, 2, 4)],
+                *[("pipelined", name, 2) for name in ("halving-doubling", "recursive-doubling")],
+                ("ddp", "native", 1),
+                ("ps-sync", None, 1),
+            ]
+        ),
+        "codec": st.sampled_from(("fp32", "bf16", "int8", "topk")),
+    }
+)
+
+
+def job(given: dict[str, Any], **changed: Any) -> Question:
+    numbers = given | changed
+    link = LinkParams(**{field.name: numbers[field.name] for field in dataclasses.fields(LinkParams)})
+    strategy, all_reduce, width = given["way"]
+    codec = given["codec"]
+    if strategy == "ps-sync" or (all_reduce == "native" and codec != "bf16"):
+        codec = "fp32"
+    if codec == "topk":
+        all_reduce = "ring"
+    if all_reduce and "doubling" in all_reduce and given["p"] == 3:
+        all_reduce = "ring"  # where messages meet, a later one can be just in time: see test_monotone
+    topk = CodecProfile.exact(CODECS["int8"], gathered=True)
+    work = compute(
+        numbers["seconds"],
+        numbers["values"],
+        cv=given["cv"],
+        slow_ranks=given["slow_ranks"],
+        contention=Estimate.exact(given["contention"]),
+    )
+    return Question(
+        cluster=by_hand(link, codecs={"topk": topk}),
+        compute=work,
+        world_size=given["p"],
+        strategy=strategy,
+        all_reduce=all_reduce,
+        width=width,
+        codec=codec,
+        segment_bytes=1 << 20 if all_reduce == "native" else WHOLE,
+        iterations=7,
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(given=QUESTIONS)
+def test_physics(given: dict[str, Any]) -> None:
+    answer = predict(job(given))
+    numbers = [*answer.iteration, *answer.collective, *answer.gains.values(), answer.low, answer.high]
+    assert all(math.isfinite(number) for number in [*numbers, answer.efficiency, answer.job or 0.0])
+    total, *parts = answer.iteration
+    assert total == pytest.approx(math.fsum(parts))
+    assert min(parts) >= -1e-9 * total
+    assert answer.efficiency <= 1 + 1e-9
+    assert all(gain >= 1 - 1e-9 for gain in answer.gains.values())
+    for worse in ("alpha", "beta", "gamma", "sync", "overhead", "seconds", "values"):
+        more = given[worse] * 2 + (1 if worse == "values" else 1e-9)
+        assert predict(job(given, **{worse: more})).iteration.total >= total * (1 - 1e-9), worse
+
+
+def test_presets_of_codecs_say_what_they_are() -> None:
+    assert all(name == codec.name and codec.bits < 32 for name, codec in CODECS.items())

@@ -1,0 +1,153 @@
+"""``cluster.toml``: what is saved comes back, and whatever a person or a full disk did to it is one clear line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.timing_model._profiles import MLP, PROFILE
+from timing_model import ComputeTimes, Noise
+from timing_model.profile import Estimate, Profile
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    PROFILE.save(tmp_path / "cluster.toml")
+    return tmp_path / "cluster.toml"
+
+
+def test_what_is_saved_comes_back(path: Path) -> None:
+    assert Profile.load(path) == PROFILE
+    bare = dataclasses.replace(PROFILE, native=None, codecs={}, sharing=None, compute=(), provenance={})
+    bare.save(path)
+    assert Profile.load(path) == bare
+    assert [each.name for each in path.parent.iterdir()] == ["cluster.toml"]
+
+
+def test_numbers_of_numpy_come_back(path: Path) -> None:
+    calibrated = dataclasses.replace(PROFILE.calibrated, residual=np.float64(0.5), smallest_bytes=np.int64(8))
+    dataclasses.replace(PROFILE, calibrated=calibrated).save(path)
+    assert Profile.load(path).calibrated == calibrated
+
+
+@given(name=st.text(min_size=1), value=st.text(st.characters(codec="utf-8").filter(str.isprintable)))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_name_and_text_comes_back(tmp_path: Path, name: str, value: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return
+    profile = dataclasses.replace(PROFILE, provenance={name: value})
+    profile.save(tmp_path / "cluster.toml")
+    assert Profile.load(tmp_path / "cluster.toml") == profile
+
+
+def test_parameters_of_the_formulas() -> None:
+    assert PROFILE.link_params().beta == 8e-8
+    assert PROFILE.codec_cost("fp32", 10).hop == pytest.approx(4e-10)
+    in_cache, in_memory = PROFILE.codec_cost("int8", 1 << 18), PROFILE.codec_cost("int8", (1 << 18) + 1)
+    assert (in_cache.encode, in_memory.encode, in_memory.call, in_memory.bits) == (4e-10, 6e-10, 2e-6, 8.25)
+    assert MLP.times(1) == ComputeTimes(update=0.005, forward=0.02, backward=0.04, contention=0.1)
+    assert MLP.times(3).update == 0.006
+    assert MLP.noise() == Noise(cv=0.02, slow_ranks=(1.31,))
+    assert MLP.numel == 1_796_010
+    with pytest.raises(ValueError, match=r"codec must be one of fp32, int8, topk; got int9 \(did you mean int8\?\)"):
+        PROFILE.codec_cost("int9", 10)
+
+
+@pytest.mark.parametrize(
+    ("what", "by", "message"),
+    [
+        ("format = 1", "format = 2", "cluster.toml: format must be 1, the version that this program reads; got 2"),
+        ("format = 1", "", "cluster.toml: format must be there; it is missing"),
+        ("residual = 0.012", "", "cluster.toml: calibrated.residual must be there; it is missing"),
+        ("[link]\nalpha", "[link]\nlatency", "cluster.toml: link.alpha must be there; it is missing"),
+        ("[link]\n", "[link]\nrate = 1\n", "link.rate must not be there: there is no such field"),
+        ("beta = {value = 8e-08", "beta = {value = -8e-08", "link.beta.value must be a number from 0 to 1e"),
+        ("beta = {value = 8e-08", "beta = {value = nan", "link.beta.value must be a number from 0 .*; got nan"),
+        ("beta = {value = 8e-08", "beta = {value = inf", "link.beta.value must be a number .*; got inf"),
+        ("beta = {value = 8e-08", "beta = {value = true", "link.beta.value must be a number .*; got True"),
+        ("beta = {value = 8e-08", 'beta = {value = "8e-08"', "link.beta.value must be a number .*; got '8e-08'"),
+        ("beta = {value = 8e-08", "beta = {value = 7e-08", "link.beta.low must be a number from 0 to 7e-08"),
+        ("beta = {value = 8e-08", "beta = {value = 9e-08", "link.beta.high must be a number from 9e-08"),
+        ("bits = 8.25", "bits = 0", "codecs.int8.bits must be a number"),
+        ("[codecs.topk]", "[codecs.fp32]", "codecs must not have fp32"),
+        ("gathered = true", "gathered = 1", "codecs.topk.gathered must be true or false; got 1"),
+        ("[2, 3, 4]", "[]", "calibrated.world_sizes must have at least one number"),
+        ("[2, 3, 4]", "[2.0]", "calibrated.world_sizes must be a whole number of at least 2; got 2.0"),
+        ("[2, 3, 4]", "4", "calibrated.world_sizes must be a list; got 4"),
+        ('"ring"', '"rings"', "calibrated.all_reduces must be some of ring, .*; got 'rings'"),
+        ("smallest_bytes = 1024", "smallest_bytes = 1e400", "calibrated.smallest_bytes must be a whole number"),
+        ("largest_bytes = 33554432", "largest_bytes = 1", "calibrated.largest_bytes must be a whole number of at"),
+        ("sharing = {value = 0.5", "sharing = {value = 1.5", "servers.sharing.value must be a number from 0 to 1"),
+        ("slow_ranks = [1.31]", "slow_ranks = [0.9]", r"compute\[0\].slow_ranks must be a number from 1"),
+        ("cv = 0.02", "cv = 1e9", r"compute\[0\].cv must be a number from 0 to 10; got 1"),
+        ("batch_size = 512", "batch_size = 0", r"compute\[0\].batch_size must be a whole number of at least 1; got 0"),
+        ("[[compute]]", "[compute]", "compute must be a list"),
+        ("created =", "created = 2026-11-22 #", "provenance.created must be a string, a finite number"),
+        ("[provenance]", "[provenance", "cluster.toml must be whole and of TOML's form; "),
+        ("[provenance]", f"a = {'[' * 5000}", "cluster.toml must be whole and of TOML's form; it is nested too deeply"),
+    ],
+)
+def test_nonsense_is_named(path: Path, what: str, by: str, message: str) -> None:
+    text = path.read_text()
+    assert what in text
+    path.write_text(text.replace(what, by, 1))
+    with pytest.raises(ValueError, match=message) as error:
+        Profile.load(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_that_is_there_twice(path: Path) -> None:
+    dataclasses.replace(PROFILE, compute=(MLP, MLP)).save(path)
+    with pytest.raises(ValueError, match=r"compute must have each model and batch_size once; got \('mlp', 512\)"):
+        Profile.load(path)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.toml must be a file to read; No such file or directory"):
+        Profile.load(tmp_path / "nowhere.toml")
+    with pytest.raises(ValueError, match="must be a file to write; No such file or directory"):
+        PROFILE.save(tmp_path / "nowhere" / "cluster.toml")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="binary must be whole and of TOML's form"):
+        Profile.load(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("numbers", [(1.0, 2.0, 3.0), (1.0, -1.0, 2.0), (math.nan, 0.0, 1.0), (1.0, 0.0, math.inf)])
+def test_intervals_that_are_none(numbers: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match=r"^(value|low|high) must"):
+        Estimate(*numbers)
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    begin=st.floats(0, 1),
+    length=st.integers(0, 40),
+    by=st.sampled_from(
+        ["", "0", "-", ".", "e999", '"', "[", "]", "{}", "=", "\n", "nan", "true", "9" * 400, "\x00", "é"]
+    ),
+    end=st.floats(0.5, 1),
+)
+def test_a_file_that_is_cut_or_changed_is_read_or_refused_in_a_line(
+    path: Path, begin: float, length: int, by: str, end: float
+) -> None:
+    PROFILE.save(path)
+    text = path.read_text()
+    first = int(begin * len(text))
+    text = text[:first] + by + text[first + length :]
+    path.write_text(text[: int(end * len(text))] if end < 0.9 else text)
+    try:
+        profile = Profile.load(path)
+    except ValueError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        assert "cluster.toml" in str(error)  # noqa: PT017
+    else:
+        profile.save(path)
+        assert Profile.load(path) == profile

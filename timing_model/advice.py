@@ -1,0 +1,100 @@
+"""A plan in words: what to do, and why."""
+
+from __future__ import annotations
+
+import math
+
+from timing_model.choices import TIE, Choice
+from timing_model.plan import Plan
+from timing_model.profile import UNCOMPRESSED
+from timing_model.question import Question
+from timing_model.units import format_seconds
+
+NO_HELP = 0.03
+"""A pipeline that gains less than this over the best synchronous configuration does not help."""
+
+
+def describe(question: Question) -> str:
+    """A configuration in a few words.
+
+    "pipelined, width 2, int8, ring, segments of 256 KiB"
+    """
+    if question.strategy == "ps-sync":
+        return "ps-sync"
+    codec = "no codec" if question.codec == UNCOMPRESSED else question.codec
+    if question.strategy == "ddp":
+        return f"ddp, {codec}"
+    name = "D-Sync" if question.width == 1 else f"pipelined, width {question.width}"
+    segment = "" if question.segment_bytes == 1 << 20 else f", segments of {question.segment_bytes >> 10} KiB"
+    return f"{name}, {codec}, {question.all_reduce}{segment}"
+
+
+def reason(choice: Choice) -> str:
+    """What the configuration waits for, in words."""
+    iteration = choice.iteration
+    if iteration.exposed <= TIE * iteration.total:
+        return "computation hides all of the communication"
+    waits = {"the network": iteration.wire, "the codec": iteration.codec, "the slowest rank": iteration.jitter}
+    worst = max(waits, key=lambda name: waits[name])
+    return f"waits {format_seconds(waits[worst])} for {worst}"
+
+
+def advice(plan: Plan) -> list[str]:
+    """What a person should know of a plan, a sentence each."""
+    return [one for one in (_pipelining(plan), _codec(plan), _servers(plan)) if one]
+
+
+def ratio(one: Choice, other: Choice) -> float:
+    """How many times as long one takes as the other."""
+    if other.score > 0:
+        return one.score / other.score
+    return 1.0 if one.score == 0 else math.inf
+
+
+def words_for_training(question: Question) -> str:
+    """The options of ``pipesgd.train`` that run a configuration."""
+    if question.strategy == "ddp":
+        return "--strategy ddp" + ("" if question.codec == UNCOMPRESSED else f" --ddp-hook {question.codec}")
+    if question.strategy == "ps-sync":
+        return f"--strategy ps-sync --servers {question.servers}"
+    words = f"--width {question.width} --codec {question.codec} --all-reduce {question.all_reduce}"
+    return words + ("" if question.segment_bytes == 1 << 20 else f" --segment-bytes {question.segment_bytes}")
+
+
+def _pipelining(plan: Plan) -> str | None:
+    best, synchronous = plan.best, plan.synchronous
+    pipelined = next((one for one in plan.ranking if one.question.width > 1), None)
+    if synchronous is None or pipelined is None:
+        return None
+    chosen = best if best.question.width > 1 else pipelined
+    gain = ratio(synchronous, chosen) - 1
+    against = f"the best synchronous configuration ({describe(synchronous.question)})"
+    if gain < NO_HELP:
+        said = f"gains {gain:.1%} over" if gain >= 0 else f"is {-gain:.1%} slower than"
+        return f"This method will not help you here: a pipeline {said} {against}."
+    return f"The pipeline is {1 + gain:.2f} times as fast as {against}."
+
+
+def _codec(plan: Plan) -> str | None:
+    best, uncompressed = plan.best, plan.uncompressed
+    compressed = next((one for one in plan.ranking if one.question.codec != UNCOMPRESSED), None)
+    if uncompressed is None:
+        return None
+    if best.question.codec != UNCOMPRESSED:
+        more = ratio(uncompressed, best)
+        longer = f"{more - 1:.1%} longer" if more < 2 else f"{more:.1f} times as long"
+        without = f"the best without a codec ({describe(uncompressed.question)}) takes {longer}"
+        return f"Use {best.question.codec}: {without}. It is lossy, which --accuracy-cost can weigh."
+    if compressed is None:
+        return "Use no codec: none of those searched could be faster."
+    gain = ratio(best, compressed) - 1
+    if gain >= 0:
+        return f"Use no codec: the best one ({compressed.question.codec}) would gain {gain:.1%}, which is a tie."
+    return f"Use no codec: with the best one ({compressed.question.codec}) it takes {-gain:.1%} longer."
+
+
+def _servers(plan: Plan) -> str | None:
+    servers = next((one for one in plan.ranking if one.question.strategy == "ps-sync"), None)
+    if servers is None or servers is plan.best:
+        return None
+    return f"Against a parameter server, it is {ratio(servers, plan.best):.2f} times as fast."

@@ -1,0 +1,212 @@
+"""The ``timing-model`` command: what a job will cost, and how to run it, before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from timing_model.advice import advice, describe, reason, words_for_training
+from timing_model.checks import check_one_of
+from timing_model.choices import Choice, Space
+from timing_model.costs import costs_of, iteration_time
+from timing_model.fit import fit, fit_text
+from timing_model.options import add_configuration, add_job, add_nodes, add_output, base_of, question_of
+from timing_model.plan import plan
+from timing_model.plots import check_plot, plot_parts, save_plot
+from timing_model.predict import Answer, predict
+from timing_model.profile import Profile
+from timing_model.question import Question
+from timing_model.rehearsal import plot_rehearsal, rehearse
+from timing_model.report import answer_text, job_line, plan_text
+from timing_model.words import Parser, whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+HELP = """What a training job will cost, and how to run it, before it runs.
+
+  predict    the time of an iteration, an epoch and the job, by parts, and what limits it
+  plan       the best strategy, width, codec and all-reduce, and why
+  simulate   the same iterations one by one, with jitter and slow ranks
+  fit        a profile that agrees with runs that were made
+
+Ask of a cluster that was measured (torchrun ... -m pipesgd.calibrate --out cluster.toml):
+  timing-model plan --cluster cluster.toml --model resnet18 --batch-size 64 --world-size 8
+or of one that is written by hand:
+  timing-model predict --latency 50us --bandwidth 10Gbit/s --world-size 4 --compute 0.3s --parameters 61.1M
+
+timing-model COMMAND --help lists a command's options."""
+PLOTTED_WIDTHS = (1, 2, 3, 4)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; 2 if the words are wrong, said in a line."""
+    words = sys.argv[1:] if words is None else words
+    try:
+        text = _run(list(words))
+    except ValueError as error:
+        field, _, rest = str(error).partition(" ")
+        option = field.replace("_", "-") if re.fullmatch("[a-z_]+", field) else field  # or a file's
+        print(f"error: {option} {rest}", file=sys.stderr)
+        return 2
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _run(words: list[str]) -> str:
+    if not words or words[0] in ("-h", "--help"):
+        return HELP
+    check_one_of("command", words[0], list(COMMANDS))
+    add_options, answer = COMMANDS[words[0]]
+    options = Parser(
+        prog=f"timing-model {words[0]}",
+        description=answer.__doc__,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_options(options)
+    given = options.parse(words[1:])
+    check_plot(given.plot)
+    return answer(given)
+
+
+def _add_predict(options: Parser) -> None:
+    add_job(options)
+    add_configuration(options)
+
+
+def _predict(given: Namespace) -> str:
+    """The time of an iteration, by parts, with an interval, and what limits it."""
+    question = question_of(given)
+    answer = predict(question, extrapolate=given.extrapolate)
+    if given.plot:
+        save_plot(given.plot, lambda axes: _plot_widths(answer, axes))
+    return json.dumps(answer.as_json(), indent=1) if given.json else answer_text(answer)
+
+
+def _plot_widths(answer: Answer, axes: Axes) -> Axes:
+    """The same job in other widths, if it is a pipeline."""
+    question = answer.question
+    widths = {*PLOTTED_WIDTHS, question.width} if question.strategy == "pipelined" else {1}
+    questions = [dataclasses.replace(question, width=width) for width in sorted(widths)]
+    iterations = [iteration_time(one, costs_of(one))[0] for one in questions]
+    return plot_parts([describe(one) for one in questions], iterations, axes, title=job_line(question))
+
+
+def _add_plan(options: Parser) -> None:
+    add_job(options)
+    searched = options.add_argument_group("what is searched; by default, all that was measured")
+    searched.add_argument("--strategies", nargs="+", metavar="NAME")
+    searched.add_argument("--widths", nargs="+", type=whole(), metavar="K")
+    searched.add_argument("--codecs", nargs="+", metavar="NAME")
+    searched.add_argument("--all-reduces", nargs="+", metavar="NAME")
+    searched.add_argument("--segments", nargs="+", type=whole(), metavar="N", help="bytes of the largest message")
+    add_nodes(searched)
+    searched.add_argument(
+        "--accuracy-cost",
+        nargs="+",
+        default=[],
+        metavar="NAME=SHARE",
+        help="by how much more iterations are needed to the same accuracy: width=1%% for each one above 1, int4=3%%",
+    )
+    options.add_argument("--top", type=whole(), default=8, metavar="N", help="how many to show (8)")
+
+
+def _plan(given: Namespace) -> str:
+    """The best strategy, width, codec, all-reduce and segment size, and why."""
+    base = base_of(given)
+    space = Space.of(base.cluster)
+    names = ("strategies", "widths", "codecs", "all_reduces", "segments")
+    asked = {name: tuple(dict.fromkeys(getattr(given, name))) for name in names if getattr(given, name)}
+    found = plan(
+        base,
+        dataclasses.replace(space, **asked),
+        accuracy_cost=dict(map(_accuracy_cost, given.accuracy_cost)),
+        extrapolate=given.extrapolate,
+    )
+    if given.plot:
+        shown = found.kinds[: given.top]
+        labels, iterations = [describe(one.question) for one in shown], [one.iteration for one in shown]
+        save_plot(
+            given.plot,
+            lambda axes: plot_parts(labels, iterations, axes, title=job_line(base)),
+            height=2 + 0.3 * len(shown),
+        )
+    answer = predict(found.best.question, extrapolate=given.extrapolate)
+    if not given.json:
+        return plan_text(found, answer, given.top)
+    values = {
+        "predicted": answer.as_json(),
+        "best": _choice(found.best),
+        "synchronous": found.synchronous and _choice(found.synchronous),
+        "uncompressed": found.uncompressed and _choice(found.uncompressed),
+        "advice": advice(found),
+        "ranking": [_choice(one) for one in found.kinds[: given.top]],
+        "considered": found.considered,
+    }
+    return json.dumps(values, indent=1)
+
+
+def _choice(choice: Choice) -> dict[str, object]:
+    question = choice.question
+    return {
+        **{name: getattr(question, name) for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes")},
+        "iteration_seconds": choice.iteration._asdict(),
+        "collective_seconds": choice.collective._asdict(),
+        "score": choice.score,
+        "reason": reason(choice),
+        "options": words_for_training(question),
+    }
+
+
+def _accuracy_cost(text: str) -> tuple[str, float]:
+    found = re.fullmatch(r"([\w-]+)=(\d+(?:\.\d+)?)(%?)", text)
+    if found is None:
+        raise ValueError(f"accuracy_cost must be a name and a share, such as width=1%; got {text!r}")
+    return found[1], float(found[2]) / (100 if found[3] else 1)
+
+
+def _add_simulate(options: Parser) -> None:
+    _add_predict(options)
+    options.add_argument("--seed", type=whole(0), default=0, help="of the jitter (0)")
+
+
+def _simulate(given: Namespace) -> str:
+    """The same iterations one by one, with jitter and slow ranks (1000, or --iterations)."""
+    question: Question = question_of(given)
+    rehearsal = rehearse(question, seed=given.seed, extrapolate=given.extrapolate)
+    if given.plot:
+        save_plot(given.plot, lambda axes: plot_rehearsal(question, axes, seed=given.seed))
+    return json.dumps(rehearsal.as_json(), indent=1) if given.json else rehearsal.text()
+
+
+def _add_fit(options: Parser) -> None:
+    options.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders that pipesgd.train left")
+    options.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="profile to begin with")
+    options.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write")
+    add_output(options)
+
+
+def _fit(given: Namespace) -> str:
+    """A profile whose link and computation agree with runs that were made."""
+    refitted = fit(Profile.load(given.cluster), given.runs)
+    refitted.profile.save(given.out)
+    return json.dumps(refitted.as_json(), indent=1) if given.json else fit_text(refitted)
+
+
+COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Namespace], str]]] = {
+    "predict": (_add_predict, _predict),
+    "plan": (_add_plan, _plan),
+    "simulate": (_add_simulate, _simulate),
+    "fit": (_add_fit, _fit),
+}

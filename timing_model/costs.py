@@ -1,0 +1,133 @@
+"""What the parts of a question cost, and from them its iteration: which formula each strategy is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from timing_model.all_reduce import SCHEDULES, CollectiveTime, all_reduce_time, gather_time, segments_of
+from timing_model.iteration import (
+    IterationTime,
+    ddp_buckets,
+    layerwise_iteration_time,
+    pipelined_iteration_time,
+    server_iteration_time,
+)
+from timing_model.measured import CodecProfile, CodecRates, Estimate, LinkProfile
+from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, uncompressed
+from timing_model.profile import UNCOMPRESSED
+from timing_model.question import Question
+from timing_model.servers import parameter_server_time
+
+DEFAULT_SHARING = 0.5
+"""Of servers that were not measured: between both bounds, as this project's testbed was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What everything costs in one question."""
+
+    link: LinkParams
+    inner: LinkParams | None
+    codec: CodecCost
+    """fp32's sums cost ``link.gamma`` instead."""
+    times: ComputeTimes
+    sharing: float
+
+
+def costs_of(question: Question) -> Costs:
+    """What everything costs, by the estimates' values."""
+    cluster = question.cluster
+    codec = question.codec_profile
+    sharing = DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value
+    return Costs(
+        link=_link(question).params(),
+        inner=None if cluster.inner is None else cluster.inner.params(),
+        codec=uncompressed(0.0) if codec is None else _cost(question.codec, codec, _rates(question, codec)),
+        times=question.compute.times(question.width),
+        sharing=sharing,
+    )
+
+
+def iteration_time(question: Question, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
+    """Of one iteration, and of all its communication, hidden or not."""
+    if question.strategy == "ps-sync":
+        traffic = parameter_server_time(
+            costs.link,
+            question.nbytes,
+            question.world_size,
+            servers=question.servers,
+            placement=question.placement,
+            sharing=costs.sharing,
+        )
+        iteration = server_iteration_time(costs.times, traffic, world_size=question.workers, noise=question.noise)
+        return iteration, traffic
+    if question.strategy == "ddp":
+        cut = ddp_buckets([FLOAT_BYTES * numel for numel in question.compute.tensors])
+        buckets = [(share, collective_time(question, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
+        whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
+        noise = question.noise
+        return layerwise_iteration_time(costs.times, buckets, world_size=question.workers, noise=noise), whole
+    whole = collective_time(question, costs, question.compute.numel)
+    return pipelined_time(question, costs, whole), whole
+
+
+def pipelined_time(question: Question, costs: Costs, collective: CollectiveTime) -> IterationTime:
+    """Of one iteration of the pipeline, whose collective is known."""
+    return pipelined_iteration_time(
+        costs.times, collective, question.width, world_size=question.workers, noise=question.noise
+    )
+
+
+def collective_time(question: Question, costs: Costs, numel: float) -> CollectiveTime:
+    """Of one collective of so many values."""
+    codec = None if question.codec == UNCOMPRESSED else costs.codec
+    segment_bytes = question.segment_bytes
+    if question.gathered:
+        return gather_time(costs.link, numel, question.world_size, codec=costs.codec, segment_bytes=segment_bytes)
+    return all_reduce_time(
+        str(question.all_reduce),
+        costs.link,
+        numel,
+        question.world_size,
+        codec=codec,
+        segment_bytes=segment_bytes,
+        inner=costs.inner,
+        ranks_per_node=question.ranks_per_node,
+        cards=question.cards,
+    )
+
+
+def _link(question: Question) -> LinkProfile:
+    native = question.cluster.native if question.all_reduce == "native" else None
+    return native or question.cluster.link
+
+
+def _rates(question: Question, codec: CodecProfile) -> CodecRates:
+    """For messages as large as they are in this job."""
+    values = float(question.compute.numel)
+    if question.all_reduce in SCHEDULES and not question.gathered:
+        chunk = values / SCHEDULES[str(question.all_reduce)](question.world_size).chunks
+        values = chunk / segments_of(chunk * codec.bits / 8, question.segment_bytes)
+    return codec.rates_of(values)
+
+
+def _cost(name: str, codec: CodecProfile, rates: CodecRates) -> CodecCost:
+    costs = {one.name: getattr(rates, one.name).value for one in dataclasses.fields(rates)}
+    return CodecCost(name=name, bits=codec.bits, call=codec.call.value, **costs)
+
+
+def estimates_of(question: Question) -> Iterator[tuple[str, str, Estimate]]:
+    """The estimates that the answer depends on: part and field of ``Costs``, and what was measured."""
+    for part, link in (("link", _link(question)), ("inner", question.cluster.inner)):
+        if link is not None and (part == "link" or question.all_reduce == "hierarchical"):
+            yield from ((part, one.name, getattr(link, one.name)) for one in dataclasses.fields(link))
+    codec = question.codec_profile
+    if codec is not None:
+        rates = _rates(question, codec)
+        yield from (("codec", one.name, getattr(rates, one.name)) for one in dataclasses.fields(rates))
+        yield "codec", "call", codec.call
+    compute = question.compute
+    yield "times", "update", compute.update if question.width == 1 else compute.late_update
+    yield from (("times", name, getattr(compute, name)) for name in ("forward", "backward", "contention"))

@@ -1,0 +1,167 @@
+"""What was measured of a cluster, with intervals: the parts of a ``profile.Profile``."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from timing_model.checks import check_above_0, check_at_least
+from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise
+
+MOST = 1e9
+"""Of any number that is no count: what is larger is a mistake, and could overflow."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number that was measured, and its 90 % interval: 0 <= low <= value <= high."""
+
+    value: float
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        for name in ("value", "low", "high"):
+            check_at_least(name, getattr(self, name), 0)
+        if not self.low <= self.value <= self.high <= MOST:
+            raise ValueError(
+                f"value must be from low to high, and at most {MOST:g}; got {self.value}, {self.low} and {self.high}"
+            )
+
+    @classmethod
+    def exact(cls, value: float) -> Estimate:
+        """A number that is given, not measured."""
+        return cls(value, value, value)
+
+    def times(self, factor: float) -> Estimate:
+        """Of a multiple."""
+        return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
+    def towards(self, other: Estimate, share: float) -> Estimate:
+        """Between this one and ``other``, which is a share of 1."""
+        value = self.value + share * (other.value - self.value)
+        low = min(value, self.low + share * (other.low - self.low))
+        return Estimate(value, low, max(value, self.high + share * (other.high - self.high)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkProfile:
+    """A ``LinkParams``, measured."""
+
+    alpha: Estimate
+    beta: Estimate
+    gamma: Estimate
+    sync: Estimate
+    overhead: Estimate
+
+    @classmethod
+    def exact(cls, link: LinkParams) -> LinkProfile:
+        """A link that is given, not measured."""
+        return cls(**{one.name: Estimate.exact(getattr(link, one.name)) for one in dataclasses.fields(cls)})
+
+    def params(self) -> LinkParams:
+        return LinkParams(**{one.name: getattr(self, one.name).value for one in dataclasses.fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecRates:
+    """What the operations of a ``CodecCost`` take, in s per value."""
+
+    encode: Estimate
+    decode: Estimate
+    add: Estimate
+    hop: Estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecProfile:
+    """A ``CodecCost``, measured in memory and, maybe, in cache."""
+
+    bits: float
+    """On the wire, per value, scales included."""
+    call: Estimate
+    """Fixed cost of any operation, in s."""
+    rates: CodecRates
+    """On messages that come from memory."""
+    in_cache: CodecRates | None = None
+    """On messages that fit into ``cache_bytes``."""
+    cache_bytes: int = 0
+    """Of float32."""
+    gathered: bool = False
+    """Every rank gets all parts, as topk's; nothing is added on the way."""
+
+    @classmethod
+    def exact(cls, cost: CodecCost, *, gathered: bool = False) -> CodecProfile:
+        """A codec whose costs are given, not measured."""
+        rates = {one.name: Estimate.exact(getattr(cost, one.name)) for one in dataclasses.fields(CodecRates)}
+        return cls(bits=cost.bits, call=Estimate.exact(cost.call), rates=CodecRates(**rates), gathered=gathered)
+
+    def rates_of(self, message_values: float) -> CodecRates:
+        """Those for messages of so many values."""
+        fits = FLOAT_BYTES * message_values <= self.cache_bytes
+        return self.in_cache if fits and self.in_cache is not None else self.rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeProfile:
+    """The computation of one model with one batch size, measured; times are in s."""
+
+    model: str
+    """As ``--model`` of training says it, or module:factory."""
+    batch_size: int
+    """Of one rank; 0 if it is not known, which no file says."""
+    tensors: tuple[int, ...]
+    """Values of each parameter's gradient, in the order of the forward pass."""
+    samples: int | None = None
+    """Of the data set: an epoch. None if there is none."""
+    forward: Estimate
+    backward: Estimate
+    update: Estimate
+    """Optimizer and packing, where nothing is in flight."""
+    late_update: Estimate
+    """The same at a width above 1: with the prediction."""
+    contention: Estimate
+    """By what share it is slower while a collective runs beside it."""
+    cv: float = 0.0
+    """Standard deviation over mean of one rank's time, between iterations."""
+    slow_ranks: tuple[float, ...] = ()
+    """Factors of the ranks that are always slow, each at least 1."""
+
+    @property
+    def numel(self) -> int:
+        """Values of the whole gradient."""
+        return sum(self.tensors)
+
+    def times(self, width: int) -> ComputeTimes:
+        """Of an iteration in a pipeline of this width; 1 is synchronous."""
+        return ComputeTimes(
+            update=(self.update if width == 1 else self.late_update).value,
+            forward=self.forward.value,
+            backward=self.backward.value,
+            contention=self.contention.value,
+        )
+
+    def noise(self) -> Noise:
+        return Noise(cv=self.cv, slow_ranks=self.slow_ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """What was measured: outside of it, an answer is extrapolated."""
+
+    world_sizes: tuple[int, ...]
+    all_reduces: tuple[str, ...]
+    """That were run, by their names in ``all_reduce.ALL_REDUCES``."""
+    smallest_bytes: int
+    """Of gradients that were all-reduced."""
+    largest_bytes: int
+    residual: float
+    """90th percentile of \\|fitted/measured - 1\\| over cells that were not fitted."""
+    ranks_per_core: float
+    """Above 1, ranks share cores, and only world sizes that were measured count as interpolated."""
+
+    def __post_init__(self) -> None:
+        check_at_least("residual", self.residual, 0)
+        check_above_0("ranks_per_core", self.ranks_per_core)
+        if self.smallest_bytes > self.largest_bytes:
+            raise ValueError(f"smallest_bytes must be at most {self.largest_bytes}; got {self.smallest_bytes}")

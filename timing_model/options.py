@@ -1,0 +1,190 @@
+"""The words of the ``timing-model`` command, and the question that they ask."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from argparse import Namespace
+from pathlib import Path
+
+from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.checks import check_one_of
+from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
+from timing_model.params import LinkParams
+from timing_model.presets import MODELS, NETWORKS, SUMS
+from timing_model.profile import UNCOMPRESSED, Profile
+from timing_model.question import OWN_ALL_REDUCE, STRATEGIES, Question, compute_of
+from timing_model.units import parse_bandwidth, parse_count, parse_seconds
+from timing_model.words import Parser, number_of, quantity, whole
+
+LAYERS = 50
+"""Of a model of which only the size is known: ddp reduces it in as many equal parts."""
+BACKWARD = 2 / 3
+"""Share of the backward pass, where only the sum with the forward pass is known."""
+NOTHING = Calibrated(
+    world_sizes=(), all_reduces=(), smallest_bytes=0, largest_bytes=0, residual=0.0, ranks_per_core=1.0
+)
+
+
+def add_job(options: Parser) -> None:
+    """Cluster, model and job: what all questions have."""
+    cluster = options.add_argument_group("cluster, as it was measured, or by hand")
+    cluster.add_argument("--cluster", type=Path, metavar="FILE", help="profile that pipesgd.calibrate wrote")
+    cluster.add_argument("--network", metavar="NAME", help=f"a typical one: {', '.join(NETWORKS)}")
+    cluster.add_argument("--latency", type=quantity(parse_seconds, "latency"), metavar="50us", help="of a message")
+    cluster.add_argument(
+        "--bandwidth", type=quantity(parse_bandwidth, "bandwidth"), metavar="10Gbit/s", help="of each rank"
+    )
+    cluster.add_argument("--world-size", type=whole(), required=True, metavar="P", help="ranks")
+    job = options.add_argument_group("model and job")
+    job.add_argument("--model", metavar="NAME", help=f"one of the profile's; by hand, its size: {', '.join(MODELS)}")
+    job.add_argument("--parameters", type=quantity(parse_count, "parameters"), metavar="61.1M", help="by hand")
+    job.add_argument(
+        "--compute", type=quantity(parse_seconds, "compute"), metavar="0.3s", help="forward and backward, by hand"
+    )
+    job.add_argument("--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="optimizer, by hand (0s)")
+    job.add_argument("--batch-size", type=whole(), metavar="B", help="of a rank")
+    job.add_argument("--samples", type=whole(), metavar="N", help="of the data set: an epoch")
+    job.add_argument("--epochs", type=whole(), metavar="N", help="of the job")
+    job.add_argument("--iterations", type=whole(), metavar="N", help="of the job, instead")
+    job.add_argument("--cv", type=number_of(0), help="spread of a rank's computation: standard deviation over mean")
+    job.add_argument("--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="factors of ranks always slow")
+    options.add_argument("--extrapolate", action="store_true", help="also answer far from what was measured")
+    add_output(options)
+
+
+def add_output(options: Parser) -> None:
+    options.add_argument("--json", action="store_true", help="for programs; times in s, sizes in bytes")
+    options.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture (needs matplotlib)")
+
+
+def add_configuration(options: Parser) -> None:
+    """One way to run the job."""
+    one = options.add_argument_group("configuration, as pipesgd.train has it")
+    one.add_argument("--strategy", default="pipelined", help=f"{', '.join(STRATEGIES)} (pipelined)")
+    one.add_argument("--width", type=whole(), metavar="K", help="of the pipeline (2); 1 is synchronous")
+    one.add_argument("--codec", default=UNCOMPRESSED, help="of the profile (fp32)")
+    one.add_argument("--all-reduce", metavar="NAME", help=f"{', '.join(ALL_REDUCES)} (ring; native with ddp)")
+    one.add_argument(
+        "--segment-bytes", type=whole(), default=SEGMENT_BYTES, metavar="N", help="largest message (1 MiB)"
+    )
+    one.add_argument("--servers", type=whole(), default=1, metavar="S", help="of ps-sync (1)")
+    one.add_argument("--server-placement", default="beside", help="beside workers, or own (beside)")
+    add_nodes(one)
+
+
+def add_nodes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--ranks-per-node", type=whole(), default=1, metavar="G", help="for hierarchical (1)")
+    group.add_argument("--cards", type=whole(), default=1, metavar="R", help="of a node, for hierarchical (1)")
+
+
+def base_of(given: Namespace) -> Question:
+    """The job that the options of ``add_job`` name, as D-Sync. Raises ``ValueError``."""
+    for name in ("latency", "compute", "update"):
+        if (getattr(given, name) or 0.0) > MOST:
+            raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
+    if given.bandwidth is not None and given.bandwidth < 1 / MOST:
+        raise ValueError(f"bandwidth must be at least {1 / MOST:g} bytes a second; got {given.bandwidth:g}")
+    cluster = _cluster(given)
+    return Question(
+        cluster=cluster,
+        compute=_compute(given, cluster),
+        world_size=given.world_size,
+        ranks_per_node=given.ranks_per_node,
+        cards=given.cards,
+        iterations=given.iterations,
+        epochs=given.epochs,
+    )
+
+
+def question_of(given: Namespace) -> Question:
+    """The question that the options of ``add_job`` and ``add_configuration`` ask. Raises ``ValueError``."""
+    base = base_of(given)
+    check_one_of("strategy", given.strategy, STRATEGIES)
+    return Question(
+        cluster=base.cluster,
+        compute=base.compute,
+        world_size=base.world_size,
+        strategy=given.strategy,
+        width=given.width or (2 if given.strategy == "pipelined" else 1),
+        codec=given.codec,
+        all_reduce=given.all_reduce or OWN_ALL_REDUCE[given.strategy],
+        segment_bytes=given.segment_bytes,
+        ranks_per_node=given.ranks_per_node,
+        cards=given.cards,
+        servers=given.servers,
+        placement=given.server_placement,
+        iterations=given.iterations,
+        epochs=given.epochs,
+    )
+
+
+def _cluster(given: Namespace) -> Profile:
+    if given.cluster is not None:
+        for name in ("network", "latency", "bandwidth"):
+            if getattr(given, name) is not None:
+                raise ValueError(f"{name} must be left out with --cluster, which says it; got {getattr(given, name)}")
+        return Profile.load(given.cluster)
+    if given.network is not None:
+        check_one_of("network", given.network, list(NETWORKS))
+        link = NETWORKS[given.network]
+    elif given.latency is None and given.bandwidth is None:
+        raise ValueError("cluster must be given, or --network, or --latency and --bandwidth; got none")
+    else:
+        for name in ("latency", "bandwidth"):
+            if getattr(given, name) is None:
+                raise ValueError(f"{name} must be given, too, without --cluster or --network; got none")
+        link = LinkParams(alpha=0.0, beta=0.0, gamma=SUMS, sync=0.0)
+    if given.latency is not None:
+        link = dataclasses.replace(link, alpha=given.latency)
+    if given.bandwidth is not None:
+        link = dataclasses.replace(link, beta=1 / given.bandwidth)
+    return Profile(calibrated=NOTHING, link=LinkProfile.exact(link))
+
+
+def _compute(given: Namespace, cluster: Profile) -> ComputeProfile:
+    if given.compute is not None:
+        return _by_hand(given)
+    for name in ("update", "parameters"):
+        if getattr(given, name) is not None:
+            raise ValueError(f"{name} must be left out without --compute; got {getattr(given, name):g}")
+    if not cluster.compute:
+        raise ValueError("compute must be given: the time of a forward and a backward pass; got none")
+    if given.model is None:
+        models = ", ".join(sorted({one.model for one in cluster.compute}))
+        raise ValueError(f"model must be given, one of {models}, or --compute and --parameters; got none")
+    return _changed(given, compute_of(cluster, given.model, given.batch_size))
+
+
+def _by_hand(given: Namespace) -> ComputeProfile:
+    if given.parameters is None and given.model is None:
+        raise ValueError("parameters must be given with --compute, or --model; got none")
+    if given.parameters is None:
+        check_one_of("model", given.model, list(MODELS))
+    elif given.model in MODELS:
+        raise ValueError(f"parameters must be left out with --model {given.model}; got {given.parameters:g}")
+    parameters = round(MODELS[given.model] if given.parameters is None else given.parameters)
+    if not 1 <= parameters <= 1e13:
+        raise ValueError(f"parameters must be from 1 to 1e13; got {parameters}")
+    layers = min(LAYERS, parameters)
+    update = Estimate.exact(given.update or 0.0)
+    compute = ComputeProfile(
+        model=given.model or "given",
+        batch_size=given.batch_size or 0,
+        tensors=tuple(parameters // layers + (layer < parameters % layers) for layer in range(layers)),
+        forward=Estimate.exact(given.compute * (1 - BACKWARD)),
+        backward=Estimate.exact(given.compute * BACKWARD),
+        update=update,
+        late_update=update,
+        contention=Estimate.exact(0.0),
+    )
+    return _changed(given, compute)
+
+
+def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
+    """With the noise and the data set that are given."""
+    changes = {"cv": given.cv, "samples": given.samples, "slow_ranks": given.slow_ranks and tuple(given.slow_ranks)}
+    present = {name: value for name, value in changes.items() if value is not None}
+    if "slow_ranks" in present and len(given.slow_ranks) > given.world_size:
+        raise ValueError(f"slow_ranks must be at most {given.world_size}; got {len(given.slow_ranks)}")
+    return dataclasses.replace(compute, **present)

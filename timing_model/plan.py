@@ -1,0 +1,86 @@
+"""How to run a job: a search over strategy, width, codec, all-reduce and segment size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from timing_model.choices import TIE, Choice, Space, simplicity
+from timing_model.costs import costs_of, iteration_time
+from timing_model.question import Question, support_of
+from timing_model.search import Search
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a search found."""
+
+    best: Choice
+    """The simplest of the fastest."""
+    ranking: tuple[Choice, ...]
+    """All that were not ruled out by bounds, each with its best segment size; the best of each codec is among them. The
+    fastest come first, and where times are in a tie, the simplest."""
+    synchronous: Choice | None
+    """The best one of width 1, ddp, or parameter servers; None if none was searched, as below."""
+    uncompressed: Choice | None
+    """The best one without a codec."""
+    considered: int
+    """Configurations in the space, with those that were ruled out."""
+
+    @property
+    def kinds(self) -> tuple[Choice, ...]:
+        """The best of each strategy, width and codec in the ranking."""
+        first: dict[tuple[str, int, str], Choice] = {}
+        for one in self.ranking:
+            first.setdefault((one.question.strategy, one.question.width, one.question.codec), one)
+        return tuple(first.values())
+
+
+def plan(
+    base: Question,
+    space: Space | None = None,
+    *,
+    accuracy_cost: Mapping[str, float] | None = None,
+    extrapolate: bool = False,
+) -> Plan:
+    """Search for the best way to run the job of ``base``, whose own strategy, width, codec and so on do not count.
+
+    An iteration never takes less if its collective takes more, so one segment size is the best for every width, and a
+    pair of codec and all-reduce is left out if ``least_collective_time`` is too much for it to be chosen.
+
+    Args:
+        base: the job.
+        space: what is searched; by default all that was measured.
+        accuracy_cost: by what share more iterations it takes to the same accuracy: ``width`` for each one above 1, or
+            a codec's name.
+        extrapolate: also search outside of what was measured.
+
+    Raises:
+        ValueError: nothing is left to be searched.
+    """
+    space = space or Space.of(base.cluster)
+    search = Search(base, space, accuracy_cost or {}, extrapolate)
+    for question in search.whole():
+        search.add(question, *iteration_time(question, costs_of(question)))
+    search.pairs()
+    best = search.all.chosen
+    if best is None:
+        reasons = support_of(base).reasons or ("no all-reduce for any of the codecs",)
+        raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")
+    fastest = min(one.score for one in search.choices)
+    ranking = sorted(search.choices, key=lambda one: (_ties(one.score, fastest), simplicity(one.question)))
+    return Plan(
+        best=best,
+        ranking=tuple(ranking),
+        synchronous=search.synchronous.chosen,
+        uncompressed=search.uncompressed.chosen,
+        considered=search.considered,
+    )
+
+
+def _ties(score: float, fastest: float) -> float:
+    """By how many ties it is slower: 0 up to one."""
+    if score <= fastest:
+        return 0
+    return math.inf if fastest == 0 else max(0, math.ceil(math.log(score / fastest, 1 + TIE) - 1e-9) - 1)

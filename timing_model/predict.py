@@ -1,0 +1,147 @@
+"""What a job will cost: its iteration by parts, with an interval, what limits it, and what would change it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from timing_model.all_reduce import CollectiveTime
+from timing_model.costs import Costs, costs_of, estimates_of, iteration_time
+from timing_model.iteration import IterationTime, job_time
+from timing_model.question import OUTSIDE, Question, Support, support_of
+
+COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
+LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a job will cost. Times are in s."""
+
+    question: Question
+    iteration: IterationTime
+    """Mean of an iteration in the steady state; its parts sum to the total."""
+    low: float
+    """Where the iteration's 90 % interval begins, by the intervals of all estimates and the profile's residual."""
+    high: float
+    collective: CollectiveTime
+    """The whole of one, hidden or not; with ddp, of all buckets."""
+    support: Support
+    efficiency: float
+    """Of all ranks, against as many times one rank alone."""
+    samples_per_second: float | None
+    """Of all workers; None if the batch size is not known."""
+    epoch: float | None
+    """Time of an epoch; None if samples or batch size are not known."""
+    job: float | None
+    """Time of the whole job; None if neither its iterations nor its epochs are given."""
+    limit: str
+    """One of ``LIMITS``: what the iteration would gain most from, if it took half as long."""
+    gains: dict[str, float]
+    """How many times faster an iteration is with half of each of the ``LIMITS``: 1 if that changes nothing."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs; times in s."""
+        question, iteration = self.question, self.iteration
+        return {
+            "iteration_seconds": iteration._asdict()
+            | {"exposed": iteration.exposed, "low": self.low, "high": self.high},
+            "collective_seconds": self.collective._asdict(),
+            "epoch_seconds": self.epoch,
+            "job_seconds": self.job,
+            "samples_per_second": self.samples_per_second,
+            "efficiency": self.efficiency,
+            "limited_by": self.limit,
+            "gains_of_half": self.gains,
+            "support": self.support.kind,
+            "reasons": list(self.support.reasons),
+            "question": {
+                field.name: getattr(question, field.name)
+                for field in dataclasses.fields(question)
+                if field.name not in ("cluster", "compute")
+            }
+            | {"model": question.compute.model, "batch_size": question.compute.batch_size or None}
+            | {"parameters": question.compute.numel},
+        }
+
+
+def predict(question: Question, *, extrapolate: bool = False) -> Answer:
+    """Answer the question.
+
+    Raises:
+        ValueError: it is outside of what was measured, and ``extrapolate`` does not say that this is known.
+    """
+    support = support_of(question)
+    if support.kind == OUTSIDE and not extrapolate:
+        raise ValueError(f"extrapolate must be asked for outside of what was measured; got {support.reasons[0]}")
+    costs = costs_of(question)
+    iteration, collective = iteration_time(question, costs)
+    below, above = _spread(question, costs, iteration.total)
+    gains = _gains(question, costs, iteration)
+    alone = costs_of(dataclasses.replace(question, width=1)).times.total
+    workers, batch_size = question.workers, question.compute.batch_size
+    per_epoch = question.iterations_per_epoch
+    iterations = question.iterations
+    if question.epochs is not None and per_epoch is not None:
+        iterations = question.epochs * per_epoch
+    in_flight = collective.total if question.width > 1 else 0.0
+    return Answer(
+        question=question,
+        iteration=iteration,
+        low=max(0.0, iteration.total - below),
+        high=iteration.total + above,
+        collective=collective,
+        support=support,
+        efficiency=workers / question.world_size * (alone / iteration.total if iteration.total > 0 else 1.0),
+        samples_per_second=workers * batch_size / iteration.total if batch_size and iteration.total > 0 else None,
+        epoch=None if per_epoch is None else per_epoch * iteration.total,
+        job=None if iterations is None else job_time(iteration, iterations, in_flight),
+        limit=max(gains, key=lambda name: gains[name]),
+        gains=gains,
+    )
+
+
+def _spread(question: Question, costs: Costs, total: float) -> tuple[float, float]:
+    """How far the interval reaches below and above: each estimate's ends by themselves, and the residual, as roots of
+    sums of squares."""
+    residual = question.cluster.calibrated.residual * total
+    below, above = residual**2, residual**2
+
+    def add(changed: list[Costs]) -> None:
+        nonlocal below, above
+        ends = [iteration_time(question, one)[0].total - total for one in changed]
+        below += min(0.0, *ends) ** 2
+        above += max(0.0, *ends) ** 2
+
+    for part, field, estimate in estimates_of(question):
+        if estimate.low < estimate.high:
+            whole = getattr(costs, part)
+            ends = (dataclasses.replace(whole, **{field: end}) for end in (estimate.low, estimate.high))
+            add([dataclasses.replace(costs, **{part: one}) for one in ends])
+    sharing = question.cluster.sharing
+    if question.strategy == "ps-sync":
+        low, high = (0.0, 1.0) if sharing is None else (sharing.low, sharing.high)
+        add([dataclasses.replace(costs, sharing=end) for end in (low, high)])
+    return math.sqrt(below), math.sqrt(above)
+
+
+def _gains(question: Question, costs: Costs, iteration: IterationTime) -> dict[str, float]:
+    """How many times faster an iteration is with half of each limit."""
+
+    def half(value: Any, *names: str) -> Any:
+        return dataclasses.replace(value, **{name: getattr(value, name) / 2 for name in names})
+
+    link = costs.link
+    changed = {
+        COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "forward", "backward")),
+        NETWORK: dataclasses.replace(costs, link=half(link, "beta")),
+        LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead", "sync")),
+        CODEC: dataclasses.replace(
+            costs, codec=half(costs.codec, "encode", "decode", "add", "hop", "call"), link=half(link, "gamma")
+        ),
+    }
+    times = {name: iteration_time(question, one)[0].total for name, one in changed.items()}
+    times[JITTER] = iteration.total - iteration.jitter / 2
+    return {name: iteration.total / time if time > 0 else 1.0 for name, time in times.items()}

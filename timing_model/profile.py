@@ -1,0 +1,170 @@
+"""A cluster as it was measured: what ``pipesgd.calibrate`` writes, and the timing model reads: ``cluster.toml``."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from timing_model.all_reduce import ALL_REDUCES
+from timing_model.checks import check_one_of
+from timing_model.measured import MOST, Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
+from timing_model.params import CodecCost, LinkParams, uncompressed
+from timing_model.tables import Scalar, Table, format_tables, read_tables
+
+__all__ = ["Calibrated", "CodecProfile", "CodecRates", "ComputeProfile", "Estimate", "LinkProfile", "Profile"]
+
+FORMAT = 1
+"""Of the file; raised whenever an older reader would misunderstand a newer file."""
+MOST_CV = 10.0
+SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
+"""Of a value on the wire, and of a rank to a core."""
+UNCOMPRESSED = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A cluster, and models on it."""
+
+    calibrated: Calibrated
+    link: LinkProfile
+    native: LinkProfile | None = None
+    """Of torch's own all-reduce: gloo's ring."""
+    inner: LinkProfile | None = None
+    """Inside a node; its alpha and beta count."""
+    codecs: dict[str, CodecProfile] = field(default_factory=dict)
+    """By name; fp32 is not among them, it costs the link's gamma."""
+    sharing: Estimate | None = None
+    """Of ``servers.parameter_server_time``."""
+    compute: tuple[ComputeProfile, ...] = ()
+    provenance: dict[str, Scalar] = field(default_factory=dict)
+    """For people; the model does not read it."""
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a file that ``save`` wrote, or a person edited.
+
+        Raises:
+            ValueError: it cannot be read, is of another format, or a field is missing, unknown, or wrong.
+        """
+        file = read_tables(path)
+        version = file.count("format")
+        if version != FORMAT:
+            raise file.error("format", f"be {FORMAT}, the version that this program reads", version)
+        codecs = file.table("codecs") if "codecs" in file else None
+        servers = file.table("servers") if "servers" in file else None
+        profile = cls(
+            provenance=file.table("provenance").scalars() if "provenance" in file else {},
+            calibrated=_calibrated(file.table("calibrated")),
+            link=_link(file.table("link")),
+            native=_link(file.table("native")) if "native" in file else None,
+            inner=_link(file.table("inner")) if "inner" in file else None,
+            codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
+            sharing=_estimate(servers, "sharing", most=1.0) if servers else None,
+            compute=tuple(map(_compute, file.tables("compute"))),
+        )
+        if servers:
+            servers.done()
+        file.done()
+        if UNCOMPRESSED in profile.codecs:
+            raise file.error("codecs", f"not have {UNCOMPRESSED}, which costs link.gamma", UNCOMPRESSED)
+        measured = [(one.model, one.batch_size) for one in profile.compute]
+        for twice in {pair for pair in measured if measured.count(pair) > 1}:
+            raise file.error("compute", "have each model and batch_size once", twice)
+        return profile
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises ``ValueError`` if it cannot be written."""
+        values = {"format": FORMAT, **dataclasses.asdict(self)}
+        ordered = {name: values[name] for name in ("format", "provenance", "calibrated", "link", "native", "inner")}
+        ordered["codecs"] = {name: one | one.pop("rates") for name, one in values["codecs"].items()}
+        for one in ordered["codecs"].values():
+            if one["in_cache"] is None:
+                del one["in_cache"], one["cache_bytes"]
+            else:
+                one["in_cache"] = {"cache_bytes": one.pop("cache_bytes"), **one["in_cache"]}
+        ordered["servers"] = None if self.sharing is None else {"sharing": values["sharing"]}
+        ordered["compute"] = values["compute"]
+        aside = path.with_name(f".{path.name}.tmp")
+        try:
+            aside.write_text(format_tables(ordered) + "\n", encoding="utf-8")
+            aside.replace(path)
+        except OSError as failure:
+            raise ValueError(f"{path} must be a file to write; {failure.strerror}") from None
+
+    def link_params(self) -> LinkParams:
+        return self.link.params()
+
+    def codec_cost(self, name: str, message_values: float) -> CodecCost:
+        """What a codec costs on messages of so many values. Raises ``ValueError`` if it was not measured."""
+        if name == UNCOMPRESSED:
+            return uncompressed(self.link.gamma.value)
+        check_one_of("codec", name, [UNCOMPRESSED, *self.codecs])
+        codec = self.codecs[name]
+        rates = codec.rates_of(message_values)
+        costs = {one.name: getattr(rates, one.name).value for one in dataclasses.fields(rates)}
+        return CodecCost(name=name, bits=codec.bits, call=codec.call.value, **costs)
+
+
+def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
+    numbers = table.table(field)
+    value = numbers.number("value", most=most)
+    low, high = numbers.number("low", most=value), numbers.number("high", least=value)
+    numbers.done()
+    return Estimate(value, low, high)
+
+
+def _link(table: Table) -> LinkProfile:
+    link = LinkProfile(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(LinkProfile)})
+    table.done()
+    return link
+
+
+def _rates(table: Table) -> CodecRates:
+    return CodecRates(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(CodecRates)})
+
+
+def _codec(table: Table) -> CodecProfile:
+    rates, cache_bytes = None, 0
+    if "in_cache" in table:
+        inner = table.table("in_cache")
+        rates, cache_bytes = _rates(inner), inner.count("cache_bytes")
+        inner.done()
+    codec = CodecProfile(
+        bits=table.number("bits", least=SMALLEST_BITS),
+        gathered=table.flag("gathered"),
+        call=_estimate(table, "call"),
+        rates=_rates(table),
+        in_cache=rates,
+        cache_bytes=cache_bytes,
+    )
+    table.done()
+    return codec
+
+
+def _calibrated(table: Table) -> Calibrated:
+    smallest = table.count("smallest_bytes")
+    calibrated = Calibrated(
+        world_sizes=table.counts("world_sizes", least=2),
+        all_reduces=tuple(table.choices("all_reduces", ALL_REDUCES)),
+        smallest_bytes=smallest,
+        largest_bytes=table.count("largest_bytes", least=smallest),
+        residual=table.number("residual"),
+        ranks_per_core=table.number("ranks_per_core", least=SMALLEST_SHARE),
+    )
+    table.done()
+    return calibrated
+
+
+def _compute(table: Table) -> ComputeProfile:
+    compute = ComputeProfile(
+        model=table.text("model"),
+        batch_size=table.count("batch_size"),
+        tensors=table.counts("tensors"),
+        samples=table.count("samples") if "samples" in table else None,
+        cv=table.number("cv", most=MOST_CV),
+        slow_ranks=table.numbers("slow_ranks", least=1.0),
+        **{name: _estimate(table, name) for name in ("forward", "backward", "update", "late_update", "contention")},
+    )
+    table.done()
+    return compute

@@ -1,0 +1,124 @@
+"""A question's iterations, simulated one by one: what the closed formulas say of the mean, with its spread."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from timing_model.advice import describe
+from timing_model.costs import costs_of
+from timing_model.predict import Answer, predict
+from timing_model.question import Question
+from timing_model.report import job_line, support_lines, table
+from timing_model.simulate import simulate_iterations
+from timing_model.spans import timeline
+from timing_model.timeline import plot_timeline
+from timing_model.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ITERATIONS = 1000
+MOST_DRAWS = 10**10
+"""Ranks times iterations: minutes."""
+DRAWN_RANKS, DRAWN_ITERATIONS = 6, 6
+"""Of the picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What became of the iterations. Times are in s."""
+
+    answer: Answer
+    """By the formulas."""
+    iterations: int
+    period: float
+    """Mean time of an iteration, after the pipeline has filled."""
+    median: float
+    p95: float
+    slowest: float
+    job: float
+    """Of all iterations."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        numbers = {name: getattr(self, name) for name in ("iterations", "period", "median", "p95", "slowest", "job")}
+        return {"simulated_seconds": numbers, "predicted": self.answer.as_json()}
+
+    def text(self) -> str:
+        """For people."""
+        question, predicted = self.answer.question, self.answer.iteration.total
+        noise = question.noise
+        slow = f", ranks always slow: {', '.join(f'{one:g}x' for one in noise.slow_ranks)}" if noise.slow_ranks else ""
+        off = f"  ({predicted / self.period - 1:+.1%})" if self.period > 0 else ""
+        rows = [
+            ("an iteration, on average", format_seconds(self.period)),
+            ("  by the formulas", format_seconds(predicted) + off),
+            ("  median", format_seconds(self.median)),
+            ("  95th percentile", format_seconds(self.p95)),
+            ("  slowest", format_seconds(self.slowest)),
+            (f"all {self.iterations:,} iterations", format_seconds(self.job)),
+        ]
+        jitter = f"jitter: cv {noise.cv:.1%} {noise.distribution}{slow}"
+        head = [job_line(question), describe(question), jitter, ""]
+        return "\n".join([*head, *table(rows), "", *support_lines(self.answer.support)])
+
+
+def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) -> Rehearsal:
+    """Simulate the job's iterations, 1000 if it does not say how many.
+
+    Raises ``ValueError`` as ``predict`` does, for ddp, and if it would take too long.
+    """
+    if question.strategy == "ddp":
+        raise ValueError("strategy must be pipelined or ps-sync to be simulated; got ddp")
+    answer = predict(question, extrapolate=extrapolate)
+    iterations = question.iterations or ITERATIONS
+    if question.epochs is not None and question.iterations_per_epoch is not None:
+        iterations = question.epochs * question.iterations_per_epoch
+    if iterations * question.world_size > MOST_DRAWS:
+        most = MOST_DRAWS // question.world_size
+        raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
+    times, t_comm = costs_of(question).times, answer.collective.total
+    simulation = simulate_iterations(
+        t_compute=times.total if question.width == 1 else times.beside(t_comm),
+        t_comm=t_comm,
+        width=question.width,
+        world_size=question.workers,
+        iterations=iterations,
+        noise=question.noise,
+        seed=seed,
+    )
+    each = np.diff(simulation.ends, prepend=0.0)
+    return Rehearsal(
+        answer=answer,
+        iterations=iterations,
+        period=simulation.period,
+        median=float(np.median(each)),
+        p95=float(np.percentile(each, 95)),
+        slowest=float(each.max()),
+        job=float(simulation.ends[-1]),
+    )
+
+
+def plot_rehearsal(question: Question, axes: Axes, *, seed: int = 0) -> Axes:
+    """Who computes and who communicates in the first iterations, of a few ranks."""
+    ranks = min(question.workers, DRAWN_RANKS)
+    answer = predict(question, extrapolate=True)
+    noise = dataclasses.replace(question.noise, slow_ranks=question.noise.slow_ranks[:ranks])
+    servers = question.strategy == "ps-sync"
+    t_comm = answer.collective.total / (2 * ranks if servers else 1)
+    spans = timeline(
+        "parameter-server" if servers else "pipelined",
+        costs_of(question).times,
+        t_comm,
+        world_size=ranks,
+        iterations=DRAWN_ITERATIONS,
+        width=question.width,
+        noise=noise,
+        seed=seed,
+    )
+    title = describe(question) + ("" if ranks == question.workers else f": {ranks} of {question.workers} ranks")
+    return plot_timeline(spans, axes, title=title)

@@ -1,0 +1,123 @@
+"""Answers and plans as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from timing_model.advice import advice, describe, ratio, reason, words_for_training
+from timing_model.choices import Choice
+from timing_model.plan import Plan
+from timing_model.predict import CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
+from timing_model.question import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Question, Support
+from timing_model.units import format_bandwidth, format_bytes, format_count, format_seconds
+
+BAR = 30
+"""Characters of a whole bar."""
+CHANGES = {
+    COMPUTATION: "with computation twice as fast",
+    NETWORK: "with a network twice as fast",
+    LATENCY: "with half the latency",
+}
+LIMIT_WORDS = {
+    COMPUTATION: "the computation",
+    NETWORK: "the network's bandwidth",
+    LATENCY: "latency",
+    CODEC: "the codec and sums",
+    JITTER: "ranks that wait for the slowest one",
+}
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+    """Lines with aligned columns; those in ``right`` are aligned to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def job_line(question: Question) -> str:
+    """The cluster and the model."""
+    compute, link = question.compute, question.cluster.link
+    batch = f", batch of {compute.batch_size} a rank" if compute.batch_size else ""
+    rate = "no limit of bandwidth" if link.beta.value == 0 else format_bandwidth(1 / link.beta.value)
+    model = "a model" if compute.model == "given" else compute.model
+    ranks = "1 rank" if question.world_size == 1 else f"{question.world_size} ranks"
+    return (
+        f"{model} of {format_count(compute.numel)} parameters ({format_bytes(question.nbytes)}){batch}, "
+        f"on {ranks}: {rate}, {format_seconds(link.alpha.value)} latency"
+    )
+
+
+def answer_text(answer: Answer) -> str:
+    """For people."""
+    iteration, question = answer.iteration, answer.question
+    lines = [job_line(question), describe(question), ""]
+    whole = f"{format_seconds(iteration.total)}"
+    if answer.low < answer.high:
+        whole += f"   (90 % between {format_seconds(answer.low)} and {format_seconds(answer.high)})"
+    lines += [f"an iteration takes {whole}", ""]
+    parts = [("computation", iteration.compute), ("waiting for the network", iteration.wire)]
+    parts += [("waiting for codec and sums", iteration.codec), ("waiting for slow ranks", iteration.jitter)]
+    rows = []
+    for name, seconds in parts:
+        share = seconds / iteration.total if iteration.total > 0 else 0.0
+        rows.append((f"  {name}", format_seconds(seconds), f"{share:.1%}", "#" * round(BAR * share)))
+    lines += [*table(rows, right=(1, 2)), ""]
+    facts = [("all communication, hidden or not", format_seconds(answer.collective.total))]
+    if answer.samples_per_second is not None:
+        facts.append(("samples a second", f"{answer.samples_per_second:,.0f}"))
+    facts.append(("scaling efficiency", f"{answer.efficiency:.1%} of {question.world_size} times one rank"))
+    if answer.epoch is not None:
+        facts.append(("an epoch", format_seconds(answer.epoch)))
+    if answer.job is not None:
+        facts.append(("the whole job", format_seconds(answer.job)))
+    facts.append(("limited by", LIMIT_WORDS[answer.limit]))
+    facts += [(words, f"{answer.gains[name]:.2f} times as fast as now") for name, words in CHANGES.items()]
+    return "\n".join([*lines, *table(facts), "", *support_lines(answer.support)])
+
+
+def support_lines(support: Support) -> list[str]:
+    """How sure the answer is."""
+    said = {
+        GIVEN: "As good as the numbers given: nothing was measured.",
+        INTERPOLATED: "Interpolated: within what was measured.",
+        EXTRAPOLATED: "Extrapolated: beyond what was measured, so the interval may be too narrow.",
+        OUTSIDE: "OUTSIDE of what was measured: the interval means nothing.",
+    }
+    return [said[support.kind], *[f"  - {reason}" for reason in support.reasons]]
+
+
+def compared(one: Choice, best: Choice) -> str:
+    """How much more one takes than the best: in percent, or as a multiple from 2 on."""
+    more = ratio(one, best)
+    return f"{more - 1:+.1%}" if more < 2 else f"{more:.1f} x"
+
+
+def plan_text(plan: Plan, answer: Answer, top: int) -> str:
+    """For people."""
+    best = plan.best
+    considered = f"{plan.considered:,} configurations searched, {len(plan.ranking):,} of them computed to the end"
+    lines = [job_line(best.question), considered, ""]
+    rows = [("", "configuration", "iteration", "", "why")]
+    others = [next((one for one in plan.ranking if one.question.strategy == name), None) for name in ("ddp", "ps-sync")]
+    references = (best, plan.synchronous, plan.uncompressed, *others)
+    shown = [
+        one
+        for number, one in enumerate(plan.kinds)
+        if number < top or any(one is reference for reference in references)
+    ]
+    for one in shown:
+        mark = "*" if one is best else ""
+        slower = "" if one is best else compared(one, best)
+        rows.append((mark, describe(one.question), format_seconds(one.iteration.total), slower, reason(one)))
+    lines += [*table(rows, right=(2, 3)), ""]
+    lines += [f"Choose {describe(best.question)}: {words_for_training(best.question)}"]
+    if answer.low < answer.high:
+        lines += [f"An iteration will take {format_seconds(answer.low)} to {format_seconds(answer.high)} (90 %)."]
+    if answer.job is not None:
+        lines += [f"The whole job will take {format_seconds(answer.job)}."]
+    return "\n".join([*lines, *advice(plan), "", *support_lines(answer.support)])

@@ -1,0 +1,82 @@
+"""The words of a command: a parser whose errors are a line that names the option, and types of options."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ``ValueError`` in one line that names the option."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.match(r"unrecognized arguments: (\S+)", message):
+            names = [name for action in self._actions for name in action.option_strings]
+            raise ValueError(f"every option must be one that --help lists; got {found[1]}{_nearest(found[1], names)}")
+        if found := re.match(r"argument --([\w-]+): (?:\1 )?(.*)", message):
+            what = "must have a value; got none" if found[2].startswith("expected") else found[2]
+            raise ValueError(f"{found[1]} {what}")
+        if found := re.match(r"the following arguments are required: (?:--)?([\w-]+)", message):
+            raise ValueError(f"{found[1]} must be given; got none")
+        raise ValueError(message)
+
+    def parse(self, words: Sequence[str]) -> Namespace:
+        """The values; a number below 0 is a value, too."""
+        joined: list[str] = []
+        for word in words:
+            if joined and joined[-1].startswith("--") and "=" not in joined[-1] and re.match(r"-\.?\d", word):
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        names = [word.partition("=")[0] for word in joined if word.startswith("--")]
+        for name in names:
+            if names.count(name) > 1:  # which of the values was meant should not be guessed
+                raise ValueError(f"{name[2:]} must be given once; got it {names.count(name)} times")
+        return self.parse_args(joined)
+
+
+def whole(least: int = 1) -> Callable[[str], int]:
+    """The type of an option that is a whole number."""
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
+        return int(text)
+
+    return number
+
+
+def quantity(parse: Callable[[str, str], float], name: str) -> Callable[[str], float]:
+    """The type of an option with a unit."""
+
+    def number(text: str) -> float:
+        try:
+            return parse(name, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return number
+
+
+def number_of(least: float) -> Callable[[str], float]:
+    """The type of an option that is a number without a unit."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value < 1e9:
+            raise argparse.ArgumentTypeError(f"must be a number of at least {least:g}; got {text!r}")
+        return value
+
+    return number
+
+
+def _nearest(got: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(got, names, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
