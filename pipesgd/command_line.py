@@ -1,4 +1,4 @@
-"""From the words after ``-m pipesgd.train`` to a ``TrainConfig``.
+"""From the words after ``-m pipesgd.train`` to a ``TrainConfig``, or after another command's name to its own.
 
 tyro turns the dataclasses of config.py into options. A ``--config`` file is a TOML table of the same
 options; it is put in front of the words, so that an option on the command line wins.
@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import tyro
 
@@ -28,22 +28,39 @@ options on the command line win. torchrun's own options stand before -m.
 """
 
 
+class Config(Protocol):
+    """A dataclass whose fields are sections of options."""
+
+    def options(self) -> dict[str, Any]:
+        """Every option by its name on the command line, as a JSON value."""
+
+
+C = TypeVar("C", bound=Config)
+
+
 def parse(words: Sequence[str]) -> TrainConfig:
-    """The configuration that ``words`` ask for. ``--help`` raises ``HelpRequested`` with the text.
+    """The training that ``words`` ask for: see ``parse_as``."""
+    return parse_as(TrainConfig, "train", words)
+
+
+def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
+    """The configuration of ``pipesgd.<command>`` that ``words`` ask for.
 
     Raises:
+        HelpRequested: ``--help`` is among the words.
         UserInputError: one line that names what is wrong.
     """
-    words = _expand_config_file(list(words))
-    _check_names(words)
+    defaults = kind().options()
+    words = _expand_config_file(list(words), defaults)
+    _check_names(words, defaults)
     out, err = io.StringIO(), io.StringIO()
     try:
         # tyro prints a box and exits; every rank would print one. Rank 0 shall print one line.
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             return tyro.cli(
-                TrainConfig,
+                kind,
                 args=words,
-                prog="torchrun [options of torchrun] -m pipesgd.train",
+                prog=f"torchrun [options of torchrun] -m pipesgd.{command}",
                 config=(tyro.conf.FlagCreatePairsOff,),
             )
     except SystemExit as stop:
@@ -65,7 +82,7 @@ def as_toml(config: TrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _expand_config_file(words: list[str]) -> list[str]:
+def _expand_config_file(words: list[str], defaults: dict[str, Any]) -> list[str]:
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name != "--config":
@@ -76,11 +93,11 @@ def _expand_config_file(words: list[str]) -> list[str]:
             value = words[index + 1]
         rest = words[:index] + words[index + (1 if equals else 2) :]
         given = {other.partition("=")[0] for other in rest if other.startswith("--")}
-        return [w for option in _read_options(Path(value)) if option[0] not in given for w in option] + rest
+        return [w for option in _read_options(Path(value), defaults) if option[0] not in given for w in option] + rest
     return words
 
 
-def _read_options(path: Path) -> list[list[str]]:
+def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
     """The options of a TOML file, each as the words that would have said it on the command line."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -88,7 +105,6 @@ def _read_options(path: Path) -> list[list[str]]:
         raise UserInputError(f"config must be a readable file; got {path}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, not TOML, or a path that no file can have
         raise UserInputError(f"config must be a TOML file; got {path}: {error}") from None
-    defaults = TrainConfig().options()
     options = []
     for key, value in table.items():
         name = key.replace("_", "-")
@@ -109,8 +125,8 @@ def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
     return [f"--{name}", *(str(item) for item in (value if isinstance(value, list) else [value]))]
 
 
-def _check_names(words: list[str]) -> None:
-    known = [*TrainConfig().options(), "help"]
+def _check_names(words: list[str], defaults: dict[str, Any]) -> None:
+    known = [*defaults, "help"]
     names = [word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     for name in names:
         if name not in known:
@@ -123,7 +139,7 @@ def _one_line(box: str) -> str:
     """The message of tyro's error box, which is a title, a rule, the message, a rule, and hints."""
     lines = [line.strip("│ ") for line in box.splitlines()]
     parts = [" ".join(group) for is_rule, group in itertools.groupby(lines, _is_rule) if not is_rule]
-    message = (parts[1] if len(parts) > 1 else parts[0]).strip().removeprefix("Error parsing TrainConfig: ")
+    message = re.sub(r"^Error parsing \w+Config: ", "", (parts[1] if len(parts) > 1 else parts[0]).strip())
     number = re.search(r"--(\S+): (?:invalid literal for int|could not convert string to float).*?('.*')", message)
     if number:
         kind = "a whole number" if "int()" in message else "a number"

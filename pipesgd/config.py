@@ -408,11 +408,7 @@ class TrainConfig:
 
     def options(self) -> dict[str, Any]:
         """Every option by its name on the command line, as a JSON value."""
-        return {
-            item.name.replace("_", "-"): _as_json(getattr(section, item.name))
-            for section in self._sections()
-            for item in dataclasses.fields(section)
-        }
+        return options_of(self.data, self.model, self.optimization, self.pipeline, self.compression, self.run)
 
     def samples(self) -> str:
         """Samples of a rank and iteration, in a few words."""
@@ -424,8 +420,14 @@ class TrainConfig:
         codec = f", {self.compression.describe()}" if self.pipeline.strategy == "pipelined" else ""
         return self.pipeline.describe() + codec
 
-    def _sections(self) -> tuple[Any, ...]:
-        return self.data, self.model, self.optimization, self.pipeline, self.compression, self.run
+
+def options_of(*sections: Any) -> dict[str, Any]:
+    """Every option of these dataclasses by its name on the command line, as a JSON value."""
+    return {
+        item.name.replace("_", "-"): _as_json(getattr(section, item.name))
+        for section in sections
+        for item in dataclasses.fields(section)
+    }
 
 
 FREE_BETWEEN_RANKS = frozenset({"data-dir", "output", "loader-workers", "log-messages", "resume"})

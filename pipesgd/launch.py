@@ -26,8 +26,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipesgd.config import DEFAULT_TIMEOUT
-from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
+from pipesgd.config import DEFAULT_TIMEOUT, differing_options
+from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError, UserInputError
 
 T = TypeVar("T")
 
@@ -225,7 +225,7 @@ def join() -> Ranks:
     """
     given = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
     if not given:
-        return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False)
+        return alone()
     missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if missing:
         raise UserInputError(
@@ -246,6 +246,22 @@ def join() -> Ranks:
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
+
+
+def alone() -> Ranks:
+    """This process as the only rank, whatever others there are."""
+    return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False)
+
+
+def check_same_options(ranks: Ranks, options: dict[str, Any], *, free: frozenset[str]) -> None:
+    """Raise ``DisagreementError`` if ``options``, but those in ``free``, differ between the ranks. Collective."""
+    everybody = ranks.exchange("configuration", options)
+    for rank, others in enumerate(everybody):
+        for name in differing_options(everybody[0], others, free=free):
+            raise DisagreementError(
+                f"--{name} must be the same on all ranks; got {everybody[0][name]!r} on rank 0, "
+                f"{others[name]!r} on rank {rank}"
+            )
 
 
 def current(timeout: float) -> Ranks:

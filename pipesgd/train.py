@@ -23,36 +23,33 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import pipesgd
 from pipesgd import launch, output
 from pipesgd.checkpoint import Checkpoints, CheckpointSchedule, save_atomically
 from pipesgd.command_line import as_toml, parse
-from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig, differing_options
+from pipesgd.computation import forward_backward, load
+from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
 from pipesgd.ending import run_and_exit
-from pipesgd.errors import DisagreementError, UserInputError
-from pipesgd.evaluation import by_label, evaluate
+from pipesgd.errors import DisagreementError
+from pipesgd.evaluation import evaluate
 from pipesgd.guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
-from pipesgd.optimization import build_optimizer, build_schedule, check_model
+from pipesgd.optimization import build_optimizer, build_schedule
 from pipesgd.progress import ProgressBar, show_summary
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.state import RunState
-from pipesgd.strategies.base import Span, Strategy
 from pipesgd.strategies.ddp import check_hook
 from pipesgd.strategies.make import make_strategy, serve
 from pipesgd.trace import Trace
-from pipesgd.workloads import DataSplits, ShardedBatches, make_workload
+from pipesgd.workloads import DataSplits
 
 DEFAULT_EPOCHS = 3
 FELL_BACK = (
     "warning: the gradient blew up in iteration {iteration}: staleness hurts here. "
     f"Width 1 for the next {SYNCHRONOUS_ITERATIONS} iterations (--guard); a lower --lr or --clip-norm may avoid it"
 )
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What torch.autocast computes in."""
 
 
 def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
@@ -231,13 +228,7 @@ def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
         DisagreementError: the ranks' words differ.
     """
     config = ranks.agree("options", lambda: parse(words))
-    everybody = ranks.exchange("configuration", config.options())
-    for rank, options in enumerate(everybody):
-        for name in differing_options(everybody[0], options, free=FREE_BETWEEN_RANKS):
-            raise DisagreementError(
-                f"--{name} must be the same on all ranks; got {everybody[0][name]!r} on rank 0, "
-                f"{options[name]!r} on rank {rank}"
-            )
+    launch.check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
     return config
 
 
@@ -269,49 +260,6 @@ def agree_on_data(data: DataSplits, ranks: Ranks) -> None:
             raise DisagreementError(
                 f"data must be the same on all ranks; got {everybody[0]} on rank 0, {other} on rank {rank}"
             )
-
-
-def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:
-    """The data set, this rank's batches of it, the model, and where it computes."""
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise UserInputError("device must be cpu where torch finds no GPU; got cuda")
-    torch.manual_seed(config.optimization.seed)
-    data, model = make_workload(config)
-    batches = ShardedBatches(
-        data.train,
-        batch_size=config.data.batch_size * config.optimization.accumulation,
-        rank=min(ranks.rank, ranks.world_size - 1),  # a rank that is a server alone draws none of them
-        world_size=ranks.world_size,
-        seed=config.optimization.seed,
-        loader_workers=config.data.workers,
-    )
-    check_model(config.optimization, model)
-    torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
-    return data, batches, model, torch.device(config.run.device)
-
-
-def forward_backward(
-    strategy: Strategy, samples: Any, config: TrainConfig, scaler: torch.amp.GradScaler, iteration: int
-) -> tuple[float, tuple[Span, ...]]:
-    """Load one batch and leave its gradients in ``.grad``, micro-batch by micro-batch: its loss, and when what ran."""
-    device, micro_batches = torch.device(config.run.device), config.optimization.accumulation
-    autocast = AUTOCAST[config.optimization.precision]
-    begin = time.perf_counter()
-    batch = [tensor.to(device, non_blocking=True) for tensor in next(samples)]
-    now = time.perf_counter()
-    spans = [Span("data", iteration, begin, now)]
-    losses = []
-    for number, (inputs, labels) in enumerate(zip(*(tensor.chunk(micro_batches) for tensor in batch), strict=True)):
-        with contextlib.nullcontext() if number + 1 == micro_batches else strategy.accumulating():
-            begin = now
-            with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-                loss = cross_entropy(*by_label(strategy.module(inputs), labels)) / micro_batches
-            predicted = time.perf_counter()
-            scaler.scale(loss).backward()
-            losses.append(loss.detach())
-            now = time.perf_counter()
-        spans += [Span("forward", iteration, begin, predicted), Span("backward", iteration, predicted, now)]
-    return float(torch.stack(losses).sum()), tuple(spans)
 
 
 def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[str], *, total: int, start: int) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.command_line import parse
+from pipesgd.computation import forward_backward
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.loss_scale import LossScale
@@ -24,7 +25,6 @@ from pipesgd.replicas import weights_sha256
 from pipesgd.strategies.base import Strategy
 from pipesgd.strategies.ddp import Ddp
 from pipesgd.strategies.local import Local
-from pipesgd.train import forward_backward
 
 ITERATIONS = 16
 

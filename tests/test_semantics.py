@@ -25,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from pipesgd import Pipelined
 from pipesgd.clipping import Clipping
 from pipesgd.command_line import parse
+from pipesgd.computation import forward_backward
 from pipesgd.config import BUFFERS
 from pipesgd.errors import UserInputError
 from pipesgd.evaluation import evaluate, mean, sums
@@ -33,7 +34,6 @@ from pipesgd.strategies.base import Strategy
 from pipesgd.strategies.ddp import Ddp
 from pipesgd.strategies.local import Local
 from pipesgd.strategies.parameter_server import ParameterServers
-from pipesgd.train import forward_backward
 from pipesgd.workloads import evaluation_batches
 from pipesgd.workloads.samples import InMemoryImages, PixelScale
 

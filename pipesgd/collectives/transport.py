@@ -118,15 +118,21 @@ class _TorchPending:
             raise lost(failure, self._rank, self._peer, self._operation, self._timeout) from failure
 
 
-def communication_group(ranks: Ranks, timeout: float, backend: str | None) -> dist.ProcessGroup:
+def communication_group(
+    ranks: Ranks, timeout: float, backend: str | None, members: Sequence[int] | None = None
+) -> dist.ProcessGroup:
     """A new process group of ``ranks``, for one thread alone. All ranks of the job must call this together.
+
+    With ``members`` it is of these of the ranks alone, and what the others get is no group.
 
     Raises:
         CommunicationError: not every rank could be reached.
     """
     try:
         group: dist.ProcessGroup = dist.new_group(
-            list(range(ranks.world_size)), timeout=timedelta(seconds=timeout), backend=backend
+            list(range(ranks.world_size) if members is None else members),
+            timeout=timedelta(seconds=timeout),
+            backend=backend,
         )
     except RuntimeError as failure:
         raise lost(failure, ranks.rank, None, "connection to all ranks", timeout) from failure

@@ -1,0 +1,222 @@
+"""What codecs and sums cost on a rank's CPU, on messages in cache and on messages from memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipesgd.calibration.fit import Floats, Range, median_range
+from pipesgd.calibration.sweep import finish_part
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.make import make_codec
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.collectives.base import Finish, leave
+from pipesgd.config import DEFAULT_SEGMENT_BYTES
+from pipesgd.exchanges.topk import NUMBERS_PER_VALUE, TopKExchange
+from pipesgd.gradients import FlatBuffer
+
+OPERATIONS = ("encode", "decode", "add", "hop")
+TOPK = "topk"
+SMALL_NUMEL = 1 << 10
+"""Values of a call in which its fixed cost shows."""
+CACHED_NUMEL = 32 << 10
+MEMORY_NUMEL = 8 << 20
+"""Values that a pass in memory goes over, segment by segment: what it comes to has left the caches since the last."""
+TOPK_NUMEL = 2 << 20
+ADDED = 33
+"""Parts of topk that are added up in a measurement: one is lost in the noise of choosing it."""
+LEAST_ROUNDS, MOST_ROUNDS = 3, 15
+SMALL_CALLS, CACHED_CALLS = 30, 10
+"""That are timed together."""
+DEFAULT_CACHE_BYTES, SMALLEST_CACHE_BYTES = 1 << 20, 256 << 10
+FINISHED_FOR = 2
+"""Ranks whose mean is taken: any number costs the same."""
+
+Times = dict[str, dict[str, list[float]]]
+"""By place and operation: of "small" and "cache", s per call; of "memory", s per value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSpeed:
+    """Of one codec, over all ranks."""
+
+    bits: float
+    call: Range
+    memory: dict[str, Range]
+    """By operation, in s per value."""
+    cache: dict[str, Range]
+    """Likewise; empty for topk, which is never used in small pieces."""
+    gathered: bool = False
+    """Whether every rank gets all parts, as topk's, and adds them when all are there."""
+
+
+def cache_bytes() -> int:
+    """Of float32 in a message that stays in a core's own cache, half of which are the message and what it came from."""
+    try:
+        found = os.sysconf("SC_LEVEL2_CACHE_SIZE")
+    except (ValueError, OSError):  # only Linux tells
+        found = 0
+    return max(found // 2, SMALLEST_CACHE_BYTES) if found > 0 else DEFAULT_CACHE_BYTES
+
+
+def measure(names: Sequence[str], seconds: float, advance: Callable[[float], None]) -> dict[str, Times]:
+    """Times of these codecs and of fp32's sums, in CPU seconds of this thread: who shares a core is not held up here.
+
+    Codecs are as training has them by default. Decoding comes with what is done with every sum, the mean and the check
+    that it is finite, since training does both at once; for fp32, "decode" is only that.
+    """
+    kinds = {name: CodecOptions(codec=name) for name in ("fp32", *names) if name != TOPK}
+    topk = _TopK() if TOPK in names else None
+    values = torch.full((MEMORY_NUMEL,), 1e-3)
+    residual = torch.zeros(MEMORY_NUMEL)
+    begin = time.perf_counter()
+    found: dict[str, Times] = {name: {} for name in kinds}
+    for number in range(MOST_ROUNDS):
+        for index, (name, options) in enumerate(kinds.items()):
+            codec = make_codec(options)
+            _round(found[name], codec, values, residual if options.gives_back else None, first=number == 0)
+            if number < LEAST_ROUNDS:
+                advance((number + (index + 1) / len(kinds)) / LEAST_ROUNDS * 0.9)
+        if topk is not None:
+            found.setdefault(TOPK, {})["memory"] = topk.timed()
+        if number + 1 >= LEAST_ROUNDS and time.perf_counter() - begin > seconds:
+            break
+    return found
+
+
+def summarize(name: str, everybody: Sequence[Times]) -> CodecSpeed:
+    """Of one codec, from all ranks' times."""
+    if name == TOPK:
+        return _summarize_topk(everybody)
+
+    def pooled(place: str, operation: str) -> Floats:
+        return np.concatenate([times[place][operation] for times in everybody])
+
+    cache, calls = {}, []
+    for operation in OPERATIONS:
+        small, cached = pooled("small", operation), pooled("cache", operation)
+        rate = np.maximum(cached - small, 0.0) / (CACHED_NUMEL - SMALL_NUMEL)
+        cache[operation] = median_range(rate)
+        calls.append(median_range(np.maximum(small - SMALL_NUMEL * rate, 0.0)))
+    codec = make_codec(CodecOptions(codec=name))
+    return CodecSpeed(
+        bits=8 * codec.wire_bytes(MEMORY_NUMEL) / MEMORY_NUMEL,
+        call=Range(*(float(one) for one in np.median(calls, axis=0))),
+        memory={operation: median_range(pooled("memory", operation)) for operation in OPERATIONS},
+        cache=cache,
+    )
+
+
+def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Range:
+    """What summing up a byte of float32 costs in an all-reduce of so many ranks, by these measurements, in s.
+
+    A rank adds (p-1)/p of the bytes, and finishes all of them.
+    """
+    memory = [np.array(times["fp32"]["memory"]["add"]) for times in everybody]
+    finish = [np.array(times["fp32"]["memory"]["decode"]) for times in everybody]
+    share = (world_size - 1) / world_size
+    return median_range((np.concatenate(memory) + np.concatenate(finish) / share) / 4)
+
+
+def _round(found: Times, codec: Codec, values: Tensor, residual: Tensor | None, *, first: bool) -> None:
+    """Every operation once in every place."""
+    values_per_byte = SMALL_NUMEL / codec.wire_bytes(SMALL_NUMEL)
+    segment = min(int(DEFAULT_SEGMENT_BYTES * values_per_byte) // codec.block * codec.block, MEMORY_NUMEL)
+    starts = range(0, MEMORY_NUMEL - segment + 1, segment)
+    wire, received = (torch.zeros(codec.wire_bytes(segment), dtype=torch.uint8) for _ in range(2))
+    if not codec.in_place:
+        codec.encode(values[:segment].clone(), None, received, 1)
+
+    def call(operation: str, start: int, numel: int) -> None:
+        part, nbytes = values[start : start + numel], codec.wire_bytes(numel)
+        own = None if residual is None else residual[start : start + numel]
+        if operation == "encode":
+            codec.encode(part, own, wire[:nbytes], 2)
+        elif operation == "decode":
+            codec.decode(received[:nbytes], part)
+            finish_part(FINISHED_FOR, part)
+        elif operation == "add":
+            codec.decode_add(received[:nbytes], part)
+        else:
+            codec.decode_add_encode(received[:nbytes], part, own, wire[:nbytes], 2)
+
+    places = {
+        "small": ([0] * SMALL_CALLS, SMALL_NUMEL, SMALL_CALLS),
+        "cache": ([0] * CACHED_CALLS, CACHED_NUMEL, CACHED_CALLS),
+        "memory": (list(starts), segment, len(starts) * segment),
+    }
+    for operation in OPERATIONS:
+        for place, (offsets, numel, divisor) in places.items():
+            in_memory = place == "memory"
+            (values if in_memory else values[:numel]).fill_(1e-3)
+            if first or not in_memory:  # compiled, and in the cache
+                call(operation, 0, numel)
+            begin = time.thread_time()
+            for start in offsets:
+                call(operation, start, numel)
+            taken = (time.thread_time() - begin) / divisor
+            found.setdefault(place, {}).setdefault(operation, []).append(taken)
+
+
+class _TopK:
+    """What choosing the largest values costs, and adding up what a rank has chosen, in s per value of the gradient.
+
+    An exchange with one rank chooses and adds once; one with many, to whom the same part comes so often, adds so often.
+    """
+
+    def __init__(self) -> None:
+        self._gradient = torch.randn(TOPK_NUMEL, generator=torch.Generator().manual_seed(0))
+        self._buffer = FlatBuffer([self._gradient])
+        density = CodecOptions(codec=TOPK).density
+        self._exchanges = [
+            TopKExchange(_Repeat(parts), rank=0, world_size=parts, density=density) for parts in (1, ADDED)
+        ]
+        self._times: dict[str, list[float]] = {"encode": [], "add": []}
+        self._seconds()  # residuals and memory are made
+
+    def timed(self) -> dict[str, list[float]]:
+        """All times so far, with one of each more."""
+        one, many = self._seconds()
+        add = max(many - one, 0.0) / (ADDED - 1)
+        self._times["add"].append(add / TOPK_NUMEL)
+        self._times["encode"].append(max(one - add, 0.0) / TOPK_NUMEL)
+        return self._times
+
+    def _seconds(self) -> list[float]:
+        taken = []
+        for exchange in self._exchanges:
+            self._buffer.fill_from([self._gradient])
+            begin = time.thread_time()
+            exchange.sum(self._buffer, 0)
+            taken.append(time.thread_time() - begin)
+        return taken
+
+
+@dataclass(frozen=True)
+class _Repeat:
+    """Stands for an all-gather: every rank has chosen what this one has."""
+
+    parts: int
+
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+        own, *others = flat.chunk(self.parts)
+        for other in others:
+            other.copy_(own)
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        return 0
+
+
+def _summarize_topk(everybody: Sequence[Times]) -> CodecSpeed:
+    nothing = Range(0.0, 0.0, 0.0)
+    memory = dict.fromkeys(OPERATIONS, nothing)  # a part is neither decoded nor sent on as something else
+    for operation in ("encode", "add"):
+        memory[operation] = median_range(np.concatenate([times["memory"][operation] for times in everybody]))
+    bits = 32 * NUMBERS_PER_VALUE * CodecOptions(codec=TOPK).density
+    return CodecSpeed(bits=bits, call=nothing, memory=memory, cache={}, gathered=True)

@@ -1,0 +1,226 @@
+"""Parameters from measured times: robust, with intervals, and checked on times that they were not fitted to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Predict = Callable[[Floats], Floats]
+"""The times that parameters (k,) give, one for each cell (n,): linear in the parameters, piece by piece, and 0 at 0."""
+
+MOST_ITERATIONS = 20
+CONVERGED = 1e-4
+"""Relative to the parameters."""
+SETTLED = 0.02
+"""Of a cell's spread: predictions that change by less need no other iteration."""
+TRUSTED = 1.5
+"""A cell that is off by more than so many times what it should be counts less (Huber)."""
+LEAST_SPREAD = 0.01
+"""Relative; what a median of a few times, and a formula, may be off by even where all times are alike."""
+OPEN = 1e-14
+NUDGE = 1e-7
+"""Of a parameter, to see what times do: far from the next piece."""
+RESAMPLES = 200
+LOW, HIGH = 0.05, 0.95
+"""Quantiles: a 90 % interval."""
+
+
+class Prior(NamedTuple):
+    """What is known of a parameter from elsewhere, for data that say little of it."""
+
+    parameter: int
+    value: float
+    share: float
+    """By what share of it the value may well be off."""
+
+
+class Range(NamedTuple):
+    """A value and its 90 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What came out."""
+
+    parameters: Floats
+    """(k,), each at least 0."""
+    low: Floats
+    high: Floats
+    held_out: Floats
+    """fitted / measured - 1 of every cell (n,), each by a fit to the other half of the cells."""
+
+    def ranges(self) -> list[Range]:
+        """Of every parameter."""
+        return [Range(*map(float, three)) for three in zip(self.parameters, self.low, self.high, strict=True)]
+
+
+def spread(times: Floats) -> float:
+    """How far times are from their median, relative to it: for a normal distribution, one standard deviation."""
+    median = np.median(times)
+    return float(1.4826 * np.median(np.abs(times - median)) / median)
+
+
+def fit(
+    predict: Predict,
+    start: Floats,
+    samples: Sequence[Floats],
+    *,
+    halves: NDArray[np.bool_],
+    priors: Sequence[Prior] = (),
+    seed: int = 0,
+) -> Fit:
+    """Non-negative parameters under which ``predict`` comes nearest to the medians of ``samples``.
+
+    Nearest in shares of each time, not in seconds, and in units of what a cell's times differ by themselves: a size at
+    which the machine's noise is half of all must not bend what exact times of larger sizes say. Medians, since means of
+    times are what a few interruptions make of them; and cells that are far off nevertheless count less (Huber's
+    weights).
+
+    Args:
+        predict: see ``Predict``.
+        start: (k,), above 0: of the size that the parameters may have.
+        samples: of each of n cells, its measured times.
+        halves: (n,), which half a cell is in. Each half is predicted by a fit to the other one.
+        priors: what is known besides.
+        seed: of the resampling, of cells and of their times, that gives the intervals.
+    """
+    problem = _Problem(
+        measured=np.array([np.median(times) for times in samples]),
+        spreads=np.array([np.hypot(LEAST_SPREAD, spread(times)) for times in samples]),
+        priors=priors,
+        scale=start.astype(float),
+    )
+    parameters = _solve(predict, problem, np.ones(len(samples)))
+    held_out = np.zeros(len(samples))
+    for half in (halves, ~halves):
+        if half.any() and not half.all():
+            other = _solve(predict, problem, (~half).astype(float))
+            held_out[half] = predict(other)[half] / problem.measured[half] - 1
+    # Near the optimum the times are linear: a resample needs no formula.
+    slopes, base = _slopes(predict, parameters, start)
+    offset = base - slopes @ parameters
+    generator = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(RESAMPLES):
+        counts = np.bincount(generator.integers(0, len(samples), len(samples)), minlength=len(samples))
+        times = np.array([np.median(generator.choice(one, len(one))) for one in samples])
+        resampled = dataclasses.replace(problem, measured=times)
+        drawn.append(resampled.solve(slopes, offset, counts.astype(float)))
+    low, high = np.quantile(drawn, (LOW, HIGH), axis=0)
+    return Fit(
+        parameters=parameters, low=np.minimum(low, parameters), high=np.maximum(high, parameters), held_out=held_out
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Problem:
+    """What parameters are fitted to."""
+
+    measured: Floats
+    spreads: Floats
+    """Relative."""
+    priors: Sequence[Prior]
+    scale: Floats
+    """What parameters are counted in, so that none is tiny."""
+
+    def solve(self, slopes: Floats, offset: Floats, counts: Floats) -> Floats:
+        """Where times are ``slopes @ parameters + offset``. Cell i counts ``counts[i]`` times."""
+        used = counts > 0
+        units = (self.measured * self.spreads)[used]
+        rows = slopes[used] * self.scale / units[:, None]
+        targets = (self.measured - offset)[used] / units
+        known = np.zeros((len(self.priors), len(self.scale)))
+        wanted = np.zeros(len(self.priors))
+        for number, prior in enumerate(self.priors):
+            known[number, prior.parameter] = self.scale[prior.parameter] / (prior.share * prior.value)
+            wanted[number] = 1 / prior.share
+        weights = np.ones(len(targets))
+        solution = np.zeros(len(self.scale))
+        for _ in range(MOST_ITERATIONS):
+            roots, previous = np.sqrt(weights * counts[used]), solution
+            solution = non_negative(
+                np.concatenate([rows * roots[:, None], known]), np.concatenate([targets * roots, wanted])
+            )
+            if np.allclose(solution, previous, rtol=CONVERGED, atol=0):
+                break
+            residuals = np.abs(rows @ solution - targets)
+            weights = np.minimum(1.0, TRUSTED / np.maximum(residuals, TRUSTED))
+        return solution * self.scale
+
+
+def _solve(predict: Predict, problem: _Problem, counts: Floats) -> Floats:
+    """Gauss-Newton: solve for the piece on which the parameters are, go there, again."""
+    parameters = problem.scale
+    step, before = 1.0, np.zeros(len(problem.measured))
+    for iteration in range(MOST_ITERATIONS):
+        slopes, base = _slopes(predict, parameters, problem.scale)
+        if np.all(np.abs(base - before) <= SETTLED * problem.spreads * problem.measured):
+            break
+        before = base
+        solved = problem.solve(slopes, base - slopes @ parameters, counts)
+        step = 1.0 if iteration < MOST_ITERATIONS // 4 else step * 0.7  # to and fro between pieces must end
+        parameters = parameters + step * (solved - parameters)
+    return parameters
+
+
+def _slopes(predict: Predict, parameters: Floats, scale: Floats) -> tuple[Floats, Floats]:
+    """How the times (n,) change with each parameter (n, k), and the times."""
+    base = predict(parameters)
+    columns = []
+    for index in range(len(parameters)):
+        nudge = NUDGE * max(parameters[index], scale[index])
+        moved = parameters.copy()
+        moved[index] += nudge
+        columns.append((predict(moved) - base) / nudge)
+    return np.stack(columns, axis=1), base
+
+
+def non_negative(rows: Floats, targets: Floats) -> Floats:
+    """The x of at least 0 that makes ``rows @ x`` nearest to ``targets``, by trying all choices of what is 0.
+
+    >>> non_negative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0])).round(9).tolist()
+    [2.0, 0.0]
+    """
+    gram, moments = rows.T @ rows, rows.T @ targets
+    free = _choices(rows.shape[1])  # (choices, k): what may be above 0
+    grams = gram * free[:, :, None] * free[:, None, :]
+    # The others' equations say that they are 0; a trace on the diagonal chooses where the data leave a direction open.
+    grams += np.eye(len(gram)) * (1 - free[:, :, None] + OPEN * np.trace(gram))
+    solved = np.linalg.solve(grams, (moments * free)[:, :, None])[:, :, 0]
+    costs = np.einsum("ci,ij,cj->c", solved, gram, solved) - 2 * solved @ moments  # but for what targets alone add
+    costs[np.any(solved < 0, axis=1)] = np.inf
+    best: Floats = np.maximum(solved[np.argmin(costs)], 0.0)
+    return best
+
+
+@functools.cache
+def _choices(count: int) -> Floats:
+    """All ways to let some of ``count`` numbers be 0 and others not: rows of 0 and 1; all 0 first."""
+    return np.array(list(itertools.product((0.0, 1.0), repeat=count)))
+
+
+def median_range(times: Floats, seed: int = 0) -> Range:
+    """The median and the interval in which resampled ones lie."""
+    drawn = np.random.default_rng(seed).choice(times, (RESAMPLES, len(times)))
+    medians = np.median(drawn, axis=1)
+    value = float(np.median(times))
+    return Range(value, min(value, float(np.quantile(medians, LOW))), max(value, float(np.quantile(medians, HIGH))))
+
+
+def mean_range(times: Floats, seed: int = 0) -> Range:
+    """Likewise the mean."""
+    means = np.random.default_rng(seed).choice(times, (RESAMPLES, len(times))).mean(axis=1)
+    value = float(np.mean(times))
+    return Range(value, min(value, float(np.quantile(means, LOW))), max(value, float(np.quantile(means, HIGH))))

@@ -1,0 +1,79 @@
+"""The network interfaces that the ranks use, and those that they should have used."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipesgd import launch
+from pipesgd.calibration.groups import Place
+from pipesgd.launch import Ranks
+
+FASTER = 2.0
+"""Another interface that is so many times as fast should probably have been used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interface:
+    """How gloo makes a rank reachable, and what its host could do."""
+
+    address: str
+    """E.g. "10.0.0.2 (eth0)"."""
+    speeds: dict[str, int]
+    """Mbit/s of the host's interfaces that are up and say it; empty where the system does not tell."""
+
+    @property
+    def name(self) -> str:
+        """Of the interface; the address where it is not known."""
+        return self.address.rpartition("(")[2].rstrip(")")
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.address.startswith("127.")
+
+
+def interfaces_of(ranks: Ranks) -> list[Interface]:
+    """Every rank's. Collective."""
+    own = Interface(address=launch.network_address(), speeds=_speeds())
+    return [Interface(**one) for one in ranks.exchange("network interface", asdict(own))]
+
+
+def wrong_interfaces(interfaces: Sequence[Interface], where: Sequence[Place]) -> list[str]:
+    """A line for every rank that other nodes cannot reach, or that could be reached faster."""
+    several = where[-1].node > 0
+    lines = []
+    for rank, one in enumerate(interfaces):
+        if not several or where[rank].local_rank:  # one line for a node is enough
+            continue
+        if one.is_loopback:
+            lines.append(
+                f"wrong interface: rank {rank} is at {one.address}, which other nodes cannot reach; "
+                "GLOO_SOCKET_IFNAME chooses another one"
+            )
+            continue
+        used = one.speeds.get(one.name)
+        fastest = max(one.speeds, key=lambda name: one.speeds[name], default=None)
+        if used and fastest and one.speeds[fastest] >= FASTER * used:
+            lines.append(
+                f"wrong interface? rank {rank} is at {one.address} with {used} Mbit/s, while {fastest} is up with "
+                f"{one.speeds[fastest]} Mbit/s; GLOO_SOCKET_IFNAME={fastest} chooses it"
+            )
+    return lines
+
+
+def _speeds() -> dict[str, int]:
+    """Mbit/s of the interfaces of this host that are up, by name; those that do not say it are left out."""
+    if sys.platform != "linux":
+        return {}
+    found = {}
+    for _, name in socket.if_nameindex():
+        folder = Path("/sys/class/net") / name
+        try:
+            if (folder / "operstate").read_text().strip() == "up":
+                found[name] = int((folder / "speed").read_text())
+        except (OSError, ValueError):  # loopback and tunnels have none
+            continue
+    return {name: speed for name, speed in found.items() if speed > 0}

@@ -1,0 +1,175 @@
+"""Probes between every two ranks: what the network is made of, and which link stands out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipesgd.calibration.fit import Floats
+from pipesgd.calibration.groups import Place
+from pipesgd.collectives.transport import TorchTransport
+from pipesgd.launch import Ranks
+
+Links = NDArray[np.bool_]
+"""(p, p): which links are meant."""
+
+PINGS = 20
+PAYLOAD_BYTES = 512 << 10
+REPETITIONS = 4
+STREAMED = 8, 64
+"""Small messages that follow each other, few and many: the difference is what each costs the ranks."""
+STREAMED_BYTES = 64
+SLOW = 0.7
+"""Of the good links' rate: below it a link is slow."""
+GOOD = 0.75
+"""Quantile of the rates, and the same share of the latencies: one slow rank among four touches half of all links."""
+LATE, LATE_SECONDS = 2.0, 200e-6
+"""Times the good links' latency, and seconds above it: beyond both, a link is late."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probes:
+    """(p, p), from the row's rank to the column's; NaN where there is nothing."""
+
+    latency: Floats
+    """One way, half of the shortest round trip, in s: that a rank waits for its core is no property of the link."""
+    rate: Floats
+    """In byte/s."""
+    overhead: Floats
+    """Of a small message in a stream of such, in s."""
+
+    def middle(self, name: str) -> float:
+        """The median over all pairs."""
+        return float(np.nanmedian(getattr(self, name)))
+
+
+def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
+    """Every two ranks once, in rounds in which nobody is in two pairs (the circle method).
+
+    >>> rounds_of_pairs(4)
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    seats = world_size + world_size % 2
+    rounds = []
+    for turn in range(seats - 1):
+        circle = [0, *(1 + (k - turn) % (seats - 1) for k in range(seats - 1))]
+        pairs = [sorted((circle[k], circle[seats - 1 - k])) for k in range(seats // 2)]
+        rounds.append(sorted((a, b) for a, b in pairs if b < world_size))
+    return rounds
+
+
+def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], None]) -> Probes:
+    """Between every two ranks, both ways. Collective."""
+    own: dict[int, tuple[float, float, float]] = {}
+    rounds = rounds_of_pairs(ranks.world_size)
+    for number, pairs in enumerate(rounds):
+        ranks.exchange("round of probes", None)
+        for first, second in pairs:
+            if ranks.rank in (first, second):
+                peer = second if ranks.rank == first else first
+                for sender in (first, second):
+                    found = _probe_one_way(transport, peer, ranks.rank == sender)
+                    if found is not None:
+                        own[peer] = found
+        advance((number + 1) / len(rounds))
+    table = np.full((3, ranks.world_size, ranks.world_size), np.nan)
+    for rank, found_by in enumerate(ranks.exchange("probes", list(own.items()))):
+        for peer, values in found_by:
+            table[:, rank, peer] = values
+    return Probes(latency=table[0], rate=table[1], overhead=table[2])
+
+
+def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[float, float, float] | None:
+    """Latency, rate and overhead of what is sent to ``peer``, who answers; None on the side that answers."""
+
+    def exchange(messages: int, nbytes: int) -> float:
+        outgoing, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        begin = time.perf_counter()
+        if sends:
+            back = transport.receive(answer, peer, "answer to a probe")
+            pending = [transport.send(outgoing, peer, "probe") for _ in range(messages)]
+        else:
+            pending = [transport.receive(outgoing, peer, "probe") for _ in range(messages)]
+        for one in pending:
+            one.wait()
+        if sends:
+            back.wait()
+        else:
+            transport.send(answer, peer, "answer to a probe").wait()
+        return time.perf_counter() - begin
+
+    round_trip = min(exchange(1, 1) for _ in range(PINGS))
+    with_payload = min(exchange(1, PAYLOAD_BYTES) for _ in range(REPETITIONS))
+    few, many = (float(np.median([exchange(n, STREAMED_BYTES) for _ in range(REPETITIONS)])) for n in STREAMED)
+    if not sends:
+        return None
+    overhead = max(many - few, 0.0) / (STREAMED[1] - STREAMED[0])
+    return round_trip / 2, PAYLOAD_BYTES / max(with_payload - round_trip, 1e-9), overhead
+
+
+class SlowLink(NamedTuple):
+    """One that stands out."""
+
+    rank: int | None
+    """Whose links are all slow; None for a single link."""
+    line: str
+    """For people."""
+
+
+def slow_links(probes: Probes, where: Sequence[Place]) -> list[SlowLink]:
+    """Every rank, or else link, that is much slower or later than the others of its kind.
+
+    Kinds are links inside a node and links between nodes. With two ranks there is nothing to compare with but the other
+    direction.
+    """
+    world_size = len(where)
+    within = np.array([[a.node == b.node for b in where] for a in where])
+    found = []
+    for kind in (within, ~within):
+        kind = kind & ~np.eye(world_size, dtype=bool) & ~np.isnan(probes.rate)
+        if kind.sum() < 2:
+            continue
+        usual = float(np.quantile(probes.rate[kind], GOOD, method="higher"))
+        round_trips = np.fmin(probes.latency, probes.latency.T)  # the same from both ends, but for who waits for a core
+        latency = float(np.quantile(round_trips[kind], 1 - GOOD, method="lower"))
+        slow = kind & (probes.rate < SLOW * usual)
+        late = kind & (round_trips > LATE * latency) & (round_trips > latency + LATE_SECONDS)
+        for rank, who, links in _name(slow, kind):
+            got = _mbit(float(np.median(probes.rate[links])))
+            found.append(SlowLink(rank, f"slow link: {who}, {got}, where {_mbit(usual)} is usual here"))
+        for rank, who, links in _name(late, kind):
+            got = _ms(float(np.median(round_trips[links])))
+            found.append(SlowLink(rank, f"slow link: {who}, {got} one way, where {_ms(latency)} is usual here"))
+    return found
+
+
+def _name(bad: Links, kind: Links) -> list[tuple[int | None, str, Links]]:
+    """What all bad links have in common, where it is a rank; each of those left over."""
+    named: list[tuple[int | None, str, Links]] = []
+    left = bad.copy()
+    for rank in range(len(bad)):
+        own = np.zeros_like(bad)
+        own[rank, :] = own[:, rank] = True
+        own &= kind
+        if own.sum() > 2 and np.all(bad[own]):
+            named.append((rank, f"that of rank {rank}", own))
+            left &= ~own
+    for sender, receiver in np.argwhere(left):
+        one = np.zeros_like(bad)
+        one[sender, receiver] = True
+        named.append((None, f"from rank {sender} to rank {receiver}", one))
+    return named
+
+
+def _mbit(rate: float) -> str:
+    return f"{8e-6 * rate:,.0f} Mbit/s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,65 @@
+"""The machines that the ranks are on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import pipesgd
+from pipesgd.launch import Ranks
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One rank's."""
+
+    host: str
+    kernel: str
+    """The same for all containers and namespaces of one machine."""
+    cores: int
+    """That the rank may use."""
+
+
+def machines_of(ranks: Ranks) -> list[Machine]:
+    """Every rank's. Collective."""
+    host = socket.gethostname()
+    try:
+        kernel = BOOT_ID.read_text(encoding="utf-8").strip()
+    except OSError:  # not Linux
+        kernel = host
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return [Machine(**one) for one in ranks.exchange("machine", asdict(Machine(host=host, kernel=kernel, cores=cores)))]
+
+
+def ranks_per_core(machines: Sequence[Machine]) -> float:
+    """Of the machine that has the most; above 1, ranks share cores."""
+    ranks = Counter(one.kernel for one in machines)
+    return max(ranks[one.kernel] / one.cores for one in machines)
+
+
+def provenance(machines: Sequence[Machine], created: str, words: Sequence[str]) -> dict[str, str | int]:
+    """For people who read the file later."""
+    return {
+        "created": created,
+        "command": " ".join(["torchrun ... -m pipesgd.calibrate", *words]),
+        "pipesgd": pipesgd.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "ranks": len(machines),
+        "hosts": ", ".join(dict.fromkeys(one.host for one in machines)),
+        "cores_per_host": min(one.cores for one in machines),
+        "threads_per_rank": torch.get_num_threads(),
+        "transport": "gloo",
+    }

@@ -1,0 +1,101 @@
+"""What is measured, and how long: the options of ``pipesgd.calibrate``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of
+from pipesgd.codecs.options import DENSE_CODECS
+from pipesgd.config import (
+    DEFAULT_TIMEOUT,
+    PREDICTIONS,
+    DataConfig,
+    ModelConfig,
+    OptimizationConfig,
+    RunConfig,
+    TrainConfig,
+    options_of,
+)
+from pipesgd.errors import UserInputError
+
+SMALLEST_BYTES = 1 << 10
+"""Of the gradients that are all-reduced."""
+LEAST_LARGEST_BYTES = 64 << 10
+"""With less, what a byte costs would not show."""
+MEASURED_CODECS = (*DENSE_CODECS[1:], "topk")
+"""fp32 has no work of its own but the sums; powersgd's depends on the shapes of the model's matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """What is measured, and where it goes."""
+
+    out: Path = Path("cluster.toml")
+    """File for the figures, for timing-model; written by rank 0."""
+    overwrite: bool = False
+    """Replace --out if it is there."""
+    plot: Path | None = None
+    """File for a picture of the residuals, e.g. residuals.png; needs matplotlib."""
+    seconds: float = 40.0
+    """How long to measure, roughly; starting and connecting the ranks come on top."""
+    largest_bytes: int = 16 << 20
+    """Largest gradient that is all-reduced; less on a link so slow that it would take too long."""
+    codecs: tuple[str, ...] = MEASURED_CODECS
+    """Codecs to measure: truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign, topk."""
+    prediction: str = "eager"
+    """What stands for the gradients in flight, of which the late update's time depends: as in pipesgd.train."""
+    timeout: float = DEFAULT_TIMEOUT
+    """Seconds that a rank waits for another one, whatever it waits for, before the calibration fails."""
+
+    def __post_init__(self) -> None:
+        check_above_zero("seconds", self.seconds)
+        check_at_least("largest-bytes", self.largest_bytes, LEAST_LARGEST_BYTES)
+        for codec in self.codecs:
+            check_one_of("codecs", codec, MEASURED_CODECS)
+            if self.codecs.count(codec) > 1:
+                raise UserInputError(f"codecs must name each once; got {codec!r} twice")
+        check_one_of("prediction", self.prediction, PREDICTIONS)
+        check_above_zero("timeout", self.timeout)
+        if self.plot is not None and self.plot == self.out:
+            raise UserInputError(f"plot must be another file than --out; got {self.plot}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """Measure what this cluster and a model on it cost, for the timing model.
+
+    Start it on every machine with torchrun, as a training run would be; on one machine with four ranks:
+    torchrun --nproc-per-node 4 -m pipesgd.calibrate --out cluster.toml --model mlp --batch-size 512
+    """
+
+    # `name=""` puts every section's options on the top level of the command line.
+    calibration: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
+    data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
+    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = field(default_factory=ModelConfig)
+    optimization: Annotated[OptimizationConfig, tyro.conf.arg(name="")] = field(default_factory=OptimizationConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "iterations"):
+            if (value := getattr(self.optimization, name)) is not None:
+                raise UserInputError(f"{name} must be left out of a calibration (see --seconds); got {value}")
+
+    def options(self) -> dict[str, Any]:
+        """Every option by its name on the command line, as a JSON value."""
+        return options_of(self.calibration, self.data, self.model, self.optimization)
+
+    def training(self) -> TrainConfig:
+        """The training whose computation is measured."""
+        return TrainConfig(
+            data=self.data,
+            model=self.model,
+            optimization=self.optimization,
+            run=RunConfig(timeout=self.calibration.timeout),
+        )
+
+
+FREE_BETWEEN_RANKS = frozenset({"data-dir", "out", "plot", "loader-workers"})
+"""Options that may differ between ranks: folders differ between machines, and only rank 0 writes."""

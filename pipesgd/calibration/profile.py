@@ -1,0 +1,191 @@
+"""From measurements to ``cluster.toml``: the one place where the trainer knows the timing model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed, cache_bytes
+from pipesgd.calibration.computation import Computation
+from pipesgd.calibration.fit import Fit, Floats, Prior, Range, fit, spread
+from pipesgd.calibration.links import Probes
+from pipesgd.calibration.sweep import Cell
+from pipesgd.errors import UserInputError
+from timing_model import CollectiveTime, LinkParams, all_reduce_time
+from timing_model.profile import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile, Profile
+
+PARAMETERS = ("alpha", "beta", "gamma", "sync", "overhead")
+"""Of ``LinkParams``, in the order of a fit."""
+ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(PARAMETERS))
+SUMS_OFF, OVERHEAD_OFF, RATE_OFF = 0.5, 1.0, 1.0
+"""By what share a sum in an all-reduce may well cost something else than alone, a message than in a stream, and a byte
+than between two ranks."""
+REPEATS = 0.15
+"""The relative spread up to which times of a cell are worth a prediction."""
+SMALLEST_START = 1e-6
+"""Seconds, to start a fit at where a probe found nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFit:
+    """The parameters of one algorithm on this cluster, and what they were fitted to."""
+
+    all_reduce: str
+    cells: list[Cell]
+    fit: Fit
+
+    @property
+    def smallest_bytes(self) -> int:
+        """From which on all sizes repeat: below, the machine's noise is what a time consists of."""
+        noisy = [cell.nbytes for cell in self.cells if spread(cell.seconds) > REPEATS]
+        sizes = sorted({cell.nbytes for cell in self.cells})
+        return min((size for size in sizes if size > max(noisy, default=0)), default=sizes[-1])
+
+    @property
+    def errors(self) -> Floats:
+        """Magnitudes of what held-out cells from ``smallest_bytes`` on are off by, relative."""
+        return np.abs(
+            [off for off, cell in zip(self.fit.held_out, self.cells, strict=True) if cell.nbytes >= self.smallest_bytes]
+        )
+
+    @property
+    def residual(self) -> float:
+        """Of these, the 90th percentile."""
+        return float(np.quantile(self.errors, 0.9))
+
+    @property
+    def link(self) -> LinkParams:
+        return _link_params(self.fit.parameters)
+
+    def predicted(self, cell: Cell) -> CollectiveTime:
+        """What the formula says of a cell."""
+        return _time(self.all_reduce, self.link, cell)
+
+
+def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Range) -> CollectiveFit:
+    """Fit ``timing_model.all_reduce_time`` to the measured cells of one algorithm.
+
+    Sums and message overhead hide behind the wire in most cells, and the wire behind latency in the smallest: what
+    probes say of them counts, too.
+
+    Args:
+        all_reduce: by its name there, too.
+        cells: of all sizes and numbers of ranks.
+        probes: between the ranks.
+        sums: s per byte, alone.
+    """
+    own = sorted((cell for cell in cells if cell.all_reduce == all_reduce), key=lambda c: (c.world_size, c.nbytes))
+    overhead = max(probes.middle("overhead"), SMALLEST_START)
+    alpha = max(probes.middle("latency"), SMALLEST_START)
+    beta = 1 / probes.middle("rate")
+    start = np.array([alpha, beta, sums.value, alpha, overhead])
+
+    def predict(parameters: Floats) -> Floats:
+        link = _link_params(parameters)
+        return np.array([_time(all_reduce, link, cell).total for cell in own])
+
+    found = fit(
+        predict,
+        start,
+        [cell.seconds for cell in own],
+        halves=_halves(own),
+        priors=(
+            Prior(BETA, beta, RATE_OFF),
+            Prior(GAMMA, sums.value, SUMS_OFF),
+            Prior(OVERHEAD, overhead, OVERHEAD_OFF),
+        ),
+    )
+    return CollectiveFit(all_reduce=all_reduce, cells=own, fit=found)
+
+
+def make_profile(
+    *,
+    fits: Mapping[str, CollectiveFit],
+    codecs: Mapping[str, CodecSpeed],
+    compute: ComputeProfile,
+    ranks_per_core: float,
+    provenance: dict[str, Any],
+) -> Profile:
+    """The file's content; ``fits`` are by the name of the all-reduce."""
+    ring = fits["ring"]
+    return Profile(
+        provenance=provenance,
+        calibrated=Calibrated(
+            world_sizes=tuple(sorted({cell.world_size for cell in ring.cells})),
+            all_reduces=tuple(fits),
+            smallest_bytes=ring.smallest_bytes,
+            largest_bytes=max(cell.nbytes for cell in ring.cells),
+            residual=ring.residual,
+            ranks_per_core=ranks_per_core,
+        ),
+        link=_link_profile(ring.fit),
+        native=_link_profile(fits["native"].fit),
+        codecs={name: _codec_profile(speed) for name, speed in codecs.items()},
+        compute=(compute,),
+    )
+
+
+def compute_profile(
+    computation: Computation, *, model: str, batch_size: int, tensors: Sequence[int], samples: int
+) -> ComputeProfile:
+    """Of the model that was measured."""
+    return ComputeProfile(
+        model=model,
+        batch_size=batch_size,
+        tensors=tuple(tensors),
+        samples=samples,
+        contention=Estimate(*computation.contention),
+        cv=computation.cv,
+        slow_ranks=tuple(computation.slow_ranks.values()),
+        **{name: Estimate(*part) for name, part in computation.parts.items()},
+    )
+
+
+def save(profile: Profile, path: Path) -> None:
+    """Write the file, whole or not at all.
+
+    Raises:
+        UserInputError: it cannot be written.
+    """
+    try:
+        profile.save(path)
+    except ValueError as failure:
+        raise UserInputError(f"out must be a file to write; got {failure}") from None
+
+
+def _time(all_reduce: str, link: LinkParams, cell: Cell) -> CollectiveTime:
+    return all_reduce_time(all_reduce, link, cell.nbytes / 4, cell.world_size)
+
+
+def _link_params(parameters: Floats) -> LinkParams:
+    return LinkParams(**dict(zip(PARAMETERS, map(float, parameters), strict=True)))
+
+
+def _link_profile(found: Fit) -> LinkProfile:
+    return LinkProfile(**{name: Estimate(*one) for name, one in zip(PARAMETERS, found.ranges(), strict=True)})
+
+
+def _codec_profile(speed: CodecSpeed) -> CodecProfile:
+    def rates(of: Mapping[str, Range]) -> CodecRates:
+        return CodecRates(**{operation: Estimate(*of[operation]) for operation in OPERATIONS})
+
+    return CodecProfile(
+        bits=speed.bits,
+        call=Estimate(*speed.call),
+        rates=rates(speed.memory),
+        in_cache=rates(speed.cache) if speed.cache else None,
+        cache_bytes=cache_bytes() if speed.cache else 0,
+        gathered=speed.gathered,
+    )
+
+
+def _halves(cells: Sequence[Cell]) -> NDArray[np.bool_]:
+    """Every second size of every number of ranks, in turns as on a chessboard."""
+    world_sizes = sorted({cell.world_size for cell in cells})
+    sizes = sorted({cell.nbytes for cell in cells})
+    return np.array([(world_sizes.index(cell.world_size) + sizes.index(cell.nbytes)) % 2 == 0 for cell in cells])

@@ -1,0 +1,63 @@
+"""How far a calibration is, and how long it still takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+LINE_SECONDS = 5.0
+"""Where output is no terminal, a line this often."""
+BAR_SECONDS = 0.5
+"""On a terminal the bar is drawn anew this often, between measurements: no thread draws during one."""
+
+
+class Phases:
+    """A bar, or lines in a log, over phases that are planned to take so many seconds each. Rank 0 shows it."""
+
+    def __init__(self, console: Console, planned: Mapping[str, float], *, show: bool):
+        self._console = console
+        self._planned = dict(planned)
+        self._left = dict(planned)
+        self._show = show
+        self._spoke = time.perf_counter()
+        self._progress = Progress(
+            TextColumn("calibrating"),
+            BarColumn(),
+            TextColumn("{task.fields[what]}"),
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            disable=not (show and console.is_terminal),
+        )
+        self._task = self._progress.add_task("", total=sum(planned.values()), what="")
+
+    def __enter__(self) -> Phases:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def advance(self, phase: str, share: float) -> None:
+        """Of ``phase`` this share is done, and all of those before it."""
+        for name in self._planned:
+            if name == phase:
+                break
+            self._left[name] = 0.0
+        self._left[phase] = self._planned[phase] * (1 - share)
+        now = time.perf_counter()
+        terminal = self._console.is_terminal
+        if not self._show or now - self._spoke < (BAR_SECONDS if terminal else LINE_SECONDS):
+            return
+        self._spoke = now
+        left = sum(self._left.values())
+        text = f"{phase}, about {left:.0f} s left"
+        self._progress.update(self._task, completed=sum(self._planned.values()) - left, what=text, refresh=True)
+        if not terminal:
+            self._console.print(f"calibrating: {text}", highlight=False, soft_wrap=True)

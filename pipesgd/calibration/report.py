@@ -1,0 +1,135 @@
+"""What a calibration tells a person: a table, warnings, a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from pipesgd.calibration.codec_speeds import CodecSpeed
+from pipesgd.calibration.computation import Computation
+from pipesgd.calibration.fit import Range
+from pipesgd.calibration.profile import BETA, PARAMETERS, CollectiveFit
+from pipesgd.errors import UserInputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
+"""Okabe and Ito's."""
+POOR = 0.25
+"""A residual above which the figures are not worth much."""
+
+
+def show(
+    console: Console,
+    *,
+    fits: Mapping[str, CollectiveFit],
+    codecs: Mapping[str, CodecSpeed],
+    computation: Computation,
+) -> None:
+    """The tables."""
+    for name, one in fits.items():
+        table = Table(title=f"{name} all-reduce", title_justify="left", show_header=False, box=None)
+        for parameter, value in zip(PARAMETERS, one.fit.ranges(), strict=True):
+            table.add_row(parameter, _parameter(parameter, value))
+        table.add_row("held-out cells", held_out(one))
+        console.print(table)
+    if codecs:
+        table = Table(title="codecs, ns a value in memory (in cache)", title_justify="left", box=None)
+        for head in ("", "encode", "decode", "add", "hop"):
+            table.add_column(head, justify="right" if head else "left")
+        for name, speed in codecs.items():
+            cells = []
+            for operation, rate in speed.memory.items():
+                cached = f" ({1e9 * speed.cache[operation].value:.2f})" if speed.cache else ""
+                cells.append(f"{1e9 * rate.value:.2f}{cached}")
+            table.add_row(name, *cells)
+        console.print(table)
+    table = Table(title="computation of an iteration", title_justify="left", show_header=False, box=None)
+    for name, part in computation.parts.items():
+        table.add_row(name.replace("_", " "), f"{_ms(part)}")
+    table.add_row("spread", f"{computation.cv:.1%} between iterations (cv)")
+    table.add_row("beside a collective", f"{computation.contention.value:.1%} slower")
+    console.print(table)
+
+
+def held_out(one: CollectiveFit) -> str:
+    """How far the formula is off where it was not fitted."""
+    return f"{one.errors.mean():.1%} off on average, {one.residual:.1%} at p90, from {one.smallest_bytes >> 10} KiB on"
+
+
+def warnings(computation: Computation, fits: Mapping[str, CollectiveFit]) -> list[str]:
+    """A line for every rank that is always slow, and for a formula that does not describe this cluster."""
+    lines = [
+        f"slow rank: rank {rank} computes {factor:.2f} times as long as the median rank"
+        for rank, factor in computation.slow_ranks.items()
+    ]
+    return lines + [
+        f"poor fit: {name} all-reduces of this cluster are not what the model says; held-out cells are {held_out(one)}"
+        for name, one in fits.items()
+        if one.residual > POOR
+    ]
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise ``UserInputError`` unless the picture can be written at the end."""
+    if path is None:
+        return
+    try:
+        import matplotlib  # noqa: F401 (only with --plot)
+    except ImportError:
+        raise UserInputError(
+            "plot must be left out where matplotlib is not installed (pip install matplotlib)"
+        ) from None
+    if not path.parent.is_dir():
+        raise UserInputError(f"plot must be a file in a folder that is there; got {path}")
+
+
+def save_plot(fits: Mapping[str, CollectiveFit], path: Path) -> None:
+    """The residuals of every all-reduce."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(fits), 4), layout="constrained")
+    panels = figure.subplots(1, len(fits), squeeze=False)[0]
+    for axes, one in zip(panels, fits.values(), strict=True):
+        plot_residuals(one, axes)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as failure:  # no place, or no format of this name
+        raise UserInputError(f"plot must be a file to write, e.g. residuals.png; got {path}: {failure}") from None
+
+
+def plot_residuals(one: CollectiveFit, axes: Axes) -> Axes:
+    """Fitted over measured, minus 1, over the size: each cell by a fit to the other half of the cells."""
+    world_sizes = sorted({cell.world_size for cell in one.cells})
+    for number, world_size in enumerate(world_sizes):
+        chosen = [index for index, cell in enumerate(one.cells) if cell.world_size == world_size]
+        axes.plot(
+            [one.cells[index].nbytes for index in chosen],
+            [100 * one.fit.held_out[index] for index in chosen],
+            color=COLOURS[number % len(COLOURS)],
+            marker="o",
+            label=f"{world_size} ranks",
+        )
+    axes.axhline(0, color="black", linewidth=1)
+    axes.set(xscale="log", xlabel="gradient (bytes)", ylabel="held-out residual (%)", title=one.all_reduce)
+    axes.legend()
+    return axes
+
+
+def _parameter(name: str, value: Range) -> str:
+    if name == PARAMETERS[BETA] and value.value > 0:
+        low, middle, high = (
+            f"{8e-6 / one:,.0f}" if one else "no limit" for one in (value.high, value.value, value.low)
+        )
+        return f"{1e9 * value.value:.4g} ns a byte: {middle} Mbit/s ({low} to {high})"
+    unit, scale = ("ns a byte", 1e9) if name == "gamma" else ("us", 1e6)
+    return f"{scale * value.value:.3g} {unit} ({scale * value.low:.3g} to {scale * value.high:.3g})"
+
+
+def _ms(value: Range) -> str:
+    return f"{1e3 * value.value:.3g} ms ({1e3 * value.low:.3g} to {1e3 * value.high:.3g})"

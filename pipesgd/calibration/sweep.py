@@ -1,0 +1,166 @@
+"""Times of the all-reduces themselves, over sizes and numbers of ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipesgd.calibration.fit import Floats
+from pipesgd.calibration.groups import Part
+from pipesgd.calibration.options import SMALLEST_BYTES
+from pipesgd.codecs.floats import Uncompressed
+from pipesgd.collectives.base import AllReduce
+from pipesgd.collectives.native import NativeAllReduce
+from pipesgd.collectives.ring import ring
+from pipesgd.collectives.scheduled import ScheduledAllReduce
+from pipesgd.collectives.transport import TorchTransport, communication_group
+from pipesgd.gradients import are_finite, take_mean
+from pipesgd.launch import Ranks
+
+ALL_REDUCES = ("ring", "native")
+GROWTH = 4
+"""From one size to the next."""
+BLOCK_SECONDS, MOST_CALLS = 4e-3, 32
+"""Short all-reduces follow each other without a pause until a block of them has taken so long: that the ranks do not
+begin in the same moment, by some tens of microseconds, does not show then."""
+LEAST_LAPS, MOST_LAPS = 2, 30
+"""In which every cell is timed: whatever slows the cluster down for a while, slows down a few blocks of each."""
+MOST_BLOCKS = 6
+"""Of one cell in a lap."""
+LONG_SECONDS = 0.05
+"""An all-reduce that takes so long is timed at the first time, too, when it makes its memory."""
+SMALLER_SIZES = 1.2
+"""What a lap takes in units of all all-reduces of the largest size among all ranks: fewer take less, smaller sizes add
+a third."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One size, one number of ranks, one algorithm."""
+
+    all_reduce: str
+    world_size: int
+    nbytes: int
+    seconds: Floats
+    """Of one call, once for each block."""
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.seconds))
+
+
+class Sweep:
+    """The all-reduces of one rank in each group that it is in, over ``transport``. All ranks make one together."""
+
+    def __init__(self, ranks: Ranks, transport: TorchTransport, groups: Sequence[Sequence[int]], *, timeout: float):
+        self._ranks = ranks
+        self._groups = groups
+        self._all_reduces: list[dict[str, AllReduce]] = []
+        for members in groups:
+            group = communication_group(ranks, timeout, None, members)
+            own: dict[str, AllReduce] = {}
+            if ranks.rank in members:
+                schedule = ring(members.index(ranks.rank), len(members))
+                own["ring"] = ScheduledAllReduce(Part(transport, members), schedule, Uncompressed())
+                own["native"] = NativeAllReduce(group, timeout)
+            self._all_reduces.append(own)
+
+    @property
+    def ring(self) -> AllReduce:
+        """Of all ranks."""
+        return self._all_reduces[-1]["ring"]
+
+    def run(self, *, largest_bytes: int, seconds: float, advance: Callable[[float], None]) -> list[Cell]:
+        """Every cell, the same on all ranks. Collective.
+
+        Args:
+            largest_bytes: of a gradient; less if the largest would take too much of the time that there is.
+            seconds: that it takes, about.
+            advance: told what share is done.
+        """
+        end = time.perf_counter() + seconds
+        # 1. Sizes, until one takes too long; all groups once, which makes their memory and connections.
+        flat = torch.ones(largest_bytes // 4)
+        sizes = self._sizes(flat, seconds)
+        cells = [(group, name, size) for group in range(len(self._groups)) for name in ALL_REDUCES for size in sizes]
+        first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]
+        # 2. How often each, agreed upon.
+        agreed = [float(one) for one in np.max(self._ranks.exchange("first times", first), axis=0)]
+        left = max(min(self._ranks.exchange("time left", end - time.perf_counter())), 0.0)
+        plans = [plan(once, left / LEAST_LAPS / len(cells) / 2) for once in agreed]
+        times = [[once] if long >= LONG_SECONDS else [] for once, long in zip(first, agreed, strict=True)]
+        # 3. Lap after lap, until there is no time for most of another one, as one of the ranks sees it.
+        for lap in range(MOST_LAPS):
+            begin = time.perf_counter()
+            for index, (group, name, size) in enumerate(cells):
+                calls, blocks = plans[index]
+                times[index] += [self._block(group, name, flat[: size // 4], calls) / calls for _ in range(blocks)]
+                advance(min(1.0, 1 - (end - time.perf_counter()) / seconds))
+            now = time.perf_counter()
+            over = torch.full((self._ranks.world_size,), float(now + (now - begin) / 2 > end))
+            self.ring(over)
+            if lap + 1 >= LEAST_LAPS and over[0] > 0:
+                break
+        everybody = self._ranks.exchange("times of all-reduces", times)
+        return [
+            Cell(
+                all_reduce=name,
+                world_size=len(self._groups[group]),
+                nbytes=size,
+                # A rank that begins a block early waits in it for the last one: the median rank.
+                seconds=np.median([everybody[rank][index] for rank in self._groups[group]], axis=0),
+            )
+            for index, (group, name, size) in enumerate(cells)
+        ]
+
+    def _sizes(self, flat: Tensor, seconds: float) -> list[int]:
+        """From the smallest, as long as there is time for the next one in all groups. Collective."""
+        most = seconds / ((LEAST_LAPS + 1) * len(ALL_REDUCES) * len(self._groups) * SMALLER_SIZES)
+        everybody = len(self._groups) - 1
+        sizes: list[int] = []
+        nbytes, largest = SMALLEST_BYTES, flat.nbytes
+        while True:
+            self._block(everybody, "ring", flat[: nbytes // 4], 1)  # makes its memory
+            own = self._block(everybody, "ring", flat[: nbytes // 4], 1)
+            slowest = max(self._ranks.exchange("time of an all-reduce", own))
+            sizes.append(nbytes)
+            larger = [min(factor * nbytes, largest) for factor in (GROWTH, GROWTH // 2)]
+            within = [one for one in larger if one > nbytes and one / nbytes * slowest <= most]
+            if not within:
+                return sizes
+            nbytes = within[0]
+
+    def _block(self, group: int, all_reduce: str, flat: Tensor, calls: int) -> float:
+        """Seconds of so many calls of this rank; 0 if it takes no part."""
+        own = self._all_reduces[group]
+        if not own:
+            return 0.0
+        p = len(self._groups[group])
+        function, finish = own[all_reduce], partial(finish_part, p)
+        own["ring"](torch.ones(p))  # nobody has its sum before all have begun
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function(flat, finish=finish)
+        return time.perf_counter() - begin
+
+
+def finish_part(world_size: int, part: Tensor) -> None:
+    """What training does with every sum."""
+    take_mean(part, world_size)
+    are_finite([part])
+
+
+def plan(once: float, seconds: float) -> tuple[int, int]:
+    """Calls in a block, and blocks in a lap, of an all-reduce that takes ``once`` s, for ``seconds`` in a lap.
+
+    >>> plan(1e-3, seconds=0.01), plan(1.0, seconds=0.01)
+    ((4, 2), (1, 1))
+    """
+    calls = int(np.clip(np.ceil(BLOCK_SECONDS / once), 1, MOST_CALLS))
+    return calls, int(np.clip(seconds / (calls * once), 1, MOST_BLOCKS))

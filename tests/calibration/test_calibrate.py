@@ -1,0 +1,179 @@
+"""The command: real ranks, the file that it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from _ranks import run_ranks
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from pipesgd.calibrate import calibrate
+from pipesgd.calibration.fit import Fit
+from pipesgd.calibration.machines import Machine, ranks_per_core
+from pipesgd.calibration.options import CalibrateConfig
+from pipesgd.calibration.profile import CollectiveFit
+from pipesgd.calibration.report import plot_residuals
+from pipesgd.calibration.sweep import Cell
+from pipesgd.command_line import HelpRequested, parse_as
+from pipesgd.config import TrainConfig
+from pipesgd.ending import EXIT_INTERRUPTED
+from pipesgd.errors import DisagreementError, UserInputError
+from pipesgd.launch import Ranks
+from timing_model import all_reduce_time
+from timing_model.profile import Profile
+
+SHORT = "--seconds 1 --largest-bytes 65536 --codecs int8 --hidden-sizes 20 --batch-size 16"
+
+
+def _calibrate(ranks: Ranks, words: list[str], by_rank: list[list[str]] | None = None) -> tuple[str, str]:
+    """(kind and text of the error, stdout) of one run."""
+    out = io.StringIO()
+    try:
+        calibrate([*words, *(by_rank[ranks.rank] if by_rank else [])], ranks, Console(file=out, width=120))
+        error = ""
+    except UserInputError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+    return error, out.getvalue()
+
+
+def run(world_size: int, words: str, by_rank: list[list[str]] | None = None) -> list[tuple[str, str]]:
+    return run_ranks(world_size, _calibrate, words.split(), by_rank, process_group=False)
+
+
+def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -> None:
+    out, plot = tmp_path / "cluster.toml", tmp_path / "residuals.png"
+    (error, text), other = run(2, f"{SHORT} --out {out} --plot {plot}")
+    assert (error, other) == ("", ("", ""))
+    assert f"wrote {out}\n" in text
+    assert {path.name for path in tmp_path.iterdir()} == {out.name, plot.name}
+    profile = Profile.load(out)
+    assert profile.calibrated.world_sizes == (2,)
+    assert profile.calibrated.all_reduces == ("ring", "native")
+    assert profile.calibrated.smallest_bytes >= 1024
+    assert profile.calibrated.largest_bytes == 65536
+    assert profile.native is not None
+    assert all_reduce_time("ring", profile.link_params(), 16384, 2).total > 0
+    assert profile.codecs.keys() == {"int8"}
+    assert profile.codecs["int8"].bits == pytest.approx(8 + 32 / 1024)
+    [compute] = profile.compute
+    assert (compute.model, compute.batch_size) == ("mlp", 16)
+    assert compute.tensors == (64 * 20, 20, 20 * 10, 10)
+    assert compute.samples == 1497
+    for part in (compute.forward, compute.backward, compute.update, compute.late_update):
+        assert part.value > 0
+    assert profile.provenance["ranks"] == 2
+    assert str(profile.provenance["command"]).startswith("torchrun ... -m pipesgd.calibrate --seconds 1 ")
+
+
+def test_one_rank_measures_itself_and_says_that_there_is_no_network(tmp_path: Path) -> None:
+    [(error, text)] = run(1, f"{SHORT} --out {tmp_path / 'cluster.toml'}")
+    assert error == ""
+    assert text.startswith("one rank: computation and codecs are measured, but no network")
+    assert "int8" in text
+    assert "late update" in text
+    assert "one rank has no network: nothing is written" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_file_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.toml"
+    out.write_text("mine")
+    found = run(2, f"{SHORT} --out {out}")
+    expected = f"UserInputError: rank 0: out must not be there yet; got {out} (--overwrite replaces it)"
+    assert found == [(expected, "")] * 2
+    assert out.read_text() == "mine"
+    assert run(2, f"{SHORT} --out {out} --overwrite")[0][0] == ""
+    assert Profile.load(out).calibrated.world_sizes == (2,)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--seconds 0", "seconds must be above 0; got 0.0"),
+        ("--seconds nan", "seconds must be above 0; got nan"),
+        ("--largest-bytes 1000", "largest-bytes must be at least 65536; got 1000"),
+        ("--codecs int8 int9", "codecs must be one of .*; got 'int9' .did you mean int8"),
+        ("--codecs int8 int8", "codecs must name each once; got 'int8' twice"),
+        ("--prediction guess", "prediction must be one of"),
+        ("--epochs 3", "epochs must be left out of a calibration .see --seconds.; got 3"),
+        ("--out a.png --plot a.png", "plot must be another file than --out; got a.png"),
+        ("--batch-size 0", "batch-size must be at least 1; got 0"),
+        ("--width 3", "every option must be one that --help lists; got --width"),
+        ("--seconds soon", "seconds must be a number; got 'soon'"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(words: str, message: str) -> None:
+    with pytest.raises(UserInputError, match=f"^{message}"):
+        parse_as(CalibrateConfig, "calibrate", words.split())
+
+
+def test_help_names_every_option_and_those_of_training_are_called_as_there() -> None:
+    with pytest.raises(HelpRequested) as request:
+        parse_as(CalibrateConfig, "calibrate", ["--help"])
+    names = CalibrateConfig().options().keys()
+    assert all(f"--{name}" in str(request.value) for name in names)
+    own = {"out", "plot", "seconds", "largest-bytes", "codecs"}
+    assert names - own <= TrainConfig().options().keys()
+    config = parse_as(CalibrateConfig, "calibrate", ["--batch-size", "7", "--hidden-sizes", "3", "--optimizer", "adam"])
+    training = config.training()
+    assert (training.data.batch_size, training.model.hidden_sizes) == (7, (3,))
+    assert training.optimization.optimizer == "adam"
+
+
+def test_ranks_that_were_asked_different_things_say_so() -> None:
+    found = run(2, SHORT, [["--seed", "1"], ["--seed", "2"]])
+    assert [error for error, _ in found] == [
+        f"{DisagreementError.__name__}: --seed must be the same on all ranks; got 1 on rank 0, 2 on rank 1"
+    ] * 2
+
+
+def test_a_folder_that_is_not_there_ends_the_command_with_code_2_and_one_line(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "none" / "cluster.toml")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"error: out must be in a folder to write to; got {tmp_path / 'none' / 'cluster.toml'}\n"
+    assert done.stdout == ""
+
+
+def test_ctrl_c_ends_it_with_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "100"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, text=True, cwd=tmp_path, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("one rank")  # it is under way
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (EXIT_INTERRUPTED, "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_picture_shows_the_held_out_residuals() -> None:
+    sizes, worlds = (1024, 4096), (2, 4)
+    cells = [
+        Cell(all_reduce="ring", world_size=p, nbytes=n, seconds=np.array([1.0, 1.0, 1.0]))
+        for p in worlds
+        for n in sizes
+    ]
+    one = np.ones(5)
+    fit = Fit(parameters=one, low=one, high=one, held_out=np.array([0.01, -0.02, 0.03, 0.04]))
+    axes = plot_residuals(CollectiveFit(all_reduce="ring", cells=cells, fit=fit), Figure().subplots())
+    two, four, _ = axes.get_lines()
+    assert [line.get_label() for line in (two, four)] == ["2 ranks", "4 ranks"]
+    assert list(two.get_xdata()) == list(four.get_xdata()) == list(sizes)
+    assert list(two.get_ydata()) == pytest.approx([1, -2])
+    assert list(four.get_ydata()) == pytest.approx([3, 4])
+    assert "(%)" in axes.get_ylabel()
+
+
+def test_ranks_in_containers_of_one_machine_share_its_cores() -> None:
+    one, other = (Machine(host=name, kernel="k", cores=2) for name in ("a", "b"))
+    alone = Machine(host="c", kernel="l", cores=8)
+    assert ranks_per_core([one, other, other, alone]) == 1.5
+    assert ranks_per_core([alone, one]) == 0.5

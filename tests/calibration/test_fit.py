@@ -1,0 +1,141 @@
+"""Fits to times that are known: made by the formulas, with noise and with interruptions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipesgd.calibration.fit import Floats, Prior, Range, fit, mean_range, median_range, non_negative, spread
+from pipesgd.calibration.links import Probes
+from pipesgd.calibration.profile import ALPHA, BETA, CollectiveFit, fit_collective
+from pipesgd.calibration.sweep import Cell
+from timing_model import LinkParams, all_reduce_time
+
+LINK = LinkParams(alpha=60e-6, beta=4.2e-8, gamma=2e-10, sync=40e-6, overhead=4e-6)
+SIZES = tuple(1 << k for k in range(10, 25, 2))
+
+
+def made_cells(name: str, link: LinkParams, seed: int, *, noise: float, interrupted: float) -> list[Cell]:
+    """Times of the formula, lognormal around it, and some of them many times as long."""
+    generator = np.random.default_rng(seed)
+    cells = []
+    for world_size in (2, 3, 4):
+        for nbytes in SIZES:
+            exact = all_reduce_time(name, link, nbytes / 4, world_size).total
+            times = exact * np.exp(noise * generator.standard_normal(30))
+            times *= np.where(generator.random(30) < interrupted, generator.uniform(3, 30, 30), 1)
+            cells.append(Cell(all_reduce=name, world_size=world_size, nbytes=nbytes, seconds=times))
+    return cells
+
+
+def probes(link: LinkParams) -> Probes:
+    """What probes would find, not quite right."""
+    one = np.full((4, 4), 1.0)
+    return Probes(latency=1.4 * link.alpha * one, rate=0.9 / link.beta * one, overhead=1.2 * link.overhead * one)
+
+
+def fitted(name: str, cells: list[Cell], link: LinkParams = LINK) -> CollectiveFit:
+    return fit_collective(name, cells, probes(link), Range(*3 * (1.3 * link.gamma,)))
+
+
+@pytest.mark.parametrize("name", ["ring", "native"])
+@pytest.mark.parametrize("seed", range(3))
+def test_latency_and_bandwidth_are_recovered_from_noise_and_interruptions(name: str, seed: int) -> None:
+    found = fitted(name, made_cells(name, LINK, seed, noise=0.03, interrupted=0.15))
+    assert found.fit.parameters[BETA] == pytest.approx(LINK.beta, rel=0.02)
+    # In a message's cost latency and CPU are hard to tell apart; together they are what counts.
+    assert found.link.alpha + found.link.overhead == pytest.approx(LINK.alpha + LINK.overhead, rel=0.05)
+    assert found.errors.mean() < 0.02
+
+
+@pytest.mark.parametrize("name", ["ring", "native"])
+def test_without_noise_the_fit_is_the_truth(name: str) -> None:
+    cells = made_cells(name, LINK, 0, noise=0.0, interrupted=0.0)
+    exact = probes(LINK)
+    exact = dataclasses.replace(exact, overhead=exact.overhead / 1.2)
+    found = fit_collective(name, cells, exact, Range(*3 * (LINK.gamma,)))
+    assert found.fit.parameters[[ALPHA, BETA]] == pytest.approx([LINK.alpha, LINK.beta], rel=1e-3)
+    assert np.abs(found.fit.held_out).max() < 0.01
+    for cell in found.cells:
+        assert found.predicted(cell).total == pytest.approx(cell.median, rel=0.005)
+
+
+def test_intervals_hold_the_truth_and_the_value() -> None:
+    inside = 0
+    for seed in range(10):
+        found = fitted("ring", made_cells("ring", LINK, seed, noise=0.05, interrupted=0.1)).fit
+        assert np.all(found.low <= found.parameters)
+        assert np.all(found.parameters <= found.high)
+        inside += bool(found.low[BETA] <= LINK.beta <= found.high[BETA])
+    assert inside >= 7  # of 10, at 90 %
+
+
+def test_sizes_that_are_all_noise_bend_nothing_and_are_not_promised() -> None:
+    cells = made_cells("ring", LINK, 0, noise=0.02, interrupted=0.0)
+    generator = np.random.default_rng(1)
+    factors = {cell.nbytes: generator.uniform(2, 12, 30) if cell.nbytes <= 1 << 14 else 1.0 for cell in cells}
+    noisy = [dataclasses.replace(cell, seconds=cell.seconds * factors[cell.nbytes]) for cell in cells]
+    found = fitted("ring", noisy)
+    assert found.fit.parameters[BETA] == pytest.approx(LINK.beta, rel=0.02)
+    assert found.smallest_bytes == 1 << 16
+    assert found.residual < 0.05
+    assert fitted("ring", cells).smallest_bytes == 1 << 10
+
+
+def test_a_cell_that_is_far_off_all_the_time_bends_little() -> None:
+    """As where a burst passes a switch unhindered at one size: its own times agree with each other."""
+    cells = made_cells("ring", LINK, 0, noise=0.02, interrupted=0.0)
+    cells[-1] = dataclasses.replace(cells[-1], seconds=cells[-1].seconds / 3)
+    assert fitted("ring", cells).fit.parameters[BETA] == pytest.approx(LINK.beta, rel=0.02)
+
+
+def test_every_cell_is_held_out_by_the_half_that_it_is_in() -> None:
+    """Two halves that contradict each other: each is predicted by the other's slope."""
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+    halves = np.array([True, False, True, False])
+    samples = [np.full(5, value) for value in np.where(halves, 1.0, 2.0) * x]
+    found = fit(lambda parameters: parameters[0] * x, np.array([1.5]), samples, halves=halves)
+    assert found.held_out == pytest.approx([1.0, -0.5, 1.0, -0.5])
+
+
+def test_a_prior_decides_what_the_data_leave_open() -> None:
+    """Only the sum of two parameters shows."""
+    x = np.array([1.0, 2.0, 3.0, 4.0])
+
+    def predict(parameters: Floats) -> Floats:
+        total: Floats = parameters.sum() * x
+        return total
+
+    samples = [np.full(5, 3.0 * value) for value in x]
+    found = fit(predict, np.array([1.0, 1.0]), samples, halves=x < 3, priors=(Prior(1, value=1.0, share=0.1),))
+    assert found.parameters == pytest.approx([2.0, 1.0], rel=1e-3)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_non_negative_is_no_worse_than_any_other_choice(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    rows, targets = generator.standard_normal((8, 4)), generator.standard_normal(8)
+    found = non_negative(rows, targets)
+    assert np.all(found >= 0)
+    least = np.sum((rows @ found - targets) ** 2)
+    for other in np.abs(found + 0.1 * generator.standard_normal((50, 4))):
+        assert least <= np.sum((rows @ other - targets) ** 2) + 1e-12
+
+
+def test_the_spread_is_the_standard_deviation_and_ignores_a_few_that_are_far_off() -> None:
+    times = 2 + 0.1 * np.random.default_rng(0).standard_normal(4001)
+    assert spread(times) == pytest.approx(0.05, rel=0.05)
+    times[:200] = 100
+    assert spread(times) == pytest.approx(0.05, rel=0.15)
+
+
+@pytest.mark.parametrize("ranging", [mean_range, median_range])
+def test_ranges_hold_the_value_and_shrink_with_more_times(ranging: object) -> None:
+    times = np.random.default_rng(0).exponential(size=400)
+    few, many = (ranging(times[:count]) for count in (10, 400))  # type: ignore[operator]
+    assert few.low < few.value < few.high
+    assert many.high - many.low < few.high - few.low

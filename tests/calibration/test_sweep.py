@@ -1,0 +1,104 @@
+"""Cells as real ranks measure them, groups of some ranks, and what codecs' times come to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from _memory_transport import MemoryTransport, integers, run_threads
+from _ranks import run_ranks
+
+from pipesgd.calibration import codec_speeds
+from pipesgd.calibration.codec_speeds import CACHED_NUMEL, OPERATIONS, SMALL_NUMEL
+from pipesgd.calibration.groups import Part, groups_to_measure, places
+from pipesgd.calibration.sweep import ALL_REDUCES, Cell, Sweep
+from pipesgd.codecs.floats import Uncompressed
+from pipesgd.collectives.ring import ring
+from pipesgd.collectives.scheduled import ScheduledAllReduce
+from pipesgd.collectives.transport import TorchTransport, communication_group
+from pipesgd.launch import Ranks
+
+
+@pytest.mark.parametrize("members", [[0, 1], [1, 3], [2, 0, 3], [3, 2, 1, 0]])
+def test_some_of_the_ranks_reduce_among_themselves(members: list[int]) -> None:
+    def reduce(transport: MemoryTransport) -> torch.Tensor | None:
+        if transport.rank not in members:
+            return None
+        part = Part(transport, members)
+        flat = integers(50, transport.rank)
+        ScheduledAllReduce(part, ring(part.rank, part.world_size), Uncompressed())(flat)
+        assert part.bytes_sent == transport.bytes_sent > 0
+        assert part.bytes_received == transport.bytes_received > 0
+        return flat
+
+    results, network = run_threads(4, reduce)
+    expected = sum(integers(50, rank) for rank in members)
+    for rank, flat in enumerate(results):
+        assert (flat is None) == (rank not in members)
+        assert flat is None or torch.equal(flat, expected)
+    assert {sender for sender, *_ in network.log} == set(members)
+
+
+def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell], list[float]]:
+    told: list[float] = []
+    transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
+    sweep = Sweep(ranks, transport, groups_to_measure(places([0] * ranks.world_size)), timeout=ranks.timeout)
+    return sweep.run(largest_bytes=largest_bytes, seconds=seconds, advance=told.append), told
+
+
+def test_all_ranks_get_the_same_cells() -> None:
+    found = run_ranks(3, _sweep, 48 << 10, 0.5)
+    cells, told = found[0]
+    kinds = [(cell.world_size, cell.all_reduce, cell.nbytes) for cell in cells]
+    sizes = (1 << 10, 4 << 10, 16 << 10, 48 << 10)
+    assert kinds == [(p, name, nbytes) for p in (2, 3) for name in ALL_REDUCES for nbytes in sizes]
+    assert all(np.all(cell.seconds > 0) and len(cell.seconds) >= 2 for cell in cells)
+    assert all(0 <= share <= 1 for share in told)
+    for other, _ in found[1:]:
+        assert all(np.array_equal(one.seconds, cell.seconds) for one, cell in zip(other, cells, strict=True))
+
+
+def test_sizes_end_where_the_time_does() -> None:
+    cells, _ = run_ranks(2, _sweep, 16 << 20, 1e-3)[0]
+    assert max(cell.nbytes for cell in cells) < 16 << 20
+    assert min(cell.nbytes for cell in cells) == 1 << 10
+
+
+def test_fixed_cost_and_rates_of_a_codec_are_told_apart() -> None:
+    rates = dict(zip(OPERATIONS, (1e-9, 2e-9, 3e-9, 4e-9), strict=True))
+    call = 5e-6
+    times = {
+        "small": {name: [call + SMALL_NUMEL * rate] * 3 for name, rate in rates.items()},
+        "cache": {name: [call + CACHED_NUMEL * rate] * 3 for name, rate in rates.items()},
+        "memory": {name: [2 * rate] * 3 for name, rate in rates.items()},
+    }
+    speed = codec_speeds.summarize("int8", [times, times])
+    assert speed.bits == pytest.approx(8 + 32 / 1024)
+    assert speed.call == pytest.approx((call,) * 3)
+    assert [speed.cache[name].value for name in OPERATIONS] == pytest.approx(list(rates.values()))
+    assert [speed.memory[name].value for name in OPERATIONS] == pytest.approx([2 * rate for rate in rates.values()])
+
+
+def test_a_sum_costs_an_addition_of_most_bytes_and_the_finish_of_all() -> None:
+    times = {"fp32": {"memory": {"add": [4e-9], "decode": [8e-9]}}}
+    assert codec_speeds.sum_seconds([times], 4).value == pytest.approx(1e-9 + 2e-9 * 4 / 3)
+
+
+def test_every_codec_is_measured_in_every_place() -> None:
+    found = codec_speeds.measure(["int4"], 0.0, lambda share: None)
+    assert found.keys() == {"fp32", "int4"}
+    for times in found.values():
+        assert times.keys() == {"small", "cache", "memory"}
+        assert all(own.keys() == set(OPERATIONS) for own in times.values())
+        assert all(len(own) == codec_speeds.LEAST_ROUNDS for one in times.values() for own in one.values())
+
+
+def test_topk_is_timed_by_its_exchange_and_summed_up_as_a_gather() -> None:
+    times = codec_speeds.measure(["topk"], 0.0, lambda share: None)["topk"]
+    assert times.keys() == {"memory"}
+    assert [len(own) for own in times["memory"].values()] == [codec_speeds.LEAST_ROUNDS] * 2
+    made = {"memory": {"encode": [3e-9], "add": [1e-9]}}
+    speed = codec_speeds.summarize("topk", [made, made])
+    assert speed.gathered
+    assert (speed.memory["encode"].value, speed.memory["add"].value) == (3e-9, 1e-9)
+    assert speed.bits == pytest.approx(0.01 * 64)
