@@ -13,10 +13,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from _obstacle import obstacle
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments import accuracies, contenders, iteration_times, limits, testbed
+from experiments import accuracies, contenders, iteration_times, limits
 from experiments.cells import Cell, Cells, complete, order, read_run
 from experiments.compare_plan import parse
 from experiments.contenders import CONTENDERS, WORKLOADS, Contender
@@ -483,15 +484,6 @@ def test_the_figure_has_a_colour_for_every_contender_and_a_line_for_every_seed()
 
 
 # For real
-
-
-def obstacle() -> str | None:
-    """Why there can be no testbed here."""
-    try:
-        testbed.Testbed(nodes=2, link=CLUSTER.link).close()
-    except UserInputError as failure:
-        return str(failure)
-    return None
 
 
 def run_compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
