@@ -1,28 +1,26 @@
 """How near the timing model's predictions come to iterations that are measured after them.
 
-    python -m experiments.validate_timing_model                   validate_timing_model.csv, .png
+    python -m experiments.validate_timing_model                   validate_timing_model.csv, .png, _decisions.csv
     python -m experiments.validate_timing_model --settings "4 x 200mbit mlp"
-    python -m experiments.validate_timing_model --finished        the same files, of the cells that are there
+    python -m experiments.validate_timing_model --finished        the same files, of the settings that are there
 
 A setting is a testbed (nodes, rate, latency) and a workload. On each, pipesgd.calibrate measures the cluster and the
-model; then the iteration times of its cells are predicted; then each cell is measured twice, in two rounds in opposite
-order. Cells are drawn, the same ones every time, from widths x codecs x all-reduces, with a parameter server, DDP or
-torch's own all-reduce beside them. The mean iteration counts, without the first ones.
+model; then the iteration times of all its cells, the configurations, are predicted; then each cell is measured twice,
+in two rounds in opposite order, in one job. What counts is the mean iteration in the steady state. The same cells tell
+what the planner's choice among them costs, and whether it knows when a codec helps (outside of a tie of 3 %).
 
-Finished cells are kept in validate_timing_model.runs.json in the output folder, by their setting and their words: the
-same command measures only those that are missing, after a calibration of their testbed.
+Finished settings are kept in validate_timing_model.runs.json in the output folder: the same command measures only those
+that are missing. All of it takes an hour and a half.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import random
+import json
 import shlex
-import shutil
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +30,6 @@ import numpy as np
 from rich.console import Console
 
 from experiments import command
-from experiments.cells import UNTIMED_ITERATIONS
 from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, code_state, save, save_panels
@@ -42,8 +39,8 @@ from experiments.testbed_jobs import run_job
 from pipesgd.command_line import parse as parse_training
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.launch import Ranks
-from pipesgd.metrics import read_metrics
-from pipesgd.output import METRICS_FILE
+from timing_model.choices import TIE as PLANNERS_TIE
+from timing_model.choices import simplicity
 from timing_model.predict import Answer, predict
 from timing_model.profile import Profile
 from timing_model.question import OWN_ALL_REDUCE, Question, compute_of
@@ -95,55 +92,39 @@ SETTINGS = {
         Setting(nodes=5, rate="1gbit", workload="small-mlp"),
     )
 }
-WIDTHS = (1, 2, 3)
-CODECS = ("fp32", "bf16", "int8", "int4", "ternary")
-ALL_REDUCES = ("ring", "halving-doubling", "all-to-all")
-QUICK = Setting(nodes=2, rate="200mbit", workload="digits")
-PIPELINED_CELLS = 5
-OTHERS = ("--strategy ps-sync", "--strategy ddp", "--width 2 --all-reduce native")
-"""Of which each setting has one, in turns."""
-SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 8.0, 0.5, 12, 200
-"""Of a measurement: as many iterations as are predicted to take so long."""
+CONFIGURATIONS = (
+    *(
+        f"--width {width} --codec {codec} --all-reduce {all_reduce}"
+        for width, codec, all_reduce in itertools.product(
+            (1, 2, 3), ("fp32", "bf16", "int8", "int4"), ("ring", "halving-doubling")
+        )
+    ),
+    "--width 2 --codec ternary --all-reduce ring",
+    "--width 2 --codec fp32 --all-reduce all-to-all",
+    "--width 2 --codec int8 --all-reduce all-to-all",
+    "--width 2 --codec fp32 --all-reduce native",
+    "--strategy ddp",
+    "--strategy ps-sync",
+)
+QUICK, QUICK_CONFIGURATIONS = Setting(nodes=2, rate="200mbit", workload="digits"), CONFIGURATIONS[:2]
 ROUNDS = 2
-DEADLINE = 300.0
+SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 4.0, 0.2, 12, 200
+"""Of a measurement: as many iterations as are predicted to take so long."""
 CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 40.0, 4.0
+DEADLINE = 900.0
+TIE = 0.03
+"""A codec that gains or loses less than this neither helps nor hurts."""
 MEAN_ERROR, P95_ERROR, COVERAGE = 0.03, 0.08, (0.85, 0.95)
+MEAN_REGRET, LARGEST_REGRET, CODECS_RIGHT = 0.005, 0.05, 0.95
 """What is to be reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """What one cell was predicted to take, and took."""
+class Measured:
+    """One setting: what its cells, by their words, were predicted to take, and took; times in s."""
 
     commit: str | None
-    predicted_s: float
-    low_s: float
-    high_s: float
-    parts_s: dict[str, float]
-    support: str
-    limit: str
-    measured_s: list[float]
-    """Mean iteration, in each round; empty where it failed."""
-    failure: str | None = None
-
-
-def plan(settings: Sequence[Setting]) -> dict[Setting, list[str]]:
-    """Words of ``pipesgd.train`` for the cells of each setting, besides the workload's."""
-    choices = [
-        f"--width {width} --codec {codec} --all-reduce {all_reduce}"
-        for width, codec, all_reduce in itertools.product(WIDTHS, CODECS, ALL_REDUCES)
-    ]
-    places = list(SETTINGS.values())
-    return {
-        one: [
-            *random.Random(one.name).sample(choices, PIPELINED_CELLS),
-            OTHERS[places.index(one) % len(OTHERS)],
-        ]
-        for one in settings
-    }
-
-
-QUICK_PLAN = {QUICK: ["--width 2 --codec int8"]}
+    cells: dict[str, dict[str, Any]]
 
 
 def ask(profile: Profile, setting: Setting, words: str) -> Answer:
@@ -166,125 +147,164 @@ def ask(profile: Profile, setting: Setting, words: str) -> Answer:
 
 
 def compute(
-    todo: Mapping[Setting, list[str]], kept: KeptRuns[Cell], console: Console, *, quick: bool = False
-) -> dict[str, Cell]:
-    """The cells by setting and words; those that are not there yet are predicted and measured now."""
+    settings: Sequence[Setting], kept: KeptRuns[Measured], console: Console, *, quick: bool = False
+) -> dict[str, Measured]:
+    """The settings by name; those that are not there yet are predicted and measured now."""
     done = kept.load()
-    missing = {one: [words for words in cells if _key(one, words) not in done] for one, cells in todo.items()}
-    total = sum(map(len, missing.values()))
-    command.say_kept(console, sum(map(len, todo.values())), total)
-    with command.progress(console, "timing model", total) as advance, tempfile.TemporaryDirectory() as folder:
-        for setting, cells in missing.items():
-            if not cells:
-                continue
-            with Testbed(nodes=setting.nodes, link=setting.link) as testbed:
-                for words, cell in measure(testbed, setting, cells, Path(folder), quick=quick):
-                    kept.add(_key(setting, words), cell)
-                    done[_key(setting, words)] = cell
-                    advance(1, f"{setting.name}, {words}: {_outcome(cell)}")
-    return done
+    missing = [one for one in settings if one.name not in done]
+    command.say_kept(console, len(settings), len(missing))
+    with command.progress(console, "timing model", len(missing)) as advance:
+        for setting in missing:
+            with Testbed(nodes=setting.nodes, link=setting.link) as testbed, tempfile.TemporaryDirectory() as folder:
+                done[setting.name] = measure(testbed, setting, Path(folder), quick=quick)
+            kept.add(setting.name, done[setting.name])
+            advance(1, setting.name)
+    return {one.name: done[one.name] for one in settings}
 
 
-def measure(
-    testbed: Testbed, setting: Setting, cells: Sequence[str], folder: Path, *, quick: bool = False
-) -> Iterator[tuple[str, Cell]]:
-    """Calibrate, predict all, and only then measure all.
+def measure(testbed: Testbed, setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
+    """Calibrate, predict all cells, and only then measure all.
 
     Raises:
-        RunError: the calibration failed.
+        RunError: a job failed.
     """
-    profile_file, log = folder / "cluster.toml", folder / "log"
-    seconds, measured_seconds = (QUICK_CALIBRATION_SECONDS, QUICK_SECONDS) if quick else (CALIBRATION_SECONDS, SECONDS)
-    line = f"-m pipesgd.calibrate --out {profile_file} --overwrite --seconds {seconds} {WORKLOADS[setting.workload]}"
-    if failure := run_job(testbed, shlex.split(line), log, deadline=DEADLINE):
-        raise RunError(f"{setting.name}: the calibration must succeed; got {failure}")
+    profile_file, plan_file, times_file = (folder / name for name in ("cluster.toml", "plan.json", "times.json"))
+    calibration, seconds = (QUICK_CALIBRATION_SECONDS, QUICK_SECONDS) if quick else (CALIBRATION_SECONDS, SECONDS)
+    workload = WORKLOADS[setting.workload]
+    run(testbed, setting, f"pipesgd.calibrate --out {profile_file} --seconds {calibration} {workload}", folder)
     profile = Profile.load(profile_file)
-    answers = {words: ask(profile, setting, words) for words in cells}
-    times: dict[str, list[float]] = {words: [] for words in cells}
-    failures: dict[str, str] = {}
-    for number in range(ROUNDS):
-        for words in cells if number % 2 == 0 else reversed(cells):
-            total = answers[words].iteration.total
-            iterations = round(min(max(measured_seconds / total, LEAST_ITERATIONS), MOST_ITERATIONS))
-            run = folder / "run"
-            shutil.rmtree(run, ignore_errors=True)
-            line = f"-m pipesgd.train {WORKLOADS[setting.workload]} {words} --iterations {iterations} --output {run}"
-            if failure := run_job(testbed, shlex.split(line), log, deadline=DEADLINE):
-                failures[words] = failure
-                continue
-            lines = read_metrics(run / METRICS_FILE)[UNTIMED_ITERATIONS:]
-            times[words].append(float(np.mean([one["seconds"]["iteration"] for one in lines])))
-    for words, answer in answers.items():
-        yield (
-            words,
-            Cell(
-                commit=code_state(),
-                predicted_s=answer.iteration.total,
-                low_s=answer.low,
-                high_s=answer.high,
-                parts_s=answer.iteration._asdict(),
-                support=answer.support.kind,
-                limit=answer.limit,
-                measured_s=times[words],
-                failure=failures.get(words),
-            ),
-        )
-
-
-def tabulate(todo: Mapping[Setting, list[str]], cells: Mapping[str, Cell]) -> list[Row]:
-    """A row for every cell that is there."""
-    rows = []
-    for setting, words in ((setting, words) for setting, all_words in todo.items() for words in all_words):
-        cell = cells.get(_key(setting, words))
-        if cell is None:
-            continue
-        complete = len(cell.measured_s) == ROUNDS
-        measured = float(np.mean(cell.measured_s)) if complete else None
-        rows.append(
-            {
-                **dataclasses.asdict(setting),
-                "setting": setting.name,
-                "words": words,
-                "predicted_s": cell.predicted_s,
-                "low_s": cell.low_s,
-                "high_s": cell.high_s,
-                **{f"round_{number}_s": cell.measured_s[number] if complete else None for number in range(ROUNDS)},
-                "measured_s": measured,
-                "error": None if measured is None else cell.predicted_s / measured - 1,
-                "repeatability": max(cell.measured_s) / min(cell.measured_s) - 1 if complete else None,
-                "covered": sum(cell.low_s <= one <= cell.high_s for one in cell.measured_s) if complete else None,
-                "support": cell.support,
-                "limit": cell.limit,
-                "failure": cell.failure,
+    answers = {words: ask(profile, setting, words) for words in (QUICK_CONFIGURATIONS if quick else CONFIGURATIONS)}
+    chosen = choose(answers)
+    cells = [
+        {
+            "words": f"{workload} {words}",
+            "iterations": int(np.clip(seconds / answer.iteration.total, LEAST_ITERATIONS, MOST_ITERATIONS)),
+        }
+        for words, answer in answers.items()
+    ]
+    rounds = [cells if number % 2 == 0 else cells[::-1] for number in range(ROUNDS)]
+    plan_file.write_text(json.dumps(rounds), encoding="utf-8")
+    run(testbed, setting, f"experiments.timed_configurations {plan_file} {times_file}", folder)
+    times = json.loads(times_file.read_text(encoding="utf-8"))
+    return Measured(
+        commit=code_state(),
+        cells={
+            words: {
+                "predicted_s": answer.iteration.total,
+                "low_s": answer.low,
+                "high_s": answer.high,
+                "wire_s": answer.iteration.wire,
+                "codec_s": answer.iteration.codec,
+                "jitter_s": answer.iteration.jitter,
+                "support": answer.support.kind,
+                "limit": answer.limit,
+                "chosen": words == chosen,
+                **{
+                    f"round_{number}_s": of_round[index if number % 2 == 0 else -1 - index]
+                    for number, of_round in enumerate(times)
+                },
             }
-        )
+            for index, (words, answer) in enumerate(answers.items())
+        },
+    )
+
+
+def choose(answers: Mapping[str, Answer]) -> str:
+    """The planner's rule: the simplest of the fastest."""
+    tie = min(answer.iteration.total for answer in answers.values()) * (1 + PLANNERS_TIE)
+    fast = [words for words, answer in answers.items() if answer.iteration.total <= tie]
+    return min(fast, key=lambda words: simplicity(answers[words].question))
+
+
+def run(testbed: Testbed, setting: Setting, line: str, folder: Path) -> None:
+    """Run a module on all nodes. Raises ``RunError`` if it fails."""
+    if failure := run_job(testbed, ["-m", *shlex.split(line)], folder / "log", deadline=DEADLINE):
+        raise RunError(f"{setting.name}: {line.split()[0]} must succeed; got {failure}")
+
+
+def tabulate(found: Mapping[str, Measured]) -> list[Row]:
+    """A row for every cell."""
+    rows = []
+    for name, setting in found.items():
+        for words, cell in setting.cells.items():
+            rounds = [cell[f"round_{number}_s"] for number in range(ROUNDS)]
+            measured = float(np.mean(rounds))
+            rows.append(
+                {
+                    "setting": name,
+                    "words": words,
+                    **cell,
+                    "measured_s": measured,
+                    "error": cell["predicted_s"] / measured - 1,
+                    "repeatability": max(rounds) / min(rounds) - 1,
+                    "covered": sum(cell["low_s"] <= one <= cell["high_s"] for one in rounds),
+                }
+            )
     return rows
 
 
-def summarize(rows: Sequence[Row]) -> dict[str, Any]:
-    """Errors of all cells that were measured, and how often a measurement was in its interval."""
-    good = [row for row in rows if row["error"] is not None]
-    errors = np.abs([row["error"] for row in good])
-    covered = sum(row["covered"] for row in good) / (ROUNDS * len(good))
+def decide(rows: Sequence[Row]) -> list[Row]:
+    """For every setting: what the model would choose among its cells, and what that costs against the best one."""
+    decisions = []
+    for name in dict.fromkeys(row["setting"] for row in rows):
+        cells = [row for row in rows if row["setting"] == name]
+        chosen = next(row for row in cells if row["chosen"])
+        best = min(cells, key=lambda row: row["measured_s"])
+        gains = {
+            key: min(row[key] for row in cells if _is_plain(row)) / min(row[key] for row in cells if not _is_plain(row))
+            for key in ("predicted_s", "measured_s")
+        }
+        decisions.append(
+            {
+                "setting": name,
+                "chosen": chosen["words"],
+                "best": best["words"],
+                "regret": chosen["measured_s"] / best["measured_s"] - 1,
+                "codec_gain_predicted": gains["predicted_s"] - 1,
+                "codec_gain_measured": gains["measured_s"] - 1,
+            }
+        )
+    return decisions
+
+
+def _is_plain(row: Row) -> bool:
+    return "--codec" not in row["words"] or "--codec fp32" in row["words"]
+
+
+def summarize(rows: Sequence[Row], decisions: Sequence[Row]) -> dict[str, Any]:
+    """Errors of all cells, how often a measurement was in its interval, and what wrong choices cost."""
+    errors = np.abs([row["error"] for row in rows])
+    repeated, regrets = [row["repeatability"] for row in rows], [row["regret"] for row in decisions]
+    told = [row for row in decisions if abs(row["codec_gain_measured"]) > TIE]
+    right = [row for row in told if (row["codec_gain_predicted"] > 0) == (row["codec_gain_measured"] > 0)]
     return {
-        "cells": len(good),
-        "failed": len(rows) - len(good),
+        "cells": len(rows),
         "mean_error": float(errors.mean()),
         "median_error": float(np.median(errors)),
         "p95_error": float(np.quantile(errors, 0.95)),
-        "mean_signed_error": float(np.mean([row["error"] for row in good])),
-        "coverage": covered,
-        "repeatability_mean": float(np.mean([row["repeatability"] for row in good])),
-        "repeatability_p95": float(np.quantile([row["repeatability"] for row in good], 0.95)),
-        "target": {"mean_error": MEAN_ERROR, "p95_error": P95_ERROR, "coverage": COVERAGE},
+        "mean_signed_error": float(np.mean([row["error"] for row in rows])),
+        "coverage": sum(row["covered"] for row in rows) / (ROUNDS * len(rows)),
+        "repeatability_mean": float(np.mean(repeated)),
+        "repeatability_p95": float(np.quantile(repeated, 0.95)),
+        "settings": len(decisions),
+        "mean_regret": float(np.mean(regrets)),
+        "largest_regret": max(regrets),
+        "codecs_right": f"{len(right)} of {len(told)}",
+        "target": {
+            "mean_error": MEAN_ERROR,
+            "p95_error": P95_ERROR,
+            "coverage": COVERAGE,
+            "mean_regret": MEAN_REGRET,
+            "largest_regret": LARGEST_REGRET,
+            "codecs_right": CODECS_RIGHT,
+        },
     }
 
 
 def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     """Predicted over measured, a colour for every setting, with the identity line."""
-    good = [row for row in rows if row["error"] is not None]
-    for number, name in enumerate(dict.fromkeys(row["setting"] for row in good)):
-        own = [row for row in good if row["setting"] == name]
+    for number, name in enumerate(dict.fromkeys(row["setting"] for row in rows)):
+        own = [row for row in rows if row["setting"] == name]
         predicted = [row["predicted_s"] for row in own]
         axes.errorbar(
             [row["measured_s"] for row in own],
@@ -299,7 +319,7 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
             markersize=4,
             label=name,
         )
-    ends = [min(row["measured_s"] for row in good), max(row["measured_s"] for row in good)]
+    ends = [min(row["measured_s"] for row in rows), max(row["measured_s"] for row in rows)]
     axes.plot(ends, ends, color="black", linewidth=1)
     axes.set(
         xscale="log",
@@ -312,42 +332,50 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     return axes
 
 
-def publish(rows: list[Row], folder: Path, console: Console) -> None:
-    """Save the rows and their figure, and print them."""
-    summary = summarize(rows)
-    path = save("validate_timing_model", rows, extra={"summary": summary}, folder=folder)
+def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> None:
+    """Save the rows, the decisions and the figure, and print what they come to."""
+    rows = tabulate(found)
+    decisions = decide(rows)
+    summary = summarize(rows, decisions)
+    extra = {"summary": summary, "made_with": sorted({str(one.commit) for one in found.values()})}
+    path = save("validate_timing_model", rows, extra=extra, folder=folder)
+    save("validate_timing_model_decisions", decisions, extra=extra, folder=folder)
     save_panels("validate_timing_model", [partial(plot, rows)], size=(8.5, 5.0), folder=folder)
-    command.show("Predicted before measured", [_texts(row) for row in rows])
-    command.say(
-        console,
-        f"{summary['cells']} cells: error {summary['mean_error']:.1%} on average (target {MEAN_ERROR:.0%}), "
-        f"95 % within {summary['p95_error']:.1%} ({P95_ERROR:.0%}); {summary['coverage']:.0%} of measurements in the "
-        f"90 % interval; the same cell measured again: {summary['repeatability_mean']:.1%} off on average",
-    )
-    command.say(console, f"wrote {path}")
+    command.show("Predicted before they were measured", [_cell_texts(row) for row in rows])
+    command.show("What the model would choose", [_decision_texts(row) for row in decisions])
+    for line in (
+        f"{summary['cells']} cells: error {summary['mean_error']:.1%} on average (target {MEAN_ERROR:.0%}), 95 % "
+        f"within {summary['p95_error']:.1%} ({P95_ERROR:.0%})",
+        f"{summary['coverage']:.0%} of measurements in the 90 % interval",
+        f"the same cell measured again: {summary['repeatability_mean']:.1%} off on average, 95 % within "
+        f"{summary['repeatability_p95']:.1%}",
+        f"regret {summary['mean_regret']:.2%} on average ({MEAN_REGRET:.1%}), at most {summary['largest_regret']:.1%} "
+        f"({LARGEST_REGRET:.0%}); whether a codec helps: {summary['codecs_right']} right",
+        f"wrote {path}",
+    ):
+        command.say(console, line)
 
 
-def _texts(row: Row) -> dict[str, str]:
-    def ms(name: str) -> str:
-        return "-" if row[name] is None else f"{1e3 * row[name]:.1f}"
-
+def _cell_texts(row: Row) -> dict[str, str]:
+    ms = {name: f"{1e3 * row[f'{name}_s']:.1f}" for name in ("predicted", "low", "high", "round_0", "round_1")}
     return {
         "setting": row["setting"],
         "words": row["words"].replace("--", ""),
-        "predicted ms": f"{ms('predicted_s')} ({ms('low_s')}-{ms('high_s')})",
-        "measured ms": row["failure"] or f"{ms('round_0_s')}, {ms('round_1_s')}",
-        "error %": "-" if row["error"] is None else f"{100 * row['error']:+.1f}",
+        "predicted ms": f"{ms['predicted']} ({ms['low']}-{ms['high']})",
+        "measured ms": f"{ms['round_0']}, {ms['round_1']}",
+        "error %": f"{100 * row['error']:+.1f}",
     }
 
 
-def _outcome(cell: Cell) -> str:
-    if cell.failure:
-        return f"failed: {cell.failure}"
-    return f"predicted {1e3 * cell.predicted_s:.1f} ms, was {1e3 * float(np.mean(cell.measured_s)):.1f}"
-
-
-def _key(setting: Setting, words: str) -> str:
-    return f"{setting.name}: {words}"
+def _decision_texts(row: Row) -> dict[str, str]:
+    gain = {name: f"{100 * row[f'codec_gain_{name}']:.0f}" for name in ("measured", "predicted")}
+    return {
+        "setting": row["setting"],
+        "chosen": row["chosen"].replace("--", ""),
+        "best": row["best"].replace("--", ""),
+        "regret %": f"{100 * row['regret']:.1f}",
+        "a codec gains %": f"{gain['measured']} ({gain['predicted']} predicted)",
+    }
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
@@ -356,8 +384,8 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     add = options.add_argument
     add("--settings", nargs="+", metavar="NAME", default=list(SETTINGS), help=f"of {'; '.join(SETTINGS)} (all)")
     one_of = options.add_mutually_exclusive_group()
-    one_of.add_argument("--fresh", action="store_true", help="forget the finished cells in the output folder")
-    one_of.add_argument("--finished", action="store_true", help="measure nothing: publish the cells that are there")
+    one_of.add_argument("--fresh", action="store_true", help="forget the finished settings in the output folder")
+    one_of.add_argument("--finished", action="store_true", help="measure nothing: publish the settings that are there")
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"settings": SETTINGS})
     command.check_alone("validate_timing_model", by_torchrun, "it starts torchrun itself, on every node")
@@ -367,15 +395,18 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
-    kept = KeptRuns(arguments.output / "validate_timing_model.runs.json", Cell)
+    kept = KeptRuns(arguments.output / "validate_timing_model.runs.json", Measured)
     if arguments.fresh:
         kept.forget()
-    todo = QUICK_PLAN if arguments.quick else plan([SETTINGS[name] for name in arguments.settings])
-    cells = kept.load() if arguments.finished else compute(todo, kept, console, quick=arguments.quick)
-    rows = tabulate(todo, cells)
-    if not any(row["error"] is not None for row in rows):
-        raise UserInputError("validate_timing_model must have a cell that was measured; there is none")
-    publish(rows, arguments.output, console)
+    settings = [QUICK] if arguments.quick else [SETTINGS[name] for name in arguments.settings]
+    if arguments.finished:
+        done = kept.load()
+        found = {one.name: done[one.name] for one in settings if one.name in done}
+    else:
+        found = compute(settings, kept, console, quick=arguments.quick)
+    if not found:
+        raise UserInputError("--finished must find a setting that was measured; there is none")
+    publish(found, arguments.output, console)
 
 
 if __name__ == "__main__":
