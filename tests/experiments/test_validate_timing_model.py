@@ -13,25 +13,19 @@ import pytest
 from _obstacle import obstacle
 from matplotlib.figure import Figure
 
+from experiments.contenders import WORKLOADS
 from experiments.results import REPOSITORY, RESULTS, load
-from experiments.validate_timing_model import (
-    CONFIGURATIONS,
-    QUICK_CONFIGURATIONS,
-    SETTINGS,
-    WORKLOADS,
-    Measured,
-    decide,
-    parse,
-    plot,
-    summarize,
-    tabulate,
-)
+from experiments.validate_timing_model import decide, parse, plot, summarize, tabulate
+from experiments.validation_runs import CONFIGURATIONS, QUICK_CONFIGURATIONS, SETTINGS, Measured
 from pipesgd.command_line import parse as parse_training
 from pipesgd.errors import UserInputError
 
 
-def cell(predicted: float, measured: tuple[float, float], *, chosen: bool = False) -> dict[str, Any]:
+def cell(
+    predicted: float, measured: tuple[float, float], *, codec: str = "fp32", chosen: bool = False
+) -> dict[str, Any]:
     return {
+        "codec": codec,
         "predicted_s": predicted,
         "low_s": predicted - 0.05,
         "high_s": predicted + 0.05,
@@ -45,10 +39,10 @@ def test_there_are_enough_settings_and_configurations_and_training_would_take_al
     assert len(SETTINGS) >= 10
     assert len(set(CONFIGURATIONS)) == len(CONFIGURATIONS) >= 24
     assert {one.nodes for one in SETTINGS.values()} == {2, 3, 4, 5}
-    assert {one.workload for one in SETTINGS.values()} == set(WORKLOADS) - {"digits"}
+    assert {one.workload for one in SETTINGS.values()} == {"mlp", "small-mlp", "convnet"}
     rates = [one.link.rate for one in SETTINGS.values()]
     assert (min(rates), max(rates)) == (50e6, 1e9)
-    for workload in WORKLOADS.values():
+    for workload in (WORKLOADS[one.workload] for one in SETTINGS.values()):
         configs = [parse_training(shlex.split(f"{workload} {words}")) for words in CONFIGURATIONS]
         assert {config.pipeline.strategy for config in configs} == {"pipelined", "ps-sync", "ddp"}
         pipelined = [config for config in configs if config.pipeline.strategy == "pipelined"]
@@ -64,17 +58,23 @@ def test_errors_coverage_regret_and_whether_a_codec_helps() -> None:
             commit="c0ffee",
             cells={
                 "--codec fp32": cell(1.0, (1.0, 1.0)),
-                "--codec int8": cell(1.1, (0.8, 1.0), chosen=True),
+                "--codec int8": cell(1.1, (0.8, 1.0), codec="int8", chosen=True),
                 "--strategy ddp": cell(2.0, (2.0, 2.0)),
             },
         ),
         "tie": Measured(
             commit="c0ffee",
-            cells={"--codec fp32": cell(1.0, (1.0, 1.0)), "--codec int8": cell(0.5, (0.98, 1.0), chosen=True)},
+            cells={
+                "--codec fp32": cell(1.0, (1.0, 1.0)),
+                "--codec int8": cell(0.5, (0.98, 1.0), codec="int8", chosen=True),
+            },
         ),
         "hurts": Measured(
             commit="c0ffee",
-            cells={"--codec fp32": cell(1.0, (1.0, 1.0)), "--codec int8": cell(0.9, (1.2, 1.2), chosen=True)},
+            cells={
+                "--codec fp32": cell(1.0, (1.0, 1.0)),
+                "--codec int8": cell(0.9, (1.2, 1.2), codec="int8", chosen=True),
+            },
         ),
     }
     rows = tabulate(found)
