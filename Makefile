@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 
 export OMP_NUM_THREADS ?= 1
 
+RACERS := ps-sync "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"
+
 .PHONY: train test benchmarks clean
 
 train: $(VENV)/train.stamp
@@ -19,7 +21,7 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest
 
-# Every experiment of experiments/results, again: about six hours. Those on emulated links need root or namespaces.
+# Every experiment of experiments/results, again: about seven hours. Those on emulated links need root or namespaces.
 benchmarks: $(VENV)/test.stamp
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_ring --all
 	PYTHONPATH=. $(VENV)/bin/torchrun --nproc-per-node 4 -m experiments.bench_pipelined
@@ -36,6 +38,17 @@ benchmarks: $(VENV)/test.stamp
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.compare --nodes 4 --rate 200mbit --iterations 16 \
 	  --name compare_mlp_4x200mbit_codecs --contenders local ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4" \
 	  "width 2, ternary"
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.compare --nodes 4 --rate 200mbit --iterations 30 --rounds 5 \
+	  --name compare_prediction_4x200mbit --contenders "width 2, ring" "width 2, int8" \
+	  --contender "no prediction=--width 2 --prediction none" \
+	  --contender "no prediction, int8=--width 2 --prediction none --codec int8"
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.compare --nodes 4 --rate 200mbit --name accuracy_mlp_4x200mbit \
+	  --train "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 32 --lr 0.1 --schedule one-cycle" \
+	  --time-to-accuracy 0.84 --iterations 234 --seeds 1 --contenders $(RACERS)
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.compare --nodes 4 --rate 200mbit --workload small-convnet \
+	  --time-to-accuracy 0.885 --iterations 468 --seeds 1 --contenders $(RACERS)
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.compare --nodes 4 --rate 200mbit --workload small-mlp \
+	  --time-to-accuracy 0.86 --iterations 468 --seeds 2 --contenders $(RACERS)
 	for workload in mlp convnet; do for rate in 100mbit 200mbit 1gbit; do \
 	  PYTHONPATH=. $(VENV)/bin/python -m experiments.compare --nodes 4 --rate $$rate --workload $$workload || exit; \
 	done; done

@@ -28,10 +28,6 @@ from pipesgd.output import METRICS_FILE, SUMMARY_FILE
 
 UNTIMED_ITERATIONS = 2
 """The first ones of a run, which are left out of what the cell says of its iterations."""
-LONGEST_WORDS = 200
-"""Characters of an error that are kept; the log has them all."""
-WRAPPED_BY_TORCH = "Got the following error when running the callback: RuntimeError: "
-"""Once for every callback that an error went through."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +79,6 @@ def read_run(folder: Path) -> dict[str, Any]:
         "loss": summary["final"]["train_loss"],
         "points": [[at, accuracy] for at, accuracy in zip(clock, accuracies, strict=True) if accuracy is not None],
     }
-
-
-def last_words(log: str) -> str:
-    """The line of a failed run's ``log`` that says why it failed.
-
-    A rank says "error: ..." in one line. The first is nearest to the cause; those that were stopped speak later.
-    Folders of this machine are left out of it, since it goes into result files.
-    """
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ") and "SIGTERM" not in line]
-    others = [line for line in lines if re.search(r"\w(Error|Exception)\b|what\(\)|Signal \d", line)]
-    words = (ours[:1] or others[-1:] or lines[-1:] or ["not a word"])[0]
-    words = words.replace(WRAPPED_BY_TORCH, "")
-    return re.sub(r"(^|[\s\"'=])/\S*/", r"\1", words)[:LONGEST_WORDS]
 
 
 class Cells:

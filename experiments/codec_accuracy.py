@@ -28,12 +28,12 @@ import numpy as np
 from rich.console import Console
 
 from experiments import command, contenders
-from experiments.cells import last_words
 from experiments.contenders import NEVER
 from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.paired import median
 from experiments.results import REPOSITORY, Row, code_state, save, save_panels
+from experiments.testbed_jobs import last_words
 from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
 from pipesgd.output import SUMMARY_FILE

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -30,12 +29,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from experiments import accuracies, command, iteration_times
-from experiments.cells import Cell, Cells, complete, last_words, order, read_run
+from experiments.cells import Cell, Cells, complete, order, read_run
 from experiments.compare_plan import Plan, parse
 from experiments.contenders import Contender
 from experiments.results import save, save_panels
 from experiments.testbed import Testbed
 from experiments.testbed.__main__ import show as show_links
+from experiments.testbed_jobs import run_job
 from pipesgd.ending import Terminated
 from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
@@ -84,21 +84,9 @@ def run_cell(testbed: Testbed, plan: Plan, cells: Cells, contender: Contender, i
     shutil.rmtree(folder, ignore_errors=True)  # a killed comparison's
     started = datetime.now(UTC).isoformat(timespec="seconds")
     words = ["-m", "pipesgd.train", *contender.words, "--seed", str(plan.seed(index)), "--output", str(folder)]
-    failure: str | None = None
     figures: dict[str, Any] = {}
     try:
-        with log.open("wb") as file:
-            job = testbed.torchrun(
-                words, nproc_per_node=plan.cluster.nproc_per_node, stdout=file, stderr=subprocess.STDOUT
-            )
-            try:
-                codes = job.wait(plan.deadline)
-                if any(codes):
-                    failure = last_words(log.read_text(encoding="utf-8", errors="replace"))
-            except subprocess.TimeoutExpired:
-                failure = f"did not end within {plan.deadline:.0f} s"
-            finally:
-                job.terminate()
+        failure = run_job(testbed, words, log, deadline=plan.deadline, nproc_per_node=plan.cluster.nproc_per_node)
         if failure is None and not (folder / SUMMARY_FILE).exists():
             failure = f"ended without a {SUMMARY_FILE}"
         if failure is None:

@@ -140,7 +140,7 @@ def _options(description: str | None) -> command.Parser:
     add("--iterations", type=number(FEWEST_ITERATIONS), help=f"of a run ({ITERATIONS}; quick: {QUICK_ITERATIONS})")
     add("--time-to-accuracy", type=_share, metavar="TARGET", help="compare when a test accuracy is reached, e.g. 0.88")
     add("--seeds", type=number(1), help=f"with it, instead of rounds ({ROUNDS}; quick: {QUICK_ROUNDS})")
-    add("--epochs", type=number(1), help=f"with it, instead of iterations ({EPOCHS}; quick: {QUICK_EPOCHS})")
+    add("--epochs", type=number(1), help=f"with it, or --iterations ({EPOCHS}; quick: {QUICK_EPOCHS})")
     add("--name", help="of the result files, without an ending")
     add("--fresh", action="store_true", help="throw earlier cells of this very comparison away")
     return options
@@ -159,16 +159,18 @@ def _share(text: str) -> float:
 def _effort(arguments: argparse.Namespace) -> tuple[range, dict[str, int]]:
     """The rounds or seeds, and the length of a run by the name of its option."""
     timing, quick = arguments.time_to_accuracy is None, arguments.quick
-    for name in ("seeds", "epochs") if timing else ("rounds", "iterations"):
+    for name in ("seeds", "epochs") if timing else ("rounds",):
         if getattr(arguments, name) is not None:
             raise UserInputError(f"--{name} must be left out {'without' if timing else 'with'} --time-to-accuracy")
+    if arguments.epochs is not None and arguments.iterations is not None:
+        raise UserInputError("--epochs and --iterations must not both be given; leave one of them out")
     if arguments.name is not None and not re.fullmatch(r"[\w.-]+", arguments.name):
         raise UserInputError(f"--name must be the name of a file; got {arguments.name!r}")
     name = "rounds" if timing else "seeds"
     number = getattr(arguments, name) or (QUICK_ROUNDS if quick else ROUNDS)
-    if number < FEWEST_ROUNDS and not quick:
-        raise UserInputError(f"--{name} must be at least {FEWEST_ROUNDS} without --quick; got {number}")
-    if timing:
+    if timing and number < FEWEST_ROUNDS and not quick:
+        raise UserInputError(f"--rounds must be at least {FEWEST_ROUNDS} without --quick; got {number}")
+    if timing or arguments.iterations is not None:
         return range(number), {"iterations": arguments.iterations or (QUICK_ITERATIONS if quick else ITERATIONS)}
     return range(number), {"epochs": arguments.epochs or (QUICK_EPOCHS if quick else EPOCHS)}
 

@@ -15,10 +15,11 @@ from pipesgd.errors import UserInputError
 WORKLOADS = {
     "mlp": "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 512",
     "convnet": "--dataset fashion-mnist --model convnet --batch-size 64",
+    "small-convnet": "--dataset fashion-mnist --model convnet --batch-size 32 --lr 0.1 --schedule one-cycle",
     "small-mlp": "--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32 "
     "--lr 0.1 --schedule one-cycle",
     "transformer": "--dataset python-stdlib --model transformer --batch-size 8 "
-    "--optimizer adamw --lr 0.002 --schedule one-cycle",
+    "--optimizer adamw --lr 0.008 --schedule one-cycle",
     "digits": "--dataset digits --model mlp --hidden-sizes 64 --batch-size 16",
 }
 CONTENDERS = {

@@ -221,8 +221,8 @@ class PipelineConfig:
     """First iterations that run at width 1."""
     prediction: str = "eager"
     """What stands for the gradients in flight in the weights that the next ones are computed on: local (this rank's
-    own gradients), eager (the same, further out the less they agree with the means, and turned back by what they missed
-    before), previous (the last mean), nesterov (momentum alone), spectrain (the last update), dc (no predicted weights,
+    own gradients), eager (the same, turned back by what they missed before, and further on the less they agree with the
+    means), previous (the last mean), nesterov (momentum alone), spectrain (the last update), dc (no predicted weights,
     but corrected gradients), or none. Width 1 has none in flight."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is how harmful staleness shows."""

@@ -6,9 +6,9 @@ differ in what they put in place of those:
 - ``local``: this rank's own gradients of these iterations (SAPipe, NeurIPS 2022, "local"), each an unbiased estimate of
   the mean that will arrive. The ranks' errors add up to zero, and with one rank, or the same data on all ranks, there
   are none: then it is synchronous training, bit for bit, with any optimizer.
-- ``eager``: the same gradients, but further out, the less they have agreed with the means so far (times 1 to 2), and
-  turned back by what they missed these means by. Ours; measured in experiments/LOG.md. Where ranks agree fully it is
-  ``local``, to the bit.
+- ``eager``: the same gradients, smaller the less they have agreed with the means so far, and turned back by what they
+  missed these by; and from there on along the whole predicted update. Ours; measured in experiments/LOG.md. Where ranks
+  agree fully it is ``local``, to the bit.
 - ``previous``: the last mean that was applied, once more for each.
 - ``nesterov``: gradients of zero: momentum alone goes on (as in DANA, Hakimi et al., 2019).
 - ``spectrain``: the last update, once more for each (Chen et al., 2018). In width 2 the points at which gradients are
@@ -41,11 +41,12 @@ from pipesgd.optimizer_copy import OptimizerCopy
 Prepare = Callable[[Sequence[Tensor]], None]
 """What is done in place with gradients before the optimizer sees them: clipping."""
 
-REACH, CARRIED = 0.5, 0.7
-"""Of ``Eager``: how much further it goes where ranks do not agree, and the share of what it missed that it carries on.
+SHRINKAGE, REACH, CARRIED = 1 / 3, 1.0, 0.7
+"""Of ``Eager``: how much smaller its guesses are and how much further it goes where ranks do not agree, and the share
+of what it missed that it carries on.
 
-The largest stable product of learning rate and curvature is (1 + CARRIED) / c in width 2; the noise of guesses in flat
-directions grows by 1 / (1 - CARRIED^2).
+In width 2 the ranks' errors die out up to a product of learning rate and curvature of (1 + CARRIED) / ((1 + r) s), and
+their variance in flat directions is ((1 + r) s)^2 / (1 - CARRIED^2) times ``local``'s, with s and r as below.
 """
 DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
 """Of the adaptive form of DC-ASGD: lambda is divided by the root of a moving mean of the gradient's squares."""
@@ -203,39 +204,48 @@ class Local(Replayed):
 
 
 class Eager(Local):
-    """This rank's own gradients stand for the means: further out, and turned back by what they missed before.
+    """This rank's own gradients stand for the means, turned back by what they missed before; and then further on.
 
-    The guess for the oldest gradient in flight is ``c g + CARRIED e``; for the others ``c g``. c is
-    1 + REACH (1 - mean cosine), and e what this rank's guesses missed: ``e <- CARRIED e + c (g - mean)``.
+    With the disagreement d = 1 - mean cosine, the guess for the oldest gradient in flight is ``s g + CARRIED e``, for
+    the others ``s g``, with s = 1 - SHRINKAGE d. What this rank's guesses missed is e, ``e <- CARRIED e + s (g -
+    mean)``. The predicted update of the weights is then taken 1 + r times, r = REACH d.
 
-    A rank that computes at weights off by d gets a gradient that is off by d times the curvature, and its next guess is
+    A rank that computes at weights off by x gets a gradient that is off by x times the curvature, and its next guess is
     off the other way. Where learning rate times curvature is above 1, ranks swing apart, although synchronous training
     is stable up to 3.8 there (momentum 0.9). Carrying on what was missed turns the guess back. Over the ranks it adds
-    up to zero, as the misses do, so the mean of all guesses stays c times the mean of all gradients.
+    up to zero, as the misses do. Going further looks ahead along momentum, as Nesterov's does: it damps what all ranks
+    have in common by more than the ranks' errors cost, and shrinking the guesses first makes that momentum's share the
+    larger one, which has no such errors.
     """
+
+    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
+        super().predict(in_flight, agreement)
+        if self.holds_predicted and agreement.cosine != 1.0:
+            # true + (1 + r) (predicted - true)
+            torch._foreach_lerp_(self._predicted, self._true, -REACH * (1.0 - agreement.cosine))
 
     def learn(
         self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
     ) -> None:
         if kept:
-            reach = self._reach(agreement)
+            share = self._share(agreement)
             if not agreement.missed:
                 agreement.missed = [torch.zeros_like(tensor) for tensor in kept]
             torch._foreach_mul_(agreement.missed, CARRIED)
             # In this order nothing is left where they are equal.
-            torch._foreach_add_(agreement.missed, list(kept), alpha=reach)
-            torch._foreach_sub_(agreement.missed, list(mean), alpha=reach)
+            torch._foreach_add_(agreement.missed, list(kept), alpha=share)
+            torch._foreach_sub_(agreement.missed, list(mean), alpha=share)
         super().learn(mean, kept, comparison, agreement)
 
     def _adapt(self, guess: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
-        reach = self._reach(agreement)
-        if reach != 1.0:
-            torch._foreach_mul_(guess, reach)
+        share = self._share(agreement)
+        if share != 1.0:
+            torch._foreach_mul_(guess, share)
         if oldest and agreement.missed:
             torch._foreach_add_(guess, agreement.missed, alpha=CARRIED)
 
-    def _reach(self, agreement: Agreement) -> float:
-        return 1.0 + REACH * (1.0 - agreement.cosine)
+    def _share(self, agreement: Agreement) -> float:
+        return 1.0 - SHRINKAGE * (1.0 - agreement.cosine)
 
 
 class Nesterov(Replayed):

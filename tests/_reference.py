@@ -54,9 +54,9 @@ def pipe_sgd(
     def apply(index: int) -> None:
         nonlocal before
         for rank, local in enumerate(locals_[index]):
-            reach = 1.5 - agreements[rank] / 2
+            share = 1 - (1 - agreements[rank]) / 3
             missed[rank] = [
-                0.7 * e + reach * (g - m) for e, g, m in zip(missed[rank], local, means[index], strict=True)
+                0.7 * e + share * (g - m) for e, g, m in zip(missed[rank], local, means[index], strict=True)
             ]
             mine, mean_ = (torch.cat([part.reshape(-1) for part in parts]) for parts in (local, means[index]))
             if mine.norm() > 0 and mean_.norm() > 0:
@@ -78,8 +78,8 @@ def pipe_sgd(
                 gradients = locals_[index][rank]
                 if prediction == "eager":
                     carried = 0.7 if index == in_flight[0] else 0.0
-                    reach = 1.5 - agreements[rank] / 2
-                    gradients = [reach * g + carried * e for g, e in zip(gradients, missed[rank], strict=True)]
+                    share = 1 - (1 - agreements[rank]) / 3
+                    gradients = [share * g + carried * e for g, e in zip(gradients, missed[rank], strict=True)]
                 step(guess, its_optimizer, gradients, index)
             elif prediction == "nesterov":
                 step(guess, its_optimizer, [torch.zeros_like(parameter) for parameter in parameters], index)
@@ -89,6 +89,10 @@ def pipe_sgd(
                 with torch.no_grad():
                     for target, now, last in zip(guess.parameters(), parameters, before, strict=True):
                         target.add_(now - last)
+        if prediction == "eager":
+            with torch.no_grad():
+                for target, now in zip(guess.parameters(), parameters, strict=True):
+                    target.add_((1 - agreements[rank]) * (target - now))
         return guess
 
     applied = 0

@@ -22,7 +22,6 @@ from timing_model.plan import plan
 from timing_model.plots import check_plot, plot_parts, save_plot
 from timing_model.predict import Answer, predict
 from timing_model.profile import Profile
-from timing_model.question import Question
 from timing_model.rehearsal import plot_rehearsal, rehearse
 from timing_model.report import answer_text, job_line, plan_text
 from timing_model.words import Parser, whole
@@ -183,10 +182,9 @@ def _add_simulate(options: Parser) -> None:
 
 def _simulate(given: Namespace) -> str:
     """The same iterations one by one, with jitter and slow ranks (1000, or --iterations)."""
-    question: Question = question_of(given)
-    rehearsal = rehearse(question, seed=given.seed, extrapolate=given.extrapolate)
+    rehearsal = rehearse(question_of(given), seed=given.seed, extrapolate=given.extrapolate)
     if given.plot:
-        save_plot(given.plot, lambda axes: plot_rehearsal(question, axes, seed=given.seed))
+        save_plot(given.plot, lambda axes: plot_rehearsal(rehearsal.answer, axes, seed=given.seed))
     return json.dumps(rehearsal.as_json(), indent=1) if given.json else rehearsal.text()
 
 

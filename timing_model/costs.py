@@ -14,7 +14,7 @@ from timing_model.iteration import (
     pipelined_iteration_time,
     server_iteration_time,
 )
-from timing_model.measured import CodecProfile, CodecRates, Estimate, LinkProfile
+from timing_model.measured import CodecProfile, Estimate, LinkProfile
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, uncompressed
 from timing_model.profile import UNCOMPRESSED
 from timing_model.question import Question
@@ -44,7 +44,7 @@ def costs_of(question: Question) -> Costs:
     return Costs(
         link=_link(question).params(),
         inner=None if cluster.inner is None else cluster.inner.params(),
-        codec=uncompressed(0.0) if codec is None else _cost(question.codec, codec, _rates(question, codec)),
+        codec=uncompressed(0.0) if codec is None else codec.cost(question.codec, _message_values(question, codec)),
         times=question.compute.times(question.width),
         sharing=sharing,
     )
@@ -104,18 +104,13 @@ def _link(question: Question) -> LinkProfile:
     return native or question.cluster.link
 
 
-def _rates(question: Question, codec: CodecProfile) -> CodecRates:
-    """For messages as large as they are in this job."""
+def _message_values(question: Question, codec: CodecProfile) -> float:
+    """Of the messages of this job."""
     values = float(question.compute.numel)
     if question.all_reduce in SCHEDULES and not question.gathered:
         chunk = values / SCHEDULES[str(question.all_reduce)](question.world_size).chunks
         values = chunk / segments_of(chunk * codec.bits / 8, question.segment_bytes)
-    return codec.rates_of(values)
-
-
-def _cost(name: str, codec: CodecProfile, rates: CodecRates) -> CodecCost:
-    costs = {one.name: getattr(rates, one.name).value for one in dataclasses.fields(rates)}
-    return CodecCost(name=name, bits=codec.bits, call=codec.call.value, **costs)
+    return values
 
 
 def estimates_of(question: Question) -> Iterator[tuple[str, str, Estimate]]:
@@ -125,7 +120,7 @@ def estimates_of(question: Question) -> Iterator[tuple[str, str, Estimate]]:
             yield from ((part, one.name, getattr(link, one.name)) for one in dataclasses.fields(link))
     codec = question.codec_profile
     if codec is not None:
-        rates = _rates(question, codec)
+        rates = codec.rates_of(_message_values(question, codec))
         yield from (("codec", one.name, getattr(rates, one.name)) for one in dataclasses.fields(rates))
         yield "codec", "call", codec.call
     compute = question.compute

@@ -28,8 +28,6 @@ Z90 = 1.645
 STEPS, DIFFERENCE, LONGEST = 50, 1e-4, 1.0
 """Of Gauss-Newton: iterations at most, of the logarithm for a derivative, and of it in one step."""
 LATENCIES = ("alpha", "sync", "overhead")
-BACKWARD = 2 / 3
-"""Share of the backward pass, where only the sum with the forward pass is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +147,12 @@ def _unknown(profile: Profile, run: Run) -> ComputeProfile:
         raise ValueError(f"runs must tell the model's size, by a ring on 2 ranks or more; got {run.name}")
     share = 2 * (run.world_size - 1) / run.world_size
     numel = round(run.wire_bytes * 8 / (share * profile.codec_cost(run.codec, 1.0).bits))
-    update = Estimate.exact(run.update)
-    return ComputeProfile(
+    return ComputeProfile.exact(
         model=run.model,
         batch_size=run.batch_size,
         tensors=(max(1, numel),),
-        forward=Estimate.exact(run.compute * (1 - BACKWARD)),
-        backward=Estimate.exact(run.compute * BACKWARD),
-        update=update,
-        late_update=update,
-        contention=Estimate.exact(0.0),
+        compute=run.compute,
+        update=run.update,
     )
 
 

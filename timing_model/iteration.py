@@ -55,14 +55,11 @@ def pipelined_iteration_time(
     """
     check_count("width", width)
 
-    def compute(t_comm: float) -> float:
-        return times.total if width == 1 else times.beside(t_comm)
-
     def without_noise(t_comm: float) -> float:
-        c = compute(t_comm)
+        c = times.at_width(width, t_comm)
         return max(c, t_comm, (c + t_comm) / width)
 
-    total = steady_state_period(compute(collective.total), collective.total, width, world_size, noise)
+    total = steady_state_period(times.at_width(width, collective.total), collective.total, width, world_size, noise)
     return _parts(times.total, without_noise(collective.wire), without_noise(collective.total), total)
 
 

@@ -10,6 +10,8 @@ from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams
 
 MOST = 1e9
 """Of any number that is no count: what is larger is a mistake, and could overflow."""
+BACKWARD = 2 / 3
+"""Share of the backward pass, where only the sum with the forward pass is known."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,12 @@ class CodecProfile:
         fits = FLOAT_BYTES * message_values <= self.cache_bytes
         return self.in_cache if fits and self.in_cache is not None else self.rates
 
+    def cost(self, name: str, message_values: float) -> CodecCost:
+        """Without intervals, on such messages."""
+        rates = self.rates_of(message_values)
+        costs = {one.name: getattr(rates, one.name).value for one in dataclasses.fields(rates)}
+        return CodecCost(name=name, bits=self.bits, call=self.call.value, **costs)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeProfile:
@@ -126,6 +134,22 @@ class ComputeProfile:
     """Standard deviation over mean of one rank's time, between iterations."""
     slow_ranks: tuple[float, ...] = ()
     """Factors of the ranks that are always slow, each at least 1."""
+
+    @classmethod
+    def exact(
+        cls, *, model: str, batch_size: int, tensors: tuple[int, ...], compute: float, update: float
+    ) -> ComputeProfile:
+        """Times that are given, not measured: of both passes together, and of any update."""
+        return cls(
+            model=model,
+            batch_size=batch_size,
+            tensors=tensors,
+            forward=Estimate.exact(compute * (1 - BACKWARD)),
+            backward=Estimate.exact(compute * BACKWARD),
+            update=Estimate.exact(update),
+            late_update=Estimate.exact(update),
+            contention=Estimate.exact(0.0),
+        )
 
     @property
     def numel(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.checks import check_one_of
-from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
+from timing_model.measured import MOST, Calibrated, ComputeProfile, LinkProfile
 from timing_model.params import LinkParams
 from timing_model.presets import MODELS, NETWORKS, SUMS
 from timing_model.profile import UNCOMPRESSED, Profile
@@ -19,8 +19,6 @@ from timing_model.words import Parser, number_of, quantity, whole
 
 LAYERS = 50
 """Of a model of which only the size is known: ddp reduces it in as many equal parts."""
-BACKWARD = 2 / 3
-"""Share of the backward pass, where only the sum with the forward pass is known."""
 NOTHING = Calibrated(
     world_sizes=(), all_reduces=(), smallest_bytes=0, largest_bytes=0, residual=0.0, ranks_per_core=1.0
 )
@@ -101,21 +99,15 @@ def question_of(given: Namespace) -> Question:
     """The question that the options of ``add_job`` and ``add_configuration`` ask. Raises ``ValueError``."""
     base = base_of(given)
     check_one_of("strategy", given.strategy, STRATEGIES)
-    return Question(
-        cluster=base.cluster,
-        compute=base.compute,
-        world_size=base.world_size,
+    return dataclasses.replace(
+        base,
         strategy=given.strategy,
         width=given.width or (2 if given.strategy == "pipelined" else 1),
         codec=given.codec,
         all_reduce=given.all_reduce or OWN_ALL_REDUCE[given.strategy],
         segment_bytes=given.segment_bytes,
-        ranks_per_node=given.ranks_per_node,
-        cards=given.cards,
         servers=given.servers,
         placement=given.server_placement,
-        iterations=given.iterations,
-        epochs=given.epochs,
     )
 
 
@@ -167,16 +159,12 @@ def _by_hand(given: Namespace) -> ComputeProfile:
     if not 1 <= parameters <= 1e13:
         raise ValueError(f"parameters must be from 1 to 1e13; got {parameters}")
     layers = min(LAYERS, parameters)
-    update = Estimate.exact(given.update or 0.0)
-    compute = ComputeProfile(
+    compute = ComputeProfile.exact(
         model=given.model or "given",
         batch_size=given.batch_size or 0,
         tensors=tuple(parameters // layers + (layer < parameters % layers) for layer in range(layers)),
-        forward=Estimate.exact(given.compute * (1 - BACKWARD)),
-        backward=Estimate.exact(given.compute * BACKWARD),
-        update=update,
-        late_update=update,
-        contention=Estimate.exact(0.0),
+        compute=given.compute,
+        update=given.update or 0.0,
     )
     return _changed(given, compute)
 

@@ -65,6 +65,10 @@ class ComputeTimes:
         """
         return self.slowed(self.total, t_comm)
 
+    def at_width(self, width: int, t_comm: float) -> float:
+        """All of it in a pipeline, in s: at width 1 nothing runs beside it."""
+        return self.total if width == 1 else self.beside(t_comm)
+
     def slowed(self, seconds: float, t_comm: float) -> float:
         """``seconds`` of the computation, likewise, in s."""
         return min(seconds * (1 + self.contention), seconds + t_comm * self.contention / (1 + self.contention))

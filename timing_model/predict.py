@@ -83,9 +83,7 @@ def predict(question: Question, *, extrapolate: bool = False) -> Answer:
     alone = costs_of(dataclasses.replace(question, width=1)).times.total
     workers, batch_size = question.workers, question.compute.batch_size
     per_epoch = question.iterations_per_epoch
-    iterations = question.iterations
-    if question.epochs is not None and per_epoch is not None:
-        iterations = question.epochs * per_epoch
+    iterations = question.job_iterations
     in_flight = collective.total if question.width > 1 else 0.0
     return Answer(
         question=question,

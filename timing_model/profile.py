@@ -100,10 +100,7 @@ class Profile:
         if name == UNCOMPRESSED:
             return uncompressed(self.link.gamma.value)
         check_one_of("codec", name, [UNCOMPRESSED, *self.codecs])
-        codec = self.codecs[name]
-        rates = codec.rates_of(message_values)
-        costs = {one.name: getattr(rates, one.name).value for one in dataclasses.fields(rates)}
-        return CodecCost(name=name, bits=codec.bits, call=codec.call.value, **costs)
+        return self.codecs[name].cost(name, message_values)
 
 
 def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:

@@ -163,6 +163,12 @@ class Question:
         return Noise(cv=self.compute.cv, slow_ranks=self.compute.slow_ranks[: self.workers])
 
     @property
+    def job_iterations(self) -> int | None:
+        """Of the whole job; None if it does not say how long it is."""
+        per_epoch = self.iterations_per_epoch
+        return self.iterations if self.epochs is None or per_epoch is None else self.epochs * per_epoch
+
+    @property
     def iterations_per_epoch(self) -> int | None:
         """The rest of the samples is dropped. None if samples are not known."""
         if self.compute.samples is None or self.compute.batch_size == 0:

@@ -75,15 +75,13 @@ def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) ->
     if question.strategy == "ddp":
         raise ValueError("strategy must be pipelined or ps-sync to be simulated; got ddp")
     answer = predict(question, extrapolate=extrapolate)
-    iterations = question.iterations or ITERATIONS
-    if question.epochs is not None and question.iterations_per_epoch is not None:
-        iterations = question.epochs * question.iterations_per_epoch
+    iterations = question.job_iterations or ITERATIONS
     if iterations * question.world_size > MOST_DRAWS:
         most = MOST_DRAWS // question.world_size
         raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
     times, t_comm = costs_of(question).times, answer.collective.total
     simulation = simulate_iterations(
-        t_compute=times.total if question.width == 1 else times.beside(t_comm),
+        t_compute=times.at_width(question.width, t_comm),
         t_comm=t_comm,
         width=question.width,
         world_size=question.workers,
@@ -103,10 +101,10 @@ def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) ->
     )
 
 
-def plot_rehearsal(question: Question, axes: Axes, *, seed: int = 0) -> Axes:
+def plot_rehearsal(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
     """Who computes and who communicates in the first iterations, of a few ranks."""
+    question = answer.question
     ranks = min(question.workers, DRAWN_RANKS)
-    answer = predict(question, extrapolate=True)
     noise = dataclasses.replace(question.noise, slow_ranks=question.noise.slow_ranks[:ranks])
     servers = question.strategy == "ps-sync"
     t_comm = answer.collective.total / (2 * ranks if servers else 1)

@@ -13,16 +13,18 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from _obstacle import obstacle
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from experiments import accuracies, contenders, iteration_times, limits, testbed
-from experiments.cells import WRAPPED_BY_TORCH, Cell, Cells, complete, last_words, order, read_run
+from experiments import accuracies, contenders, iteration_times, limits
+from experiments.cells import Cell, Cells, complete, order, read_run
 from experiments.compare_plan import parse
 from experiments.contenders import CONTENDERS, WORKLOADS, Contender
 from experiments.limits import Cluster, ring_limit, server_time, textbook_server_time
 from experiments.results import REPOSITORY, RESULTS, load
 from experiments.testbed.links import Link
+from experiments.testbed_jobs import WRAPPED_BY_TORCH, last_words
 from pipesgd.command_line import HelpRequested
 from pipesgd.errors import UserInputError
 
@@ -96,6 +98,7 @@ def test_a_contenders_own_option_wins_over_the_workloads() -> None:
         (["--time-to-accuracy", "0"], "above 0 and below 1"),
         (["--time-to-accuracy", "0.8", "--rounds", "3"], "--rounds must be left out with --time-to-accuracy"),
         (["--seeds", "3"], "--seeds must be left out without --time-to-accuracy"),
+        (["--time-to-accuracy", "0.8", "--epochs", "3", "--iterations", "9"], "must not both be given"),
         (["--iterations", "3"], "whole number of at least 4"),
         (["--name", "../x"], "--name must be the name of a file"),
     ],
@@ -140,6 +143,8 @@ def test_the_plan_says_what_is_run(tmp_path: Path) -> None:
     assert accurate.name == "accuracy_digits_2x200mbit"
     assert [accurate.seed(index) for index in accurate.indices] == [0, 1]
     assert accurate.contenders[0].config.optimization.epochs == 2
+    short = parse([*words, "--time-to-accuracy", "0.9", "--iterations", "9"], by_torchrun=False)
+    assert short.contenders[0].config.optimization.iterations == 9
 
 
 # Limits
@@ -479,15 +484,6 @@ def test_the_figure_has_a_colour_for_every_contender_and_a_line_for_every_seed()
 
 
 # For real
-
-
-def obstacle() -> str | None:
-    """Why there can be no testbed here."""
-    try:
-        testbed.Testbed(nodes=2, link=CLUSTER.link).close()
-    except UserInputError as failure:
-        return str(failure)
-    return None
 
 
 def run_compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -165,6 +165,34 @@ def accuracies() -> list[str]:
     return lines
 
 
+RACERS = {
+    "ps-sync": "parameter server, synchronous",
+    "D-Sync, ring": "width 1: nothing hidden",
+    "ddp": "DistributedDataParallel",
+    "ddp fp16": "the same with torch's fp16 hook",
+    "width 2, int8": "**width 2, int8**",
+    "width 2, int4": "**width 2, int4**",
+}
+RACES = {"mlp": "MLP", "small-convnet": "convnet"}
+
+
+def times_to_accuracy() -> list[str]:
+    """The lines of the README's table of times to accuracy."""
+    head, lines = "| |", {name: f"| {text} |" for name, text in RACERS.items()}
+    for workload, title in RACES.items():
+        rows = {row["contender"]: row for row in load(RESULTS / f"accuracy_{workload}_4x200mbit.json")}
+        fastest = rows["width 2, int4"]["seconds_to_target"]
+        head += f" {title}: s to {100 * rows['ddp']['target_accuracy']:g} % | times int4's | final accuracy, % |"
+        for name in RACERS:
+            seconds, accuracy = rows[name]["seconds_to_target"], 100 * rows[name]["final_accuracy"]
+            lines[name] += f" {seconds:.1f} | {seconds / fastest:.1f} | {accuracy:.2f} |"
+    return [head, "|---" * (1 + 3 * len(RACES)) + "|", *lines.values()]
+
+
+def test_the_times_to_accuracy_are_those_of_the_comparisons() -> None:
+    assert "\n".join(times_to_accuracy()) in README
+
+
 def test_the_accuracies_are_those_of_the_experiment() -> None:
     assert "\n".join(accuracies()) in README
 

@@ -1,0 +1,47 @@
+"""A job on all nodes of a testbed, to its end: why it failed, if it did."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.testbed import Testbed
+
+LONGEST_WORDS = 200
+"""Characters of an error that are kept; the log has them all."""
+WRAPPED_BY_TORCH = "Got the following error when running the callback: RuntimeError: "
+"""Once for every callback that an error went through."""
+
+
+def run_job(
+    testbed: Testbed, words: Sequence[str], log: Path, *, deadline: float, nproc_per_node: int = 1
+) -> str | None:
+    """Run ``words`` by torchrun on every node, for ``deadline`` seconds at most; what they print goes to ``log``.
+
+    Returns why it failed, None if it did not.
+    """
+    with log.open("wb") as file:
+        job = testbed.torchrun(words, nproc_per_node=nproc_per_node, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            codes = job.wait(deadline)
+        except subprocess.TimeoutExpired:
+            return f"did not end within {deadline:.0f} s"
+        finally:
+            job.terminate()
+    return last_words(log.read_text(encoding="utf-8", errors="replace")) if any(codes) else None
+
+
+def last_words(log: str) -> str:
+    """The line of a failed run's ``log`` that says why it failed.
+
+    A rank says "error: ..." in one line. The first is nearest to the cause; those that were stopped speak later.
+    Folders of this machine are left out of it, since it goes into result files.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ") and "SIGTERM" not in line]
+    others = [line for line in lines if re.search(r"\w(Error|Exception)\b|what\(\)|Signal \d", line)]
+    words = (ours[:1] or others[-1:] or lines[-1:] or ["not a word"])[0]
+    words = words.replace(WRAPPED_BY_TORCH, "")
+    return re.sub(r"(^|[\s\"'=])/\S*/", r"\1", words)[:LONGEST_WORDS]

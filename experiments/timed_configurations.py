@@ -1,0 +1,78 @@
+"""A job: the mean iteration of several configurations of pipesgd.train, one after the other, on the same ranks.
+
+    torchrun ... -m experiments.timed_configurations PLAN.json TIMES.json
+
+PLAN.json is a list of rounds, each a list of {"words": of pipesgd.train, "iterations": to be timed}. Rank 0 writes
+TIMES.json: for every round a list of seconds. All have data, model and batch size of the first one. To start a job
+takes longer than to measure a configuration; so these share one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import nn
+
+from experiments import command
+from pipesgd.command_line import parse as parse_training
+from pipesgd.computation import forward_backward, load
+from pipesgd.config import TrainConfig
+from pipesgd.errors import UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.optimization import build_optimizer
+from pipesgd.strategies.make import make_strategy
+from pipesgd.workloads import ShardedBatches
+
+UNTIMED_ITERATIONS = 4
+"""Before: memory and connections are made, and the pipeline fills."""
+
+
+def mean_iteration(
+    config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
+) -> float:
+    """Seconds of an iteration in the steady state, the mean over so many, on a copy of the model. Collective."""
+    model = copy.deepcopy(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    strategy = make_strategy(config, model, build_optimizer(config.optimization, model), scaler, ranks)
+    with contextlib.closing(strategy), contextlib.closing(batches.from_iteration(0)) as samples:
+        for iteration in range(UNTIMED_ITERATIONS + iterations):
+            if iteration == UNTIMED_ITERATIONS:
+                begin = time.perf_counter()
+            forward_backward(strategy, samples, config, scaler, iteration)
+            strategy.step()
+        seconds = (time.perf_counter() - begin) / iterations
+        strategy.flush()
+    return float(np.median(ranks.exchange("seconds", seconds)))
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The job."""
+    if len(words) != 2:
+        raise UserInputError(f"timed_configurations must be given two files, a plan and one for the times; got {words}")
+    plan_file, times_file = map(Path, words)
+    rounds = ranks.agree("plan", lambda: json.loads(plan_file.read_text(encoding="utf-8")))
+    configs = {one["words"]: parse_training(shlex.split(one["words"])) for one in rounds[0]}
+    first = next(iter(configs.values()))
+    _, batches, model, _ = ranks.agree("data and model", lambda: load(first, ranks))
+    ranks.start_process_group("cpu", first.run.timeout)
+    model.train()
+    times = [
+        [mean_iteration(configs[one["words"]], model, batches, ranks, one["iterations"]) for one in of_round]
+        for of_round in rounds
+    ]
+    if ranks.rank == 0:
+        times_file.write_text(json.dumps(times) + "\n", encoding="utf-8")
+    ranks.exchange("the end", None)
+
+
+if __name__ == "__main__":
+    command.run(main)
