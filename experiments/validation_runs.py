@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from timing_model.predict import Answer, predict
 from timing_model.profile import Profile
 from timing_model.question import OWN_ALL_REDUCE, Question, compute_of
 from timing_model.search import Group
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +79,14 @@ CONFIGURATIONS = (
 )
 QUICK = Setting(nodes=2, rate="200mbit", workload="digits")
 QUICK_CONFIGURATIONS = (CONFIGURATIONS[0], "--width 2 --codec int8 --all-reduce ring")
-ROUNDS = 2
-SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 4.0, 0.2, 12, 200
-"""Of a measurement: as many iterations as are predicted to take so long."""
-CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 40.0, 4.0
-DEADLINE = 900.0
+ROUNDS, PASSES = 2, (0, 1, 1, 0, 0, 1)
+"""Which round a pass through all cells counts for; every second one goes backwards. What two rounds differ by is by how
+much a measurement can be trusted."""
+SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.0, 0.2, 3, 100
+"""Of a cell in a pass: as many iterations as are predicted to take so long."""
+CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 60.0, 4.0
+DEADLINE = 1800.0
+"""Also of every wait: between two passes a configuration is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +131,16 @@ def measure(testbed: Testbed, setting: Setting, folder: Path, *, quick: bool = F
     chosen = choose(answers)
     cells = [
         {
-            "words": f"{workload} {words}",
+            "words": f"{workload} --timeout {DEADLINE} {words}",
             "iterations": int(np.clip(seconds / answer.iteration.total, LEAST_ITERATIONS, MOST_ITERATIONS)),
         }
         for words, answer in answers.items()
     ]
-    rounds = [cells if number % 2 == 0 else cells[::-1] for number in range(ROUNDS)]
-    plan_file.write_text(json.dumps(rounds), encoding="utf-8")
+    plan_file.write_text(json.dumps([_turned(cells, number) for number in range(len(PASSES))]), encoding="utf-8")
     run(testbed, setting, f"experiments.timed_configurations {plan_file} {times_file}", folder)
     times = json.loads(times_file.read_text(encoding="utf-8"))
+    passes = np.array([_turned(of_pass, number) for number, of_pass in enumerate(times)])  # (passes, cells)
+    rounds = [passes[np.array(PASSES) == number].mean(axis=0) for number in range(ROUNDS)]
     return Measured(
         commit=code_state(),
         cells={
@@ -143,20 +149,23 @@ def measure(testbed: Testbed, setting: Setting, folder: Path, *, quick: bool = F
                 "predicted_s": answer.iteration.total,
                 "low_s": answer.low,
                 "high_s": answer.high,
+                "compute_s": answer.iteration.compute,
                 "wire_s": answer.iteration.wire,
                 "codec_s": answer.iteration.codec,
                 "jitter_s": answer.iteration.jitter,
                 "support": answer.support.kind,
                 "limit": answer.limit,
                 "chosen": words == chosen,
-                **{
-                    f"round_{number}_s": of_round[index if number % 2 == 0 else -1 - index]
-                    for number, of_round in enumerate(times)
-                },
+                **{f"round_{number}_s": float(of_round[index]) for number, of_round in enumerate(rounds)},
             }
             for index, (words, answer) in enumerate(answers.items())
         },
     )
+
+
+def _turned(values: list[T], number: int) -> list[T]:
+    """Of a pass: every second one goes backwards."""
+    return values if number % 2 == 0 else values[::-1]
 
 
 def choose(answers: Mapping[str, Answer]) -> str:

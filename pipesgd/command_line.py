@@ -167,10 +167,10 @@ def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     if "codec" in auto:
         for item in dataclasses.fields(CodecOptions):
             option = item.name.replace("_", "-")
-            value = _value_of(option, rest)
-            if value not in (None, str(item.default)):  # a --config file may say what it is anyway
+            given = _value_of(option, rest)
+            if given not in (None, str(item.default)):  # a --config file may say what it is anyway
                 raise UserInputError(
-                    f"{option} must be left out with --codec auto, which chooses codecs as they are; got {value}"
+                    f"{option} must be left out with --codec auto, which chooses codecs as they are; got {given}"
                 )
     return rest, tuple(sorted(auto, key=AUTO_OPTIONS.index))
 

@@ -113,16 +113,21 @@ def _message_values(question: Question, codec: CodecProfile) -> float:
     return values
 
 
-def estimates_of(question: Question) -> Iterator[tuple[str, str, Estimate]]:
-    """The estimates that the answer depends on: part and field of ``Costs``, and what was measured."""
+def estimates_of(question: Question) -> Iterator[tuple[str, dict[str, Estimate]]]:
+    """The estimates that the answer depends on: the part of ``Costs``, and of its fields, what was measured.
+
+    Fields that come together are off together: a processor that is faster than it was is so in all that it does.
+    """
     for part, link in (("link", _link(question)), ("inner", question.cluster.inner)):
         if link is not None and (part == "link" or question.all_reduce == "hierarchical"):
-            yield from ((part, one.name, getattr(link, one.name)) for one in dataclasses.fields(link))
+            yield from ((part, {one.name: getattr(link, one.name)}) for one in dataclasses.fields(link))
     codec = question.codec_profile
     if codec is not None:
         rates = codec.rates_of(_message_values(question, codec))
-        yield from (("codec", one.name, getattr(rates, one.name)) for one in dataclasses.fields(rates))
-        yield "codec", "call", codec.call
+        yield "codec", {one.name: getattr(rates, one.name) for one in dataclasses.fields(rates)}
+        yield "codec", {"call": codec.call}
     compute = question.compute
-    yield "times", "update", compute.update if question.width == 1 else compute.late_update
-    yield from (("times", name, getattr(compute, name)) for name in ("forward", "backward", "contention"))
+    update = compute.update if question.width == 1 else compute.late_update
+    yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
+    yield "times", {"contention": compute.contention}
+    yield "times", {"hindrance": compute.hindrance}

@@ -187,7 +187,10 @@ def _fitted_link(profile: Profile, link: LinkProfile, runs: Sequence[Run]) -> Li
     def errors(logs: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Of the runs' collectives, and of the factors, in standard deviations."""
         times = [
-            collective_time(question, _with_factors(costs, logs.tolist()), question.compute.numel).total
+            costs.times.at_width(
+                question.width,
+                collective_time(question, _with_factors(costs, logs.tolist()), question.compute.numel).total,
+            )[1]
             for question, costs in asked
         ]
         return np.concatenate([(np.log(times) - measured) / NOISE, logs / PRIOR])

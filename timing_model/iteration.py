@@ -41,9 +41,9 @@ def pipelined_iteration_time(
 
     .. math:: T = \max(c,\; m,\; (c + m) / K)
 
-    c is ``times.total``, with what it takes longer while a collective runs if K > 1 (``ComputeTimes.beside``), and m
-    ``collective.total``. Width 1 is synchronous, c + m: D-Sync. Width 2 is the smallest that reaches max(c, m). Noise
-    makes it ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
+    c is ``times.total`` and m ``collective.total``, each with what it takes longer beside the other if K > 1
+    (``ComputeTimes.at_width``). Width 1 is synchronous, c + m: D-Sync. Width 2 is the smallest that reaches max(c, m).
+    Noise makes it ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
 
     Raises ``ValueError`` if ``width < 1``.
 
@@ -56,10 +56,10 @@ def pipelined_iteration_time(
     check_count("width", width)
 
     def without_noise(t_comm: float) -> float:
-        c = times.at_width(width, t_comm)
-        return max(c, t_comm, (c + t_comm) / width)
+        c, m = times.at_width(width, t_comm)
+        return max(c, m, (c + m) / width)
 
-    total = steady_state_period(times.at_width(width, collective.total), collective.total, width, world_size, noise)
+    total = steady_state_period(*times.at_width(width, collective.total), width, world_size, noise)
     return _parts(times.total, without_noise(collective.wire), without_noise(collective.total), total)
 
 
@@ -78,7 +78,7 @@ def layerwise_iteration_time(
         T = \max(end_1, t_{forward} + t_{backward}) + t_{update}
 
     Args:
-        times: the computation; the backward pass is slower while a collective runs (``ComputeTimes.beside``).
+        times: the computation; the backward pass is slower while a collective runs, and so is the collective.
         buckets: in the order in which they are reduced: the share of the backward pass after which each is ready, not
             falling, and its collective.
         world_size: ranks, whose slowest one makes all wait: all times of the computation are the expected maximum's.
@@ -102,7 +102,8 @@ def layerwise_iteration_time(
         backward = slower * times.slowed(times.backward, sum(t_comms))
         end = 0.0
         for (share, _), t_comm in zip(buckets, t_comms, strict=True):
-            end = max(end, slower * times.forward + share * backward) + t_comm
+            start = max(end, slower * times.forward + share * backward)
+            end = start + times.hindered(t_comm, slower * times.forward + backward - start)
         return max(end, slower * times.forward + backward) + slower * times.update
 
     wires = [collective.wire for _, collective in buckets]

@@ -130,6 +130,8 @@ class ComputeProfile:
     """The same at a width above 1: with the prediction."""
     contention: Estimate
     """By what share it is slower while a collective runs beside it."""
+    hindrance: Estimate
+    """By what share a collective is slower while the computation runs beside it."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
     slow_ranks: tuple[float, ...] = ()
@@ -149,6 +151,7 @@ class ComputeProfile:
             update=Estimate.exact(update),
             late_update=Estimate.exact(update),
             contention=Estimate.exact(0.0),
+            hindrance=Estimate.exact(0.0),
         )
 
     @property
@@ -163,6 +166,7 @@ class ComputeProfile:
             forward=self.forward.value,
             backward=self.backward.value,
             contention=self.contention.value,
+            hindrance=self.hindrance.value,
         )
 
     def noise(self) -> Noise:

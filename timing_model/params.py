@@ -43,6 +43,8 @@ class ComputeTimes:
     backward: float
     contention: float = 0.0
     """By what share the computation is slower while a collective runs beside it."""
+    hindrance: float = 0.0
+    """By what share a collective is slower while the computation runs beside it."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -53,25 +55,36 @@ class ComputeTimes:
         """All of it, c in the formulas, in s."""
         return self.update + self.forward + self.backward
 
-    def beside(self, t_comm: float) -> float:
-        r"""All of it, with a collective of ``t_comm`` s beside it in every iteration, in s.
+    def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
+        r"""All of it, and a collective of ``t_comm`` s, in an iteration of a pipeline, in s.
 
-        .. math:: c' = \min\left(c (1 + k),\; c + \frac{k}{1 + k} T_c\right)
+        At width 1 they are not beside each other. Else, with k ``contention`` and h ``hindrance``, while both run a
+        second does the work of 1/(1+k) and 1/(1+h), and the shorter one is beside the other all the time:
 
-        k is ``contention``: while the collective runs, a second does the work of 1/(1+k).
+        .. math::
 
-        >>> ComputeTimes(update=0.0, forward=1.0, backward=3.0, contention=0.5).beside(3.0)
-        5.0
+            c' = \min\left(c (1 + k),\; c + \frac{k}{1 + k} m (1 + h)\right), \qquad
+            m' = \min\left(m (1 + h),\; m + \frac{h}{1 + h} c (1 + k)\right)
+
+        >>> ComputeTimes(update=0.0, forward=1.0, backward=3.0, contention=0.5).at_width(2, 3.0)
+        (5.0, 3.0)
+        >>> ComputeTimes(update=0.0, forward=1.0, backward=1.0, contention=0.5, hindrance=1.0).at_width(2, 10.0)
+        (3.0, 11.5)
         """
-        return self.slowed(self.total, t_comm)
-
-    def at_width(self, width: int, t_comm: float) -> float:
-        """All of it in a pipeline, in s: at width 1 nothing runs beside it."""
-        return self.total if width == 1 else self.beside(t_comm)
+        if width == 1:
+            return self.total, t_comm
+        return (
+            _slowed(self.total, self.contention, t_comm * (1 + self.hindrance)),
+            _slowed(t_comm, self.hindrance, self.total * (1 + self.contention)),
+        )
 
     def slowed(self, seconds: float, t_comm: float) -> float:
-        """``seconds`` of the computation, likewise, in s."""
-        return min(seconds * (1 + self.contention), seconds + t_comm * self.contention / (1 + self.contention))
+        """``seconds`` of the computation with a collective of ``t_comm`` s beside it, which takes so long, in s."""
+        return _slowed(seconds, self.contention, t_comm)
+
+    def hindered(self, t_comm: float, seconds: float) -> float:
+        """A collective of ``t_comm`` s whose first ``seconds`` are beside the computation, in s."""
+        return _slowed(t_comm, self.hindrance, max(seconds, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +167,8 @@ class Noise:
         """Raise ``ValueError`` if more ranks are slow than there are."""
         if len(self.slow_ranks) > world_size:
             raise ValueError(f"slow_ranks must be at most world_size {world_size}; got {len(self.slow_ranks)}")
+
+
+def _slowed(seconds: float, share: float, beside: float) -> float:
+    """What takes ``seconds`` alone is slower by ``share`` while something else runs, which takes ``beside`` s."""
+    return min(seconds * (1 + share), seconds + beside * share / (1 + share))

@@ -102,8 +102,8 @@ def predict(question: Question, *, extrapolate: bool = False) -> Answer:
 
 
 def _spread(question: Question, costs: Costs, total: float) -> tuple[float, float]:
-    """How far the interval reaches below and above: each estimate's ends by themselves, and the residual, as roots of
-    sums of squares."""
+    """How far the interval reaches below and above: the ends of the estimates that come together, by themselves, and
+    the residual, as roots of sums of squares."""
     residual = question.cluster.calibrated.residual * total
     below, above = residual**2, residual**2
 
@@ -113,10 +113,11 @@ def _spread(question: Question, costs: Costs, total: float) -> tuple[float, floa
         below += min(0.0, *ends) ** 2
         above += max(0.0, *ends) ** 2
 
-    for part, field, estimate in estimates_of(question):
-        if estimate.low < estimate.high:
+    for part, estimates in estimates_of(question):
+        if any(one.low < one.high for one in estimates.values()):
             whole = getattr(costs, part)
-            ends = (dataclasses.replace(whole, **{field: end}) for end in (estimate.low, estimate.high))
+            lows, highs = ({name: getattr(one, end) for name, one in estimates.items()} for end in ("low", "high"))
+            ends = (dataclasses.replace(whole, **end) for end in (lows, highs))
             add([dataclasses.replace(costs, **{part: one}) for one in ends])
     sharing = question.cluster.sharing
     if question.strategy == "ps-sync":

@@ -20,6 +20,8 @@ MOST_CV = 10.0
 SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
 """Of a value on the wire, and of a rank to a core."""
 UNCOMPRESSED = "fp32"
+ESTIMATES = ("forward", "backward", "update", "late_update", "contention", "hindrance")
+"""Of a ``ComputeProfile``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,7 @@ def _compute(table: Table) -> ComputeProfile:
         samples=table.count("samples") if "samples" in table else None,
         cv=table.number("cv", most=MOST_CV),
         slow_ranks=table.numbers("slow_ranks", least=1.0),
-        **{name: _estimate(table, name) for name in ("forward", "backward", "update", "late_update", "contention")},
+        **{name: _estimate(table, name) for name in ESTIMATES},
     )
     table.done()
     return compute

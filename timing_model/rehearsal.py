@@ -79,9 +79,9 @@ def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) ->
     if iterations * question.world_size > MOST_DRAWS:
         most = MOST_DRAWS // question.world_size
         raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
-    times, t_comm = costs_of(question).times, answer.collective.total
+    t_compute, t_comm = costs_of(question).times.at_width(question.width, answer.collective.total)
     simulation = simulate_iterations(
-        t_compute=times.at_width(question.width, t_comm),
+        t_compute=t_compute,
         t_comm=t_comm,
         width=question.width,
         world_size=question.workers,

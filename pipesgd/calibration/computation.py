@@ -1,48 +1,55 @@
-"""What the computation of a model takes: alone, and while a collective runs beside it."""
+"""What the computation of a model takes where it is trained: after collectives, and beside them.
+
+Not alone: a processor that waited is slower for a while, one that sends and receives while it computes is slower all
+the time, and ranks that share cores take turns. So it is trained, with its all-reduces, in many short laps spread over
+the calibration: the machine's speed drifts, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import threading
+import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-import torch.nn as nn
-from torch import Tensor
-from torch.optim import Optimizer
+from numpy.typing import NDArray
+from torch import nn
 
-from pipesgd import launch
-from pipesgd.calibration.fit import Floats, Range, mean_range, median_range
-from pipesgd.collectives.base import AllReduce
-from pipesgd.collectives.worker import CommunicationThread
+from pipesgd.calibration.fit import Floats, Range
 from pipesgd.computation import forward_backward
 from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
 from pipesgd.optimization import build_optimizer
-from pipesgd.strategies.base import Strategy
-from pipesgd.strategies.local import Local
 from pipesgd.strategies.pipelined import Pipelined
 from pipesgd.workloads import ShardedBatches
 
-LATE_WIDTH = 2
-"""Of a late update: every width above 1 does the same, and a prediction for each gradient more in flight."""
-WARM_UP, LEAST_ITERATIONS, MOST_ITERATIONS = 1, 3, 400
-CONTENTION_BLOCKS = 3
-"""Of computation alone and beside a collective, each, in turns."""
-MOST_BESIDE_BYTES = 16 << 20
-"""Of the collective that runs beside it: a longer one does the same for longer."""
+WIDTHS = (1, 2)
+"""That are trained. Every width above 1 does the same as 2, and a prediction for each gradient more in flight."""
+LEAST_ITERATIONS, MOST_ITERATIONS = 2, 100
+"""Of a lap that count."""
 SLOW_RANK, STRETCHES = 1.1, 4
 """Of the median rank: who takes longer in every one of so many stretches of time is always slow."""
 INTERRUPTED = 3.0
 """Of the median: an iteration that takes longer was interrupted by something else on its core, and is left out."""
+LEAST_OVERLAP, MOST_SLOWED = 0.2, 0.75
+"""Of the computation, that counts as beside a collective even if less was: what it is slower by would be noise. And the
+largest share of that time which counts as lost."""
+T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
+"""Standard errors to the ends of a 90 % interval, with 1, 2, ... degrees of freedom (Student)."""
 PARTS = ("forward", "backward", "update", "late_update")
-CPU = "cpu"
-"""Seconds of this thread in a synchronous iteration: while others have its core, no time passes."""
+FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU = range(6)
+"""Of the seconds of an iteration, which the first four add up to; then the all-reduce that ended in it, and for how
+long this thread had a core in the passes."""
+EXPOSED = 0.05
+"""A share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
+
+Laps = list[list[list[float]]]
+"""Of one rank: laps, iterations, seconds."""
+Lap = NDArray[np.float64]
+"""(ranks, iterations, 6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,158 +57,156 @@ class Computation:
     """What the ranks' iterations took, in s."""
 
     parts: dict[str, Range]
-    """Of ``PARTS``: means over the iterations of the median rank."""
+    """Of ``PARTS``: means over iterations and ranks, those that are always slow apart."""
     cv: float
-    """Standard deviation over mean of one rank's forward, backward and update; of the median rank."""
+    """By how much ranks differ in an iteration: standard deviation over mean of one rank's time."""
     slow_ranks: dict[int, float]
     """Of the ranks that are always slow: median iteration over the median rank's."""
     contention: Range
+    hindrance: Range
 
 
-class Workload:
-    """A model to be trained, and its batches."""
+class Training:
+    """A model in training on all ranks, at every one of ``WIDTHS``. All ranks make one, and call it, together."""
 
-    def __init__(self, config: TrainConfig, model: nn.Module, batches: ShardedBatches, prediction: str):
-        self.config = config
-        self.model = model
+    def __init__(self, config: TrainConfig, model: nn.Module, batches: ShardedBatches, prediction: str, ranks: Ranks):
+        self._config = config
         self._batches = batches
-        self._prediction = prediction
+        self._ranks = ranks
         self._scaler = torch.amp.GradScaler(
             "cpu", init_scale=config.optimization.loss_scale, enabled=config.optimization.precision == "fp16"
         )
+        self._strategies = []
+        for width in WIDTHS:
+            own = copy.deepcopy(model).train()
+            optimizer = build_optimizer(config.optimization, own)
+            self._strategies.append(
+                Pipelined(own, optimizer, width=width, prediction=prediction, scaler=self._scaler, ranks=ranks)
+            )
+        self._paces = [0.0] * len(WIDTHS)
+        """Seconds of an iteration, so far."""
+        self.laps: list[Laps] = [[] for _ in WIDTHS]
 
-    @property
-    def gradient_bytes(self) -> int:
-        return sum(4 * one.numel() for one in self.model.parameters() if one.requires_grad)
+    def lap(self, seconds: float) -> None:
+        """Train at each width for so many seconds together, about, and keep the times."""
+        self._ranks.exchange("computation", None)  # all begin together
+        share = seconds / len(WIDTHS)
+        asked = [min(share / pace, MOST_ITERATIONS) if pace else 0.0 for pace in self._paces]
+        agreed = np.min(self._ranks.exchange("iterations of a lap", asked), axis=0)
+        for number, strategy in enumerate(self._strategies):
+            begin = time.perf_counter()
+            times = self._train(strategy, strategy.width + max(LEAST_ITERATIONS, int(agreed[number])))
+            self._paces[number] = (time.perf_counter() - begin) / len(times)
+            # While the pipeline fills nobody waits, and what was done before is in the caches.
+            self.laps[number].append(times[strategy.width :])
 
-    def alone(self, seconds: float, advance: Callable[[float], None]) -> dict[str, list[float]]:
-        """Of this rank, times of ``PARTS`` and ``CPU``, one an iteration, of ``Pipelined`` with one rank: nobody waits.
+    def close(self) -> None:
+        """End the communication threads."""
+        for strategy in self._strategies:
+            strategy.close()
 
-        Starts and ends a torch process group of this rank alone; there must be none yet.
-        """
-        solo = launch.alone()
-        solo.start_process_group("cpu", self.config.run.timeout)
-        times: dict[str, list[float]] = {name: [] for name in (*PARTS, CPU)}
-        try:
-            for width, update in ((1, "update"), (LATE_WIDTH, "late_update")):
-                optimizer = self._optimizer()
-                strategy = Pipelined(
-                    self.model, optimizer, width=width, prediction=self._prediction, scaler=self._scaler, ranks=solo
-                )
-                with contextlib.closing(strategy):
-                    for spans in self._iterations(strategy, seconds / 2):
-                        times[update].append(spans["update"])
-                        if width == 1:
-                            times["forward"].append(spans["forward"])
-                            times["backward"].append(spans["backward"])
-                            times[CPU].append(spans[CPU])
-                    strategy.flush()
-                advance(width / LATE_WIDTH)
-        finally:
-            solo.leave()
-        return times
-
-    def contended(
-        self, ranks: Ranks, ring: AllReduce, seconds: float, advance: Callable[[float], None]
-    ) -> tuple[list[float], list[float]]:
-        """Of this rank, times of iterations alone, and of those with a collective beside them. Collective."""
-        thread = CommunicationThread(torch.device("cpu"))
-        flat = torch.zeros(min(self.gradient_bytes, MOST_BESIDE_BYTES) // 4)
-        times: tuple[list[float], list[float]] = ([], [])
-        strategy = Local(self.model, self._optimizer(), scaler=self._scaler)
-        with contextlib.closing(thread):
-            for block in range(2 * CONTENTION_BLOCKS):
-                beside = block % 2
-                ranks.exchange("computation", None)  # all begin together
-                computed = threading.Event()
-                reducing = thread.submit(partial(_reduce_until, ring, flat, computed)) if beside else None
-                for spans in self._iterations(strategy, seconds / 2 / CONTENTION_BLOCKS):
-                    times[beside].append(sum(spans.values()) - spans[CPU])
-                computed.set()
-                if reducing is not None:
-                    reducing.result()
-                advance((block + 1) / (2 * CONTENTION_BLOCKS))
-        return times
-
-    def _optimizer(self) -> Optimizer:
-        return build_optimizer(self.config.optimization, self.model)
-
-    def _iterations(self, strategy: Strategy, seconds: float) -> Iterator[dict[str, float]]:
-        """The times of iterations after the first ones, for so many seconds; what it waited is in none of them."""
-        self.model.train()
-        end, done = time.perf_counter() + seconds, 0
+    def _train(self, strategy: Pipelined, iterations: int) -> list[list[float]]:
+        times = []
         with contextlib.closing(self._batches.from_iteration(strategy.iteration)) as samples:
-            while done < WARM_UP + MOST_ITERATIONS:
-                if done >= WARM_UP + LEAST_ITERATIONS and time.perf_counter() > end:
-                    break
+            for number in range(iterations):
                 cpu, begin = time.thread_time(), time.perf_counter()
-                _, spans = forward_backward(strategy, samples, self.config, self._scaler, done)
-                computed = time.perf_counter()
+                _, spans = forward_backward(strategy, samples, self._config, self._scaler, number)
+                computed, cpu = time.perf_counter(), time.thread_time() - cpu
                 report = strategy.step()
-                update = time.perf_counter() - computed - report.seconds("wait")
+                wait = report.seconds("wait")
+                update = time.perf_counter() - computed - wait
                 backward = sum(span.seconds for span in spans if span.what == "backward")
-                done += 1
-                if done > WARM_UP:
-                    times = {"forward": computed - begin - backward, "backward": backward, "update": update}
-                    yield times | {CPU: time.thread_time() - cpu}
-
-
-def _reduce_until(ring: AllReduce, flat: Tensor, computed: threading.Event) -> None:
-    """All-reduce, again and again, until all ranks have computed what they had to: they tell each other in the sum."""
-    while True:
-        flat[-1] = 0.0 if computed.is_set() else 1.0
-        ring(flat)
-        if flat[-1] == 0:
-            return
+                forward = computed - begin - backward
+                times.append([forward, backward, update, wait, report.seconds("communication"), cpu])
+        strategy.flush()
+        return times
 
 
 def summarize(
-    alone: Sequence[dict[str, list[float]]],
-    contended: Sequence[tuple[list[float], list[float]]],
-    *,
-    shared_cores: bool = False,
+    everybody: Sequence[Sequence[Laps]], *, t_comm: float | None = None, shared_cores: bool = False
 ) -> Computation:
-    """From every rank's times; ``contended`` is empty where there is one rank, and nothing to run beside it.
+    """From every rank's ``Training.laps``.
 
     With ``shared_cores`` ranks are compared by their CPU time: which of them waits for a core longest is chance.
+
+    Args:
+        everybody: of each rank, the laps at each of ``WIDTHS``.
+        t_comm: what the all-reduce of the gradient takes with no computation beside it, in s; None for one rank alone.
+        shared_cores: whether there are more ranks than cores.
     """
-    totals = [_totals(times) for times in alone]
-    medians = [float(np.median(total)) for total in totals]
-    middle = sorted(range(len(alone)), key=lambda rank: medians[rank])[(len(alone) - 1) // 2]
-    kept = [_uninterrupted(total) for total in totals]
+    synchronous, late = (
+        [_uninterrupted(np.array(lap)) for lap in zip(*(laps[number] for laps in everybody), strict=True)]
+        for number in range(len(WIDTHS))
+    )
+    totals = np.concatenate([lap[:, :, : UPDATE + 1].sum(axis=2) for lap in synchronous], axis=1)
+    compared = np.concatenate([lap[:, :, CPU] for lap in synchronous], axis=1) if shared_cores else totals
+    slow = _slow_ranks(compared)
+    others = [rank for rank in range(len(everybody)) if rank not in slow]
+    synchronous, late = [lap[others] for lap in synchronous], [lap[others] for lap in late]
+    value = _values(synchronous, late, t_comm)
+    # What another calibration would find: by leaving out one lap after the other (jackknife).
+    count = len(synchronous)
+    without = [
+        _values([*synchronous[:left], *synchronous[left + 1 :]], [*late[:left], *late[left + 1 :]], t_comm)
+        for left in range(count)
+        if count > 1
+    ]
+    deviations = np.sqrt((count - 1) * np.var(without, axis=0)) if without else np.zeros(len(value))
+    reach = np.sqrt(2) * deviations * T90[min(max(count - 1, 1), len(T90)) - 1]
+    ranges = [
+        Range(float(middle), max(0.0, float(middle - far)), float(middle + far))
+        for middle, far in zip(value, reach, strict=True)
+    ]
+    *parts, contention, hindrance = ranges
     return Computation(
-        parts={name: mean_range(_uninterrupted(np.array(alone[middle][name]))) for name in PARTS},
-        cv=float(np.median([np.std(total) / np.mean(total) for total in kept])),
-        slow_ranks=_slow_ranks([np.array(times[CPU]) for times in alone] if shared_cores else totals),
-        contention=_contention(contended),
+        parts=dict(zip(PARTS, parts, strict=True)),
+        cv=_cv(totals),
+        slow_ranks=slow,
+        contention=contention,
+        hindrance=hindrance,
     )
 
 
-def _totals(times: dict[str, list[float]]) -> Floats:
-    total: Floats = np.array(times["forward"]) + np.array(times["backward"]) + np.array(times["update"])
-    return total
+def _values(synchronous: Sequence[Lap], late: Sequence[Lap], t_comm: float | None) -> Floats:
+    """``PARTS``, contention and hindrance, of these laps.
+
+    In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow:
+    ``ComputeTimes.at_width`` the other way round.
+    """
+    forward, backward, update, *_ = np.concatenate(synchronous, axis=1).mean(axis=(0, 1))
+    every_late = np.concatenate(late, axis=1)
+    late_forward, late_backward, late_update, wait, *_ = every_late.mean(axis=(0, 1))
+    if t_comm is None:
+        return np.array([forward, backward, update, late_update, 0.0, 0.0])
+    passes, late_passes = forward + backward, late_forward + late_backward
+    communication = late_passes + late_update + wait
+    if every_late[:, :, WAIT].min(axis=0).mean() < EXPOSED * communication:
+        communication = every_late[:, :, COMMUNICATION].min(axis=0).mean()  # of the rank that waited for no other
+    beside = np.clip(communication - late_update, LEAST_OVERLAP * late_passes, late_passes)
+    lost = np.clip((late_passes - passes) / beside, 0.0, MOST_SLOWED)
+    hindered = np.clip((communication - t_comm) / min(late_passes + late_update, communication), 0.0, MOST_SLOWED)
+    late_update -= min(late_update, communication) * lost
+    return np.array([forward, backward, update, late_update, lost / (1 - lost), hindered / (1 - hindered)])
 
 
-def _uninterrupted(times: Floats) -> Floats:
-    return times[times <= INTERRUPTED * np.median(times)]
+def _uninterrupted(lap: Lap) -> Lap:
+    totals = lap[:, :, : UPDATE + 1].sum(axis=2)
+    kept: Lap = lap[:, (totals <= INTERRUPTED * np.median(totals)).all(axis=0)]
+    return kept
 
 
-def _slow_ranks(totals: Sequence[Floats]) -> dict[int, float]:
-    """The factors of those that are slow in every stretch of their iterations."""
-    parts = [[float(np.median(one)) for one in np.array_split(total, STRETCHES) if len(one)] for total in totals]
-    stretches = min(map(len, parts))
-    medians = np.array([one[:stretches] for one in parts])  # (ranks, stretches)
+def _cv(totals: Floats) -> float:
+    """Of (ranks, iterations). What slows all ranks down together makes nobody wait; with one rank, all counts."""
+    ranks = len(totals)
+    relative = totals / totals.mean(axis=1, keepdims=True)
+    if ranks == 1:
+        return float(relative.std())
+    return float(np.sqrt(np.square(relative - relative.mean(axis=0)).mean() * ranks / (ranks - 1)))
+
+
+def _slow_ranks(times: Floats) -> dict[int, float]:
+    """The factors of the ranks that are slow in every stretch of their iterations; times are (ranks, iterations)."""
+    stretches = np.array_split(times, min(STRETCHES, times.shape[1]), axis=1)
+    medians = np.array([np.median(one, axis=1) for one in stretches]).T
     factors = medians / np.median(medians, axis=0)
     return {rank: float(np.median(own)) for rank, own in enumerate(factors) if np.all(own > SLOW_RANK)}
-
-
-def _contention(contended: Sequence[tuple[Any, Any]]) -> Range:
-    """By what share computation beside a collective is slower: of the median rank, at least 0."""
-    if not contended:
-        return Range(0.0, 0.0, 0.0)
-    found = []
-    for free, beside in contended:
-        one, other = median_range(np.array(free)), median_range(np.array(beside))
-        shares = other.value / one.value, other.low / one.high, other.high / one.low
-        found.append([max(share - 1, 0.0) for share in shares])
-    return Range(*(float(one) for one in np.median(found, axis=0)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,7 +13,7 @@ from torch import nn
 
 from pipesgd.calibration import codec_speeds, interfaces, links, machines, profile, report
 from pipesgd.calibration.codec_speeds import CodecSpeed
-from pipesgd.calibration.computation import Computation, Workload, summarize
+from pipesgd.calibration.computation import Computation, Training, summarize
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
 from pipesgd.calibration.profile import CollectiveFit, Profile
@@ -22,16 +23,15 @@ from pipesgd.collectives.transport import TorchTransport, communication_group
 from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
 from pipesgd.workloads import ShardedBatches
+from timing_model import all_reduce_time
 
-COMPUTATION, CODECS, LINKS, COLLECTIVES, CONTENTION = (
-    "computation",
-    "codecs",
-    "links",
-    "collectives",
-    "computation beside a collective",
-)
-SHARES = {COMPUTATION: 0.17, CODECS: 0.07, LINKS: 0.03, COLLECTIVES: 0.63, CONTENTION: 0.1}
-"""Of the time that there is; what comes before the collectives takes as long as it takes."""
+CODECS, LINKS, TRAINING = "codecs", "links", "training and collectives"
+SHARES = {CODECS: 0.07, LINKS: 0.03, TRAINING: 0.9}
+"""Of the time that there is; what comes before the last takes as long as it takes."""
+TRAINED = 0.5
+"""Of the time of the all-reduces alone, how long the model is trained."""
+LAPS_ALONE = 10
+"""Of training, where there is one rank, and no all-reduce between them."""
 HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.calibrate ..."
 
 
@@ -105,26 +105,24 @@ def measure(
     several = ranks.world_size > 1
     where, cards, hosts = places_of(ranks), interfaces.interfaces_of(ranks), machines.machines_of(ranks)
     shared = machines.ranks_per_core(hosts)
-    workload = Workload(config, model, batches, prediction)
 
     def say(line: str) -> None:
         if ranks.rank == 0:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     say(describe(ranks, shared, [one.address for one in cards], seconds))
-    shares = SHARES if several else {COMPUTATION: 0.5, CODECS: 0.3}
-    planned = {name: share * seconds for name, share in shares.items()}
-    with Phases(console, planned, show=ranks.rank == 0) as shown:
+    ranks.start_process_group("cpu", timeout)
+    planned = {name: share * seconds for name, share in SHARES.items() if several or name != LINKS}
+    with (
+        Phases(console, planned, show=ranks.rank == 0) as shown,
+        contextlib.closing(Training(config, model, batches, prediction, ranks)) as training,
+    ):
         # 1. Each rank for itself, but all at once, as in training.
-        ranks.exchange("computation", None)
-        alone = workload.alone(planned[COMPUTATION], partial(shown.advance, COMPUTATION))
-        every_alone = ranks.exchange("times of the computation", alone)
+        ranks.exchange("codecs", None)
         own_codecs = codec_speeds.measure(codecs, planned[CODECS], partial(shown.advance, CODECS))
         every_codecs = ranks.exchange("times of the codecs", own_codecs)
-        every_contended = []
+        # 2. Together.
         if several:
-            # 2. Together.
-            ranks.start_process_group("cpu", timeout)
             transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
             probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
             slow = links.slow_links(probes, where)
@@ -132,19 +130,25 @@ def measure(
             sweep = Sweep(ranks, transport, groups, timeout=timeout)
             cells = sweep.run(
                 largest_bytes=largest_bytes // 4 * 4,
-                seconds=planned[COLLECTIVES],
-                advance=partial(shown.advance, COLLECTIVES),
+                seconds=planned[TRAINING],
+                between=lambda lap: training.lap(TRAINED * lap),
+                advance=partial(shown.advance, TRAINING),
             )
-            # 3. Both.
-            contended = workload.contended(ranks, sweep.ring, planned[CONTENTION], partial(shown.advance, CONTENTION))
-            every_contended = ranks.exchange("times beside a collective", contended)
+        else:
+            for number in range(LAPS_ALONE):
+                training.lap(planned[TRAINING] / LAPS_ALONE)
+                shown.advance(TRAINING, (number + 1) / LAPS_ALONE)
+    every_lap = ranks.exchange("times of training", training.laps)
 
-    # 4. What it means.
-    computation = summarize(every_alone, every_contended, shared_cores=shared > 1)
-    fits = {}
+    # 3. What it means.
+    fits, t_comm = {}, None
     if ranks.rank == 0 and several:
         sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
         fits = {name: profile.fit_collective(name, cells, probes, sums) for name in ALL_REDUCES}
+        values = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        t_comm = all_reduce_time("ring", fits["ring"].link, values, ranks.world_size).total
+    computation = summarize(every_lap, t_comm=t_comm, shared_cores=shared > 1)
+    if fits:
         for line in [*interfaces.wrong_interfaces(cards, where), *(one.line for one in slow)]:
             say(line)
     for line in report.warnings(computation, fits):

@@ -141,6 +141,7 @@ def compute_profile(
         tensors=tuple(tensors),
         samples=samples,
         contention=Estimate(*computation.contention),
+        hindrance=Estimate(*computation.hindrance),
         cv=computation.cv,
         slow_ranks=tuple(computation.slow_ranks.values()),
         **{name: Estimate(*part) for name, part in computation.parts.items()},

@@ -54,6 +54,7 @@ def show(
         table.add_row(name.replace("_", " "), f"{_ms(part)}")
     table.add_row("spread", f"{computation.cv:.1%} between iterations (cv)")
     table.add_row("beside a collective", f"{computation.contention.value:.1%} slower")
+    table.add_row("a collective beside it", f"{computation.hindrance.value:.1%} slower")
     console.print(table)
 
 

@@ -29,7 +29,7 @@ GROWTH = 4
 BLOCK_SECONDS, MOST_CALLS = 4e-3, 32
 """Short all-reduces follow each other without a pause until a block of them has taken so long: that the ranks do not
 begin in the same moment, by some tens of microseconds, does not show then."""
-LEAST_LAPS, MOST_LAPS = 2, 30
+LEAST_LAPS, LAPS, MOST_LAPS = 4, 8, 30
 """In which every cell is timed: whatever slows the cluster down for a while, slows down a few blocks of each."""
 MOST_BLOCKS = 6
 """Of one cell in a lap."""
@@ -76,12 +76,20 @@ class Sweep:
         """Of all ranks."""
         return self._all_reduces[-1]["ring"]
 
-    def run(self, *, largest_bytes: int, seconds: float, advance: Callable[[float], None]) -> list[Cell]:
+    def run(
+        self,
+        *,
+        largest_bytes: int,
+        seconds: float,
+        between: Callable[[float], None],
+        advance: Callable[[float], None],
+    ) -> list[Cell]:
         """Every cell, the same on all ranks. Collective.
 
         Args:
             largest_bytes: of a gradient; less if the largest would take too much of the time that there is.
-            seconds: that it takes, about.
+            seconds: that it takes, about, with what is done between laps.
+            between: called after each lap, with the seconds that it took: for what else is to be spread over the time.
             advance: told what share is done.
         """
         end = time.perf_counter() + seconds
@@ -93,7 +101,7 @@ class Sweep:
         # 2. How often each, agreed upon.
         agreed = [float(one) for one in np.max(self._ranks.exchange("first times", first), axis=0)]
         left = max(min(self._ranks.exchange("time left", end - time.perf_counter())), 0.0)
-        plans = [plan(once, left / LEAST_LAPS / len(cells) / 2) for once in agreed]
+        plans = [plan(once, left / LAPS / len(cells) / 2) for once in agreed]
         times = [[once] if long >= LONG_SECONDS else [] for once, long in zip(first, agreed, strict=True)]
         # 3. Lap after lap, until there is no time for most of another one, as one of the ranks sees it.
         for lap in range(MOST_LAPS):
@@ -102,6 +110,7 @@ class Sweep:
                 calls, blocks = plans[index]
                 times[index] += [self._block(group, name, flat[: size // 4], calls) / calls for _ in range(blocks)]
                 advance(min(1.0, 1 - (end - time.perf_counter()) / seconds))
+            between(time.perf_counter() - begin)
             now = time.perf_counter()
             over = torch.full((self._ranks.world_size,), float(now + (now - begin) / 2 > end))
             self.ring(over)

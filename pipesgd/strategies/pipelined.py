@@ -332,8 +332,8 @@ class Pipelined:
             except CommunicationError as failure:
                 failure.iteration = iteration
                 raise
-            span = Span("communication", iteration, start, time.perf_counter())
-            return _Reduction(finite, span, self._prediction.compare(buffer.views, kept), norm)
+            comparison = self._prediction.compare(buffer.views, kept)
+            return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)
 
         options = self._updates.hand_over()
         return _InFlight(iteration, buffer, kept, options, scale, self._thread.submit(reduce))
