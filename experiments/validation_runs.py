@@ -86,7 +86,6 @@ SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.0, 0.2, 3, 100
 """Of a cell in a pass: as many iterations as are predicted to take so long."""
 CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 60.0, 4.0
 DEADLINE = 1800.0
-"""Also of every wait: between two passes a configuration is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,7 @@ def measure(testbed: Testbed, setting: Setting, folder: Path, *, quick: bool = F
     chosen = choose(answers)
     cells = [
         {
-            "words": f"{workload} --timeout {DEADLINE} {words}",
+            "words": f"{workload} {words}",
             "iterations": int(np.clip(seconds / answer.iteration.total, LEAST_ITERATIONS, MOST_ITERATIONS)),
         }
         for words, answer in answers.items()

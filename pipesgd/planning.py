@@ -6,7 +6,6 @@ The one place, beside what writes calibrations, where the trainer knows the timi
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
@@ -232,7 +231,7 @@ def calibrate_briefly(
     with torch.random.fork_rng(devices=[]):
         found = measure(
             config,
-            copy.deepcopy(model),
+            model,
             batches,
             ranks,
             console,

@@ -19,6 +19,7 @@ from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams
 from timing_model.profile import UNCOMPRESSED
 from timing_model.question import Question
 from timing_model.servers import parameter_server_time
+from timing_model.traffic import traffic
 
 DEFAULT_SHARING = 0.5
 """Of servers that were not measured: between both bounds, as this project's testbed was."""
@@ -38,16 +39,26 @@ class Costs:
 
 def costs_of(question: Question) -> Costs:
     """What everything costs, by the estimates' values."""
-    cluster = question.cluster
-    codec = question.codec_profile
-    sharing = DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value
+    cluster, link = question.cluster, _link(question).params()
+    profile = question.codec_profile
+    codec = uncompressed(0.0) if profile is None else profile.cost(question.codec, _message_values(question, profile))
+    times = question.compute.times(question.width)
+    if times.busy > 0:
+        times = dataclasses.replace(times, busy=times.busy + _carrying(question, link, codec))
     return Costs(
-        link=_link(question).params(),
+        link=link,
         inner=None if cluster.inner is None else cluster.inner.params(),
-        codec=uncompressed(0.0) if codec is None else codec.cost(question.codec, _message_values(question, codec)),
-        times=question.compute.times(question.width),
-        sharing=sharing,
+        codec=codec,
+        times=times,
+        sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
     )
+
+
+def _carrying(question: Question, link: LinkParams, codec: CodecCost) -> float:
+    """How long all cores are busy with a collective, in s: bytes, and the codec's work of as many ranks as share one."""
+    own = traffic(question, codec)
+    sharing = min(1.0, question.cluster.calibrated.ranks_per_core)  # where more do, its measured times say so
+    return own.sent * link.carrying + sharing * own.work
 
 
 def iteration_time(question: Question, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
@@ -128,6 +139,7 @@ def estimates_of(question: Question) -> Iterator[tuple[str, dict[str, Estimate]]
         yield "codec", {"call": codec.call}
     compute = question.compute
     update = compute.update if question.width == 1 else compute.late_update
-    yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
+    parts = {"update": update, "forward": compute.forward, "backward": compute.backward}
+    yield "times", parts | ({} if question.width == 1 else {"busy": compute.busy})
     yield "times", {"contention": compute.contention}
     yield "times", {"hindrance": compute.hindrance}

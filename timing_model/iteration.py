@@ -14,6 +14,9 @@ NO_NOISE = Noise()
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 """Bytes at which torch's DistributedDataParallel closes its first bucket, and the others, by default."""
 
+SHARPNESS = 6
+"""Of the maximum of an iteration and what the cores have to do in it."""
+
 
 class IterationTime(NamedTuple):
     """What one iteration takes in the steady state, on average, in s; its parts sum to the total."""
@@ -39,11 +42,13 @@ def pipelined_iteration_time(
 ) -> IterationTime:
     r"""Iteration time of Pipe-SGD of width K.
 
-    .. math:: T = \max(c,\; m,\; (c + m) / K)
+    .. math:: T = \left(\max(c,\; m,\; (c + m) / K)^6 + b^6\right)^{1/6}
 
     c is ``times.total`` and m ``collective.total``, each with what it takes longer beside the other if K > 1
     (``ComputeTimes.at_width``). Width 1 is synchronous, c + m: D-Sync. Width 2 is the smallest that reaches max(c, m).
-    Noise makes it ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
+    Noise makes the maximum ``jitter.steady_state_period``. b is ``times.busy``, 0 for width 1: where ranks have few
+    cores, no iteration is shorter than what all cores have to do in it, and near to that one waits for a core now and
+    then. The exponent was fitted to the testbed. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
 
     Raises ``ValueError`` if ``width < 1``.
 
@@ -57,9 +62,11 @@ def pipelined_iteration_time(
 
     def without_noise(t_comm: float) -> float:
         c, m = times.at_width(width, t_comm)
-        return max(c, m, (c + m) / width)
+        return _at_least_busy(max(c, m, (c + m) / width), busy)
 
-    total = steady_state_period(*times.at_width(width, collective.total), width, world_size, noise)
+    busy = 0.0 if width == 1 else times.busy
+    period = steady_state_period(*times.at_width(width, collective.total), width, world_size, noise)
+    total = _at_least_busy(period, busy)
     return _parts(times.total, without_noise(collective.wire), without_noise(collective.total), total)
 
 
@@ -172,6 +179,12 @@ def ddp_buckets(
     if held:
         buckets.append((1.0, held))
     return buckets
+
+
+def _at_least_busy(period: float, busy: float) -> float:
+    """The 6-norm, a smooth maximum."""
+    longer = max(period, busy)
+    return longer if busy == 0 else longer * float((1 + (min(period, busy) / longer) ** SHARPNESS) ** (1 / SHARPNESS))
 
 
 def _parts(compute: float, with_wire: float, with_codec: float, total: float) -> IterationTime:

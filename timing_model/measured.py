@@ -55,6 +55,7 @@ class LinkProfile:
     gamma: Estimate
     sync: Estimate
     overhead: Estimate
+    carrying: Estimate
 
     @classmethod
     def exact(cls, link: LinkParams) -> LinkProfile:
@@ -132,6 +133,8 @@ class ComputeProfile:
     """By what share it is slower while a collective runs beside it."""
     hindrance: Estimate
     """By what share a collective is slower while the computation runs beside it."""
+    busy: Estimate
+    """How long all cores of a machine are busy with an iteration at a width above 1, without its collective."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
     slow_ranks: tuple[float, ...] = ()
@@ -152,6 +155,7 @@ class ComputeProfile:
             late_update=Estimate.exact(update),
             contention=Estimate.exact(0.0),
             hindrance=Estimate.exact(0.0),
+            busy=Estimate.exact(0.0),
         )
 
     @property
@@ -167,6 +171,7 @@ class ComputeProfile:
             backward=self.backward.value,
             contention=self.contention.value,
             hindrance=self.hindrance.value,
+            busy=0.0 if width == 1 else self.busy.value,
         )
 
     def noise(self) -> Noise:

@@ -27,6 +27,8 @@ class LinkParams:
     """Fixed cost of one collective (S), in s."""
     overhead: float = 0.0
     """CPU time of a message (o), in s, at the rank that sends it. Unlike latency it never overlaps."""
+    carrying: float = 0.0
+    """How long all cores of a machine are busy with a byte that each of its ranks sends, and gets, in s."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -45,6 +47,8 @@ class ComputeTimes:
     """By what share the computation is slower while a collective runs beside it."""
     hindrance: float = 0.0
     """By what share a collective is slower while the computation runs beside it."""
+    busy: float = 0.0
+    """How long all cores of a machine are busy with an iteration of a pipeline, collective and all, in s."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

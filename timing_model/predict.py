@@ -134,7 +134,7 @@ def _gains(question: Question, costs: Costs, iteration: IterationTime) -> dict[s
 
     link = costs.link
     changed = {
-        COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "forward", "backward")),
+        COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "forward", "backward", "busy")),
         NETWORK: dataclasses.replace(costs, link=half(link, "beta")),
         LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead", "sync")),
         CODEC: dataclasses.replace(

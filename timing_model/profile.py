@@ -20,7 +20,7 @@ MOST_CV = 10.0
 SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
 """Of a value on the wire, and of a rank to a core."""
 UNCOMPRESSED = "fp32"
-ESTIMATES = ("forward", "backward", "update", "late_update", "contention", "hindrance")
+ESTIMATES = ("forward", "backward", "update", "late_update", "contention", "hindrance", "busy")
 """Of a ``ComputeProfile``."""
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipesgd.calibration.fit import Floats, Range
+from pipesgd.calibration.machines import busy_seconds
 from pipesgd.computation import forward_backward
 from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
@@ -64,6 +65,8 @@ class Computation:
     """Of the ranks that are always slow: median iteration over the median rank's."""
     contention: Range
     hindrance: Range
+    busy: Range
+    """All cores of a machine, with an iteration at a width above 1 without its all-reduce."""
 
 
 class Training:
@@ -85,6 +88,8 @@ class Training:
             )
         self._paces = [0.0] * len(WIDTHS)
         """Seconds of an iteration, so far."""
+        self.busy: list[float] = []
+        """Of each lap at the last width: seconds of all cores of this machine in an iteration."""
         self.laps: list[Laps] = [[] for _ in WIDTHS]
 
     def lap(self, seconds: float) -> None:
@@ -94,9 +99,11 @@ class Training:
         asked = [min(share / pace, MOST_ITERATIONS) if pace else 0.0 for pace in self._paces]
         agreed = np.min(self._ranks.exchange("iterations of a lap", asked), axis=0)
         for number, strategy in enumerate(self._strategies):
-            begin = time.perf_counter()
+            begin, busy = time.perf_counter(), busy_seconds()
             times = self._train(strategy, strategy.width + max(LEAST_ITERATIONS, int(agreed[number])))
             self._paces[number] = (time.perf_counter() - begin) / len(times)
+            if strategy.width == WIDTHS[-1]:
+                self.busy.append((busy_seconds() - busy) / len(times))
             # While the pipeline fills nobody waits, and what was done before is in the caches.
             self.laps[number].append(times[strategy.width :])
 
@@ -123,7 +130,12 @@ class Training:
 
 
 def summarize(
-    everybody: Sequence[Sequence[Laps]], *, t_comm: float | None = None, shared_cores: bool = False
+    everybody: Sequence[Sequence[Laps]],
+    busy: Sequence[Sequence[float]],
+    *,
+    t_comm: float | None = None,
+    carrying: float = 0.0,
+    shared_cores: bool = False,
 ) -> Computation:
     """From every rank's ``Training.laps``.
 
@@ -131,7 +143,9 @@ def summarize(
 
     Args:
         everybody: of each rank, the laps at each of ``WIDTHS``.
+        busy: of each rank, ``Training.busy``.
         t_comm: what the all-reduce of the gradient takes with no computation beside it, in s; None for one rank alone.
+        carrying: for how long it keeps all cores busy, in s.
         shared_cores: whether there are more ranks than cores.
     """
     synchronous, late = (
@@ -143,27 +157,30 @@ def summarize(
     slow = _slow_ranks(compared)
     others = [rank for rank in range(len(everybody)) if rank not in slow]
     synchronous, late = [lap[others] for lap in synchronous], [lap[others] for lap in late]
-    value = _values(synchronous, late, t_comm)
-    # What another calibration would find: by leaving out one lap after the other (jackknife).
     count = len(synchronous)
-    without = [
-        _values([*synchronous[:left], *synchronous[left + 1 :]], [*late[:left], *late[left + 1 :]], t_comm)
-        for left in range(count)
-        if count > 1
-    ]
+    busy_laps = np.maximum(np.mean(busy, axis=0) - carrying, 0.0)
+
+    def values(laps: list[int]) -> Floats:
+        own = _values([synchronous[lap] for lap in laps], [late[lap] for lap in laps], t_comm)
+        return np.append(own, busy_laps[laps].mean())
+
+    value = values(list(range(count)))
+    # What another calibration would find: by leaving out one lap after the other (jackknife).
+    without = [values([lap for lap in range(count) if lap != left]) for left in range(count) if count > 1]
     deviations = np.sqrt((count - 1) * np.var(without, axis=0)) if without else np.zeros(len(value))
     reach = np.sqrt(2) * deviations * T90[min(max(count - 1, 1), len(T90)) - 1]
     ranges = [
         Range(float(middle), max(0.0, float(middle - far)), float(middle + far))
         for middle, far in zip(value, reach, strict=True)
     ]
-    *parts, contention, hindrance = ranges
+    *parts, contention, hindrance, all_cores = ranges
     return Computation(
         parts=dict(zip(PARTS, parts, strict=True)),
         cv=_cv(totals),
         slow_ranks=slow,
         contention=contention,
         hindrance=hindrance,
+        busy=all_cores,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 import pipesgd
 from pipesgd.launch import Ranks
 
+STAT = Path("/proc/stat")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -46,6 +47,16 @@ def ranks_per_core(machines: Sequence[Machine]) -> float:
     """Of the machine that has the most; above 1, ranks share cores."""
     ranks = Counter(one.kernel for one in machines)
     return max(ranks[one.kernel] / one.cores for one in machines)
+
+
+def busy_seconds() -> float:
+    """For how long all cores of this machine have been busy since it was started, kernel and all; 0 if not Linux."""
+    try:
+        words = STAT.read_text(encoding="ascii").splitlines()[0].split()
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, words[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
 
 def provenance(machines: Sequence[Machine], created: str, words: Sequence[str]) -> dict[str, str | int]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
+import numpy as np
 from rich.console import Console
 from torch import nn
 
 from pipesgd.calibration import codec_speeds, interfaces, links, machines, profile, report
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation, Training, summarize
+from pipesgd.calibration.fit import Range, mean_range
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
 from pipesgd.calibration.profile import CollectiveFit, Profile
@@ -24,6 +26,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
 from pipesgd.workloads import ShardedBatches
 from timing_model import all_reduce_time
+from timing_model.collectives import ring_all_reduce_bytes
 
 CODECS, LINKS, TRAINING = "codecs", "links", "training and collectives"
 SHARES = {CODECS: 0.07, LINKS: 0.03, TRAINING: 0.9}
@@ -43,6 +46,8 @@ class Measured:
     """Of every rank."""
     codecs: dict[str, CodecSpeed]
     computation: Computation
+    carrying: Range
+    """How long all cores of a machine are busy with a byte, in s."""
     fits: dict[str, CollectiveFit]
     """Of the all-reduces; on rank 0, where there are several ranks."""
 
@@ -65,6 +70,7 @@ class Measured:
                 tensors=[one.numel() for one in model.parameters() if one.requires_grad],
                 samples=samples,
             ),
+            carrying=self.carrying,
             ranks_per_core=machines.ranks_per_core(self.hosts),
             provenance=machines.provenance(self.hosts, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", command),
         )
@@ -84,12 +90,12 @@ def measure(
 ) -> Measured:
     """Measure the ranks, their network and the model's training; rank 0 says what is done, and what is amiss.
 
-    All ranks call this together. It trains ``model``. Where there are several ranks, it starts torch's process group,
-    of which there must be none yet, and leaves it to the caller to end it.
+    All ranks call this together. It starts torch's process group, of which there must be none yet, and leaves it to the
+    caller to end it.
 
     Args:
         config: of the training; its deadline is that of the measurements, too.
-        model: on a CPU.
+        model: on a CPU; copies of it are trained.
         batches: of this rank.
         ranks: that take part.
         console: of rank 0.
@@ -138,16 +144,25 @@ def measure(
             for number in range(LAPS_ALONE):
                 training.lap(planned[TRAINING] / LAPS_ALONE)
                 shown.advance(TRAINING, (number + 1) / LAPS_ALONE)
-    every_lap = ranks.exchange("times of training", training.laps)
+    every_lap, every_busy = zip(*ranks.exchange("times of training", [training.laps, training.busy]), strict=True)
 
     # 3. What it means.
-    fits, t_comm = {}, None
+    fits, t_comm, carrying = {}, None, Range(0.0, 0.0, 0.0)
+    values = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    if several:
+        carried = ranks.exchange("busy time of all-reduces", [sweep.busy, sweep.sent])
+        carrying = mean_range(np.array([seconds / sent for seconds, sent in carried]))
     if ranks.rank == 0 and several:
         sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
         fits = {name: profile.fit_collective(name, cells, probes, sums) for name in ALL_REDUCES}
-        values = sum(one.numel() for one in model.parameters() if one.requires_grad)
         t_comm = all_reduce_time("ring", fits["ring"].link, values, ranks.world_size).total
-    computation = summarize(every_lap, t_comm=t_comm, shared_cores=shared > 1)
+    computation = summarize(
+        every_lap,
+        every_busy,
+        t_comm=t_comm,
+        carrying=carrying.value * ring_all_reduce_bytes(4 * values, ranks.world_size),
+        shared_cores=shared > 1,
+    )
     if fits:
         for line in [*interfaces.wrong_interfaces(cards, where), *(one.line for one in slow)]:
             say(line)
@@ -157,6 +172,7 @@ def measure(
         hosts=hosts,
         codecs={name: codec_speeds.summarize(name, [times[name] for times in every_codecs]) for name in codecs},
         computation=computation,
+        carrying=carrying,
         fits=fits,
     )
 

@@ -109,10 +109,11 @@ def make_profile(
     fits: Mapping[str, CollectiveFit],
     codecs: Mapping[str, CodecSpeed],
     compute: ComputeProfile,
+    carrying: Range,
     ranks_per_core: float,
     provenance: dict[str, Any],
 ) -> Profile:
-    """The file's content; ``fits`` are by the name of the all-reduce."""
+    """The file's content; ``fits`` are by the name of the all-reduce, and ``carrying`` is that of all of them."""
     ring = fits["ring"]
     return Profile(
         provenance=provenance,
@@ -124,8 +125,8 @@ def make_profile(
             residual=ring.residual,
             ranks_per_core=ranks_per_core,
         ),
-        link=_link_profile(ring.fit),
-        native=_link_profile(fits["native"].fit),
+        link=_link_profile(ring.fit, carrying),
+        native=_link_profile(fits["native"].fit, carrying),
         codecs={name: _codec_profile(speed) for name, speed in codecs.items()},
         compute=(compute,),
     )
@@ -142,6 +143,7 @@ def compute_profile(
         samples=samples,
         contention=Estimate(*computation.contention),
         hindrance=Estimate(*computation.hindrance),
+        busy=Estimate(*computation.busy),
         cv=computation.cv,
         slow_ranks=tuple(computation.slow_ranks.values()),
         **{name: Estimate(*part) for name, part in computation.parts.items()},
@@ -168,8 +170,9 @@ def _link_params(parameters: Floats) -> LinkParams:
     return LinkParams(**dict(zip(PARAMETERS, map(float, parameters), strict=True)))
 
 
-def _link_profile(found: Fit) -> LinkProfile:
-    return LinkProfile(**{name: Estimate(*one) for name, one in zip(PARAMETERS, found.ranges(), strict=True)})
+def _link_profile(found: Fit, carrying: Range) -> LinkProfile:
+    fitted = {name: Estimate(*one) for name, one in zip(PARAMETERS, found.ranges(), strict=True)}
+    return LinkProfile(**fitted, carrying=Estimate(*carrying))
 
 
 def _codec_profile(speed: CodecSpeed) -> CodecProfile:

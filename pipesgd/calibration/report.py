@@ -55,6 +55,7 @@ def show(
     table.add_row("spread", f"{computation.cv:.1%} between iterations (cv)")
     table.add_row("beside a collective", f"{computation.contention.value:.1%} slower")
     table.add_row("a collective beside it", f"{computation.hindrance.value:.1%} slower")
+    table.add_row("all cores busy", f"{_ms(computation.busy)}, width 2, without its collective")
     console.print(table)
 
 

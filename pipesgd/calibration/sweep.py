@@ -13,7 +13,8 @@ from torch import Tensor
 
 from pipesgd.calibration.fit import Floats
 from pipesgd.calibration.groups import Part
-from pipesgd.calibration.options import SMALLEST_BYTES
+from pipesgd.calibration.machines import busy_seconds
+from pipesgd.calibration.options import LEAST_LARGEST_BYTES, SMALLEST_BYTES
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.collectives.base import AllReduce
 from pipesgd.collectives.native import NativeAllReduce
@@ -70,6 +71,8 @@ class Sweep:
                 own["ring"] = ScheduledAllReduce(Part(transport, members), schedule, Uncompressed())
                 own["native"] = NativeAllReduce(group, timeout)
             self._all_reduces.append(own)
+        self.busy, self.sent = 0.0, 0.0
+        """Seconds of all cores of this machine in rings of all ranks, and bytes that each rank sent in them."""
 
     @property
     def ring(self) -> AllReduce:
@@ -153,10 +156,14 @@ class Sweep:
         p = len(self._groups[group])
         function, finish = own[all_reduce], partial(finish_part, p)
         own["ring"](torch.ones(p))  # nobody has its sum before all have begun
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), busy_seconds()
         for _ in range(calls):
             function(flat, finish=finish)
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        if p == self._ranks.world_size and all_reduce == "ring" and flat.nbytes >= LEAST_LARGEST_BYTES:
+            self.busy += busy_seconds() - busy
+            self.sent += calls * 2 * (p - 1) / p * flat.nbytes
+        return seconds
 
 
 def finish_part(world_size: int, part: Tensor) -> None:

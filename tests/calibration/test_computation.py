@@ -2,63 +2,145 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
-from pipesgd.calibration.computation import CPU, PARTS, Computation, summarize
+from pipesgd.calibration.computation import (
+    BACKWARD,
+    COMMUNICATION,
+    CPU,
+    FORWARD,
+    PARTS,
+    UPDATE,
+    WAIT,
+    WIDTHS,
+    Computation,
+    Laps,
+    summarize,
+)
+from timing_model import ComputeTimes
+
+MEANS = (1.0, 2.0, 0.5, 0.75)
+"""Of ``PARTS``."""
 
 
-def times(scale: float, seed: int, *, count: int = 40, cv: float = 0.02) -> dict[str, list[float]]:
-    """Forward 1, backward 2, update 0.5 and late update 0.75 s, times ``scale``."""
+def laps(
+    scale: float = 1.0,
+    *,
+    seed: int = 0,
+    cv: float = 0.0,
+    count: int = 8,
+    drift: Callable[[int], float] = lambda lap: 1.0,
+    t_comm: float = 0.0,
+    contention: float = 0.0,
+    hindrance: float = 0.0,
+) -> list[Laps]:
+    """Of a rank: ``scale`` and the drift of each lap times ``MEANS``, with an all-reduce of ``t_comm`` s beside it."""
     generator = np.random.default_rng(seed)
-    means = dict(zip(PARTS, (1.0, 2.0, 0.5, 0.75), strict=True))
-    noise = np.exp(cv * generator.standard_normal(count))
-    return {name: list(scale * mean * noise) for name, mean in means.items()} | {CPU: list(3.0 * noise)}
+    found: list[Laps] = []
+    for width in WIDTHS:
+        forward, backward, update, late_update = (scale * mean for mean in MEANS)
+        own = update if width == 1 else late_update
+        times = ComputeTimes(forward=forward, backward=backward, update=own, contention=contention, hindrance=hindrance)
+        computed, communicated = times.at_width(width, t_comm)
+        total = computed + t_comm if width == 1 else max(computed, communicated)
+        # In a pipeline, the all-reduce begins with the update.
+        beside = 0.0 if width == 1 else min(own * contention, communicated * contention / (1 + contention))
+        slower = (computed - own - beside) / (forward + backward)
+        found.append([])
+        for lap in range(count):
+            noise = drift(lap) * np.exp(cv * generator.standard_normal(10))
+            times_of_lap = np.empty((10, 6))
+            for column, seconds in (
+                (FORWARD, slower * forward),
+                (BACKWARD, slower * backward),
+                (UPDATE, own + beside),
+                (WAIT, total - computed),
+                (COMMUNICATION, communicated),
+                (CPU, 3.0),
+            ):
+                times_of_lap[:, column] = seconds * noise
+            found[-1].append(times_of_lap.tolist())
+    return found
 
 
-def of(scales: list[float], **options: float) -> Computation:
-    return summarize([times(scale, seed, **options) for seed, scale in enumerate(scales)], [])  # type: ignore[arg-type]
+def of(scales: list[float], **options: Any) -> Computation:
+    return summarize([laps(scale, seed=seed, **options) for seed, scale in enumerate(scales)])
 
 
-def test_means_are_those_of_the_median_rank_and_its_spread_is_found() -> None:
-    found = of([0.9, 1.0, 3.0], cv=0.05)
-    assert [found.parts[name].value for name in PARTS] == pytest.approx([1.0, 2.0, 0.5, 0.75], rel=0.03)
-    assert found.cv == pytest.approx(0.05, rel=0.3)
-    assert found.contention == (0.0, 0.0, 0.0)
+def test_means_are_those_of_the_ranks_that_are_not_slow_and_their_difference_is_found() -> None:
+    found = of([0.95, 1.05, 3.0], cv=0.05)
+    assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS, rel=0.03)
+    assert found.cv == pytest.approx(0.05, rel=0.15)
+    assert found.contention == found.hindrance == (0.0, 0.0, 0.0)
 
 
 def test_a_rank_that_is_always_slow_is_found_by_its_factor() -> None:
-    assert of([1.0, 1.0, 1.3, 1.0]).slow_ranks == {2: pytest.approx(1.3, rel=0.03)}
-    assert of([1.0, 1.05, 1.0, 1.0]).slow_ranks == {}
+    assert of([1.0, 1.0, 1.3, 1.0], cv=0.02).slow_ranks == {2: pytest.approx(1.3, rel=0.03)}
+    assert of([1.0, 1.05, 1.0, 1.0], cv=0.02).slow_ranks == {}
     assert of([1.0]).slow_ranks == {}
 
 
 def test_ranks_that_share_cores_are_compared_by_what_they_compute() -> None:
-    ranks = [times(scale, seed) for seed, scale in enumerate((1.0, 1.6, 1.0))]
-    assert summarize(ranks, [], shared_cores=True).slow_ranks == {}
-    ranks[2][CPU] = [2 * one for one in ranks[2][CPU]]
-    assert summarize(ranks, [], shared_cores=True).slow_ranks == {2: pytest.approx(2.0, rel=0.03)}
+    ranks = [laps(scale, seed=seed, cv=0.02) for seed, scale in enumerate((1.0, 1.6, 1.0))]
+    assert summarize(ranks, shared_cores=True).slow_ranks == {}
+    for iteration in (one for lap in ranks[2][0] for one in lap):
+        iteration[CPU] *= 2
+    assert summarize(ranks, shared_cores=True).slow_ranks == {2: pytest.approx(2.0, rel=0.03)}
 
 
 def test_a_rank_that_was_slow_for_a_while_is_not_always_slow() -> None:
-    ranks = [times(1.0, seed) for seed in range(3)]
-    for name in PARTS:
-        ranks[1][name][:25] = [3 * one for one in ranks[1][name][:25]]
-    assert summarize(ranks, []).slow_ranks == {}
+    ranks = [laps(), laps(drift=lambda lap: 3.0 if lap < 5 else 1.0), laps()]
+    assert summarize(ranks).slow_ranks == {}
 
 
 def test_an_interrupted_iteration_does_not_count() -> None:
-    ranks = [times(1.0, seed) for seed in range(3)]
-    for own in ranks:
-        own["forward"][7] = 100.0
-    found = summarize(ranks, [])
+    ranks = [laps(seed=seed, cv=0.02) for seed in range(3)]
+    ranks[1][0][4][7][FORWARD] = 100.0
+    found = summarize(ranks)
     assert found.parts["forward"].value == pytest.approx(1.0, rel=0.02)
-    assert found.cv < 0.05
+    assert found.cv < 0.03
 
 
-def test_contention_is_that_of_the_median_rank_and_never_negative() -> None:
-    alone = [times(1.0, seed) for seed in range(3)]
-    beside = [([1.0] * 9, [1.0 + slower] * 9) for slower in (0.0, 0.25, 0.5)]
-    assert summarize(alone, beside).contention == pytest.approx((0.25, 0.25, 0.25))
-    faster = [([1.0] * 9, [0.9] * 9)] * 3
-    assert summarize(alone, faster).contention == (0.0, 0.0, 0.0)
+def test_what_slows_all_ranks_down_together_makes_none_wait() -> None:
+    found = of([1.0, 1.0, 1.0], cv=0.02, drift=lambda lap: 1 + 0.2 * (lap % 2))
+    assert found.cv == pytest.approx(0.02, rel=0.2)
+    assert of([1.0], drift=lambda lap: 1 + 0.2 * (lap % 2)).cv == pytest.approx(0.1 / 1.1, rel=0.01)
+
+
+@pytest.mark.parametrize("t_comm", [1.5, 3.0, 8.0])
+@pytest.mark.parametrize(("contention", "hindrance"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.2)])
+def test_what_each_loses_beside_the_other_is_found(t_comm: float, contention: float, hindrance: float) -> None:
+    """The formula of the timing model, turned round: whether the network or the computation is slower."""
+    ranks = [laps(t_comm=t_comm, contention=contention, hindrance=hindrance)] * 2
+    found = summarize(ranks, t_comm=t_comm)
+    assert found.contention.value == pytest.approx(contention, abs=1e-6)
+    assert found.hindrance.value == pytest.approx(hindrance, abs=1e-6)
+    assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
+
+
+def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little() -> None:
+    faster = laps(t_comm=8.0)
+    for lap in faster[1]:
+        for iteration in lap:
+            iteration[FORWARD] *= 0.9
+    assert summarize([faster] * 2, t_comm=9.0).contention.value == 0.0
+    assert summarize([faster] * 2, t_comm=9.0).hindrance.value == 0.0
+    short = laps(t_comm=1e-6)
+    for lap in short[1]:
+        for iteration in lap:
+            iteration[FORWARD] += 0.03  # of 3: noise
+    assert summarize([short] * 2, t_comm=1e-6).contention.value == pytest.approx(0.05, rel=0.1)
+
+
+def test_an_interval_is_where_another_calibration_would_be() -> None:
+    generator = np.random.default_rng(1)
+    inside = 0
+    for _ in range(200):
+        drifts, other = np.exp(0.1 * generator.standard_normal((2, 8)))
+        found = of([1.0], drift=lambda lap, drifts=drifts: float(drifts[lap])).parts["forward"]
+        inside += found.low <= other.mean() <= found.high
+    assert 170 <= inside <= 190

@@ -39,27 +39,30 @@ def test_some_of_the_ranks_reduce_among_themselves(members: list[int]) -> None:
     assert {sender for sender, *_ in network.log} == set(members)
 
 
-def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell], list[float]]:
+def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell], list[float], list[float]]:
     told: list[float] = []
+    laps: list[float] = []
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
     sweep = Sweep(ranks, transport, groups_to_measure(places([0] * ranks.world_size)), timeout=ranks.timeout)
-    return sweep.run(largest_bytes=largest_bytes, seconds=seconds, advance=told.append), told
+    return sweep.run(largest_bytes=largest_bytes, seconds=seconds, between=laps.append, advance=told.append), told, laps
 
 
 def test_all_ranks_get_the_same_cells() -> None:
     found = run_ranks(3, _sweep, 48 << 10, 0.5)
-    cells, told = found[0]
+    cells, told, laps = found[0]
     kinds = [(cell.world_size, cell.all_reduce, cell.nbytes) for cell in cells]
     sizes = (1 << 10, 4 << 10, 16 << 10, 48 << 10)
     assert kinds == [(p, name, nbytes) for p in (2, 3) for name in ALL_REDUCES for nbytes in sizes]
     assert all(np.all(cell.seconds > 0) and len(cell.seconds) >= 2 for cell in cells)
     assert all(0 <= share <= 1 for share in told)
-    for other, _ in found[1:]:
+    assert len(laps) >= 4
+    assert sum(laps) > 0
+    for other, _, _ in found[1:]:
         assert all(np.array_equal(one.seconds, cell.seconds) for one, cell in zip(other, cells, strict=True))
 
 
 def test_sizes_end_where_the_time_does() -> None:
-    cells, _ = run_ranks(2, _sweep, 16 << 20, 1e-3)[0]
+    cells, _, _ = run_ranks(2, _sweep, 16 << 20, 1e-3)[0]
     assert max(cell.nbytes for cell in cells) < 16 << 20
     assert min(cell.nbytes for cell in cells) == 1 << 10
 

@@ -25,6 +25,7 @@ MLP = ComputeProfile(
     update=about(0.005),
     late_update=about(0.006),
     contention=about(0.1),
+    hindrance=about(0.05),
     cv=0.02,
     slow_ranks=(1.31,),
 )

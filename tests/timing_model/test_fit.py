@@ -19,7 +19,8 @@ from timing_model.profile import Profile
 from timing_model.question import Question
 from timing_model.runs import read_run
 
-CALM = dataclasses.replace(MLP, cv=0.0, slow_ranks=(), contention=Estimate.exact(0.0))
+NOTHING = Estimate.exact(0.0)
+CALM = dataclasses.replace(MLP, cv=0.0, slow_ranks=(), contention=NOTHING, hindrance=NOTHING)
 BEFORE = dataclasses.replace(PROFILE, compute=(CALM,))
 
 

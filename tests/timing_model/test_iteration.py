@@ -30,7 +30,11 @@ TIMES = ComputeTimes(update=0.5, forward=1.0, backward=2.0)
 @st.composite
 def compute_times(draw: st.DrawFn) -> ComputeTimes:
     return ComputeTimes(
-        update=draw(SECONDS), forward=draw(SECONDS), backward=draw(SECONDS), contention=draw(st.floats(0, 2))
+        update=draw(SECONDS),
+        forward=draw(SECONDS),
+        backward=draw(SECONDS),
+        contention=draw(st.floats(0, 2)),
+        hindrance=draw(st.floats(0, 2)),
     )
 
 
@@ -78,10 +82,21 @@ def test_the_parts_are_the_total(
         assert all(math.isfinite(part) and part >= -1e-9 * iteration.total - 1e-12 for part in parts)
 
 
+@given(times=compute_times(), t_comm=SECONDS)
+def test_each_is_slower_only_while_the_other_runs(times: ComputeTimes, t_comm: float) -> None:
+    """Played: both begin together, and when one is done the other goes on at its full speed."""
+    computation, collective = times.total * (1 + times.contention), t_comm * (1 + times.hindrance)
+    first = min(computation, collective)
+    left = times.total - first / (1 + times.contention), t_comm - first / (1 + times.hindrance)
+    expected = (first + left[0], first + left[1])
+    assert times.at_width(2, t_comm) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert times.at_width(1, t_comm) == (times.total, t_comm)
+
+
 def test_computation_is_slower_only_while_a_collective_runs() -> None:
     times = ComputeTimes(update=0.0, forward=2.0, backward=0.0, contention=1.0)
     for t_comm, expected in ((0.0, 2.0), (1.0, 2.5), (3.0, 3.5), (4.0, 4.0), (100.0, 4.0)):
-        assert times.beside(t_comm) == expected
+        assert times.at_width(2, t_comm) == (expected, t_comm)
     alone = CollectiveTime(1.0, 1.0, 0.0)
     assert pipelined_iteration_time(times, alone, 1).total == 3.0  # one after the other
     assert pipelined_iteration_time(times, alone, 2).total == 2.5
@@ -98,6 +113,13 @@ def test_layerwise_is_the_recursion(shares: list[float], data: st.DataObject) ->
     longest = max(TIMES.forward + share * TIMES.backward + sum(t_comms[index:]) for index, share in enumerate(shares))
     expected = max(longest, TIMES.forward + TIMES.backward) + TIMES.update
     assert layerwise_iteration_time(TIMES, buckets).total == pytest.approx(expected, rel=1e-12)
+
+
+def test_buckets_are_slower_under_the_backward_pass_only() -> None:
+    times = ComputeTimes(update=0.5, forward=1.0, backward=2.0, hindrance=1.0)
+    bucket = CollectiveTime(0.75, 0.75, 0.0)
+    # Ready at 2: 0.5 of it by the end of the backward pass, at 3, and the rest after it; then the second one.
+    assert layerwise_iteration_time(times, [(0.5, bucket), (1.0, bucket)]).total == 3.25 + 0.75 + 0.5
 
 
 def test_one_bucket_is_synchronous_and_many_hide_under_the_backward_pass() -> None:

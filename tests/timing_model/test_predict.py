@@ -29,9 +29,10 @@ def ask(**options: Any) -> Question:
 
 def compute(seconds: float, values: int, **options: Any) -> ComputeProfile:
     none = Estimate.exact(0.0)
-    defaults: dict[str, Any] = {"model": "given", "batch_size": 1, "tensors": (values,), "contention": none}
+    defaults: dict[str, Any] = {"model": "given", "batch_size": 1, "tensors": (values,)}
     times = {"forward": Estimate.exact(seconds / 3), "backward": Estimate.exact(2 * seconds / 3)}
-    return ComputeProfile(**defaults | times | {"update": none, "late_update": none} | options)
+    nothing = dict.fromkeys(("update", "late_update", "contention", "hindrance"), none)
+    return ComputeProfile(**defaults | times | nothing | options)
 
 
 def by_hand(link: LinkParams, **options: Any) -> Profile:
@@ -224,6 +225,7 @@ QUESTIONS = st.fixed_dictionaries(
         "cv": st.one_of(st.just(0.0), st.floats(0, 3)),
         "slow_ranks": st.lists(st.floats(1, 100), max_size=3).map(tuple),
         "contention": st.floats(0, 2),
+        "hindrance": st.floats(0, 2),
         "p": st.sampled_from((1, 2, 3, 4, 8, 16)),
         "way": st.sampled_from(
             [
@@ -256,6 +258,7 @@ def job(given: dict[str, Any], **changed: Any) -> Question:
         cv=given["cv"],
         slow_ranks=given["slow_ranks"],
         contention=Estimate.exact(given["contention"]),
+        hindrance=Estimate.exact(given["hindrance"]),
     )
     return Question(
         cluster=by_hand(link, codecs={"topk": topk}),

@@ -53,7 +53,7 @@ def test_parameters_of_the_formulas() -> None:
     assert PROFILE.codec_cost("fp32", 10).hop == pytest.approx(4e-10)
     in_cache, in_memory = PROFILE.codec_cost("int8", 1 << 18), PROFILE.codec_cost("int8", (1 << 18) + 1)
     assert (in_cache.encode, in_memory.encode, in_memory.call, in_memory.bits) == (4e-10, 6e-10, 2e-6, 8.25)
-    assert MLP.times(1) == ComputeTimes(update=0.005, forward=0.02, backward=0.04, contention=0.1)
+    assert MLP.times(1) == ComputeTimes(update=0.005, forward=0.02, backward=0.04, contention=0.1, hindrance=0.05)
     assert MLP.times(3).update == 0.006
     assert MLP.noise() == Noise(cv=0.02, slow_ranks=(1.31,))
     assert MLP.numel == 1_796_010

@@ -1,0 +1,45 @@
+"""What a collective takes at least of a rank: messages that wait for each other, bytes, and work."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from timing_model.params import CodecCost
+from timing_model.question import Question
+
+
+class Traffic(NamedTuple):
+    """Of the rank that has most to send, and of the one that has least to do."""
+
+    messages: int
+    """Of which each waits for another one."""
+    sent: float
+    """Bytes."""
+    work: float
+    """Of codec and sums, in s."""
+
+
+def traffic(question: Question, codec: CodecCost) -> Traffic:
+    """Of the question's all-reduce; nothing for hierarchical, of which little is known without its nodes."""
+    p = question.world_size
+    if p == 1:
+        return Traffic(0, 0.0, 0.0)
+    numel, steps = question.compute.numel, p.bit_length() - 1
+    others = (p - 1) / p
+    added = min(codec.add, codec.hop)
+    messages, sent, work = 2, 2 * others, others * (added + codec.decode)  # all-to-all
+    if question.gathered:
+        messages, sent, work = 1, p - 1.0, codec.encode + p * codec.add
+    elif question.all_reduce == "hierarchical":
+        messages, sent, work = 0, 0.0, 0.0
+    elif question.all_reduce == "native":
+        work = 0.0
+    elif question.all_reduce == "ring":
+        messages, work = 2 * (p - 1), codec.encode / p + others * (codec.hop + codec.decode)
+    elif question.all_reduce == "halving-doubling":
+        folds = p != 1 << steps
+        messages, sent = 2 * steps, 2 * (1 - 2.0**-steps) + folds
+        work = (1 - 2.0**-steps) * (added + codec.decode)
+    elif question.all_reduce == "recursive-doubling":
+        messages, sent, work = steps, steps + (p != 1 << steps), steps * added
+    return Traffic(messages, sent * codec.wire_bytes(numel), work * numel)
