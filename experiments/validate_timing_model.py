@@ -6,7 +6,7 @@
 
 A setting is a testbed (nodes, rate, latency) and a workload. On each, pipesgd.calibrate measures the cluster and the
 model; then the iteration times of all its cells, the configurations, are predicted; then all are measured in one job,
-in two rounds of three passes each, in turns. What counts is the mean iteration in the steady state. The same cells tell
+in two rounds of two passes each, in turns. What counts is the mean iteration in the steady state. The same cells tell
 what the planner's choice among them costs, and whether it knows when a codec helps (outside of a tie of 3 %).
 
 Finished settings are kept in validate_timing_model.runs.json in the output folder: the same command measures only those

@@ -55,7 +55,7 @@ def costs_of(question: Question) -> Costs:
 
 
 def _carrying(question: Question, link: LinkParams, codec: CodecCost) -> float:
-    """How long all cores are busy with a collective, in s: bytes, and the codec's work of as many ranks as share one."""
+    """How long all cores are busy with a collective, in s: its bytes, and the codec's work of the ranks of a core."""
     own = traffic(question, codec)
     sharing = min(1.0, question.cluster.calibrated.ranks_per_core)  # where more do, its measured times say so
     return own.sent * link.carrying + sharing * own.work
