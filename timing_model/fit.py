@@ -15,7 +15,7 @@ from timing_model.checks import check_one_of
 from timing_model.costs import Costs, collective_time, costs_of, iteration_time
 from timing_model.measured import Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.profile import Profile
-from timing_model.question import Question
+from timing_model.question import WITH_BATCH, Question
 from timing_model.report import table
 from timing_model.runs import Run, read_run
 from timing_model.units import format_bandwidth, format_seconds
@@ -170,7 +170,7 @@ def _scaled(compute: ComputeProfile, runs: Sequence[Run]) -> ComputeProfile:
         error = Z90 * 1.2533 * changes["cv"] / math.sqrt(sum(run.iterations for run in runs))
         middle = float(np.median(factors))
         ends = min(*factors, middle * (1 - error)), max(*factors, middle * (1 + error))
-        for name in ("forward", "backward"):
+        for name in WITH_BATCH:
             value = getattr(compute, name).value
             changes[name] = Estimate(value * middle, max(0.0, value * ends[0]), value * ends[1])
     for name, late in (("update", False), ("late_update", True)):

@@ -29,6 +29,9 @@ MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """For those that were not measured."""
 
+WITH_BATCH = ("forward", "backward", "busy")
+"""What grows with the batch, of a ``ComputeProfile``."""
+
 GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE = "as given", "interpolated", "extrapolated", "outside"
 SUPPORTS = (GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
 
@@ -179,7 +182,8 @@ class Question:
 def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> ComputeProfile:
     """The computation of a model that was measured, maybe with another batch size.
 
-    Forward and backward are on a straight line between the two batch sizes around, or proportional to the nearest one.
+    Forward, backward and busy are on a straight line between the two batch sizes around, or proportional to the nearest
+    one's.
     Raises ``ValueError`` if the model was not measured, or several batch sizes were, and none is given.
     """
     check_one_of("model", model, sorted({one.model for one in cluster.compute}))
@@ -196,16 +200,12 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
     for small, large in pairwise(measured):
         if small.batch_size < batch_size < large.batch_size:
             share = (batch_size - small.batch_size) / (large.batch_size - small.batch_size)
-            forward, backward = (
-                small.forward.towards(large.forward, share),
-                small.backward.towards(large.backward, share),
-            )
-            return dataclasses.replace(small, batch_size=batch_size, forward=forward, backward=backward)
+            between = {name: getattr(small, name).towards(getattr(large, name), share) for name in WITH_BATCH}
+            return dataclasses.replace(small, batch_size=batch_size, **between)
     near = measured[0] if batch_size < measured[0].batch_size else measured[-1]
     more = batch_size / near.batch_size
-    return dataclasses.replace(
-        near, batch_size=batch_size, forward=near.forward.times(more), backward=near.backward.times(more)
-    )
+    grown = {name: getattr(near, name).times(more) for name in WITH_BATCH}
+    return dataclasses.replace(near, batch_size=batch_size, **grown)
 
 
 def support_of(question: Question) -> Support:

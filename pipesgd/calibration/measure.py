@@ -20,13 +20,11 @@ from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
 from pipesgd.calibration.profile import CollectiveFit, Profile
 from pipesgd.calibration.progress import Phases
-from pipesgd.calibration.sweep import ALL_REDUCES, Sweep
+from pipesgd.calibration.sweep import ALL_REDUCES, Sweep, ring_bytes
 from pipesgd.collectives.transport import TorchTransport, communication_group
 from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
 from pipesgd.workloads import ShardedBatches
-from timing_model import all_reduce_time
-from timing_model.collectives import ring_all_reduce_bytes
 
 CODECS, LINKS, TRAINING = "codecs", "links", "training and collectives"
 SHARES = {CODECS: 0.07, LINKS: 0.03, TRAINING: 0.9}
@@ -155,12 +153,12 @@ def measure(
     if ranks.rank == 0 and several:
         sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
         fits = {name: profile.fit_collective(name, cells, probes, sums) for name in ALL_REDUCES}
-        t_comm = all_reduce_time("ring", fits["ring"].link, values, ranks.world_size).total
+        t_comm = fits["ring"].seconds(values, ranks.world_size)
     computation = summarize(
         every_lap,
         every_busy,
         t_comm=t_comm,
-        carrying=carrying.value * ring_all_reduce_bytes(4 * values, ranks.world_size),
+        carrying=carrying.value * ring_bytes(values, ranks.world_size),
         shared_cores=shared > 1,
     )
     if fits:

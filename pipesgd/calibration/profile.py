@@ -67,6 +67,10 @@ class CollectiveFit:
         """What the formula says of a cell."""
         return _time(self.all_reduce, self.link, cell)
 
+    def seconds(self, numel: int, world_size: int) -> float:
+        """What it says of any gradient."""
+        return all_reduce_time(self.all_reduce, self.link, numel, world_size).total
+
 
 def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Range) -> CollectiveFit:
     """Fit ``timing_model.all_reduce_time`` to the measured cells of one algorithm.

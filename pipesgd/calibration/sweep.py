@@ -162,8 +162,13 @@ class Sweep:
         seconds = time.perf_counter() - begin
         if p == self._ranks.world_size and all_reduce == "ring" and flat.nbytes >= LEAST_LARGEST_BYTES:
             self.busy += busy_seconds() - busy
-            self.sent += calls * 2 * (p - 1) / p * flat.nbytes
+            self.sent += calls * ring_bytes(flat.numel(), p)
         return seconds
+
+
+def ring_bytes(numel: int, world_size: int) -> float:
+    """That each rank sends for so many float32 values."""
+    return 2 * (world_size - 1) / world_size * 4 * numel
 
 
 def finish_part(world_size: int, part: Tensor) -> None:

@@ -67,8 +67,13 @@ def laps(
     return found
 
 
+def summary(ranks: list[list[Laps]], *, busy: float = 2.0, **options: Any) -> Computation:
+    """With ``busy`` s of all cores in every lap."""
+    return summarize(ranks, [[busy] * len(ranks[0][0])] * len(ranks), **options)
+
+
 def of(scales: list[float], **options: Any) -> Computation:
-    return summarize([laps(scale, seed=seed, **options) for seed, scale in enumerate(scales)])
+    return summary([laps(scale, seed=seed, **options) for seed, scale in enumerate(scales)])
 
 
 def test_means_are_those_of_the_ranks_that_are_not_slow_and_their_difference_is_found() -> None:
@@ -86,21 +91,21 @@ def test_a_rank_that_is_always_slow_is_found_by_its_factor() -> None:
 
 def test_ranks_that_share_cores_are_compared_by_what_they_compute() -> None:
     ranks = [laps(scale, seed=seed, cv=0.02) for seed, scale in enumerate((1.0, 1.6, 1.0))]
-    assert summarize(ranks, shared_cores=True).slow_ranks == {}
+    assert summary(ranks, shared_cores=True).slow_ranks == {}
     for iteration in (one for lap in ranks[2][0] for one in lap):
         iteration[CPU] *= 2
-    assert summarize(ranks, shared_cores=True).slow_ranks == {2: pytest.approx(2.0, rel=0.03)}
+    assert summary(ranks, shared_cores=True).slow_ranks == {2: pytest.approx(2.0, rel=0.03)}
 
 
 def test_a_rank_that_was_slow_for_a_while_is_not_always_slow() -> None:
     ranks = [laps(), laps(drift=lambda lap: 3.0 if lap < 5 else 1.0), laps()]
-    assert summarize(ranks).slow_ranks == {}
+    assert summary(ranks).slow_ranks == {}
 
 
 def test_an_interrupted_iteration_does_not_count() -> None:
     ranks = [laps(seed=seed, cv=0.02) for seed in range(3)]
     ranks[1][0][4][7][FORWARD] = 100.0
-    found = summarize(ranks)
+    found = summary(ranks)
     assert found.parts["forward"].value == pytest.approx(1.0, rel=0.02)
     assert found.cv < 0.03
 
@@ -111,12 +116,12 @@ def test_what_slows_all_ranks_down_together_makes_none_wait() -> None:
     assert of([1.0], drift=lambda lap: 1 + 0.2 * (lap % 2)).cv == pytest.approx(0.1 / 1.1, rel=0.01)
 
 
-@pytest.mark.parametrize("t_comm", [1.5, 3.0, 8.0])
+@pytest.mark.parametrize("t_comm", [2.0, 3.0, 8.0])
 @pytest.mark.parametrize(("contention", "hindrance"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.2)])
 def test_what_each_loses_beside_the_other_is_found(t_comm: float, contention: float, hindrance: float) -> None:
     """The formula of the timing model, turned round: whether the network or the computation is slower."""
     ranks = [laps(t_comm=t_comm, contention=contention, hindrance=hindrance)] * 2
-    found = summarize(ranks, t_comm=t_comm)
+    found = summary(ranks, t_comm=t_comm)
     assert found.contention.value == pytest.approx(contention, abs=1e-6)
     assert found.hindrance.value == pytest.approx(hindrance, abs=1e-6)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
@@ -127,13 +132,18 @@ def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little()
     for lap in faster[1]:
         for iteration in lap:
             iteration[FORWARD] *= 0.9
-    assert summarize([faster] * 2, t_comm=9.0).contention.value == 0.0
-    assert summarize([faster] * 2, t_comm=9.0).hindrance.value == 0.0
+    assert summary([faster] * 2, t_comm=9.0).contention.value == 0.0
+    assert summary([faster] * 2, t_comm=9.0).hindrance.value == 0.0
     short = laps(t_comm=1e-6)
     for lap in short[1]:
         for iteration in lap:
             iteration[FORWARD] += 0.03  # of 3: noise
-    assert summarize([short] * 2, t_comm=1e-6).contention.value == pytest.approx(0.05, rel=0.1)
+    assert summary([short] * 2, t_comm=1e-6).contention.value == pytest.approx(0.05, rel=0.1)
+
+
+def test_what_the_cores_do_for_the_collective_is_taken_off() -> None:
+    assert summary([laps(t_comm=1.0)] * 2, busy=2.0, carrying=0.5, t_comm=1.0).busy == (1.5, 1.5, 1.5)
+    assert summary([laps(t_comm=1.0)] * 2, busy=0.0, carrying=0.5, t_comm=1.0).busy.value == 0.0
 
 
 def test_an_interval_is_where_another_calibration_would_be() -> None:

@@ -13,7 +13,14 @@ def rates(seconds: float) -> CodecRates:
     return CodecRates(encode=about(seconds), decode=about(seconds), add=about(seconds), hop=about(2 * seconds))
 
 
-LINK = LinkProfile(alpha=about(5e-5), beta=about(8e-8), gamma=about(1e-10), sync=about(1e-4), overhead=about(2e-6))
+LINK = LinkProfile(
+    alpha=about(5e-5),
+    beta=about(8e-8),
+    gamma=about(1e-10),
+    sync=about(1e-4),
+    overhead=about(2e-6),
+    carrying=about(1e-9),
+)
 
 MLP = ComputeProfile(
     model="mlp",
@@ -26,6 +33,7 @@ MLP = ComputeProfile(
     late_update=about(0.006),
     contention=about(0.1),
     hindrance=about(0.05),
+    busy=about(0.01),
     cv=0.02,
     slow_ranks=(1.31,),
 )

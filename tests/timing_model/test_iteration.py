@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -113,6 +114,18 @@ def test_layerwise_is_the_recursion(shares: list[float], data: st.DataObject) ->
     longest = max(TIMES.forward + share * TIMES.backward + sum(t_comms[index:]) for index, share in enumerate(shares))
     expected = max(longest, TIMES.forward + TIMES.backward) + TIMES.update
     assert layerwise_iteration_time(TIMES, buckets).total == pytest.approx(expected, rel=1e-12)
+
+
+@given(times=compute_times(), collective=collectives(), width=st.integers(2, 5), busy=st.floats(0.01, 20))
+def test_no_iteration_of_a_pipeline_is_shorter_than_what_the_cores_have_to_do(
+    times: ComputeTimes, collective: CollectiveTime, width: int, busy: float
+) -> None:
+    free = pipelined_iteration_time(times, collective, width).total
+    crowded = pipelined_iteration_time(dataclasses.replace(times, busy=busy), collective, width).total
+    assert max(free, busy) <= crowded * (1 + 1e-12)
+    assert crowded <= 2 ** (1 / 6) * max(free, busy) * (1 + 1e-12)
+    alone = dataclasses.replace(times, busy=busy)
+    assert pipelined_iteration_time(alone, collective, 1) == pipelined_iteration_time(times, collective, 1)
 
 
 def test_buckets_are_slower_under_the_backward_pass_only() -> None:
