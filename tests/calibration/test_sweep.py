@@ -48,7 +48,7 @@ def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell]
 
 
 def test_all_ranks_get_the_same_cells() -> None:
-    found = run_ranks(3, _sweep, 48 << 10, 0.5)
+    found = run_ranks(3, _sweep, 48 << 10, 2.0)
     cells, told, laps = found[0]
     kinds = [(cell.world_size, cell.all_reduce, cell.nbytes) for cell in cells]
     sizes = (1 << 10, 4 << 10, 16 << 10, 48 << 10)

@@ -42,7 +42,7 @@ def test_there_are_enough_settings_and_configurations_and_training_would_take_al
     assert {one.workload for one in SETTINGS.values()} == {"mlp", "small-mlp", "convnet"}
     rates = [one.link.rate for one in SETTINGS.values()]
     assert (min(rates), max(rates)) == (50e6, 1e9)
-    for workload in (WORKLOADS[one.workload] for one in SETTINGS.values()):
+    for workload in {WORKLOADS[one.workload] for one in SETTINGS.values()}:
         configs = [parse_training(shlex.split(f"{workload} {words}")) for words in CONFIGURATIONS]
         assert {config.pipeline.strategy for config in configs} == {"pipelined", "ps-sync", "ddp"}
         pipelined = [config for config in configs if config.pipeline.strategy == "pipelined"]
