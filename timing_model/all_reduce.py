@@ -98,9 +98,9 @@ def all_reduce_time(
     (``messages_meet``; O(p^2)). There it matters which receives are posted: what nobody waits for yet must not take the
     wire from the rest. Where all ranks do the same they are taken to be posted in time, which holds unless latency and
     work are more than the wire of some segments; but halving-doubling and all-to-all with more segments in a chunk than
-    ``SEGMENTS_AHEAD`` take up to 15 % longer in truth (``experiments/LOG.md``). native is gloo's ring, which adds at ``link.gamma`` whatever the codec is,
-    and whose values are converted before and after. One rank, or no value, takes 0 s. Chunks and segments are taken to
-    be of equal size, so there should be at least a value for each.
+    ``SEGMENTS_AHEAD`` take up to 15 % longer in truth (``experiments/LOG.md``). native is gloo's ring, which adds at
+    ``link.gamma`` whatever the codec is, and whose values are converted before and after. One rank, or no value, takes
+    0 s. Chunks and segments are taken to be of equal size, so there should be at least a value for each.
 
     Args:
         all_reduce: one of ``ALL_REDUCES``.
