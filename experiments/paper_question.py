@@ -249,9 +249,9 @@ def plot_widths(rows: list[Row], axes: Axes) -> Axes:
         widths = [row["width"] for row in own]
         axes.plot(widths, [row["formula"] for row in own], color=colour, label=f"cv {cv:.0%}")
         axes.plot(widths, [row["simulated"] for row in own], "o", color=colour, fillstyle="none", label="_")
-    axes.set(title=f"{NODES} ranks, all-reduce as long as computation", ylim=(0.9, None))
+    axes.set(title=f"{NODES} ranks, all-reduce as long as computation (o: simulated)", ylim=(0.9, None))
     axes.set(xlabel="width", ylabel="iteration over mean computation")
-    axes.legend(title="line: formula, ring: simulator")
+    axes.legend()
     return axes
 
 
@@ -269,11 +269,11 @@ def plot_third(rows: list[Row], axes: Axes) -> Axes:
                 fillstyle="none",
                 label=f"cv {cv:.0%}" if source == "formula" else "_",
             )
-    axes.set(xscale="log", title=f"{NODES} ranks, width 3 instead of 2")
+    axes.set(xscale="log", title=f"{NODES} ranks, width 3 instead of 2 (o: simulated)")
     axes.set(xlabel="all-reduce over mean computation", ylabel="gain, %")
     axes.set(xticks=(0.25, 0.5, 1, 2, 4), xticklabels=("1/4", "1/2", "1", "2", "4"))
     axes.minorticks_off()
-    axes.legend(title="line: formula, ring: simulator", loc="upper left")
+    axes.legend(loc="upper right")
     return axes
 
 
