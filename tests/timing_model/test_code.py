@@ -53,7 +53,7 @@ def test_the_constants_are_the_codes() -> None:
 @pytest.mark.parametrize("segments", [1, 3, 6])
 def test_the_time_is_that_of_the_code(name: str, world_size: int, segments: int) -> None:
     """Float32, a few segments a chunk, and more than are received at a time."""
-    numel = 6 * DIVISIBLE // 64
+    numel = 6 * DIVISIBLE
     chunks = by_name(name)(0, world_size).chunks
     segment_bytes = 4 * numel // chunks // segments
     posted = all_reduce.messages_meet(name, world_size)

@@ -182,12 +182,12 @@ def test_a_message_leaves_when_its_receive_is_posted() -> None:
 
 def test_what_nobody_waits_for_leaves_the_wire_to_others_and_keeps_its_memory() -> None:
     link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
-    first = [Task(sends=((2, 10.0),), memory=0), Task(memory=0)]
+    first = [Task(sends=((2, 10.0),), memory=0), Task(memory=0, seconds=5.0)]
     second = [Task(sends=((2, 10.0),)), Task(sends=((2, 10.0),))]
     in_order = [Task(posts=(1,)), Task(source=1, posts=(1,)), Task(source=1, posts=(0,)), Task(source=0)]
-    assert simulate_messages([first, second, in_order], Network(link=link)) == [30.0, 20.0, 30.0]
+    assert simulate_messages([first, second, in_order], Network(link=link)) == [35.0, 20.0, 30.0]
     at_once = [Task(source=1), Task(source=1), Task(source=0)]
-    assert simulate_messages([first, second, at_once], Network(link=link)) == [10.0, 20.0, 30.0]
+    assert simulate_messages([first, second, at_once], Network(link=link)) == [15.0, 20.0, 30.0]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
