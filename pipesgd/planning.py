@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from pipesgd.calibration.measure import measure
-from pipesgd.calibration.options import LEAST_LARGEST_BYTES
+from pipesgd.calibration.options import DEFAULT_ALL_REDUCES, LEAST_LARGEST_BYTES, MEASURED_ALL_REDUCES, RING
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import AUTO_OPTIONS, TrainConfig
 from pipesgd.errors import CheckpointError, UserInputError
@@ -227,6 +227,7 @@ def calibrate_briefly(
     """What the ranks are found to cost, on rank 0. All ranks call this together; there must be no process group."""
     codec = config.compression.codec
     searched = AUTO_CODECS if "codec" in config.planning.auto else (codec,)
+    measured = [name for name in MEASURED_ALL_REDUCES if name in (RING, config.pipeline.all_reduce)]
     nbytes = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
     with torch.random.fork_rng(devices=[]):
         found = measure(
@@ -238,6 +239,8 @@ def calibrate_briefly(
             seconds=CALIBRATION_SECONDS,
             largest_bytes=max(LEAST_LARGEST_BYTES, min(nbytes, MOST_LARGEST_BYTES)),
             codecs=[one for one in searched if one != UNCOMPRESSED],
+            all_reduces=DEFAULT_ALL_REDUCES if "all-reduce" in config.planning.auto else measured,
+            servers=False,
             prediction=config.pipeline.prediction,
         )
     ranks.leave()

@@ -41,7 +41,7 @@ def cluster(link: LinkParams = SLOW, compute: ComputeProfile = MLP, **changes: A
     """A cluster of this link, without noise."""
     exact = LinkProfile.exact(link)
     steady = dataclasses.replace(compute, cv=0.0, slow_ranks=())
-    return dataclasses.replace(PROFILE, link=exact, native=exact, compute=(steady,), **changes)
+    return dataclasses.replace(PROFILE, link=exact, links={"native": exact}, compute=(steady,), **changes)
 
 
 def choose(profile: Profile, words: str = AUTOS, **changes: Any) -> Planned:

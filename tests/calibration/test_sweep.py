@@ -11,7 +11,8 @@ from _ranks import run_ranks
 from pipesgd.calibration import codec_speeds
 from pipesgd.calibration.codec_speeds import CACHED_NUMEL, OPERATIONS, SMALL_NUMEL
 from pipesgd.calibration.groups import Part, groups_to_measure, places
-from pipesgd.calibration.sweep import ALL_REDUCES, Cell, Sweep
+from pipesgd.calibration.options import MEASURED_ALL_REDUCES
+from pipesgd.calibration.sweep import Cell, Sweep
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.collectives.ring import ring
 from pipesgd.collectives.scheduled import ScheduledAllReduce
@@ -43,7 +44,8 @@ def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell]
     told: list[float] = []
     laps: list[float] = []
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
-    sweep = Sweep(ranks, transport, groups_to_measure(places([0] * ranks.world_size)), timeout=ranks.timeout)
+    groups = groups_to_measure(places([0] * ranks.world_size))
+    sweep = Sweep(ranks, transport, groups, MEASURED_ALL_REDUCES, timeout=ranks.timeout)
     return sweep.run(largest_bytes=largest_bytes, seconds=seconds, between=laps.append, advance=told.append), told, laps
 
 
@@ -52,7 +54,7 @@ def test_all_ranks_get_the_same_cells() -> None:
     cells, told, laps = found[0]
     kinds = [(cell.world_size, cell.all_reduce, cell.nbytes) for cell in cells]
     sizes = (1 << 10, 4 << 10, 16 << 10, 48 << 10)
-    assert kinds == [(p, name, nbytes) for p in (2, 3) for name in ALL_REDUCES for nbytes in sizes]
+    assert kinds == [(p, name, nbytes) for p in (2, 3) for name in MEASURED_ALL_REDUCES for nbytes in sizes]
     assert all(np.all(cell.seconds > 0) and len(cell.seconds) >= 2 for cell in cells)
     assert all(0 <= share <= 1 for share in told)
     assert len(laps) >= 4
