@@ -23,7 +23,13 @@ from timing_model.params import CodecCost, LinkParams, uncompressed
 from timing_model.tables import Scalar, Table, format_tables, read_tables
 
 __all__ = [
-    *("PARAMETER_SERVER", "Calibrated", "CodecProfile", "CodecRates", "ComputeProfile", "Estimate", "LinkProfile"),
+    "PARAMETER_SERVER",
+    "Calibrated",
+    "CodecProfile",
+    "CodecRates",
+    "ComputeProfile",
+    "Estimate",
+    "LinkProfile",
     "Profile",
 ]
 

@@ -188,7 +188,8 @@ def summarize(
     slow = _slow_ranks(compared)
     others = [rank for rank in range(len(everybody)) if rank not in slow]
     synchronous, late = [lap[others] for lap in synchronous], [[lap[others] for lap in laps] for laps in late]
-    names, times = (list(t_comms), list(t_comms.values())) if t_comms else ([], [None])
+    names = list(t_comms or {})
+    times: list[float | None] = list((t_comms or {}).values()) or [None]
     count = len(synchronous)
     busy_laps = np.maximum(np.mean(busy, axis=0) - carrying, 0.0)
 

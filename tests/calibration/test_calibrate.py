@@ -76,7 +76,7 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
 def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path) -> None:
     out = tmp_path / "cluster.toml"
     others = ["halving-doubling", "recursive-doubling", "all-to-all", "native"]
-    (error, text), *_ = run(3, f"{SHORT} --seconds 2 --out {out} --servers --all-reduces {' '.join(others)} ring")
+    (error, text), *_ = run(3, f"{SHORT} --out {out} --servers --all-reduces {' '.join(others)} ring")
     assert error == ""
     profile = Profile.load(out)
     assert profile.calibrated.world_sizes == (2, 3)
@@ -93,7 +93,7 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
     compute = profile.compute[0]
     for strategy, all_reduce in (("pipelined", "all-to-all"), ("ps-sync", None)):
         question = Question(cluster=profile, compute=compute, world_size=3, strategy=strategy, all_reduce=all_reduce)
-        assert support_of(question).kind != "outside"
+        assert not any("not measured" in reason for reason in support_of(question).reasons)
 
 
 def test_one_rank_measures_itself_and_says_that_there_is_no_network(tmp_path: Path) -> None:
