@@ -158,12 +158,25 @@ def plan_run(
         found = None if profile is None else (profile, profile.compute[0])
         source = f"a calibration of {CALIBRATION_SECONDS:.0f} s"
 
+    return agree_on_plan(config, ranks, found, say, iterations=iterations, source=source, own=not given)
+
+
+def agree_on_plan(
+    config: TrainConfig,
+    ranks: Ranks,
+    found: tuple[Profile, ComputeProfile] | None,
+    say: Callable[[Sequence[str]], object],
+    *,
+    iterations: int,
+    source: str,
+    own: bool,
+) -> tuple[TrainConfig, Planned]:
+    """What rank 0 decides by what it has ``found``, with nothing left to be chosen, and said by it. Collective."""
+
     def decide_on_rank_0() -> dict[str, Any] | None:
         if found is None:
             return None
-        decided = decide(
-            *found, config, world_size=ranks.world_size, iterations=iterations, source=source, own=not given
-        )
+        decided = decide(*found, config, world_size=ranks.world_size, iterations=iterations, source=source, own=own)
         return decided.as_json()
 
     agreed = ranks.exchange("plan", ranks.agree("planning", decide_on_rank_0))[0]

@@ -213,7 +213,10 @@ def test_a_hiccup_is_no_drift() -> None:
             "--codec auto --codec-block 64",
             "codec-block must be left out with --codec auto, which chooses codecs as they are; got 64",
         ),
-        ("--replan", "every option must be one that --help lists; got --replan"),
+        (
+            "--replan --width 3",
+            "replan must be left out where none of width, codec, all-reduce, segment-bytes is auto; got it",
+        ),
     ],
 )
 def test_bad_words_get_one_line(words: str, message: str) -> None:
