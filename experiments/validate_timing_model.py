@@ -245,7 +245,8 @@ def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> No
     if decisions:
         save("validate_timing_model_decisions", decisions, extra=extra, folder=folder)
     save_panels("validate_timing_model", [partial(plot, rows)], size=(8.5, 5.0), folder=folder)
-    command.show("Predicted before they were measured", [_cell_texts(row) for row in rows])
+    for name in found:
+        command.show(f"{name}, predicted before", [_cell_texts(row) for row in rows if row["setting"] == name])
     if decisions:
         command.show("What the model would choose", [_decision_texts(row) for row in decisions])
     for line in (*lines(summary), f"wrote {path}"):
@@ -255,13 +256,12 @@ def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> No
 def _cell_texts(row: Row) -> dict[str, str]:
     ms = {name: f"{1e3 * row[f'{name}_s']:.1f}" for name in ("predicted", "low", "high", "round_0", "round_1")}
     return {
-        "setting": row["setting"],
         "words": row["words"].replace("--", ""),
         "predicted ms": f"{ms['predicted']} ({ms['low']}-{ms['high']})",
         "measured ms": f"{ms['round_0']}, {ms['round_1']}",
         "drift": f"{row['drift']:.2f}",
-        "raw error %": f"{100 * row['raw_error']:+.1f}",
-        "corrected %": f"{100 * row['corrected_error']:+.1f}",
+        "error %: raw": f"{100 * row['raw_error']:+.1f}",
+        "corrected": f"{100 * row['corrected_error']:+.1f}",
     }
 
 

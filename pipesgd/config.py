@@ -323,8 +323,6 @@ class PlanningConfig:
     def __post_init__(self) -> None:
         for name in self.auto:
             check_one_of("auto", name, AUTO_OPTIONS)
-        if self.replan and not self.auto:
-            raise UserInputError(f"replan must be left out where none of {', '.join(AUTO_OPTIONS)} is auto; got it")
 
     @property
     def wanted(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from pipesgd import planning
 from pipesgd.config import TrainConfig
 from pipesgd.drift import WINDOW, Drift
 from pipesgd.launch import Ranks
-from pipesgd.planning import Planned, agree_on_plan, calibrate_briefly, words
+from pipesgd.planning import Planned, agree_on_plan, calibrate_briefly, choices_of, words
 from pipesgd.state import RunState
 from pipesgd.strategies.base import Strategy
 from pipesgd.strategies.make import make_strategy
@@ -59,7 +59,7 @@ class Watch:
     def go_on(self, planned: Planned) -> None:
         """Watch another prediction."""
         self._left -= 1
-        if not self._left:
+        if not self._left and self._drift is not None:
             self._say(f"planned again {MOST_REPLANS} times: from now on what was chosen stays")
         self._restart(planned)
 
@@ -102,8 +102,8 @@ def replan(
         CommunicationError: a rank was lost.
     """
 
-    def say(line: str) -> None:
-        if ranks.rank == 0:
+    def say(*lines: str) -> None:
+        for line in lines if ranks.rank == 0 else ():
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     say(f"planning again after iteration {done} of {total} (--replan)")
@@ -113,7 +113,7 @@ def replan(
     state.strategy.close()
     ranks.leave()
     # 2. Measure and choose.
-    asked = dataclasses.replace(config, planning=dataclasses.replace(config.planning, auto=tuple(planned.asked)))
+    asked = as_asked(config, planned.asked)
     profile = calibrate_briefly(asked, ranks, state.model, batches, console, samples=samples)
     found = None if profile is None else (profile, profile.compute[0])
     source = f"a calibration of {planning.CALIBRATION_SECONDS:.0f} s after iteration {done}"
@@ -121,13 +121,13 @@ def replan(
         asked,
         ranks,
         found,
-        lambda lines: [say(line) for line in lines],
+        lambda lines: say(*lines),
         iterations=total - done,
         source=source,
         own=True,
     )
     # 3. Go on.
-    before, now = (words(planning.choices_of(one)) for one in (config, chosen))
+    before, now = (words(choices_of(one)) for one in (config, chosen))
     say(f"going on with {now}" + (", as before" if before == now else f"; so far it was {before}"))
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     strategy = make_strategy(chosen, state.model, state.optimizer, scaler, ranks)
@@ -136,6 +136,13 @@ def replan(
     if dropped:
         say(f"{config.compression.codec}'s residuals of error feedback are dropped: the new codec keeps none of them")
     return chosen, planned
+
+
+def as_asked(config: TrainConfig, auto: Sequence[str]) -> TrainConfig:
+    """The configuration before these options were chosen."""
+    defaults = choices_of(TrainConfig())
+    config = config.with_choices({name: defaults[name] for name in auto})
+    return dataclasses.replace(config, planning=dataclasses.replace(config.planning, auto=tuple(auto)))
 
 
 def carry_over(kept: dict[str, Any], strategy: Strategy, *, same_codec: bool) -> bool:
