@@ -28,7 +28,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from experiments import command, paired
+from experiments import command, paired, style
 from experiments.bench_ring import input_values, readable
 from experiments.limits import wire_seconds
 from experiments.paired import interquartile_range, median, paired_ratio, slowest
@@ -55,8 +55,6 @@ LEAST_EFFICIENCY, LEAST_TO_NATIVE = 0.90, 0.97
 """Of the ring with a codec, in its wire limits; of the fp32 ring, in times of native over its own."""
 TARGET_NODES, TARGET_RATE, TARGET_SIZES = 4, 200e6, (1_000_000, 40_000_000)
 WARM_UP_ROUNDS = 1
-COLOURS = dict(zip(ALGORITHMS, ("#D55E00", "#E69F00", "#009E73", "#CC79A7", "#0072B2"), strict=True))  # Okabe and Ito
-MARKERS = dict(zip(ALGORITHMS, "s^vDo", strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +222,8 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     """For one p and codec: time over size, both logarithmic, and as dashed lines what the wire allows."""
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         own = [row for row in rows if row["algorithm"] == algorithm]
-        sizes, colour = [row["nbytes"] for row in own], COLOURS[algorithm]
-        marker: dict[str, Any] = {"marker": MARKERS[algorithm], "markersize": 4, "linewidth": 1}
+        sizes, colour = [row["nbytes"] for row in own], style.ALL_REDUCES[algorithm]
+        marker: dict[str, Any] = {"marker": style.ALL_REDUCE_MARKERS[algorithm], "markersize": 4, "linewidth": 1}
         axes.plot(sizes, [row["median_s"] for row in own], color=colour, label=algorithm, **marker)
         axes.plot(sizes, [row["wire_limit_s"] for row in own], color=colour, linestyle="--", linewidth=1, label="_")
     axes.set(xscale="log", yscale="log", xlabel="buffer (bytes)", ylabel="time of an all-reduce, median (s)")

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from experiments import command, contenders
+from experiments import command, contenders, style
 from experiments.contenders import NEVER
-from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.paired import median
 from experiments.results import REPOSITORY, Row, code_state, save, save_panels
@@ -220,7 +219,6 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
     A colour is a codec; a hollow mark says that it rounds stochastically. The band is what int8 and int4 may lose.
     """
-    names = list(dict.fromkeys(name.split()[0] for name in CODECS))
     of_size: dict[int, int] = {}
     for row in rows:
         values = [100 * value for value in accuracies(row) if value is not None]
@@ -230,12 +228,12 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         wire = row["wire_bytes_per_iteration"]
         place = of_size[wire] = of_size.get(wire, -1) + 1
         x = wire * APART**place
-        colour = COLOURS[names.index(row["codec"].split()[0])]
+        colour = style.CODECS[row["codec"].split()[0]]
         face = "none" if "stochastic" in row["codec"] else colour
-        style: dict[str, Any] = {"linestyle": "", "color": colour, "markerfacecolor": face}
-        axes.plot([x] * len(values), values, marker="o", markersize=3, label="_", **style)
+        look: dict[str, Any] = {"linestyle": "", "color": colour, "markerfacecolor": face}
+        axes.plot([x] * len(values), values, marker="o", markersize=3, label="_", **look)
         mean = 100 * row["accuracy_mean"]
-        axes.plot([x], [mean], marker="D", markersize=9, label=f"{row['codec']}, {mean:.2f} %", **style)
+        axes.plot([x], [mean], marker="D", markersize=9, label=f"{row['codec']}, {mean:.2f} %", **look)
         if row["codec"] == BASELINE:
             axes.axhspan(mean - MOST_LOST, mean, color="black", alpha=0.12, linewidth=0, zorder=0)
     axes.set_xscale("log", base=2)

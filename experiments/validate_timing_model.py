@@ -26,9 +26,9 @@ import numpy as np
 from rich.console import Console
 
 from experiments import command
-from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, save, save_panels
+from experiments.style import COLOURS
 from experiments.testbed import Testbed
 from experiments.validation_runs import QUICK, ROUNDS, SETTINGS, Measured, Setting, measure
 from pipesgd.errors import UserInputError
