@@ -232,6 +232,15 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure: a line of panels for every p."""
+    kinds = list(dict.fromkeys((row["p"], row["codec"]) for row in rows))
+    panels = [partial(plot, [row for row in rows if (row["p"], row["codec"]) == kind]) for kind in kinds]
+    numbers = len({row["p"] for row in rows})
+    size = (4.2 * len(panels) / numbers, 4.0 * numbers)
+    return save_panels(name, panels, size=size, rows=numbers, folder=folder)
+
+
 def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> None:
     """Save the rows and their figure, and print them."""
     target = {
@@ -242,11 +251,7 @@ def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> 
         "native_over_fp32_ring_at_least": LEAST_TO_NATIVE,
     }
     save(name, rows, extra={"target": target, **links}, folder=folder)
-    kinds = list(dict.fromkeys((row["p"], row["codec"]) for row in rows))
-    panels = [partial(plot, [row for row in rows if (row["p"], row["codec"]) == kind]) for kind in kinds]
-    numbers = len({row["p"] for row in rows})
-    size = (4.2 * len(panels) / numbers, 4.0 * numbers)
-    save_panels(name, panels, size=size, rows=numbers, folder=folder)
+    draw(name, rows, folder)
     command.show(
         f"All-reduces; target: ring with a codec at least {LEAST_EFFICIENCY} of the wire, fp32 ring at least "
         f"{LEAST_TO_NATIVE} of native",

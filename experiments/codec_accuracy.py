@@ -250,6 +250,13 @@ def verdict(row: Row) -> str:
     return "met" if row["difference_to_fp32_points"] >= -MOST_LOST else "MISSED"
 
 
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure: a panel for every model."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    panels = [partial(plot, [row for row in rows if row["model"] == model]) for model in models]
+    return save_panels(name, panels, size=(7.0 * len(panels), 4.5), folder=folder)
+
+
 def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Console) -> None:
     """Save the rows and their figure, and print them."""
     extra = {
@@ -263,9 +270,7 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
         "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
     }
     save("codec_accuracy", rows, extra=extra, folder=folder)
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    panels = [partial(plot, [row for row in rows if row["model"] == model]) for model in models]
-    save_panels("codec_accuracy", panels, size=(7.0 * len(panels), 4.5), folder=folder)
+    draw("codec_accuracy", rows, folder)
     command.show(
         f"Test accuracy; target: {' and '.join(TARGETED)} lose at most {MOST_LOST} points to {BASELINE}",
         [_texts(row) for row in rows],

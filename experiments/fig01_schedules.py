@@ -129,11 +129,9 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     plot_timeline(spans, axes, title=rows[0]["panel"], end=max(span.end for span in spans))
     axes.get_legend().remove()
     axes.grid(visible=False)
-    figure = axes.get_figure(root=True)
-    if not figure.legends:
-        labels = {COMPUTATION: COMPUTATION, UPDATE: UPDATE, ALL_REDUCE: "all-reduce, or gradient", WEIGHTS: WEIGHTS}
-        handles = [Patch(color=COLOURS[what], label=label) for what, label in labels.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+    labels = {COMPUTATION: COMPUTATION, UPDATE: UPDATE, ALL_REDUCE: "all-reduce, or gradient", WEIGHTS: WEIGHTS}
+    handles = [Patch(color=COLOURS[what], label=label) for what, label in labels.items()]
+    figures.legend_below(axes, ncols=len(handles), handles=handles)
     return axes
 
 

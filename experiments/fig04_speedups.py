@@ -15,16 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from experiments import command, figures
 from experiments.figures import PaperFigure
-from experiments.limits import Cluster
 from experiments.results import RESULTS, Row, load
 from experiments.style import BLACK, method_styles
-from experiments.testbed import Link
 from pipesgd.launch import Ranks
 
 if TYPE_CHECKING:
@@ -36,6 +34,7 @@ COMPARISONS = tuple(
 )
 RACES = ("accuracy_mlp_4x200mbit", "accuracy_small-mlp_4x200mbit", "accuracy_small-convnet_4x200mbit")
 SERVER, DDP = "ps-sync", "ddp"
+TICKS = (0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20)
 LEFT_OUT = ("local",)
 """No way to train."""
 
@@ -56,12 +55,6 @@ def compute(results: Path = RESULTS) -> list[Row]:
     """A row for every comparison and method."""
     rows = [row for name in COMPARISONS for row in _of_comparison(name, results)]
     return rows + [row for name in RACES for row in _of_race(name, results)]
-
-
-def _title(manifest: dict[str, Any]) -> str:
-    asked = manifest["links_asked"]
-    cluster = Cluster(**(asked | {"link": Link(**asked["link"])}))
-    return f"{manifest['workload']}, {cluster.describe()}"
 
 
 def _of_comparison(name: str, results: Path) -> list[Row]:
@@ -87,7 +80,7 @@ def _of_comparison(name: str, results: Path) -> list[Row]:
             over_server = Speedup(value=1.0, low=1.0, high=1.0)
         found.append(
             {
-                "panel": f"an iteration: {_title(manifest)}",
+                "panel": f"an iteration: {figures.title_of(manifest)}",
                 "method": contender,
                 "seconds": row["iteration_median_s"],
                 **over_server.columns("server"),
@@ -115,7 +108,7 @@ def _of_race(name: str, results: Path) -> list[Row]:
         accuracies = [row["final_accuracy"] for row in rows if row["contender"] == contender]
         found.append(
             {
-                "panel": f"to {rows[0]['target_accuracy']:.1%}: {_title(figures.manifest(name, results))}",
+                "panel": f"to {rows[0]['target_accuracy']:.1%}: {figures.title_of(figures.manifest(name, results))}",
                 "method": contender,
                 "seconds": fmean(own.values()),
                 **_over(times.get(SERVER, {}), own).columns("server"),
@@ -168,12 +161,19 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     axes.set_yticks(range(len(rows)), texts)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
-    axes.tick_params(axis="x", which="both", labelsize="small")
+    axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+    axes.set_xticks([], minor=True)
+    axes.set_xlim(*_limits(rows))
     axes.set(title=rows[0]["panel"], xlabel="times as fast")
     figures.legend_below(axes, ncols=2)
     return axes
+
+
+def _limits(rows: Sequence[Row]) -> tuple[float, float]:
+    """Of the axis, so that ticks beyond what there is do not widen it."""
+    ends = [row[f"over_{over}{end}"] for row in rows for over in ("server", "ddp") for end in ("", "_low", "_high")]
+    known = [end for end in ends if end is not None]
+    return 0.85 * min(known), 1.2 * max(known)
 
 
 FIGURE = PaperFigure(

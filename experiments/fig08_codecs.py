@@ -28,6 +28,7 @@ from pipesgd.launch import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 NAME = "fig08_codecs"
 SPEEDS, ACCURACIES = "bench_codecs.csv", "codec_accuracy.csv"
@@ -56,12 +57,10 @@ def bits(codec: str, numel: int = NUMEL) -> float:
 def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
     """A row for every point: panel, codec, variant, bits, x and y in the panel's units, and y's ends."""
     numel = QUICK_NUMEL if quick else NUMEL
-    rows = []
-    for panel in (BY_ERROR, BY_RANKS):
-        for codec in (name for name in DENSE_CODECS if name != "fp32"):
-            for p in WORLD_SIZES:
-                error = error_of_sum(codec, p, numel)
-                rows.append(_row(panel, codec, f"{p} ranks", bits(codec) if panel == BY_ERROR else p, error))
+    lossy = [name for name in DENSE_CODECS if name != "fp32"]
+    errors = {(codec, p): error_of_sum(codec, p, numel) for codec in lossy for p in WORLD_SIZES}
+    rows = [_row(BY_ERROR, codec, f"{p} ranks", bits(codec), error) for (codec, p), error in errors.items()]
+    rows += [_row(BY_RANKS, codec, f"{p} ranks", p, error) for (codec, p), error in errors.items()]
     return rows + _times(results) + _accuracies(results)
 
 
@@ -113,8 +112,15 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         BY_ACCURACY: _plot_accuracies,
     }
     draw[rows[0]["panel"].split(",")[0]](rows, axes)
-    figures.legend_below(axes, ncols=8)
+    figures.legend_below(axes, ncols=11, handles=_codec_handles())
     return axes
+
+
+def _codec_handles() -> list[Line2D]:
+    """A colour for every codec, in any panel."""
+    from matplotlib.lines import Line2D
+
+    return [Line2D([], [], color=colour, marker="o", label=name) for name, colour in style.CODECS.items()]
 
 
 def _of_codecs(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
@@ -126,10 +132,6 @@ def _plot_errors(rows: list[Row], axes: Axes) -> None:
     for name, own in _of_codecs(rows):
         colour = style.CODECS[name]
         axes.plot([row["x"] for row in own], [row["y"] for row in own], color=colour, marker="o", label=name)
-        highest = max(own, key=lambda row: row["y"])
-        axes.annotate(
-            name, (highest["x"], highest["y"]), xytext=(0, 4), textcoords="offset points", ha="center", color=colour
-        )
     axes.set(
         title=f"error of the sum; a mark for each of {', '.join(map(str, WORLD_SIZES))} ranks",
         xlabel="bits on the wire for each value",
@@ -187,6 +189,7 @@ def _plot_accuracies(rows: list[Row], axes: Axes) -> None:
     axes.set_yscale("symlog", linthresh=LINEAR_POINTS)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_yticks([-10, -3, -1, -0.5, 0, 0.5])
+    axes.set_ylim(-20, 1)
     axes.set(
         title=f"test accuracy, {rows[0]['panel'].split(', ')[1]}; lowest to highest seed",
         xlabel="bits on the wire for each value",

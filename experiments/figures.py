@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from experiments import command
+from experiments.limits import Cluster
 from experiments.results import RESULTS, Row, draw_panels, load, save, save_panels
+from experiments.testbed import Link
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -45,17 +48,22 @@ class PaperFigure:
 
     def table(self, folder: Path = RESULTS) -> list[Row]:
         """The rows that were saved."""
-        return load(folder / f"{self.name}.{self.columns}")
+        return load(folder / self.file)
 
     def draw(self, rows: Sequence[Row], only: Sequence[str] | None = None) -> Figure:
         """All panels, or ``only`` some; in a notebook it shows itself."""
         panels, size, lines = self._layout(rows, only)
         return draw_panels(panels, size=size, rows=lines)
 
-    def save(self, rows: Sequence[Row], folder: Path) -> Path:
+    def save(self, rows: Sequence[Row], folder: Path, *, dpi: float | None = None) -> Path:
         """Draw all panels into ``folder/name.png``."""
         panels, size, lines = self._layout(rows, None)
-        return save_panels(self.name, panels, size=size, rows=lines, folder=folder)
+        return save_panels(self.name, panels, size=size, rows=lines, folder=folder, dpi=dpi)
+
+    @property
+    def file(self) -> str:
+        """The name of its table."""
+        return f"{self.name}.{self.columns}"
 
     def _layout(
         self, rows: Sequence[Row], only: Sequence[str] | None
@@ -73,12 +81,15 @@ class PaperFigure:
         command.say(console, f"wrote {path} and {figure}")
 
 
-def legend_below(axes: Axes, ncols: int) -> None:
-    """One legend for all panels of the figure, below them, whoever asks first."""
+def legend_below(axes: Axes, ncols: int, handles: Sequence[Artist] | None = None) -> None:
+    """One legend for all panels of the figure, below them, by the panel that asks first: of what it drew, or handles."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-    if not figure.legends:
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=ncols)
+    if figure.legends:
+        return
+    if handles is None:
+        handles = axes.get_legend_handles_labels()[0]
+    figure.legend(handles=handles, loc="outside lower center", ncols=ncols)
 
 
 def sources(names: Sequence[str], folder: Path = RESULTS) -> dict[str, Any]:
@@ -90,6 +101,13 @@ def manifest(name: str, folder: Path = RESULTS) -> dict[str, Any]:
     """The manifest of a result."""
     found: dict[str, Any] = json.loads((folder / f"{name}.manifest.json").read_text(encoding="utf-8"))
     return found
+
+
+def title_of(comparison: dict[str, Any]) -> str:
+    """What was trained, and where, by the manifest of a comparison."""
+    asked = comparison["links_asked"]
+    cluster = Cluster(**(asked | {"link": Link(**asked["link"])}))
+    return f"{comparison['workload']}, {cluster.describe()}"
 
 
 def parse(name: str, description: str | None, words: Sequence[str], by_torchrun: bool) -> Namespace:

@@ -79,11 +79,16 @@ def save_panels(
     size: tuple[float, float],
     rows: int = 1,
     folder: Path = RESULTS,
+    dpi: float | None = None,
 ) -> Path:
-    """Write ``folder/name.png``, of ``size`` in inches: the panels, row by row, each drawn by a function; its path."""
+    """Write ``folder/name.png``, of ``size`` in inches: the panels, row by row, each drawn by a function; its path.
+
+    ``dpi`` is another resolution than the style's.
+    """
     path = folder / f"{name}.png"
     with styled():
-        draw_panels(panels, size=size, rows=rows).savefig(path)
+        # Without the name of the version, so that only what is drawn makes a file another one.
+        draw_panels(panels, size=size, rows=rows).savefig(path, dpi=dpi or "figure", metadata={"Software": None})
     return path
 
 

@@ -246,6 +246,15 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     return axes
 
 
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure: a panel for every workload and optimizer."""
+    cells = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
+    panels = [partial(plot, [row for row in rows if (row["workload"], row["optimizer"]) == cell]) for cell in cells]
+    lines = math.ceil(len(panels) / PANELS_ABREAST)
+    size = (7.0 * min(len(panels), PANELS_ABREAST), 4.5 * lines)
+    return save_panels(name, panels, size=size, rows=lines, folder=folder)
+
+
 def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
     """Save the rows, their summary and their figure, and print the summary."""
     summary = summarize(rows)
@@ -262,11 +271,7 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
     }
     save("staleness", rows, extra=extra, folder=folder)
     save("staleness_summary", summary, extra=extra, folder=folder)
-    cells = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
-    panels = [partial(plot, [row for row in rows if (row["workload"], row["optimizer"]) == cell]) for cell in cells]
-    lines = math.ceil(len(panels) / PANELS_ABREAST)
-    size = (7.0 * min(len(panels), PANELS_ABREAST), 4.5 * lines)
-    save_panels("staleness", panels, size=size, rows=lines, folder=folder)
+    draw("staleness", rows, folder)
     command.show("At the best learning rate of synchronous training", [_texts(row) for row in summary])
 
 

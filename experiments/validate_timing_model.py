@@ -167,6 +167,11 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     return axes
 
 
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure."""
+    return save_panels(name, [partial(plot, rows)], size=(8.5, 5.0), folder=folder)
+
+
 def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> None:
     """Save the rows, the decisions and the figure, and print what they come to."""
     rows = tabulate(found)
@@ -175,7 +180,7 @@ def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> No
     extra = {"summary": summary, "made_with": sorted({str(one.commit) for one in found.values()})}
     path = save("validate_timing_model", rows, extra=extra, folder=folder)
     save("validate_timing_model_decisions", decisions, extra=extra, folder=folder)
-    save_panels("validate_timing_model", [partial(plot, rows)], size=(8.5, 5.0), folder=folder)
+    draw("validate_timing_model", rows, folder)
     command.show("Predicted before they were measured", [_cell_texts(row) for row in rows])
     command.show("What the model would choose", [_decision_texts(row) for row in decisions])
     for line in (
