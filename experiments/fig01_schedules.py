@@ -51,7 +51,10 @@ SIMULATED, MEASURED = "simulated", "measured"
 
 
 def compute(*, quick: bool = False) -> list[Row]:
-    """A row for every span: panel, who, what, iteration, and start and end in s. Makes a testbed and three runs."""
+    """A row for every span: panel, who, what, iteration, start and end in s, and how long all panels are.
+
+    Makes a testbed and three runs.
+    """
     cluster = QUICK_CLUSTER if quick else CLUSTER
     workload = WORKLOADS[QUICK_WORKLOAD if quick else WORKLOAD]
     traces: dict[str, list[Traced]] = {}
@@ -84,18 +87,21 @@ def tabulate(traces: dict[str, list[Traced]], cluster: Cluster, nbytes: int) -> 
 
 
 def as_timeline(trace: Sequence[Traced], exchange: str) -> list[Span]:
-    """The spans under the timing model's names; those that follow each other under one name are one."""
+    """The spans under the timing model's names; those of one name are one, unless the rank waits between them."""
     names = {"forward": COMPUTATION, "backward": COMPUTATION, "communication": exchange}
     names |= dict.fromkeys(("pack", "update", "predict"), UPDATE)
     spans: list[Span] = []
+    waited = False
     for one in sorted(trace, key=lambda one: (one.rank, one.what == "communication", one.start)):
+        waited = waited or one.what == "wait"
         if one.what not in names:
             continue
         own = Span(f"rank {one.rank}", names[one.what], one.iteration, one.start, one.start + one.seconds)
-        if spans and _belong_together(spans[-1], own):
+        if spans and not waited and _belong_together(spans[-1], own):
             spans[-1] = dataclasses.replace(spans[-1], end=own.end)
         else:
             spans.append(own)
+        waited = False
     return spans
 
 
@@ -115,6 +121,7 @@ def _window(panel: str, spans: Iterable[Span], end: float) -> list[Row]:
             "iteration": span.iteration,
             "start": round(max(span.start - zero, 0.0), 6),
             "end": round(min(span.end - zero, end), 6),
+            "shown_s": round(end, 6),
         }
         for span in spans
         if span.start - zero < end and span.end - zero > 0
@@ -126,7 +133,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     from matplotlib.patches import Patch
 
     spans = [Span(*(row[name] for name in ("who", "what", "iteration", "start", "end"))) for row in rows]
-    plot_timeline(spans, axes, title=rows[0]["panel"], end=max(span.end for span in spans))
+    plot_timeline(spans, axes, title=rows[0]["panel"], end=rows[0]["shown_s"])
     axes.get_legend().remove()
     axes.grid(visible=False)
     labels = {COMPUTATION: COMPUTATION, UPDATE: UPDATE, ALL_REDUCE: "all-reduce, or gradient", WEIGHTS: WEIGHTS}

@@ -82,7 +82,7 @@ class PaperFigure:
 
 
 def legend_below(axes: Axes, ncols: int, handles: Sequence[Artist] | None = None) -> None:
-    """One legend for all panels of the figure, below them, by the panel that asks first: of what it drew, or handles."""
+    """One legend for all panels, below them, by the panel that asks first: of what it drew, or of ``handles``."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     if figure.legends:
