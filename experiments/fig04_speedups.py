@@ -57,6 +57,11 @@ def compute(results: Path = RESULTS) -> list[Row]:
     return rows + [row for name in RACES for row in _of_race(name, results)]
 
 
+def races(results: Path = RESULTS) -> list[str]:
+    """The panels that are times to an accuracy."""
+    return list(dict.fromkeys(row["panel"] for row in FIGURE.table(results) if row["accuracy"] is not None))
+
+
 def _of_comparison(name: str, results: Path) -> list[Row]:
     rows = {row["contender"]: row for row in load(results / f"{name}.csv")}
     manifest = figures.manifest(name, results)

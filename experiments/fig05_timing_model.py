@@ -120,8 +120,8 @@ def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
         rows += [_row(panel, name, "formula", x, at(name, x)) for name in METHODS for x in points]
     rows += [
         _row(BORDER, region(c, rate), "formula", c, rate)
-        for c in _spaced(1e-2, 10.0, 36 // fewer)
-        for rate in _spaced(1e7, 1e11, 36 // fewer)
+        for c in _spaced(1e-2, 10.0, 30 // fewer)
+        for rate in _spaced(1e7, 1e11, 32 // fewer)
     ]
     return rows + _measured(results)
 

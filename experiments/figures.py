@@ -55,6 +55,16 @@ class PaperFigure:
         panels, size, lines = self._layout(rows, only)
         return draw_panels(panels, size=size, rows=lines)
 
+    def show(self, only: Sequence[str] | None = None) -> Figure | str:
+        """For a notebook: the figure of the saved results; in words, how to make them, if nobody has yet."""
+        if not (RESULTS / self.file).exists():
+            return self.not_measured
+        return self.draw(self.table(), only)
+
+    @property
+    def not_measured(self) -> str:
+        return f"Not measured yet: python -m experiments.{self.name} does it."
+
     def save(self, rows: Sequence[Row], folder: Path, *, dpi: float | None = None) -> Path:
         """Draw all panels into ``folder/name.png``."""
         panels, size, lines = self._layout(rows, None)

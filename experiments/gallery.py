@@ -108,10 +108,9 @@ def page(results: Path = RESULTS) -> str:
     """The text of docs/gallery.md."""
     parts = [HEAD]
     for one in FIGURES:
-        command_line = f"python -m experiments.{one.name}"
         parts.append(f"## {one.title}\n")
         if not (results / one.file).exists():
-            parts.append(f"{one.caption} Not measured yet: `{command_line}` does it.\n")
+            parts.append(f"{one.caption}\n\n{one.not_measured}\n")
             continue
         made = figures.manifest(one.name, results)
         parts += [
