@@ -97,13 +97,14 @@ class LayerWise(Plain):
         ddp = DistributedDataParallel(model, bucket_cap_mb=nbytes / parts / (1 << 20))
         super().__init__(ddp)
         self.buckets = 0
-        ddp.register_comm_hook(None, self._hook)
+        # torch wants annotations to be types, not their names, or none.
+        ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         self.buckets = 0
         super().iterate(images, labels)
 
-    def _hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         self.buckets += 1
         return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
