@@ -293,7 +293,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     axes.plot([], [], color=BLACK, marker="o", linestyle="", fillstyle="none", label="measured; lowest to highest")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max(row["high"] or row["seconds"] for row in rows))
     axes.set(title=rows[0]["panel"], xlabel="parts of the gradient", ylabel="time of an iteration (s)")
     figures.legend_below(axes, ncols=2)
     return axes
