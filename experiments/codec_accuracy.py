@@ -217,7 +217,8 @@ def accuracies(row: Row) -> list[float | None]:
 def plot(rows: list[Row], axes: Axes) -> Axes:
     """For one model: the accuracy of every seed (small) and the mean (large) over the bytes sent, logarithmic.
 
-    A colour is a codec; a hollow mark says that it rounds stochastically. The band is what int8 and int4 may lose.
+    A colour is a codec; a hollow mark, that it rounds as it does not by default. The band is what int8 and int4 may
+    lose.
     """
     of_size: dict[int, int] = {}
     for row in rows:
@@ -229,7 +230,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         place = of_size[wire] = of_size.get(wire, -1) + 1
         x = wire * APART**place
         colour = style.CODECS[row["codec"].split()[0]]
-        face = "none" if "stochastic" in row["codec"] else colour
+        face = "none" if " " in row["codec"] else colour
         look: dict[str, Any] = {"linestyle": "", "color": colour, "markerfacecolor": face}
         axes.plot([x] * len(values), values, marker="o", markersize=3, label="_", **look)
         mean = 100 * row["accuracy_mean"]

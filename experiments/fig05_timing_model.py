@@ -190,7 +190,9 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         BY_BANDWIDTH: partial(
             _plot_methods, title=f"faster links, {FEW} ranks", xlabel="bandwidth of a link (bit/s)", at=10e9
         ),
-        BY_LATENCY: partial(_plot_methods, title=f"later messages, {MANY} ranks", xlabel="latency (s)", at=30e-6),
+        BY_LATENCY: partial(
+            _plot_methods, title=f"later messages, {MANY} ranks", xlabel="latency (s)", at=30e-6, legend="center left"
+        ),
         BORDER: _plot_border,
         MEASURED: _plot_measured,
     }
@@ -213,7 +215,9 @@ def _plot_widths(rows: list[Row], axes: Axes) -> None:
     axes.legend()
 
 
-def _plot_methods(rows: list[Row], axes: Axes, *, title: str, xlabel: str, at: float | None) -> None:
+def _plot_methods(
+    rows: list[Row], axes: Axes, *, title: str, xlabel: str, at: float | None, legend: str = "best"
+) -> None:
     names = list(dict.fromkeys(row["series"] for row in rows))
     for name, look in method_styles(names).items():
         own = [row for row in rows if row["series"] == name]
@@ -221,7 +225,7 @@ def _plot_methods(rows: list[Row], axes: Axes, *, title: str, xlabel: str, at: f
     if at is not None:
         axes.axvline(at, color=BLACK, linewidth=0.8, linestyle=":", label="_")
     axes.set(title=title, xlabel=xlabel, ylabel="time of an iteration (s)", xscale="log", yscale="log")
-    axes.legend()
+    axes.legend(loc=legend)
 
 
 def _plot_border(rows: list[Row], axes: Axes) -> None:

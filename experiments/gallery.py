@@ -114,7 +114,7 @@ def page(results: Path = RESULTS) -> str:
             continue
         made = figures.manifest(one.name, results)
         parts += [
-            f"![{one.caption}]({PICTURES}/{one.name}.png)\n",
+            f"![{one.title}]({PICTURES}/{one.name}.png)\n",
             f"{one.caption}\n",
             f"`{made['made_by']}`, {made['started'][:10]}; `experiments/results/{one.file}`.\n",
         ]

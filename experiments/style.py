@@ -32,17 +32,18 @@ METHODS = {
 ALIASES = {"width 1": "D-Sync", "pipelined": "no prediction", "ours": "width 2"}
 SPARE = (INDIGO, OLIVE, BLACK, YELLOW)
 """For methods that somebody adds."""
-CODEC_LINES = {
-    "truncate16": "--",
-    "bf16": "--",
-    "fp16": "--",
-    "int8": ":",
-    "int4": "-.",
-    "ternary": (0, (1, 3)),
-    "powersgd": (0, (5, 1, 1, 1, 1, 1)),
+CODEC_LINES: dict[str, tuple[Any, str]] = {
+    "truncate16": ("--", "^"),
+    "bf16": ("--", "^"),
+    "fp16": ("--", "^"),
+    "int8": (":", "s"),
+    "int4": ("-.", "D"),
+    "ternary": ((0, (1, 3)), "v"),
+    "powersgd": ((0, (5, 1, 1, 1, 1, 1)), "P"),
 }
-"""A codec is a line style: methods keep their colour. Solid is what goes as it is."""
-MARKERS = "os^Dv<>P"
+"""A codec is a line style and a marker: methods keep their colour. Solid, with dots, is what goes as it is."""
+ANOTHER = "X<>*ph"
+"""Markers for those who would look like somebody else."""
 
 CODECS = {
     "fp32": BLACK,
@@ -81,7 +82,7 @@ def method_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     Who would look like another one gets another marker; who is not among ``METHODS`` a spare colour.
 
     >>> method_styles(["D-Sync, ring", "width 2, int8"])["width 2, int8"]
-    {'color': '#0072B2', 'linestyle': ':', 'marker': 'o'}
+    {'color': '#0072B2', 'linestyle': ':', 'marker': 's'}
     """
     spare = itertools.cycle(SPARE)
     styles: dict[str, dict[str, Any]] = {}
@@ -89,9 +90,9 @@ def method_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
         words = name.replace(",", " ").split()
         known = method_of(name)
         colour = METHODS[known] if known else next(spare)
-        line: Any = next((CODEC_LINES[word] for word in words if word in CODEC_LINES), "-")
+        line, marker = next((CODEC_LINES[word] for word in words if word in CODEC_LINES), ("-", "o"))
         alike = sum((one["color"], one["linestyle"]) == (colour, line) for one in styles.values())
-        styles[name] = {"color": colour, "linestyle": line, "marker": MARKERS[alike % len(MARKERS)]}
+        styles[name] = {"color": colour, "linestyle": line, "marker": (marker + ANOTHER)[alike % (1 + len(ANOTHER))]}
     return styles
 
 
