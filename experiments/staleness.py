@@ -6,7 +6,7 @@
 
 Every method trains with every optimizer at learning rates around the best one of synchronous training, on four ranks,
 which are simulated exactly in one process (experiments/simulation.py). A run is named by the words that
-``pipesgd.train`` would be given for it. One that diverges is a result as well. All of it takes a day of two cores.
+``pipesgd.train`` would be given for it. One that diverges is a result as well. All of it takes four hours of two cores.
 Finished runs are kept in staleness.runs.json in the output folder: the same command makes only those that are missing.
 """
 
@@ -86,7 +86,7 @@ def compute(planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, *
         command.progress(console, "staleness", len(missing)) as advance,
         ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool,
     ):
-        futures = {pool.submit(simulate, one.words): one for one in missing}
+        futures = {pool.submit(simulate, one.words, test_every=one.test_every): one for one in missing}
         try:
             for number, future in enumerate(as_completed(futures), start=1):
                 one, run = futures[future], future.result()
@@ -153,7 +153,8 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
         synchronous = [row for row in methods.get(BASELINE, []) if row["accuracy_mean"] is not None]
         lr = min(synchronous, key=partial(_badness, workload), default={}).get("lr")
         least = CONVERGED * max((row["accuracy_mean"] for row in synchronous), default=0.0)
-        sync_limit = _stable_up_to(methods.get(BASELINE, []), least)
+        several = len(methods.get(BASELINE, [])) > 1
+        sync_limit = _stable_up_to(methods[BASELINE], least) if several else None
         for method in (method for method in METHODS if method in methods):
             own = methods[method]
             limit = _stable_up_to(own, least)
