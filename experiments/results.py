@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 import pipesgd
+from experiments.style import styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "experiments" / "results"
@@ -77,21 +79,33 @@ def save_panels(
     size: tuple[float, float],
     rows: int = 1,
     folder: Path = RESULTS,
+    dpi: float | None = None,
 ) -> Path:
-    """Write ``folder/name.png``, of ``size`` in inches: the panels, row by row, each drawn by a function; its path."""
+    """Write ``folder/name.png``, of ``size`` in inches: the panels, row by row, each drawn by a function; its path.
+
+    ``dpi`` is another resolution than the style's.
+    """
+    path = folder / f"{name}.png"
+    with styled():
+        # Without the name of the version, so that only what is drawn makes a file another one.
+        draw_panels(panels, size=size, rows=rows).savefig(path, dpi=dpi or "figure", metadata={"Software": None})
+    return path
+
+
+def draw_panels(panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, float], rows: int = 1) -> Figure:
+    """A figure of ``size`` in inches with the panels, row by row. In a notebook it shows itself."""
     # Imported here: one rank draws, at the end. No pyplot, which would keep figures in a global list.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
-    places = figure.subplots(rows, -(-len(panels) // rows), squeeze=False).flat
-    for draw, axes in itertools.zip_longest(panels, places):
-        if draw is None:
-            axes.remove()
-        else:
-            draw(axes)
-    path = folder / f"{name}.png"
-    figure.savefig(path, dpi=150)
-    return path
+    with styled():
+        figure = Figure(figsize=size, layout="constrained")
+        places = figure.subplots(rows, -(-len(panels) // rows), squeeze=False).flat
+        for draw, axes in itertools.zip_longest(panels, places):
+            if draw is None:
+                axes.remove()
+            else:
+                draw(axes)
+    return figure
 
 
 def command_line() -> str:

@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from experiments import command
-from experiments.iteration_times import COLOURS
+from experiments import command, style
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, save, save_panels
 from experiments.staleness_runs import (
@@ -43,6 +42,7 @@ from experiments.staleness_runs import (
     plan,
     simulate,
 )
+from experiments.style import COLOURS
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 
@@ -52,6 +52,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BASELINE = "sync"
+METHOD_COLOURS = {
+    "sync": style.METHODS["D-Sync"],
+    "stale": style.METHODS["no prediction"],
+    "eager": style.METHODS["width 2"],
+    "eager, width 3": style.METHODS["width 3"],
+}
+"""Those of all figures; the others' are their own."""
 MOST_LOST = {"eager": 0.2, "eager, width 3": 0.4, "eager, int8": 0.3, "eager, int4": 0.3}
 """Points of accuracy that the default may lose, in the mean over seeds, at the best learning rate of synchronous
 training."""
@@ -214,16 +221,17 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     by_loss = WORKLOADS[workload].judged_by_loss
     column, factor = ("test_loss_mean", 1) if by_loss else ("accuracy_mean", 100)
     good = [row for row in rows if row["accuracy_mean"] is not None]
+    spare = [colour for colour in COLOURS if colour not in METHOD_COLOURS.values()]
     for number, method in enumerate(METHODS):
         own = sorted((row for row in good if row["method"] == method), key=lambda row: row["lr"])
-        style = {
-            "color": COLOURS[number % len(COLOURS)],
-            "linestyle": "-" if number < len(COLOURS) else "--",
+        look: dict[str, object] = {
+            "color": METHOD_COLOURS.get(method) or spare[number % len(spare)],
+            "linestyle": "-" if number < len(spare) else "--",
             "marker": "os^Dv<>P"[number % 8],
             "linewidth": 2.5 if method in CLOSELY else 1.0,
         }
         if own:
-            axes.plot([row["lr"] for row in own], [factor * row[column] for row in own], label=method, **style)
+            axes.plot([row["lr"] for row in own], [factor * row[column] for row in own], label=method, **look)
     values = [factor * row[column] for row in good]
     if values:
         axes.set_ylim(*((0.98 * min(values), 1.3 * min(values)) if by_loss else (max(values) - 8, max(values) + 0.5)))
@@ -237,6 +245,15 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes
+
+
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure: a panel for every workload and optimizer."""
+    cells = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
+    panels = [partial(plot, [row for row in rows if (row["workload"], row["optimizer"]) == cell]) for cell in cells]
+    lines = math.ceil(len(panels) / PANELS_ABREAST)
+    size = (7.0 * min(len(panels), PANELS_ABREAST), 4.5 * lines)
+    return save_panels(name, panels, size=size, rows=lines, folder=folder)
 
 
 def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
@@ -255,11 +272,7 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
     }
     save("staleness", rows, extra=extra, folder=folder)
     save("staleness_summary", summary, extra=extra, folder=folder)
-    cells = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
-    panels = [partial(plot, [row for row in rows if (row["workload"], row["optimizer"]) == cell]) for cell in cells]
-    lines = math.ceil(len(panels) / PANELS_ABREAST)
-    size = (7.0 * min(len(panels), PANELS_ABREAST), 4.5 * lines)
-    save_panels("staleness", panels, size=size, rows=lines, folder=folder)
+    draw("staleness", rows, folder)
     command.show("At the best learning rate of synchronous training", [_texts(row) for row in summary])
 
 
