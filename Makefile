@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 
 RACERS := ps-sync "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"
 
-.PHONY: train test benchmarks clean
+.PHONY: train test docs benchmarks clean
 
 train: $(VENV)/train.stamp
 	$(VENV)/bin/torchrun --nproc-per-node 4 -m pipesgd.train --config experiments/digits.toml --overwrite
@@ -20,6 +20,10 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest
+
+# The documentation as a site, in site/.
+docs: $(VENV)/test.stamp
+	$(VENV)/bin/mkdocs build --strict
 
 # Every experiment of experiments/results, again: about seven hours. Those on emulated links need root or namespaces.
 benchmarks: $(VENV)/test.stamp
@@ -54,7 +58,7 @@ benchmarks: $(VENV)/test.stamp
 	done; done
 
 clean:
-	rm -rf $(VENV) dist runs
+	rm -rf $(VENV) dist runs site
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)
