@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 
 RACERS := ps-sync "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"
 
-.PHONY: train test docs benchmarks clean
+.PHONY: train test quotes docs benchmarks clean
 
 train: $(VENV)/train.stamp
 	$(VENV)/bin/torchrun --nproc-per-node 4 -m pipesgd.train --config experiments/digits.toml --overwrite
@@ -20,6 +20,10 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest
+
+# What README and documentation quote of results and code, written into them anew.
+quotes: $(VENV)/test.stamp
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.quotes
 
 # The documentation as a site, in site/.
 docs: $(VENV)/test.stamp

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import doctest
 import html
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +39,43 @@ def test_every_equation_is_drawn(site: Path) -> None:
     pages = {path.name: path.read_text(encoding="utf-8") for path in site.glob("*.html")}
     assert [name for name, text in pages.items() if "arithmatex" in text] == []
     assert "<math" in pages["equations.html"]
+
+
+def test_examples_give_what_they_say() -> None:
+    page = (REPOSITORY / "docs" / "equations.md").read_text(encoding="utf-8")
+    examples = "".join(re.findall(r"^```python\n(>>>.*?)^```$", page, re.DOTALL | re.MULTILINE))
+    test = doctest.DocTestParser().get_doctest(examples, {}, "equations.md", "equations.md", 0)
+    assert len(test.examples) > 5
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def texts_in_the_code() -> list[str]:
+    """Every string in it, with … for what is filled in."""
+    files = [
+        path
+        for name in ("pipesgd", "timing_model", "experiments/testbed")
+        for path in (REPOSITORY / name).rglob("*.py")
+    ]
+
+    def text(node: ast.expr) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text, node.values))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return text(node.left) + text(node.right)
+        if isinstance(node, ast.IfExp):
+            return text(node.body)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
+
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    said = [node for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp)]
+    return [text(node) for node in said if id(node) not in docstrings]
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
+    page = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    code = "\n".join(texts_in_the_code())
+    wanted = {message: ".*".join(map(re.escape, message.split("…"))) for message in messages}
+    assert len(messages) > 40
+    assert [message for message, pattern in wanted.items() if not re.search(pattern, code)] == []

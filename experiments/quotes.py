@@ -1,0 +1,47 @@
+"""Writes into README and documentation what they quote of results and code: ``python -m experiments.quotes``.
+
+A quote stands between ``<!-- quote: NAME WORDS -->`` and ``<!-- end -->``, on lines of their own: it is what the
+function NAME of quoted.py returns for these words. No measured figure stands anywhere else (``tests/test_quotes.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from experiments.quoted import QUOTES
+from experiments.results import REPOSITORY
+from pipesgd.errors import UserInputError
+
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+QUOTE = re.compile(r"^<!-- quote: (?P<words>.+?) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
+
+
+def requoted(text: str, page: Path) -> str:
+    """``text``, of ``page``, with all its quotes made anew.
+
+    Raises:
+        UserInputError: it asks for a quote that there is not.
+    """
+
+    def quote(found: re.Match[str]) -> str:
+        name, *words = found["words"].split()
+        if name not in QUOTES:
+            raise UserInputError(f"{page.name} must quote one of {', '.join(sorted(QUOTES))}; got {name}")
+        return f"<!-- quote: {found['words']} -->\n\n{QUOTES[name](*words)}\n\n<!-- end -->"
+
+    return QUOTE.sub(quote, text)
+
+
+def main() -> None:
+    """Write all pages anew."""
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        after = requoted(before, page)
+        if after != before:
+            page.write_text(after, encoding="utf-8")
+            print(f"wrote {page.relative_to(REPOSITORY)}")
+
+
+if __name__ == "__main__":
+    main()
