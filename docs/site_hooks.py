@@ -33,6 +33,7 @@ LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=(#[^)\s]*)?\))")
 OPTIONS = re.compile(r"<!-- options of ([\w. -]+?) -->")
 CONFIGS = {"pipesgd.train": TrainConfig, "pipesgd.calibrate": CalibrateConfig}
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+PRIMED = re.compile("<msup>(<mi>.</mi>)<mi>&#x02032;</mi></msup>")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -63,7 +64,8 @@ def on_page_content(html_text: str, page: Page, config: MkDocsConfig, files: Fil
     """Equations as MathML, which browsers draw by themselves."""
 
     def equation(found: re.Match[str]) -> str:
-        return convert(html.unescape(found[2]), display="inline" if found[1] == "span" else "block")
+        drawn = convert(html.unescape(found[2]), display="inline" if found[1] == "span" else "block")
+        return PRIMED.sub(r"<mrow>\1<mo>&#x02032;</mo></mrow>", drawn)  # as an exponent it is too small to be seen
 
     return EQUATION.sub(equation, html_text)
 

@@ -9,7 +9,6 @@ import importlib
 import inspect
 import json
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 
 from experiments.results import RESULTS, Row, load
@@ -178,7 +177,8 @@ def equation(name: str) -> str:
         owner = getattr(owner, part)
     blocks = re.findall(r"^\.\. math::(.*?)(?=^\S|\Z)", inspect.getdoc(owner) or "", re.DOTALL | re.MULTILINE)
     assert blocks, f"{name} has no equation"
-    return "\n\n".join(f"$$\n{textwrap.dedent(block).strip()}\n$$" for block in blocks)
+    rows = [row for block in blocks for row in re.split(r",?\s*\\qquad\s*|\n\s*(?=\+ )", block.strip())]
+    return "\n\n".join(f"$$\n{row}\n$$" for row in rows)
 
 
 def output(step: str, first: str = "") -> str:

@@ -45,4 +45,5 @@ def test_there_is_no_figure_outside_of_quotes(page: Path) -> None:
 
 def test_the_tutorials_outputs_are_those_of_its_commands() -> None:
     ran = [(row["step"], "\n".join(row["commands"])) for row in load(RESULTS / "tutorial.json")]
-    assert ran == [(title, commands.rstrip()) for title, commands in steps()], "python -m experiments.tutorial runs them"
+    written = [(title, commands.rstrip()) for title, commands in steps()]
+    assert ran == written, "python -m experiments.tutorial runs them"
