@@ -185,8 +185,9 @@ def output(step: str, first: str = "") -> str:
     """What a step of the tutorial printed, without lines of progress; from the line that begins with ``first`` on."""
     row = next(row for row in load(RESULTS / "tutorial.json") if row["step"] == step)
     lines = [line for line in row["output"] if not PROGRESS.match(line)]
-    begin = next(number for number, line in enumerate(lines) if line.lstrip().startswith(first))
-    return "\n".join(["```text", *lines[begin:], "```"])
+    begins = [number for number, line in enumerate(lines) if line.lstrip().startswith(first)]
+    assert begins, f"step {step} printed no line that begins with {first}"
+    return "\n".join(["```text", *lines[begins[0] :], "```"])
 
 
 QUOTES: dict[str, Callable[..., str]] = {

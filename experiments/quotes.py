@@ -7,11 +7,16 @@ function NAME of quoted.py returns for these words. No measured figure stands an
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
+from experiments import command
 from experiments.quoted import QUOTES
 from experiments.results import REPOSITORY
 from pipesgd.errors import UserInputError
+from pipesgd.launch import Ranks
 
 PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
 QUOTE = re.compile(r"^<!-- quote: (?P<words>.+?) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
@@ -33,15 +38,16 @@ def requoted(text: str, page: Path) -> str:
     return QUOTE.sub(quote, text)
 
 
-def main() -> None:
+def write(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Write all pages anew."""
+    command.Parser(prog="python -m experiments.quotes", description=__doc__).parse_args(words)
     for page in PAGES:
         before = page.read_text(encoding="utf-8")
         after = requoted(before, page)
         if after != before:
             page.write_text(after, encoding="utf-8")
-            print(f"wrote {page.relative_to(REPOSITORY)}")
+            command.say(console, f"wrote {page.relative_to(REPOSITORY)}")
 
 
 if __name__ == "__main__":
-    main()
+    command.run(write)

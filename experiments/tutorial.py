@@ -15,23 +15,29 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from experiments import command
-from experiments.results import REPOSITORY, Row, provenance, save
+from experiments.results import REPOSITORY, Row, save
+from pipesgd.errors import RunError
+from pipesgd.launch import Ranks
 
 PAGE = REPOSITORY / "docs" / "tutorial.md"
 STEP = re.compile(r'^```sh title="(.+?)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 KEPT = ("PATH", "HOME", "TERM")
 """Variables of this environment that the shell gets."""
+OF_THIS_MACHINE = re.compile("WARNING: Location '")
+"""What pip says of places where it looks for packages."""
 COLUMNS = "110"
 """Of text."""
 
 
-def compute(folder: Path) -> list[Row]:
+def compute(folder: Path, console: Console) -> list[Row]:
     """A row for each step, in a clone in ``folder``."""
     clone = folder / "pipesgd"
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
     with subprocess.Popen(["bash"], cwd=clone, env=environment(), stdin=subprocess.PIPE, text=True) as shell:
-        return [step(shell, title, commands, folder) for title, commands in steps()]
+        return [step(shell, title, commands, folder, console) for title, commands in steps()]
 
 
 def steps() -> list[tuple[str, str]]:
@@ -39,7 +45,7 @@ def steps() -> list[tuple[str, str]]:
     return STEP.findall(PAGE.read_text(encoding="utf-8"))
 
 
-def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path) -> Row:
+def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, console: Console) -> Row:
     """What ``commands`` do in ``shell``."""
     assert shell.stdin is not None
     output, done = folder / "output", folder / "done"
@@ -47,18 +53,22 @@ def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path) 
     # Not in a subshell, so that an environment that is activated stays so; without a terminal, as in a log.
     shell.stdin.write(f"{{ {commands}\n}} > {output} 2>&1 < /dev/null; echo $? > {done}.part; mv {done}.part {done}\n")
     shell.stdin.flush()
-    while not done.exists():
+    while shell.poll() is None and not done.exists():
         time.sleep(0.05)
     seconds, code = time.perf_counter() - begin, int(done.read_text())
     done.unlink()
-    lines = output.read_text(encoding="utf-8").splitlines()
-    print(f"{title}: {seconds:.0f} s", flush=True)
+    lines = [
+        line.rstrip() for line in output.read_text(encoding="utf-8").splitlines() if not OF_THIS_MACHINE.match(line)
+    ]
+    command.say(console, f"{title}: {seconds:.0f} s")
     if code:
-        sys.exit("\n".join([*lines, f"error: step {title!r} of the tutorial ended with exit code {code}"]))
+        for line in lines:
+            command.say(console, line)
+        raise RunError(f"step {title} of the tutorial ended with exit code {code}")
     return {
         "step": title,
         "commands": commands.splitlines(),
-        "output": [line.rstrip() for line in lines],
+        "output": lines,
         "seconds": seconds,
     }
 
@@ -71,14 +81,13 @@ def environment() -> dict[str, str]:
     return kept | {"COLUMNS": COLUMNS}
 
 
-def main(words: Sequence[str]) -> None:
-    """Follow it, and keep what was printed."""
-    arguments = command.parse(command.parser("tutorial", __doc__), words)
-    provenance()
+def follow(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The whole command."""
+    command.Parser(prog="python -m experiments.tutorial", description=__doc__).parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
-        rows = compute(Path(folder))
-    print(f"wrote {save('tutorial', rows, folder=arguments.output)}")
+        rows = compute(Path(folder), console)
+    command.say(console, f"wrote {save('tutorial', rows)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command.run(follow)
