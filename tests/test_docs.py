@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from experiments.quotes import QUOTE
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.config import TrainConfig
+from timing_model.cli import COMMANDS
+from timing_model.words import Parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -47,6 +50,26 @@ def test_examples_give_what_they_say() -> None:
     test = doctest.DocTestParser().get_doctest(examples, {}, "equations.md", "equations.md", 0)
     assert len(test.examples) > 5
     assert doctest.DocTestRunner().run(test).failed == 0
+
+
+ELSEWHERE = {
+    *("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "max-restarts"),  # torchrun's
+    *("rdzv-backend", "rdzv-conf", "rdzv-endpoint", "local-addr"),
+    *("nodes", "rate", "loss", "slow-node", "workload"),  # of experiments
+    *("help", "config", "logdir"),  # of all; TensorBoard's
+}
+
+
+def test_options_that_are_spoken_of_are_there() -> None:
+    known = {*TrainConfig().options(), *CalibrateConfig().options(), *ELSEWHERE}
+    for add_options, _ in COMMANDS.values():
+        parser = Parser()
+        add_options(parser)
+        known |= {name[2:] for action in parser._actions for name in action.option_strings if name.startswith("--")}
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    texts = {page.name: re.sub(r"<!--.*?-->", "", QUOTE.sub("", page.read_text(encoding="utf-8"))) for page in pages}
+    spoken = {(name, option) for name, text in texts.items() for option in re.findall(r"(?<!-)--([a-z][a-z-]*)", text)}
+    assert sorted((name, option) for name, option in spoken if option not in known) == []
 
 
 def texts_in_the_code() -> list[str]:
