@@ -46,10 +46,10 @@ def steps() -> list[tuple[str, str]]:
 
 
 def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, console: Console) -> Row:
-    """What ``commands`` do in ``shell``."""
+    """What ``commands`` do in ``shell``; ``load`` is how many processes wanted a core when they began."""
     assert shell.stdin is not None
     output, done = folder / "output", folder / "done"
-    begin = time.perf_counter()
+    load, begin = os.getloadavg()[0], time.perf_counter()
     # Not in a subshell, so that an environment that is activated stays so; without a terminal, as in a log.
     shell.stdin.write(f"{{ {commands}\n}} > {output} 2>&1 < /dev/null; echo $? > {done}.part; mv {done}.part {done}\n")
     shell.stdin.flush()
@@ -70,6 +70,7 @@ def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, 
         "commands": commands.splitlines(),
         "output": lines,
         "seconds": seconds,
+        "load": load,
     }
 
 
