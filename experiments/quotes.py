@@ -18,7 +18,11 @@ from experiments.results import REPOSITORY
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 
-PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+PAGES = (
+    REPOSITORY / "README.md",
+    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.stem != "gallery"),
+)
+"""The gallery is written as a whole, by ``experiments.gallery``."""
 QUOTE = re.compile(r"^<!-- quote: (?P<words>.+?) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
 
