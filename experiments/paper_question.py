@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from experiments import command
-from experiments.iteration_times import COLOURS
 from experiments.results import Row, save, save_panels
+from experiments.style import COLOURS
 from pipesgd.launch import Ranks
 from timing_model import Noise, simulate_iterations, steady_state_period
 from timing_model.costs import collective_time, costs_of, iteration_time
@@ -277,10 +277,8 @@ def plot_third(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
-def publish(rows: list[Row], jitter: list[Row], folder: Path) -> None:
-    """Save both tables and the figure, and print the answers."""
-    save("paper_question", rows, folder=folder, extra={"answers": answers(rows)})
-    save("paper_question_jitter", jitter, folder=folder, extra={"answers": jitter_answers(jitter)})
+def draw(name: str, rows: list[Row], jitter: list[Row], folder: Path) -> Path:
+    """Write the figure."""
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     panels = [functools.partial(plot, [row for row in rows if row["workload"] == one]) for one in workloads]
 
@@ -288,8 +286,15 @@ def publish(rows: list[Row], jitter: list[Row], folder: Path) -> None:
         panels[0](axes).legend(fontsize="small")
         return axes
 
-    third = [functools.partial(draw, jitter) for draw in (plot_widths, plot_third)]
-    save_panels("paper_question", [first, *panels[1:], *third], size=(15, 9), rows=2, folder=folder)
+    third = [functools.partial(panel, jitter) for panel in (plot_widths, plot_third)]
+    return save_panels(name, [first, *panels[1:], *third], size=(15, 9), rows=2, folder=folder)
+
+
+def publish(rows: list[Row], jitter: list[Row], folder: Path) -> None:
+    """Save both tables and the figure, and print the answers."""
+    save("paper_question", rows, folder=folder, extra={"answers": answers(rows)})
+    save("paper_question_jitter", jitter, folder=folder, extra={"answers": jitter_answers(jitter)})
+    draw("paper_question", rows, jitter, folder)
     _show(rows, jitter)
 
 
