@@ -26,7 +26,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
 from pipesgd.workloads import ShardedBatches
 
-CODECS, LINKS, TRAINING = "codecs", "links", "training and collectives"
+CODECS, LINKS, TRAINING = "codecs (compiled first on a new machine)", "links", "training and collectives"
 SHARES = {CODECS: 0.07, LINKS: 0.03, TRAINING: 0.9}
 """Of the time that there is; what comes before the last takes as long as it takes."""
 TRAINED = 0.5
