@@ -69,7 +69,6 @@ def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, 
         "step": title,
         "commands": commands.splitlines(),
         "output": lines,
-        "seconds": seconds,
         "load": load,
     }
 
