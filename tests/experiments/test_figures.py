@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import shutil
 from collections.abc import Callable
@@ -95,6 +96,12 @@ def test_a_method_has_one_colour_and_a_codec_one_line_wherever_they_are_drawn() 
     assert len(set(style.METHODS.values())) == len(style.METHODS)
     assert styles["width 2, int8"]["color"] == styles["width 2, ring"]["color"]
     assert styles["width 2, int8"]["linestyle"] != styles["width 2, int4"]["linestyle"]
+
+
+def test_the_examples_of_the_style() -> None:
+    result = doctest.testmod(style)
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 def test_who_is_unknown_gets_a_colour_that_is_nobody_elses() -> None:
