@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test figures experiments clean
+.PHONY: train test figures quotes docs experiments clean
 
 train: $(VENV)/train.stamp
 	$(VENV)/bin/torchrun --nproc-per-node 4 -m pipesgd.train --config experiments/digits.toml --overwrite
@@ -23,13 +23,21 @@ test: $(VENV)/test.stamp
 figures: $(VENV)/test.stamp
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.gallery
 
+# What README and documentation quote of results and code, written into them anew.
+quotes: $(VENV)/test.stamp
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.quotes
+
+# The documentation as a site, in site/.
+docs: $(VENV)/test.stamp
+	$(VENV)/bin/mkdocs build --strict
+
 # Every experiment, again: many hours; the same command goes on where it was stopped. Those on emulated links need root or
 # namespaces. ARGUMENTS="--list" says what there is.
 experiments: $(VENV)/test.stamp
 	PYTHONPATH=. $(VENV)/bin/python -m experiments $(ARGUMENTS)
 
 clean:
-	rm -rf $(VENV) dist runs
+	rm -rf $(VENV) dist runs site
 
 $(VENV)/torch.stamp:
 	$(PYTHON) -m venv $(VENV)

@@ -68,6 +68,14 @@ def _compared(workload: str, rate: str, minutes: float) -> Experiment:
     return Experiment(name=f"compare_{workload}_4x{rate}", words=words, minutes=minutes)
 
 
+def _raced(workload: str, rate: str, target: float, iterations: int, minutes: float) -> Experiment:
+    words = (
+        f"compare --nodes 4 --rate {rate} --workload {workload} --time-to-accuracy {target:g} "
+        f"--iterations {iterations} --seeds 1 --contenders {RACERS}"
+    )
+    return Experiment(name=f"accuracy_{workload}_4x{rate}", words=words, minutes=minutes)
+
+
 EXPERIMENTS = (
     Experiment(name="bench_ring", words="bench_ring --all", minutes=10),
     Experiment(name="bench_pipelined", words="bench_pipelined", minutes=10, ranks=4),
@@ -87,7 +95,7 @@ EXPERIMENTS = (
     Experiment(name="bench_prediction", words="bench_prediction", minutes=5),
     Experiment(name="bench_timing_model", words="bench_timing_model", minutes=1),
     Experiment(name="codec_accuracy", words="codec_accuracy", minutes=90),
-    Experiment(name="staleness", words="staleness", minutes=24 * 60),
+    Experiment(name="staleness", words="staleness", minutes=4 * 60),
     Experiment(
         name="compare_mlp_4x200mbit_codecs",
         words="compare --nodes 4 --rate 200mbit --iterations 16 --name compare_mlp_4x200mbit_codecs "
@@ -108,17 +116,14 @@ EXPERIMENTS = (
         f"--time-to-accuracy 0.84 --iterations 234 --seeds 1 --contenders {RACERS}",
         minutes=15,
     ),
-    Experiment(
-        name="accuracy_small-convnet_4x200mbit",
-        words="compare --nodes 4 --rate 200mbit --workload small-convnet --time-to-accuracy 0.885 --iterations 468 "
-        f"--seeds 1 --contenders {RACERS}",
-        minutes=18,
-    ),
-    Experiment(
-        name="accuracy_small-mlp_4x200mbit",
-        words="compare --nodes 4 --rate 200mbit --workload small-mlp --time-to-accuracy 0.86 --iterations 468 "
-        f"--seeds 2 --contenders {RACERS}",
-        minutes=25,
+    *(
+        _raced(workload, rate, target, iterations, minutes)
+        for workload, target, iterations, minutes_at in (
+            ("small-mlp", 0.86, 468, (13.0, 5.0)),
+            ("small-convnet", 0.885, 468, (18.0, 8.0)),
+            ("transformer", 0.54, 600, (18.0, 9.0)),
+        )
+        for rate, minutes in zip(("200mbit", "1gbit"), minutes_at, strict=True)
     ),
     *(
         _compared(workload, rate, minutes)
@@ -126,6 +131,8 @@ EXPERIMENTS = (
         for rate, minutes in (("100mbit", 20.0), ("200mbit", 15.0), ("1gbit", 10.0))
     ),
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
+    Experiment(name="paper_question", words="paper_question", minutes=1),
+    Experiment(name="tutorial", words="tutorial", minutes=6),
     # What reads the results of others comes after them.
     Experiment(name="fig06_all_reduces", words="fig06_all_reduces", minutes=0.2),
     Experiment(name="fig01_schedules", words="fig01_schedules", minutes=3),

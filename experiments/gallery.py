@@ -30,6 +30,7 @@ from experiments import (
     fig07_layerwise,
     fig08_codecs,
     figures,
+    paper_question,
     staleness,
     validate_timing_model,
 )
@@ -73,6 +74,11 @@ def panels_by(column: str, plot: Any) -> Draw:
     return lambda name, rows, folder: save_figure(name, rows, by=column, plot=plot, folder=folder)
 
 
+def of_the_paper(name: str, rows: list[Row], folder: Path) -> Path:
+    """The figure of the paper's question, which has two tables."""
+    return paper_question.draw(name, rows, load(RESULTS / f"{name}_jitter.csv"), folder)
+
+
 DRAWN: dict[str, Draw] = {
     "accuracy_": compared,
     "bench_all_reduce": bench_all_reduce.draw,
@@ -82,11 +88,15 @@ DRAWN: dict[str, Draw] = {
     "bench_ring": panels_by("p", bench_ring.plot),
     "codec_accuracy": codec_accuracy.draw,
     "compare_": compared,
+    "paper_question": of_the_paper,
     "staleness": staleness.draw,
     "validate_timing_model": validate_timing_model.draw,
 }
 """By the beginning of a result's name."""
-WITHOUT = ("bench_timing_model", "kill_", "staleness_summary", "validate_timing_model_decisions")
+WITHOUT = (
+    *("bench_timing_model", "kill_", "paper_question_jitter", "staleness_summary", "tutorial"),
+    "validate_timing_model_decisions",
+)
 """Results that have no figure, likewise."""
 
 

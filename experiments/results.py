@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -109,12 +110,13 @@ def draw_panels(panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, 
 
 
 def command_line() -> str:
-    """The command that started this process, without the paths of this machine."""
+    """The command that started this process, as a shell takes it, without the paths of this machine."""
     by_torchrun = dist.is_torchelastic_launched() and dist.is_initialized()
     start = f"torchrun --nproc-per-node {dist.get_world_size()}" if by_torchrun else "python"
     spec = sys.modules["__main__"].__spec__
     module = "-" if spec is None else f"-m {spec.name}"
-    return " ".join([start, module, *(re.sub(r"(^|=)/.*/", r"\1", word) for word in sys.argv[1:])])
+    words = [shlex.quote(re.sub(r"(^|=)/.*/", r"\1", word)) for word in sys.argv[1:]]
+    return " ".join([start, module, *words])
 
 
 def code_state() -> str | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from timing_model.all_reduce import SCHEDULES, CollectiveTime, all_reduce_time, gather_time, segments_of
+from timing_model.all_reduce import CollectiveTime, all_reduce_time, chunks_of, gather_time, segments_of
 from timing_model.iteration import (
     IterationTime,
     ddp_buckets,
@@ -42,7 +42,7 @@ def costs_of(question: Question) -> Costs:
     cluster, link = question.cluster, _link(question).params()
     profile = question.codec_profile
     codec = uncompressed(0.0) if profile is None else profile.cost(question.codec, _message_values(question, profile))
-    times = question.compute.times(question.width)
+    times = question.compute.times(question.width, question.all_reduce)
     if times.busy > 0:
         times = dataclasses.replace(times, busy=times.busy + _carrying(question, link, codec))
     return Costs(
@@ -111,15 +111,14 @@ def collective_time(question: Question, costs: Costs, numel: float) -> Collectiv
 
 
 def _link(question: Question) -> LinkProfile:
-    native = question.cluster.native if question.all_reduce == "native" else None
-    return native or question.cluster.link
+    return question.cluster.link_of(question.measured_as)
 
 
 def _message_values(question: Question, codec: CodecProfile) -> float:
     """Of the messages of this job."""
     values = float(question.compute.numel)
-    if question.all_reduce in SCHEDULES and not question.gathered:
-        chunk = values / SCHEDULES[str(question.all_reduce)](question.world_size).chunks
+    if question.all_reduce not in (None, "native") and not question.gathered:
+        chunk = values / chunks_of(question.all_reduce, question.world_size)
         values = chunk / segments_of(chunk * codec.bits / 8, question.segment_bytes)
     return values
 
@@ -142,4 +141,4 @@ def estimates_of(question: Question) -> Iterator[tuple[str, dict[str, Estimate]]
     parts = {"update": update, "forward": compute.forward, "backward": compute.backward}
     yield "times", parts | ({} if question.width == 1 else {"busy": compute.busy})
     yield "times", {"contention": compute.contention}
-    yield "times", {"hindrance": compute.hindrance}
+    yield "times", {"hindrance": compute.hindrance_of(question.all_reduce)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -23,11 +24,11 @@ from pipesgd.calibration.report import plot_residuals
 from pipesgd.calibration.sweep import Cell
 from pipesgd.command_line import HelpRequested, parse_as
 from pipesgd.config import TrainConfig
-from pipesgd.ending import EXIT_INTERRUPTED
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.launch import Ranks
 from timing_model import all_reduce_time
 from timing_model.profile import Profile
+from timing_model.question import Question, support_of
 
 SHORT = "--seconds 1 --largest-bytes 65536 --codecs int8 --hidden-sizes 20 --batch-size 16"
 
@@ -58,7 +59,7 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
     assert profile.calibrated.all_reduces == ("ring", "native")
     assert profile.calibrated.smallest_bytes >= 1024
     assert profile.calibrated.largest_bytes == 65536
-    assert profile.native is not None
+    assert profile.links.keys() == {"native"}
     assert all_reduce_time("ring", profile.link_params(), 16384, 2).total > 0
     assert profile.codecs.keys() == {"int8"}
     assert profile.codecs["int8"].bits == pytest.approx(8 + 32 / 1024)
@@ -72,13 +73,38 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
     assert str(profile.provenance["command"]).startswith("torchrun ... -m pipesgd.calibrate --seconds 1 ")
 
 
-def test_one_rank_measures_itself_and_says_that_there_is_no_network(tmp_path: Path) -> None:
-    [(error, text)] = run(1, f"{SHORT} --out {tmp_path / 'cluster.toml'}")
+def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.toml"
+    others = ["halving-doubling", "recursive-doubling", "all-to-all", "native"]
+    (error, text), *_ = run(3, f"{SHORT} --out {out} --servers --all-reduces {' '.join(others)} ring")
     assert error == ""
-    assert text.startswith("one rank: computation and codecs are measured, but no network")
-    assert "int8" in text
-    assert "late update" in text
-    assert "one rank has no network: nothing is written" in text
+    profile = Profile.load(out)
+    assert profile.calibrated.world_sizes == (2, 3)
+    assert profile.calibrated.residuals.keys() == {"ring", "ps-sync", *others}
+    assert profile.links.keys() == {"ps-sync", *others}
+    assert len({one.beta for one in profile.links.values()} | {profile.link.beta}) == 6
+    assert profile.sharing is not None
+    [compute] = profile.compute
+    assert compute.hindrances.keys() == set(others)
+    assert profile.links["ps-sync"].alpha == profile.link.alpha
+    assert "parameter server" in text
+    assert "halving-doubling beside it" in text
+    assert 0 < float(str(profile.provenance["product_seconds"])) < 1
+    compute = profile.compute[0]
+    for strategy, all_reduce in (("pipelined", "all-to-all"), ("ps-sync", None)):
+        question = Question(cluster=profile, compute=compute, world_size=3, strategy=strategy, all_reduce=all_reduce)
+        assert not any("not measured" in reason for reason in support_of(question).reasons)
+
+
+def test_one_rank_is_told_at_once_that_there_is_no_network(tmp_path: Path) -> None:
+    """Before anything is measured, not after: the file would be missing when somebody wants to plan with it."""
+    words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "1000"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: ranks must be at least 2, or there is no network to measure; got 1 "
+        "(try torchrun --nproc-per-node 4 -m pipesgd.calibrate ...)\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,6 +127,9 @@ def test_an_existing_file_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) ->
         ("--largest-bytes 1000", "largest-bytes must be at least 65536; got 1000"),
         ("--codecs int8 int9", "codecs must be one of .*; got 'int9' .did you mean int8"),
         ("--codecs int8 int8", "codecs must name each once; got 'int8' twice"),
+        ("--all-reduces native", "all-reduces must have ring, whose link others have; got .'native',."),
+        ("--all-reduces ring rings", "all-reduces must be one of .*; got 'rings'"),
+        ("--all-reduces ring ring", "all-reduces must name each once; got 'ring' twice"),
         ("--prediction guess", "prediction must be one of"),
         ("--epochs 3", "epochs must be left out of a calibration .see --seconds.; got 3"),
         ("--out a.png --plot a.png", "plot must be another file than --out; got a.png"),
@@ -119,7 +148,7 @@ def test_help_names_every_option_and_those_of_training_are_called_as_there() -> 
         parse_as(CalibrateConfig, "calibrate", ["--help"])
     names = CalibrateConfig().options().keys()
     assert all(f"--{name}" in str(request.value) for name in names)
-    own = {"out", "plot", "seconds", "largest-bytes", "codecs"}
+    own = {"out", "plot", "seconds", "largest-bytes", "codecs", "all-reduces", "servers"}
     assert names - own <= TrainConfig().options().keys()
     config = parse_as(CalibrateConfig, "calibrate", ["--batch-size", "7", "--hidden-sizes", "3", "--optimizer", "adam"])
     training = config.training()
@@ -143,14 +172,16 @@ def test_a_folder_that_is_not_there_ends_the_command_with_code_2_and_one_line(tm
 
 
 def test_ctrl_c_ends_it_with_a_line_and_leaves_nothing(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "100"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "100"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, text=True, cwd=tmp_path, **pipes) as process:
+    with subprocess.Popen(words, text=True, cwd=tmp_path, start_new_session=True, **pipes) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("one rank")  # it is under way
-        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline().startswith("calibrating 2 ranks")  # it is under way
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to torchrun and all its ranks
         _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (EXIT_INTERRUPTED, "interrupted\n")
+    assert process.returncode != 0
+    assert errors.splitlines().count("interrupted") == 1
     assert list(tmp_path.iterdir()) == []
 
 
