@@ -289,7 +289,7 @@ def test_speedups_are_those_of_the_comparisons() -> None:
         for over in ("over_server", "over_ddp"):
             if row[f"{over}_low"] is not None:
                 assert row[f"{over}_low"] <= row[over] <= row[f"{over}_high"]
-    raced = next(row for (title, method), row in rows.items() if "85" not in title and method == "width 2, int4")
+    raced = rows["to 84.0%: fashion-mnist-mlp, 4 nodes at 200 Mbit/s", "width 2, int4"]
     assert raced["over_server"] > 5
 
 
