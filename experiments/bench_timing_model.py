@@ -2,27 +2,35 @@
 
     python -m experiments.bench_timing_model              bench_timing_model.csv
 
-Each line is the median of some runs, in one process, after one that is not timed; what the model keeps between calls
-is dropped before each run of "anew". Memory is how much the process grew, at most, in all runs up to that line.
+Each line is the median of some runs after one that is not timed: of the ``timing-model`` command in a process of its
+own, from its start to its end, or of calls in this process; what the model keeps between these is dropped before each
+run of a plan and of "anew". Memory is the most that a command's process had, or how much this one grew, at most, in all
+runs up to that line.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import resource
+import subprocess
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from experiments import command
 from experiments.paired import median
-from experiments.results import Row, save
+from experiments.results import REPOSITORY, Row, save
 from pipesgd.launch import Ranks
 from timing_model import (
+    ALL_REDUCES,
     CodecCost,
     LinkParams,
     Noise,
@@ -32,11 +40,28 @@ from timing_model import (
     simulate_iterations,
     steady_state_period,
 )
+from timing_model.choices import Space
+from timing_model.measured import ComputeProfile, LinkProfile
 from timing_model.messages import simulate_ring
+from timing_model.options import NOTHING
+from timing_model.plan import plan
+from timing_model.presets import CODECS, NETWORKS
+from timing_model.profile import UNCOMPRESSED, Profile
+from timing_model.question import Question
 
 LINK = LinkParams(alpha=5e-5, beta=8e-10, gamma=1e-10, sync=1e-4, overhead=1e-5)
 CODEC = CodecCost(name="int8", bits=8.03, encode=2e-10, decode=1e-10, add=2e-10, hop=3e-10, call=1e-5)
 NOISE = Noise(cv=0.1)
+JOB = "--network 10GbE --compute 0.3s --model gpt2"
+COLD_S = 2.0
+"""From a cold start."""
+FULL: dict[str, Any] = {
+    "ranks": 10_000,
+    "iterations": 1_000,
+    "calls": 100_000,
+    "world_sizes": (4, 31, 1_000, 10_000, 65_535, 65_536),
+}
+QUICK: dict[str, Any] = {"ranks": 100, "iterations": 10, "calls": 100, "world_sizes": (4,)}
 RUNS = 5
 KIB = 1024 if sys.platform != "darwin" else 1
 """Unit of the largest size that the system reports, in bytes."""
@@ -47,13 +72,51 @@ class Case:
     """What is timed: something done ``times`` in a row."""
 
     name: str
-    do: Callable[[], object]
+    do: Callable[[], int | None]
+    """If it is done in another process, the most memory that this had, in bytes."""
     target_s: float | None = None
     """For all of it; issue 6."""
+    most_bytes: float | None = None
+    """Likewise."""
     times: int = 1
 
 
-def cases(ranks: int, iterations: int, calls: int) -> list[Case]:
+def ask(words: str) -> int:
+    """Run the ``timing-model`` command; the most memory that it had, in bytes."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "timing_model", *words.split()], cwd=REPOSITORY, stdout=subprocess.DEVNULL
+    ) as process:
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise RuntimeError(f"timing-model {words} ended with {process.returncode}")
+    return used.ru_maxrss * KIB
+
+
+def job(world_size: int) -> Question:
+    """Something to plan, without the command."""
+    tensors = (2_000_000,) * 50
+    compute = ComputeProfile.exact(model="", batch_size=1, tensors=tensors, compute=0.3, update=0.01)
+    cluster = Profile(calibrated=NOTHING, link=LinkProfile.exact(NETWORKS["10GbE"]))
+    return Question(cluster=cluster, compute=compute, world_size=world_size)
+
+
+def space(configurations: int) -> Space:
+    """Something to search, of at least so many configurations, half of them widths and half segment sizes."""
+    codecs = (UNCOMPRESSED, *CODECS)
+    all_reduces = tuple(name for name in ALL_REDUCES if name not in ("hierarchical", "native"))
+    pairs = len(codecs) * len(all_reduces)
+    segments = 64
+    widths = -(-configurations // (pairs * segments))
+    return Space(
+        codecs=codecs,
+        all_reduces=(*all_reduces, "native"),
+        widths=tuple(range(1, widths + 1)),
+        segments=tuple((64 << 10) * (number + 1) for number in range(segments)),
+    )
+
+
+def cases(ranks: int, iterations: int, calls: int, world_sizes: Sequence[int]) -> list[Case]:
     """All of them; targets are for the numbers of a full run."""
 
     def periods() -> None:
@@ -64,24 +127,38 @@ def cases(ranks: int, iterations: int, calls: int) -> list[Case]:
         for number in range(calls):
             ring_all_reduce_time(LINK, 1e6 + number, 8)
 
+    def planned() -> None:
+        all_reduce.forget()
+        found = plan(job(4), space(calls))
+        assert found.considered >= calls
+
+    def iterated() -> None:
+        simulate_iterations(t_compute=1.0, t_comm=1.0, width=2, world_size=ranks, iterations=iterations, noise=NOISE)
+
+    def passed_on() -> None:
+        simulate_ring(LINK, 1e8, ranks)
+
     def anew() -> None:
         all_reduce.forget()
         for world_size in range(2, 34):
             for name in ("ring", "halving-doubling", "all-to-all"):
                 all_reduce_time(name, LINK, 1e7, world_size, codec=CODEC)
 
+    commands = [
+        *((f"plan --world-size {size} {JOB}", COLD_S, None) for size in world_sizes),
+        (f"simulate --world-size {ranks} --iterations {iterations} --cv 0.1 {JOB}", 5.0, 1e9),
+    ]
     return [
-        Case(
-            name=f"simulate {iterations} iterations of {ranks} ranks",
-            do=lambda: simulate_iterations(
-                t_compute=1.0, t_comm=1.0, width=2, world_size=ranks, iterations=iterations, noise=NOISE
-            ),
-            target_s=5.0,
-        ),
-        Case(name=f"simulate a ring of {ranks} ranks", do=lambda: simulate_ring(LINK, 1e8, ranks), target_s=1.0),
+        Case(name=f"simulate {iterations} iterations of {ranks} ranks", do=iterated, target_s=5.0, most_bytes=1e9),
+        Case(name=f"simulate a ring of {ranks} ranks", do=passed_on, target_s=1.0),
+        Case(name=f"plan, {calls} configurations of 4 ranks", do=planned, target_s=1.0, times=calls),
         Case(name=f"{calls} periods with jitter", do=periods, target_s=1.0, times=calls),
         Case(name=f"{calls} rings, closed form", do=closed, target_s=1.0, times=calls),
         Case(name="96 all-reduces of 2 to 33 ranks, anew", do=anew, times=96),
+        *(
+            Case(name=f"timing-model {words}", do=partial(ask, words), target_s=seconds, most_bytes=most)
+            for words, seconds, most in commands
+        ),
     ]
 
 
@@ -91,21 +168,23 @@ def compute(chosen: Sequence[Case], runs: int, console: Console) -> list[Row]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with command.progress(console, "timing model", len(chosen)) as advance:
         for case in chosen:
-            seconds = []
+            seconds, used = [], 0
             for _ in range(1 + runs):
                 begin = time.perf_counter()
-                case.do()
+                used = max(used, case.do() or 0)
                 seconds.append(time.perf_counter() - begin)
             taken = median(seconds[1:])
-            grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * KIB
+            memory = used or (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * KIB
+            met = (case.target_s is None or taken <= case.target_s) and memory <= (case.most_bytes or math.inf)
             rows.append(
                 {
                     "case": case.name,
                     "median_s": taken,
                     "each_s": taken / case.times,
-                    "grown_bytes": grown,
+                    "memory_bytes": memory,
                     "target_s": case.target_s,
-                    "target_met": None if case.target_s is None else taken <= case.target_s,
+                    "most_bytes": case.most_bytes,
+                    "target_met": None if case.target_s is None else met,
                     "runs": runs,
                 }
             )
@@ -123,7 +202,7 @@ def publish(rows: list[Row], folder: Path) -> None:
                 "case": row["case"],
                 "s": f"{row['median_s']:.3f}",
                 "each, us": f"{row['each_s'] * 1e6:.1f}",
-                "grown, MB": f"{row['grown_bytes'] / 1e6:.0f}",
+                "memory, MB": f"{row['memory_bytes'] / 1e6:.0f}",
                 "target": "" if row["target_s"] is None else f"{row['target_s']:g} s",
                 "": {None: "", True: "met", False: "MISSED"}[row["target_met"]],
             }
@@ -142,7 +221,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
-    chosen = cases(100, 10, 100) if arguments.quick else cases(10_000, 1_000, 100_000)
+    chosen = cases(**QUICK if arguments.quick else FULL)
     publish(compute(chosen, 1 if arguments.quick else RUNS, console), arguments.output)
 
 

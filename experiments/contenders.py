@@ -22,6 +22,8 @@ WORKLOADS = {
     "--lr 0.1 --schedule one-cycle",
     "transformer": "--dataset python-stdlib --model transformer --batch-size 8 "
     "--optimizer adamw --lr 0.008 --schedule one-cycle",
+    "alexnet": "--dataset fashion-mnist --model alexnet --batch-size 32",
+    "resnet18": "--dataset fashion-mnist --model resnet18 --batch-size 16",
     "digits": "--dataset digits --model mlp --hidden-sizes 64 --batch-size 16",
 }
 CONTENDERS = {

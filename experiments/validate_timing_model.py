@@ -33,9 +33,9 @@ import numpy as np
 from rich.console import Console
 
 from experiments import command
-from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, save, save_panels
+from experiments.style import COLOURS
 from experiments.validation_runs import QUICK, ROUNDS, SETTINGS, Measured, Setting, measure
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
@@ -235,6 +235,11 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     return axes
 
 
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure."""
+    return save_panels(name, [partial(plot, rows)], size=(8.5, 5.0), folder=folder)
+
+
 def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> None:
     """Save the rows, the decisions and the figure, and print what they come to."""
     rows = tabulate(found)
@@ -244,7 +249,7 @@ def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> No
     path = save("validate_timing_model", rows, extra=extra, folder=folder)
     if decisions:
         save("validate_timing_model_decisions", decisions, extra=extra, folder=folder)
-    save_panels("validate_timing_model", [partial(plot, rows)], size=(8.5, 5.0), folder=folder)
+    draw("validate_timing_model", rows, folder)
     for name in found:
         command.show(f"{name}, predicted before", [_cell_texts(row) for row in rows if row["setting"] == name])
     if decisions:

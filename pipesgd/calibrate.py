@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pipesgd import launch
 from pipesgd.calibration import profile, report
-from pipesgd.calibration.measure import measure
+from pipesgd.calibration.measure import HOW_TO_START, measure
 from pipesgd.calibration.options import FREE_BETWEEN_RANKS, CalibrateConfig
 from pipesgd.command_line import parse_as
 from pipesgd.computation import load
@@ -38,6 +38,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     options, training = config.calibration, config.training()
     ranks.timeout = options.timeout
     ranks.agree("files", lambda: check_files(config, ranks.rank))
+    ranks.agree("ranks", lambda: check_ranks(ranks.world_size))
     data, batches, model, _ = ranks.agree("data and model", lambda: load(training, ranks))
 
     # 2. Measure it.
@@ -63,9 +64,6 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     def write() -> None:
         if ranks.rank > 0:
             return
-        if ranks.world_size == 1:
-            say(f"one rank has no network: nothing is written to {options.out}")
-            return
         made = found.profile(training, model, samples=len(data.train), command=["-m pipesgd.calibrate", *words])
         if options.plot is not None:
             report.save_plot(found.fits, options.plot)
@@ -74,6 +72,12 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         say(f"wrote {options.out}")
 
     ranks.agree("the file", write)
+
+
+def check_ranks(world_size: int) -> None:
+    """Raise ``UserInputError`` for one rank: a file without a network would tell the timing model nothing."""
+    if world_size == 1:
+        raise UserInputError(f"ranks must be at least 2, or there is no network to measure; got 1 (try {HOW_TO_START})")
 
 
 def check_files(config: CalibrateConfig, rank: int) -> None:

@@ -25,13 +25,14 @@ from timing_model.messages import Network, Task, simulate_messages
 class RecordingTransport:
     """A Transport that passes everything on to another, and keeps the ``Task``s that this rank's part comes to."""
 
-    def __init__(self, transport: MemoryTransport):
+    def __init__(self, transport: MemoryTransport, posted: bool):
         self.rank = transport.rank
         self.world_size = transport.world_size
         self.bytes_sent = 0
         self.bytes_received = 0
         self.tasks: list[Task] = []
         self._transport = transport
+        self._posted = posted
 
     def send(self, tensor: Tensor, peer: int, what: str) -> _Pending:
         pending = self._transport.send(tensor, peer, what)
@@ -50,6 +51,8 @@ class RecordingTransport:
 
     def receive(self, tensor: Tensor, peer: int, what: str) -> _Pending:
         pending = self._transport.receive(tensor, peer, what)
+        if self._posted:
+            self.tasks.append(Task(posts=(peer,)))
 
         def wait() -> None:
             pending.wait()
@@ -102,11 +105,16 @@ def virtual_time(
     cost: CodecCost,
     numel: int,
     segment_bytes: int,
+    *,
+    posted: bool = False,
 ) -> float:
-    """Seconds that ``ScheduledAllReduce`` takes to reduce ``numel`` values, until the last rank is done."""
+    """Seconds that ``ScheduledAllReduce`` takes to reduce ``numel`` values, until the last rank is done.
+
+    With ``posted``, no message leaves before its receive is posted.
+    """
 
     def record(memory: MemoryTransport) -> list[Task]:
-        transport = RecordingTransport(memory)
+        transport = RecordingTransport(memory, posted)
         all_reduce = ScheduledAllReduce(
             transport,
             schedule(transport.rank, world_size),

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from timing_model import schedules
+from timing_model import critical_path, schedules
 from timing_model.checks import check_at_least, check_count, check_one_of
-from timing_model.critical_path import SegmentCosts, critical_path
+from timing_model.critical_path import SegmentCosts
 from timing_model.messages import Network, simulate_messages, tasks_of
 from timing_model.native import native_all_reduce_time
 from timing_model.params import CodecCost, LinkParams, uncompressed
@@ -19,6 +19,8 @@ SEGMENT_BYTES = 1 << 20
 """Most that a message has, unless told otherwise: ``--segment-bytes``."""
 LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
 """A chunk is cut in two as long as that leaves messages of at least so many bytes."""
+SEGMENTS_AHEAD = 4
+"""Receives of what is to be added up that are posted at a time."""
 
 SCHEDULES: dict[str, Callable[[int], schedules.Schedule]] = {
     "ring": schedules.ring,
@@ -28,6 +30,14 @@ SCHEDULES: dict[str, Callable[[int], schedules.Schedule]] = {
 }
 """Of the number of ranks."""
 ALL_REDUCES = (*SCHEDULES, "hierarchical", "native")
+PATHS: dict[str, Callable[[SegmentCosts, int, int], float]] = {
+    "ring": critical_path.ring,
+    "gather-ring": critical_path.gather_ring,
+    "halving-doubling": critical_path.halving_doubling,
+    "recursive-doubling": critical_path.recursive_doubling,
+    "all-to-all": critical_path.all_to_all,
+}
+"""Of what a segment costs, the number of ranks, and that of segments in a chunk."""
 
 
 class CollectiveTime(NamedTuple):
@@ -38,6 +48,26 @@ class CollectiveTime(NamedTuple):
     """Latency, transfer, message overhead and synchronization: what a codec without cost would leave."""
     codec: float
     """Encoding, decoding and adding that the wire does not hide."""
+
+
+def messages_meet(all_reduce: str | None, world_size: int) -> bool:
+    """Whether messages of two ranks meet at the wire of a third, so that they must be simulated one by one.
+
+    >>> [messages_meet("halving-doubling", p) for p in (4, 5)]
+    [False, True]
+    """
+    return all_reduce in ("halving-doubling", "recursive-doubling") and world_size & (world_size - 1) != 0
+
+
+def chunks_of(all_reduce: str, world_size: int) -> int:
+    """Parts into which an all-reduce cuts the values first, of which messages have one, or a segment of one.
+
+    >>> [chunks_of("halving-doubling", p) for p in (4, 5)]
+    [4, 4]
+    """
+    if all_reduce in ("recursive-doubling", "native"):
+        return 1
+    return 1 << (world_size.bit_length() - 1) if all_reduce == "halving-doubling" else world_size
 
 
 def segments_of(chunk_bytes: float, segment_bytes: int = SEGMENT_BYTES) -> int:
@@ -65,9 +95,12 @@ def all_reduce_time(
     """Time of one all-reduce of ``numel`` float32 values, from a common start to the last rank's end, in s.
 
     ``critical_path`` of the schedule that the code plays, or a simulation of its messages where these can meet
-    (halving-doubling and recursive doubling with other than 2^k ranks, O(p^2)). native is gloo's ring, which adds at
-    ``link.gamma`` whatever the codec is, and whose values are converted before and after. One rank, or no value,
-    takes 0 s. Chunks and segments are taken to be of equal size, so there should be at least a value for each.
+    (``messages_meet``; O(p^2)). There it matters which receives are posted: what nobody waits for yet must not take the
+    wire from the rest. Where all ranks do the same they are taken to be posted in time, which holds unless latency and
+    work are more than the wire of some segments; but halving-doubling and all-to-all with more segments in a chunk than
+    ``SEGMENTS_AHEAD`` take up to 15 % longer in truth (``experiments/LOG.md``). native is gloo's ring, which adds at
+    ``link.gamma`` whatever the codec is, and whose values are converted before and after. One rank, or no value, takes
+    0 s. Chunks and segments are taken to be of equal size, so there should be at least a value for each.
 
     Args:
         all_reduce: one of ``ALL_REDUCES``.
@@ -99,14 +132,15 @@ def all_reduce_time(
         wire, total = _native_times(link, cost.wire_bytes(numel), world_size)
         total += (cost.encode + cost.decode) * numel + 2 * cost.call
         return CollectiveTime(total, wire, total - wire)
-    if all_reduce == "hierarchical":
-        if inner is None:
-            raise ValueError("inner must be given with all_reduce hierarchical; got None")
-        schedule = schedules.hierarchical(world_size, ranks_per_node)
-    else:
-        schedule, ranks_per_node, inner = SCHEDULES[all_reduce](world_size), 1, None
+    if all_reduce != "hierarchical":
+        inner, ranks_per_node = None, 1
+    elif inner is None:
+        raise ValueError("inner must be given with all_reduce hierarchical; got None")
+    elif world_size % ranks_per_node:
+        raise ValueError(f"ranks_per_node must divide world_size {world_size}; got {ranks_per_node}")
     total, wire = (
-        _time(schedule, link, one, numel, segment_bytes, inner, ranks_per_node, cards) for one in (cost, cost.free())
+        _time(all_reduce, link, one, numel, world_size, segment_bytes, inner, ranks_per_node, cards)
+        for one in (cost, cost.free())
     )
     wire = min(wire, total)  # where messages meet, work can let another one pass, and so save time
     return CollectiveTime(total, wire, total - wire)
@@ -136,41 +170,34 @@ def gather_time(
     work = codec.encode * numel + codec.call + world_size * (codec.add * numel + codec.call)
     if world_size == 1:
         return CollectiveTime(work, 0.0, work)
-    schedule = schedules.gather_ring(world_size)
-    wire = _time(schedule, link, codec.free(), numel * world_size, segment_bytes, None, 1, 1)
+    wire = _time("gather-ring", link, codec.free(), numel * world_size, world_size, segment_bytes, None, 1, 1)
     return CollectiveTime(wire + work, wire, work)
 
 
 def forget() -> None:
-    """Drop all that is kept between calls: times, and the schedules that they are of."""
+    """Drop all that is kept between calls: times, and schedules."""
     _time.cache_clear()
     _native_times.cache_clear()
-    for schedule in (
-        schedules.ring,
-        schedules.gather_ring,
-        schedules.all_to_all,
-        schedules.recursive_doubling,
-        schedules.halving_doubling,
-        schedules.hierarchical,
-    ):
-        schedule.cache_clear()
+    for schedule in SCHEDULES.values():
+        schedule.cache_clear()  # type: ignore[attr-defined]  # they are lru_caches
 
 
 @lru_cache(maxsize=65536)
 def _time(
-    schedule: schedules.Schedule,
+    all_reduce: str,
     link: LinkParams,
     codec: CodecCost,
     numel: float,
+    world_size: int,
     segment_bytes: int,
     inner: LinkParams | None,
     ranks_per_node: int,
     cards: int,
 ) -> float:
-    chunk = numel / schedule.chunks
+    chunk = numel / chunks_of(all_reduce, world_size)
     segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
-    if schedule.followed is None:
-        programs = tasks_of(schedule, numel, codec, segments=segments)
+    if messages_meet(all_reduce, world_size):
+        programs = tasks_of(SCHEDULES[all_reduce](world_size), numel, codec, segments=segments, ahead=SEGMENTS_AHEAD)
         return max(simulate_messages(programs, Network(link=link))) + link.sync
     values = chunk / segments
     nbytes = codec.wire_bytes(values)
@@ -179,11 +206,14 @@ def _time(
         alpha=link.alpha,
         transfer=nbytes * link.beta * max(1.0, ranks_per_node / cards),
         overhead=link.overhead,
-        ranks_per_node=ranks_per_node,
         inner_alpha=inner.alpha if inner else 0.0,
         inner_transfer=nbytes * inner.beta if inner else 0.0,
     )
-    return critical_path(schedule, segments, costs) + link.sync
+    if all_reduce == "hierarchical":
+        time = critical_path.hierarchical(costs, world_size, segments, ranks_per_node=ranks_per_node)
+    else:
+        time = PATHS[all_reduce](costs, world_size, segments)
+    return time + link.sync
 
 
 @lru_cache(maxsize=65536)

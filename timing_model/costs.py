@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from timing_model.all_reduce import SCHEDULES, CollectiveTime, all_reduce_time, gather_time, segments_of
+from timing_model.all_reduce import CollectiveTime, all_reduce_time, chunks_of, gather_time, segments_of
 from timing_model.iteration import (
     IterationTime,
     ddp_buckets,
@@ -117,8 +117,8 @@ def _link(question: Question) -> LinkProfile:
 def _message_values(question: Question, codec: CodecProfile) -> float:
     """Of the messages of this job."""
     values = float(question.compute.numel)
-    if question.all_reduce in SCHEDULES and not question.gathered:
-        chunk = values / SCHEDULES[str(question.all_reduce)](question.world_size).chunks
+    if question.all_reduce not in (None, "native") and not question.gathered:
+        chunk = values / chunks_of(question.all_reduce, question.world_size)
         values = chunk / segments_of(chunk * codec.bits / 8, question.segment_bytes)
     return values
 

@@ -1,12 +1,24 @@
-"""The time of a schedule: the longest path through its work, its messages and its latencies."""
+"""The time of an all-reduce: the longest path through its work, its messages and its latencies.
+
+Followed along one rank, since all do the same, message for message: what a rank sends as its n-th message to a partner
+arrives when its own n-th one from the corresponding partner does. One function an algorithm, which goes through the
+schedule of that name in ``schedules.py`` many segments at a time; recursive ones are for 2^k ranks only, since
+elsewhere messages of two ranks meet at the wire of a third. ``tests/timing_model/test_messages.py`` holds them to a
+simulator of every message.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from timing_model.schedules import Event, Program, Schedule
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+
+EVEN = 1e-11
+"""A ring step after which all is later by the same time, up to this share of it, is like all that follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,31 +33,16 @@ class SegmentCosts:
     """On a wire between nodes."""
     overhead: float
     """CPU time of sending it."""
-    ranks_per_node: int = 1
     inner_alpha: float = 0.0
     """Latency inside a node."""
     inner_transfer: float = 0.0
     """On a wire inside a node."""
 
 
-@dataclass(slots=True)
 class _Rank:
-    """How far a rank has come."""
+    r"""A rank, and how far it has come.
 
-    number: int
-    program: Program
-    position: int = 0
-    cpu: float = 0.0
-    wires: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """When the last message leaves its wire inside the node, and the one to other nodes."""
-    taken: Counter[int] = field(default_factory=Counter)
-    """Messages so far, by their sender."""
-
-
-def critical_path(schedule: Schedule, segments: int, costs: SegmentCosts) -> float:
-    r"""Time from a common start until the last rank has all that it waits for, in s.
-
-    For each rank, its events e in order, m the message that e waits for, and m' the ones that it sends:
+    For its events e in order, m the message that e waits for, and m' the ones that it sends:
 
     .. math::
 
@@ -58,39 +55,148 @@ def critical_path(schedule: Schedule, segments: int, costs: SegmentCosts) -> flo
     their latency, and one segment's wire with another's work: what the code does. Every rank has a wire inside its
     node and another to other nodes, both ways at once; who shares a card has a share of it in ``transfer``. That what
     was sent must have left before its memory is used again holds nobody up here: what comes into it has come later.
-    Of ranks that do the same one is followed: a ring costs O(p). ``schedule.followed`` must not be None.
     """
-    assert schedule.followed is not None, "a schedule to be simulated"
-    arrivals: dict[tuple[int, int], list[float]] = defaultdict(list)
-    g = costs.ranks_per_node
-    wires = (costs.inner_transfer, costs.inner_alpha), (costs.transfer, costs.alpha)
 
-    def run(rank: _Rank, event: Event) -> bool:
-        """Do ``event`` if what it waits for is on its way."""
-        if event.source is not None:
-            pair = schedule.mirror(event.source, rank.number)
-            if rank.taken[event.source] == len(arrivals[pair]):
-                return False
-            rank.cpu = max(rank.cpu, arrivals[pair][rank.taken[event.source]])
-            rank.taken[event.source] += 1
-        for operation in event.work:
-            rank.cpu += costs.work[operation]
-        for target in event.targets:
-            rank.cpu += costs.overhead
-            outside = target // g != rank.number // g
-            transfer, alpha = wires[outside]
-            rank.wires[outside] = max(rank.wires[outside], rank.cpu) + transfer
-            arrivals[rank.number, target].append(rank.wires[outside] + alpha)
-        return True
+    def __init__(self, costs: SegmentCosts):
+        self._costs = costs
+        self._cpu = 0.0
+        self._wires = {False: 0.0, True: 0.0}
+        """By whether it is the one inside the node."""
 
-    ranks = [_Rank(number, schedule.program(number, segments)) for number in schedule.followed]
-    waiting = ranks
-    while waiting:
-        moved = False
-        for rank in waiting:
-            while rank.position < len(rank.program) and run(rank, rank.program[rank.position]):
-                rank.position += 1
-                moved = True
-        waiting = [rank for rank in waiting if rank.position < len(rank.program)]
-        assert moved or not waiting, "a deadlock"
-    return max(max(rank.cpu, *rank.wires) for rank in ranks)
+    @property
+    def end(self) -> float:
+        """When it has done all, and sent all."""
+        return max(self._cpu, *self._wires.values())
+
+    def begin(self, operations: str, segments: int) -> Values:
+        """Work on segments that wait for nothing: when a message of each is posted."""
+        return self.work(operations, np.zeros(segments))
+
+    def work(self, operations: str, arrivals: Values) -> Values:
+        """Work on segments as they arrive, and post a message after each: when, (segments,)."""
+        return self.work_for(operations, arrivals, 1)[:, 0]
+
+    def work_for(self, operations: str, arrivals: Values, messages: int) -> Values:
+        """The same with so many messages after each segment, (segments, messages)."""
+        costs = self._costs
+        seconds = sum(costs.work[operation] for operation in operations.split()) + messages * costs.overhead
+        done = _served(self._cpu, arrivals, seconds)
+        self._cpu = float(done[-1]) if len(done) else self._cpu
+        return np.asarray(done[:, None] - costs.overhead * np.arange(messages - 1, -1, -1))
+
+    def send(self, posted: Values, *, inner: bool = False) -> Values:
+        """When messages arrive that are posted at these times."""
+        costs = self._costs
+        transfer, alpha = (costs.inner_transfer, costs.inner_alpha) if inner else (costs.transfer, costs.alpha)
+        left = _served(self._wires[inner], posted.ravel(), transfer)
+        self._wires[inner] = float(left[-1]) if len(left) else self._wires[inner]
+        return left.reshape(posted.shape) + alpha
+
+    def pass_on(
+        self, times: int, operations: str, arrivals: Values, *, inner: bool = False, also: list[Values] | None = None
+    ) -> Values:
+        """So many steps of a ring, in each of which what arrives is worked on and sent on; what then arrives.
+
+        ``also`` takes when a second message for each segment is posted, step by step, for somebody else to send.
+        """
+        for step in range(times):
+            before = self._state(arrivals, inner)
+            posted = self.work_for(operations, arrivals, 1 if also is None else 2)
+            arrivals = self.send(posted[:, 0], inner=inner)
+            if also is not None:
+                also.append(posted[:, 1])
+            later = self._state(arrivals, inner) - before
+            if np.ptp(later) <= EVEN * later[0]:  # maxima and sums do not care from when on time is counted
+                rest = times - 1 - step
+                self._cpu += rest * later[0]
+                self._wires[inner] += rest * later[0]
+                if also is not None:
+                    also.append(np.add.outer(later[0] * np.arange(1, rest + 1), also[-1]).ravel())
+                return np.asarray(arrivals + rest * later[0])
+        return arrivals
+
+    def _state(self, arrivals: Values, inner: bool) -> Values:
+        return np.array([self._cpu, self._wires[inner], *arrivals])
+
+
+def ring(costs: SegmentCosts, world_size: int, segments: int, *, inner: bool = False) -> float:
+    """Time of ``schedules.ring`` with so many segments a chunk, in s; likewise below. At least 2 ranks."""
+    rank = _Rank(costs)
+    arrivals = rank.send(rank.begin("encode", segments), inner=inner)
+    arrivals = rank.pass_on(world_size - 2, "hop", arrivals, inner=inner)
+    arrivals = rank.send(rank.work("hop decode", arrivals), inner=inner)
+    arrivals = rank.pass_on(world_size - 2, "decode", arrivals, inner=inner)
+    rank.work_for("decode", arrivals, 0)
+    return rank.end
+
+
+def gather_ring(costs: SegmentCosts, world_size: int, segments: int) -> float:
+    rank = _Rank(costs)
+    arrivals = rank.send(rank.begin("encode decode", segments))
+    arrivals = rank.pass_on(world_size - 2, "decode", arrivals)
+    rank.work_for("decode", arrivals, 0)
+    return rank.end
+
+
+def all_to_all(costs: SegmentCosts, world_size: int, segments: int) -> float:
+    rank, others = _Rank(costs), world_size - 1
+    arrivals = rank.send(rank.begin("encode", others * segments))
+    last = (others - 1) * segments
+    rank.work_for("add", arrivals[:last], 0)
+    arrivals = rank.send(rank.work_for("hop decode", arrivals[last:], others))
+    rank.work_for("decode", arrivals.T.ravel(), 0)  # which waits for one rank after the other
+    return rank.end
+
+
+def recursive_doubling(costs: SegmentCosts, world_size: int, segments: int) -> float:
+    rank, levels = _Rank(costs), world_size.bit_length() - 1
+    arrivals = rank.send(rank.begin("encode decode", segments))
+    for _ in range(levels - 1):
+        arrivals = rank.send(rank.work("hop decode", arrivals))
+    rank.work_for("add", arrivals, 0)
+    return rank.end
+
+
+def halving_doubling(costs: SegmentCosts, world_size: int, segments: int) -> float:
+    rank, levels = _Rank(costs), world_size.bit_length() - 1
+    half = world_size // 2 * segments
+    arrivals = rank.send(rank.begin("encode", half))
+    while half > segments:
+        half //= 2  # of what arrives is the next partner's
+        sent = rank.send(rank.work("hop", arrivals[:half]))
+        rank.work_for("add", arrivals[half:], 0)
+        arrivals = sent
+    sent = rank.send(rank.work_for("hop decode", arrivals, levels))
+    incoming: list[list[Values]] = [[] for _ in range(levels)]
+    for level in range(levels):
+        for later, messages in zip(incoming[level:], sent.T, strict=True):
+            later.append(messages)
+        arrivals = np.concatenate(incoming[level])
+        sent = rank.send(rank.work_for("decode", arrivals, levels - level - 1))
+    return rank.end
+
+
+def hierarchical(costs: SegmentCosts, world_size: int, segments: int, *, ranks_per_node: int) -> float:
+    g, nodes = ranks_per_node, world_size // ranks_per_node
+    if g == 1 or nodes == 1:
+        return ring(costs, world_size, segments, inner=nodes == 1)
+    rank = _Rank(costs)
+    arrivals = rank.send(rank.begin("encode", nodes * segments), inner=True)
+    arrivals = rank.pass_on(g - 2, "hop", arrivals, inner=True)
+    sent = rank.send(rank.work("hop", arrivals[:segments]))  # between nodes
+    rank.work_for("add", arrivals[segments:], 0)
+    arrivals = rank.pass_on(nodes - 2, "hop", sent)
+    posted = rank.work_for("hop decode", arrivals, 2)
+    on_node = [posted[:, 1]]
+    arrivals = rank.pass_on(nodes - 2, "decode", rank.send(posted[:, 0]), also=on_node)
+    on_node.append(rank.work("decode", arrivals))
+    arrivals = rank.send(np.concatenate(on_node), inner=True)
+    arrivals = rank.pass_on(g - 2, "decode", arrivals, inner=True)
+    rank.work_for("decode", arrivals, 0)
+    return rank.end
+
+
+def _served(free: float, ready: Values, seconds: float) -> Values:
+    """When each is done of what is ready at these times, one after the other, in so many seconds each, from then on."""
+    before = seconds * np.arange(len(ready))
+    return np.asarray(np.maximum.accumulate(np.maximum(ready - before, free)) + before + seconds)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+import itertools
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from timing_model.checks import check_above_0, check_at_least, check_count
 from timing_model.params import CodecCost, LinkParams
-from timing_model.schedules import Schedule
+from timing_model.schedules import Program, Schedule
 
 Values = NDArray[np.float64]
 
@@ -29,6 +31,8 @@ class Task:
     """Ranks, and bytes that each is sent."""
     memory: int | None = None
     """What is sent, and overwritten when the task begins: it waits until all sent from there before has left."""
+    posts: tuple[int, ...] = ()
+    """Ranks whose next message may come from then on, when the task is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,9 @@ def simulate_messages(programs: Sequence[Sequence[Task]], network: Network) -> l
 
     A rank does its tasks in order. A message waits for its sender's wire, occupies it for bytes * beta, reaches the
     receiver's wire alpha after it began, waits there for those that came before, and occupies that, too. What arrives
-    first is served first; messages from one rank to another stay in order. Raises ``ValueError`` if ranks wait for
-    messages that nobody sends.
+    first is served first; messages from one rank to another stay in order. To a rank whose program posts receives, a
+    message leaves only when a notice has come that its receive is posted, alpha later, as gloo has it; for what is
+    posted at the common start, notices are there. Raises ``ValueError`` if ranks wait for messages that nobody sends.
 
     >>> link = LinkParams(alpha=1.0, beta=2.0, gamma=0.0, sync=0.0)
     >>> simulate_messages([[Task(sends=((1, 8.0),))], [Task(source=0, seconds=3.0)]], Network(link=link))
@@ -74,38 +79,61 @@ class _Rank:
     """When they are free to receive."""
     left: dict[int, float] = field(default_factory=dict)
     """When what was sent from a memory has left."""
+    held: Counter[int] = field(default_factory=Counter)
+    """Messages from a memory of which it is not known yet when they leave."""
+
+
+class _Message(NamedTuple):
+    sender: int
+    receiver: int
+    duration: float
+    """On a wire."""
+    memory: int | None
 
 
 class _Simulation:
     def __init__(self, programs: Sequence[Sequence[Task]], network: Network):
         self._network = network
         self._ranks = [_Rank(deque(program)) for program in programs]
-        self._heads: list[tuple[float, int, int, int, float]] = []
-        """Messages on their way: when they reach the receiver, a number for ties, sender, receiver, s on a wire."""
+        self._under_way: list[tuple[float, int, bool, _Message]] = []
+        """When messages may leave, or reach the receiver; a number for ties, and whether it is the former."""
         self._inbox: dict[tuple[int, int], deque[float]] = defaultdict(deque)
-        self._messages = 0
+        self._posts = [any(task.posts for task in program) for program in programs]
+        """Whether a rank says what may come."""
+        self._held: dict[tuple[int, int], deque[tuple[float, _Message]]] = defaultdict(deque)
+        """What waits for a notice, from when on, by sender and receiver."""
+        self._notices: dict[tuple[int, int], deque[float]] = defaultdict(deque)
+        """And when they come."""
+        self._numbers = itertools.count()
 
     def run(self) -> list[float]:
         for number in range(len(self._ranks)):
             self._go_on(number)
-        while self._heads:
-            reached, _, sender, receiver, duration = heapq.heappop(self._heads)
+        while self._under_way:
+            time, _, leaves, message = heapq.heappop(self._under_way)
+            if leaves:
+                self._leave(time, message)
+                if message.memory is not None:
+                    self._ranks[message.sender].held[message.memory] -= 1
+                self._go_on(message.sender)
+                continue
+            sender, receiver, duration, _ = message
             rank, outside = self._ranks[receiver], self._outside(sender, receiver)
-            rank.in_free[outside] = max(reached, rank.in_free[outside]) + duration
+            rank.in_free[outside] = max(time, rank.in_free[outside]) + duration
             self._inbox[sender, receiver].append(rank.in_free[outside])
             self._go_on(receiver)
-        for number, rank in enumerate(self._ranks):
-            if rank.tasks:
-                raise ValueError(
-                    f"programs must not wait for ever; rank {number} waits for rank {rank.tasks[0].source}"
-                )
+        waiting = {number: rank.tasks[0].source for number, rank in enumerate(self._ranks) if rank.tasks}
+        for number, other in (waiting | {pair[0]: pair[1] for pair, held in self._held.items() if held}).items():
+            raise ValueError(f"programs must not wait for ever; rank {number} waits for rank {other}")
         return [max(rank.now, *rank.out_free) for rank in self._ranks]
 
     def _go_on(self, number: int) -> None:
-        """Do the rank's tasks up to one whose message is not there."""
+        """Do the rank's tasks up to one whose message is not there, or whose memory is still to be sent."""
         rank = self._ranks[number]
         while rank.tasks:
             task = rank.tasks[0]
+            if task.memory is not None and rank.held[task.memory]:
+                return
             if task.source is not None:
                 inbox = self._inbox[task.source, number]
                 if not inbox:
@@ -117,42 +145,93 @@ class _Simulation:
             rank.now += task.seconds
             for target, nbytes in task.sends:
                 self._send(number, target, nbytes, task.memory)
+            for source in task.posts:
+                notice = rank.now + self._link(source, number).alpha if rank.now > 0 else 0.0
+                self._notices[source, number].append(notice)
+                self._release(source, number)
 
     def _send(self, number: int, target: int, nbytes: float, memory: int | None) -> None:
-        rank, outside = self._ranks[number], self._outside(number, target)
-        network = self._network
-        link = network.link if outside or network.inner is None else network.inner
+        rank, link = self._ranks[number], self._link(number, target)
         rank.now += link.overhead
-        begin = max(rank.now, rank.out_free[outside])
-        duration = nbytes * link.beta * network.slow.get((number, target), 1.0)
-        rank.out_free[outside] = begin + duration
+        duration = nbytes * link.beta * self._network.slow.get((number, target), 1.0)
+        message = _Message(number, target, duration, memory)
+        if not self._posts[target]:
+            self._leave(rank.now, message)
+            return
         if memory is not None:
-            rank.left[memory] = begin + duration
-        self._messages += 1
-        heapq.heappush(self._heads, (begin + link.alpha, self._messages, number, target, duration))
+            rank.held[memory] += 1
+        self._held[number, target].append((rank.now, message))
+        self._release(number, target)
+
+    def _release(self, sender: int, receiver: int) -> None:
+        """Let messages leave whose receives are posted."""
+        held, notices = self._held[sender, receiver], self._notices[sender, receiver]
+        while held and notices:
+            ready, message = held.popleft()
+            heapq.heappush(self._under_way, (max(ready, notices.popleft()), next(self._numbers), True, message))
+
+    def _leave(self, time: float, message: _Message) -> None:
+        rank, outside = self._ranks[message.sender], self._outside(message.sender, message.receiver)
+        begin = max(time, rank.out_free[outside])
+        rank.out_free[outside] = begin + message.duration
+        if message.memory is not None:
+            rank.left[message.memory] = begin + message.duration
+        reached = begin + self._link(message.sender, message.receiver).alpha
+        heapq.heappush(self._under_way, (reached, next(self._numbers), False, message))
+
+    def _link(self, sender: int, receiver: int) -> LinkParams:
+        network = self._network
+        return network.link if network.inner is None or self._outside(sender, receiver) else network.inner
 
     def _outside(self, sender: int, receiver: int) -> bool:
         g = self._network.ranks_per_node
         return sender // g != receiver // g
 
 
-def tasks_of(schedule: Schedule, numel: float, codec: CodecCost, *, segments: int = 1) -> list[list[Task]]:
-    """Programs of all ranks for a collective of ``numel`` float32 values, in so many segments a chunk."""
+def tasks_of(
+    schedule: Schedule, numel: float, codec: CodecCost, *, segments: int = 1, ahead: int | None = None
+) -> list[list[Task]]:
+    """Programs of all ranks for a collective of ``numel`` float32 values, in so many segments a chunk.
+
+    Of what is to be added up, ``ahead`` receives are posted at a time, in the schedule's order, and what is to be taken
+    as soon as its turn comes; without, no program posts any.
+    """
     values = numel / schedule.chunks / segments
     nbytes = codec.wire_bytes(values)
     seconds = codec.seconds(values)
-    return [
-        [
+
+    def tasks(rank: int) -> list[Task]:
+        program = schedule.program(rank, segments)
+        first, *posts = [()] * (len(program) + 1) if ahead is None else _posts(program, ahead)
+        done = [
             Task(
                 source=event.source,
                 seconds=sum(seconds[operation] for operation in event.work),
                 sends=tuple((target, nbytes) for target in event.targets),
                 memory=event.segment,
+                posts=posted,
             )
-            for event in schedule.program(rank, segments)
+            for event, posted in zip(program, posts, strict=True)
         ]
-        for rank in range(schedule.world_size)
-    ]
+        return [Task(posts=first), *done] if first else done
+
+    return [tasks(rank) for rank in range(schedule.world_size)]
+
+
+def _posts(program: Program, ahead: int) -> list[tuple[int, ...]]:
+    """Sources of the receives that are posted before the first event, and after each."""
+    free, position = ahead, 0
+    posts: list[tuple[int, ...]] = []
+    for event in (None, *program):
+        free += event is not None and event.adds
+        posted: list[int] = []
+        while position < len(program) and (free or not program[position].adds):
+            free -= program[position].adds
+            source = program[position].source
+            posted += [] if source is None else [source]
+            position += 1
+        posts.append(tuple(posted))
+    return posts
 
 
 def simulate_ring(

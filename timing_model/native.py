@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from timing_model.checks import check_at_least, check_count
+from timing_model.critical_path import EVEN
 from timing_model.params import LinkParams
 
 GLOO_SEGMENT = 1 << 20
@@ -35,20 +36,36 @@ def native_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> 
     messages, segment = native_messages(nbytes, world_size)
     if world_size == 1:
         return 0.0
-    total = link.sync
-    for added in (link.gamma * segment, 0.0):
-        now, wire = 0.0, 0.0
-        left: list[float] = []
-        for turn in range(messages + IN_FLIGHT):
-            if turn >= IN_FLIGHT:
-                leaves = left[turn - IN_FLIGHT]
-                now = max(max(now, leaves + link.alpha) + added, leaves)
-            if turn < messages:
-                now += link.overhead
-                wire = max(wire, now + link.alpha) + link.beta * segment
-                left.append(wire)
-        total += now
-    return total
+    return link.sync + sum(_phase(link, messages, segment, added) for added in (link.gamma * segment, 0.0))
+
+
+def _phase(link: LinkParams, messages: int, segment: int, added: float) -> float:
+    """Time of a phase, in s, by turns."""
+
+    def taken(now: float, leaves: float) -> float:
+        """When message i - 2, which leaves at ``leaves``, has arrived and been added up, and has left."""
+        return max(max(now, leaves + link.alpha) + added, leaves)
+
+    def turn(now: float, wire: float) -> tuple[float, float]:
+        """Post a message at ``now``: when that is done, and when it leaves."""
+        now += link.overhead
+        return now, max(wire, now + link.alpha) + link.beta * segment
+
+    now, before = turn(0.0, 0.0)
+    now, last = turn(now, before)
+    number = IN_FLIGHT
+    while number < messages:
+        earlier = now, before, last
+        for _ in range(min(IN_FLIGHT, messages - number)):
+            now, leaves = turn(taken(now, before), last)
+            before, last = last, leaves
+            number += 1
+        later = [one - other for one, other in zip((now, before, last), earlier, strict=True)]
+        if max(later) - min(later) <= EVEN * max(later):  # all that follow are later by the same
+            pairs = (messages - number) // IN_FLIGHT
+            now, before, last = (time + pairs * later[0] for time in (now, before, last))
+            number += pairs * IN_FLIGHT
+    return taken(taken(now, before), last)
 
 
 def native_closed_time(link: LinkParams, nbytes: float, world_size: int) -> float:

@@ -27,6 +27,7 @@ NETWORKS: dict[str, LinkParams] = {
 MODELS: dict[str, int] = {
     "mlp": 648_010,
     "mlp-1000": 1_796_010,
+    "convnet": 857_738,
     "alexnet": 61_100_840,
     "resnet18": 11_689_512,
     "resnet50": 25_557_032,
@@ -34,8 +35,9 @@ MODELS: dict[str, int] = {
     "bert-base": 109_482_240,
     "gpt2": 124_439_808,
 }
-"""Parameters. ``mlp`` and ``mlp-1000`` are 784-500-500-10 and 784-1000-1000-10; the next four are torchvision's for
-ImageNet; the last two are those of the published checkpoints, biases and embeddings included."""
+"""Parameters. ``mlp``, ``mlp-1000`` are 784-500-500-10 and 784-1000-1000-10, ``convnet`` is this project's for images
+of 28 x 28; the next four are torchvision's for ImageNet; the last two are those of the published checkpoints, biases
+and embeddings included."""
 
 
 def _codec(name: str, bits: float, encode: float, decode: float, hop: float) -> CodecCost:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES, messages_meet
 from timing_model.checks import check_count, check_one_of
 from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile
 from timing_model.params import FLOAT_BYTES, Noise
@@ -152,7 +152,7 @@ class Question:
     @property
     def meets(self) -> bool:
         """Whether messages meet on the way, so that they must be simulated one by one."""
-        return "doubling" in str(self.all_reduce) and self.world_size & (self.world_size - 1) != 0
+        return messages_meet(self.all_reduce, self.world_size)
 
     @property
     def nbytes(self) -> int:

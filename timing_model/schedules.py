@@ -26,6 +26,11 @@ class Event:
     targets: tuple[int, ...]
     """Ranks to which the segment is sent."""
 
+    @property
+    def adds(self) -> bool:
+        """Whether what arrives is added up, not taken."""
+        return "add" in self.work or "hop" in self.work
+
 
 Program = tuple[Event, ...]
 
@@ -38,12 +43,6 @@ class Schedule:
     chunks: int
     program: Callable[[int, int], Program]
     """Of a rank, with so many segments a chunk."""
-    followed: range | None
-    """Ranks that together do all that is done: one of those that do the same. None if messages of two ranks can meet at
-    the wire of a third: such a schedule has to be simulated, message by message."""
-    mirror: Callable[[int, int], tuple[int, int]]
-    """For a message from one rank to a followed one: the sender and the receiver of the one that corresponds to it and
-    that a followed rank sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def ring(world_size: int) -> Schedule:
         own = [*_reduce_scatter(rank, range(p), groups), _Op((rank + 1) % p)]
         return own + _all_gather(rank, range(p), groups)
 
-    return Schedule(p, p, _programs(ops), range(1), lambda source, _: (0, -source % p))
+    return Schedule(p, p, _programs(ops))
 
 
 @lru_cache(maxsize=256)
@@ -80,7 +79,7 @@ def gather_ring(world_size: int) -> Schedule:
         groups = [[(member - 1) % p] for member in range(p)]
         return [_Op(rank), *_all_gather(rank, range(p), groups)] if p > 1 else []
 
-    return Schedule(p, p, _programs(ops), range(1), lambda source, _: (0, -source % p))
+    return Schedule(p, p, _programs(ops))
 
 
 @lru_cache(maxsize=256)
@@ -99,7 +98,7 @@ def all_to_all(world_size: int) -> Schedule:
         listed += [_Op(rank, target=(rank + k) % p) for k in range(1, p)]
         return listed + [_Op((rank - k) % p, source=(rank - k) % p) for k in range(1, p)]
 
-    return Schedule(p, p, _programs(ops), range(1), lambda source, _: (0, -source % p))
+    return Schedule(p, p, _programs(ops))
 
 
 @lru_cache(maxsize=256)
@@ -118,7 +117,7 @@ def recursive_doubling(world_size: int) -> Schedule:
         listed += [_Op(0)] if p > q else []
         return listed + ([_Op(0, target=rank + q)] if folded else [])
 
-    return Schedule(p, 1, _programs(ops), *_followed(p, q))
+    return Schedule(p, 1, _programs(ops))
 
 
 @lru_cache(maxsize=256)
@@ -147,7 +146,7 @@ def halving_doubling(world_size: int) -> Schedule:
             listed += [_Op(partner ^ k, source=partner) for k in range(distance)]
         return listed + ([_Op(rank ^ k, target=extra) for k in range(q)] if extra < p else [])
 
-    return Schedule(p, q, _programs(ops), *_followed(p, q))
+    return Schedule(p, q, _programs(ops))
 
 
 @lru_cache(maxsize=256)
@@ -164,35 +163,24 @@ def hierarchical(world_size: int, ranks_per_node: int) -> Schedule:
         on_node = range(node * g, node * g + g)
         share = (local + 1) % g
         on_share = range(local, world_size, g)
-        chunks = [[part * nodes + other for other in range(nodes)] for part in range(g)]
+        chunks = [[part * nodes + (node - k) % nodes for k in range(nodes)] for part in range(g)]
         finished = [[part * nodes + (node + 1 - k) % nodes for k in range(nodes)] for part in range(g)]
-        single = [[chunk] for chunk in chunks[share]]
+        single = [[share * nodes + other] for other in range(nodes)]
         return [
             *_reduce_scatter(local, on_node, chunks),
             *_reduce_scatter(node, on_share, single),
-            _Op(chunks[share][(node + 1) % nodes]),
+            _Op(finished[share][0]),
             *_all_gather(node, on_share, single),
             *_all_gather(local, on_node, finished),
         ]
 
-    def mirror(source: int, target: int) -> tuple[int, int]:
-        node, local = divmod(source, g)
-        return (source, target) if local == 0 else (node * g, node * g + -local % g)
-
-    return Schedule(world_size, world_size, _programs(ops), range(0, world_size, g), mirror)
+    return Schedule(world_size, world_size, _programs(ops))
 
 
 def _power_of_two(world_size: int) -> int:
     """The largest that is not above ``world_size``."""
     check_count("world_size", world_size)
     return 1 << (world_size.bit_length() - 1)
-
-
-def _followed(p: int, q: int) -> tuple[range | None, Callable[[int, int], tuple[int, int]]]:
-    """Partners at distances do the same, unless some ranks fold in first, while others send already."""
-    if p == q:
-        return range(1), lambda source, _: (0, source)
-    return None, lambda source, target: (source, target)
 
 
 def _reduce_scatter(index: int, members: Sequence[int], groups: Sequence[Sequence[int]]) -> list[_Op]:

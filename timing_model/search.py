@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
-from timing_model.all_reduce import SCHEDULES, SEGMENT_BYTES, CollectiveTime, segments_of
+from timing_model.all_reduce import SEGMENT_BYTES, CollectiveTime, chunks_of, segments_of
 from timing_model.bounds import least_collective_time
 from timing_model.checks import check_at_least, check_one_of
 from timing_model.choices import TIE, Choice, Space, simplicity
@@ -147,9 +147,7 @@ class Search:
         for segment in sorted(self._segments(pair), key=lambda one: abs(math.log2(one / SEGMENT_BYTES))):
             question = dataclasses.replace(pair, segment_bytes=segment)
             costs = costs_of(question)
-            chunk = 0.0
-            if pair.all_reduce in SCHEDULES:
-                chunk = costs.codec.wire_bytes(pair.compute.numel / SCHEDULES[pair.all_reduce](pair.world_size).chunks)
+            chunk = costs.codec.wire_bytes(pair.compute.numel / chunks_of(str(pair.all_reduce), pair.world_size))
             cut = segments_of(chunk, segment)
             if cut not in times:  # larger segments than a chunk are the same
                 times[cut] = collective_time(question, costs, pair.compute.numel), segment

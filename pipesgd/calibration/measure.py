@@ -28,7 +28,12 @@ from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
 from pipesgd.workloads import ShardedBatches
 
-CODECS, SERVERS, LINKS, TRAINING = "codecs", "parameter servers", "links", "training and collectives"
+CODECS, SERVERS, LINKS, TRAINING = (
+    "codecs (compiled first on a new machine)",
+    "parameter servers",
+    "links",
+    "training and collectives",
+)
 SHARES = {CODECS: 0.07, SERVERS: 0.15, LINKS: 0.03}
 """Of the time that there is; the last has what is left, and what comes before it takes as long as it takes."""
 TRAINED = 0.5

@@ -20,17 +20,18 @@ def hierarchical(rank: int, world_size: int, ranks_per_node: int) -> Schedule:
     on_node = [node * g + other for other in range(g)]
     share = (local + 1) % g  # what this rank holds after the first ring
     on_share = [other * g + local for other in range(nodes)]
-    chunks = [[part * nodes + other for other in range(nodes)] for part in range(g)]  # of each share
+    # Of each share, in the order in which this node sends them on to others, so that the first can go at once.
+    chunks = [[part * nodes + (node - k) % nodes for k in range(nodes)] for part in range(g)]
     inner_steps, outer_steps = g - 1, nodes - 1
-    # In the order in which the ring between nodes leaves them with this node.
+    # And in that in which others leave their sums here.
     finished = [[part * nodes + (node + 1 - k) % nodes for k in range(nodes)] for part in range(g)]
-    single = [[chunk] for chunk in chunks[share]]
+    single = [[share * nodes + other] for other in range(nodes)]
     return Schedule(
         chunks=g * nodes,
         operations=(
             *reduce_scatter(local, on_node, chunks),
             *reduce_scatter(node, on_share, single, inner_steps),
-            Encode(chunks[share][(node + 1) % nodes]),
+            Encode(finished[share][0]),
             *all_gather(node, on_share, single, inner_steps + outer_steps),
             *all_gather(local, on_node, finished, inner_steps + 2 * outer_steps),
         ),

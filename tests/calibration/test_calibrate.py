@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from pipesgd.calibration.report import plot_residuals
 from pipesgd.calibration.sweep import Cell
 from pipesgd.command_line import HelpRequested, parse_as
 from pipesgd.config import TrainConfig
-from pipesgd.ending import EXIT_INTERRUPTED
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.launch import Ranks
 from timing_model import all_reduce_time
@@ -96,13 +96,15 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
         assert not any("not measured" in reason for reason in support_of(question).reasons)
 
 
-def test_one_rank_measures_itself_and_says_that_there_is_no_network(tmp_path: Path) -> None:
-    [(error, text)] = run(1, f"{SHORT} --out {tmp_path / 'cluster.toml'}")
-    assert error == ""
-    assert text.startswith("one rank: computation and codecs are measured, but no network")
-    assert "int8" in text
-    assert "late update" in text
-    assert "one rank has no network: nothing is written" in text
+def test_one_rank_is_told_at_once_that_there_is_no_network(tmp_path: Path) -> None:
+    """Before anything is measured, not after: the file would be missing when somebody wants to plan with it."""
+    words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "1000"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: ranks must be at least 2, or there is no network to measure; got 1 "
+        "(try torchrun --nproc-per-node 4 -m pipesgd.calibrate ...)\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,14 +172,16 @@ def test_a_folder_that_is_not_there_ends_the_command_with_code_2_and_one_line(tm
 
 
 def test_ctrl_c_ends_it_with_a_line_and_leaves_nothing(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "100"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "100"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, text=True, cwd=tmp_path, **pipes) as process:
+    with subprocess.Popen(words, text=True, cwd=tmp_path, start_new_session=True, **pipes) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("one rank")  # it is under way
-        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline().startswith("calibrating 2 ranks")  # it is under way
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to torchrun and all its ranks
         _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (EXIT_INTERRUPTED, "interrupted\n")
+    assert process.returncode != 0
+    assert errors.splitlines().count("interrupted") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -168,7 +168,7 @@ BAD = {
     f"predict {HAND} --network 40GbE": "network must be one of 1GbE, 10GbE, 25GbE, 100GbE, infiniband; got 40GbE",
     "predict --network 1GbE --world-size 4": "compute must be given: the time of a forward and",
     "predict --network 1GbE --world-size 4 --compute 1s": "parameters must be given with --compute, or --model",
-    "predict --network 1GbE --world-size 4 --compute 1s --model x": "model must be one of mlp, mlp-1000, alexnet,",
+    "predict --network 1GbE --world-size 4 --compute 1s --model x": "model must be one of mlp, mlp-1000, convnet,",
     "predict --network 1GbE --world-size 4 --update 1s": "update must be left out without --compute; got 1",
     "predict --latency 1us --world-size 4": "bandwidth must be given, too, without --cluster or --network; got none",
     "predict --world-size 4": "cluster must be given, or --network, or --latency and --bandwidth; got none",
@@ -252,6 +252,7 @@ def test_presets_are_what_they_say() -> None:
     dense = [(9216, 4096), (4096, 4096), (4096, 1000)]
     alexnet = [i * o * k * k + o for i, o, k in convolutions] + [i * o + o for i, o in dense]
     assert MODELS["alexnet"] == sum(alexnet)
+    assert MODELS["convnet"] == sum([32 * 25 + 32, 64 * 32 * 25 + 64, 64 * 7 * 7 * 256 + 256, 256 * 10 + 10])
     rates = [1 / link.beta for link in NETWORKS.values()]
     assert rates == sorted(rates)
     assert 0.94 < rates[1] * 8 / 10e9 < 0.96

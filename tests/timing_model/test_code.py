@@ -17,7 +17,7 @@ from pipesgd.collectives.hierarchical import hierarchical
 from pipesgd.collectives.make import SCHEDULES
 from pipesgd.collectives.ring import gather_ring
 from pipesgd.collectives.schedule import Schedule
-from pipesgd.collectives.scheduled import LEAST_SEGMENTS, SMALLEST_SEGMENT
+from pipesgd.collectives.scheduled import LEAST_SEGMENTS, SEGMENTS_AHEAD, SMALLEST_SEGMENT
 from pipesgd.config import ALL_REDUCES, DEFAULT_SEGMENT_BYTES
 from timing_model import CodecCost, LinkParams, all_reduce, all_reduce_time, collectives, gather_time, uncompressed
 from timing_model.messages import Network
@@ -41,18 +41,25 @@ def test_the_constants_are_the_codes() -> None:
     assert set(all_reduce.SCHEDULES) == set(SCHEDULES)
     assert all_reduce.SEGMENT_BYTES == DEFAULT_SEGMENT_BYTES
     assert (all_reduce.LEAST_SEGMENTS, all_reduce.SMALLEST_SEGMENT) == (LEAST_SEGMENTS, SMALLEST_SEGMENT)
+    assert all_reduce.SEGMENTS_AHEAD == SEGMENTS_AHEAD
+    for world_size in range(1, 18):
+        for name, schedule in SCHEDULES.items():
+            assert all_reduce.chunks_of(name, world_size) == schedule(0, world_size).chunks
+        assert all_reduce.chunks_of("hierarchical", world_size) == hierarchical(0, world_size, world_size).chunks
 
 
 @pytest.mark.parametrize("world_size", range(1, 10))
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("segments", [1, 3, 6])
 def test_the_time_is_that_of_the_code(name: str, world_size: int, segments: int) -> None:
-    """Float32, one segment a chunk and three."""
-    numel = 3 * DIVISIBLE // 64
+    """Float32, a few segments a chunk, and more than are received at a time."""
+    numel = 6 * DIVISIBLE
     chunks = by_name(name)(0, world_size).chunks
     segment_bytes = 4 * numel // chunks // segments
+    posted = all_reduce.messages_meet(name, world_size)
+    sums = uncompressed(ODD.gamma)
     measured = virtual_time(
-        by_name(name), world_size, Network(link=ODD), Uncompressed(), uncompressed(ODD.gamma), numel, segment_bytes
+        by_name(name), world_size, Network(link=ODD), Uncompressed(), sums, numel, segment_bytes, posted=posted
     )
     predicted = all_reduce_time(name, ODD, numel, world_size, segment_bytes=segment_bytes)
     assert predicted.total == pytest.approx(measured, rel=EXACT, abs=1e-15)
@@ -68,7 +75,9 @@ def test_the_time_is_that_of_the_code_with_a_codec(name: str, world_size: int, s
     if segment_bytes < 1 << 30:  # as many segments as fit are to have the same size, in whole blocks
         segment_bytes = CODEC.wire_bytes(chunk) / next(k for k in (3, 5, 2, 7, 1) if chunk % (64 * k) == 0)
         segment_bytes = int(segment_bytes)
-    measured = virtual_time(by_name(name), world_size, Network(link=ODD), codec, CODEC, DIVISIBLE, segment_bytes)
+    posted = all_reduce.messages_meet(name, world_size)
+    network = Network(link=ODD)
+    measured = virtual_time(by_name(name), world_size, network, codec, CODEC, DIVISIBLE, segment_bytes, posted=posted)
     predicted = all_reduce_time(name, ODD, DIVISIBLE, world_size, codec=CODEC, segment_bytes=segment_bytes)
     assert predicted.total == pytest.approx(measured, rel=EXACT)
 
@@ -125,8 +134,10 @@ def test_the_time_is_that_of_the_code_whatever_the_link(
 ) -> None:
     link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
     numel = each * by_name(name)(0, world_size).chunks
+    posted = all_reduce.messages_meet(name, world_size)
+    sums = uncompressed(gamma)
     measured = virtual_time(
-        by_name(name), world_size, Network(link=link), Uncompressed(), uncompressed(gamma), numel, 1 << 20
+        by_name(name), world_size, Network(link=link), Uncompressed(), sums, numel, 1 << 20, posted=posted
     )
     assert all_reduce_time(name, link, numel, world_size).total == pytest.approx(measured, rel=EXACT, abs=1e-12)
 

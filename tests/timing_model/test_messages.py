@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from timing_model import CodecCost, LinkParams, all_reduce_time, ring_all_reduce_time, schedules, uncompressed
-from timing_model.all_reduce import SCHEDULES, segments_of
+from timing_model import (
+    CodecCost,
+    LinkParams,
+    all_reduce_time,
+    critical_path,
+    ring_all_reduce_time,
+    schedules,
+    uncompressed,
+)
+from timing_model.all_reduce import SCHEDULES, SEGMENTS_AHEAD, messages_meet, segments_of
 from timing_model.messages import Network, Task, simulate_messages, simulate_ring, tasks_of
 
 EXACT = 1e-9
 SECONDS = st.floats(0, 1)
 LINK = LinkParams(alpha=1.0, beta=2.0, gamma=0.5, sync=0.0)
+WORLD_SIZES = st.one_of(st.integers(1, 9), st.sampled_from((13, 16, 32)))
 
 
 @st.composite
@@ -31,7 +41,7 @@ def codecs(draw: st.DrawFn) -> CodecCost:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @settings(deadline=None, max_examples=60)
-@given(link=links(), codec=codecs(), world_size=st.integers(1, 9), each=st.floats(0.1, 100), segments=st.integers(1, 4))
+@given(link=links(), codec=codecs(), world_size=WORLD_SIZES, each=st.floats(0.1, 100), segments=st.integers(1, 4))
 def test_the_time_is_that_of_the_messages(
     name: str, link: LinkParams, codec: CodecCost, world_size: int, each: float, segments: int
 ) -> None:
@@ -39,19 +49,31 @@ def test_the_time_is_that_of_the_messages(
     numel = each * schedule.chunks
     segment_bytes = max(1, math.ceil(codec.wire_bytes(each) / segments))
     segments = segments_of(codec.wire_bytes(each), segment_bytes)
-    simulated = max(simulate_messages(tasks_of(schedule, numel, codec, segments=segments), Network(link=link)))
+    ahead = SEGMENTS_AHEAD if messages_meet(name, world_size) else None
+    programs = tasks_of(schedule, numel, codec, segments=segments, ahead=ahead)
+    simulated = max(simulate_messages(programs, Network(link=link)))
     predicted = all_reduce_time(name, link, numel, world_size, codec=codec, segment_bytes=segment_bytes)
     assert predicted.total == pytest.approx(simulated, rel=EXACT, abs=1e-12)
 
 
 @settings(deadline=None, max_examples=60)
-@given(link=links(), inner=links(), codec=codecs(), nodes=st.integers(1, 4), ranks_per_node=st.integers(1, 4))
+@given(
+    link=links(),
+    inner=links(),
+    codec=codecs(),
+    nodes=st.integers(1, 6),
+    ranks_per_node=st.integers(1, 6),
+    segments=st.integers(1, 3),
+)
 def test_the_time_of_hierarchical_is_that_of_the_messages(
-    link: LinkParams, inner: LinkParams, codec: CodecCost, nodes: int, ranks_per_node: int
+    link: LinkParams, inner: LinkParams, codec: CodecCost, nodes: int, ranks_per_node: int, segments: int
 ) -> None:
     world_size = nodes * ranks_per_node
     inner = LinkParams(alpha=inner.alpha, beta=inner.beta, gamma=0.0, sync=0.0, overhead=link.overhead)
-    programs = tasks_of(schedules.hierarchical(world_size, ranks_per_node), 7.0 * world_size, codec)
+    segment_bytes = math.ceil(codec.wire_bytes(7.0) / segments)
+    segments = segments_of(codec.wire_bytes(7.0), segment_bytes)
+    schedule = schedules.hierarchical(world_size, ranks_per_node)
+    programs = tasks_of(schedule, 7.0 * world_size, codec, segments=segments)
     simulated = max(simulate_messages(programs, Network(link=link, inner=inner, ranks_per_node=ranks_per_node)))
     predicted = all_reduce_time(
         "hierarchical",
@@ -59,11 +81,49 @@ def test_the_time_of_hierarchical_is_that_of_the_messages(
         7.0 * world_size,
         world_size,
         codec=codec,
+        segment_bytes=segment_bytes,
         inner=inner,
         ranks_per_node=ranks_per_node,
         cards=ranks_per_node,
     )
     assert predicted.total == pytest.approx(simulated, rel=EXACT, abs=1e-12)
+
+
+PASSED_ON = {
+    "ring": critical_path.ring,
+    "gather ring": critical_path.gather_ring,
+    "many nodes": partial(critical_path.hierarchical, ranks_per_node=3),
+    "large nodes": partial(critical_path.hierarchical, ranks_per_node=80),
+}
+
+
+@pytest.mark.parametrize("name", PASSED_ON)
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(link=links(), inner=links(), codec=codecs(), segments=st.integers(1, 4))
+def test_steps_that_are_left_out_are_as_those_before(
+    name: str, link: LinkParams, inner: LinkParams, codec: CodecCost, segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings of 240 ranks, step by step, and up to where all goes on evenly."""
+    costs = critical_path.SegmentCosts(
+        work=codec.seconds(1.0),
+        alpha=link.alpha,
+        transfer=link.beta,
+        overhead=link.overhead,
+        inner_alpha=inner.alpha,
+        inner_transfer=inner.beta,
+    )
+    short = PASSED_ON[name](costs, 240, segments)
+    with monkeypatch.context() as patch:
+        patch.setattr(critical_path, "EVEN", -1.0)
+        long = PASSED_ON[name](costs, 240, segments)
+    assert short == pytest.approx(long, rel=EXACT)
+
+
+def test_a_large_ring_is_that_of_the_messages() -> None:
+    link = LinkParams(alpha=3e-5, beta=8e-10, gamma=2e-10, sync=1e-4, overhead=1e-6)
+    for world_size in (1000, 4097):
+        simulated = simulate_ring(link, 1e8, world_size).max()
+        assert all_reduce_time("ring", link, 2.5e7, world_size).total == pytest.approx(simulated, rel=EXACT)
 
 
 @given(link=links(), world_size=st.integers(1, 9), nbytes=st.floats(0, 1e4))
@@ -110,7 +170,52 @@ def test_memory_is_not_overwritten_before_it_has_left() -> None:
     assert simulate_messages([tasks, [Task(source=0)]], Network(link=link)) == [12.0, 10.0]
 
 
+def test_a_message_leaves_when_its_receive_is_posted() -> None:
+    """A notice takes 1 s, except for what is posted at the start."""
+    link = LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0)
+    sends = [Task(sends=((1, 4.0),)), Task(sends=((1, 4.0),))]
+    early = [Task(posts=(0, 0)), Task(seconds=10.0), Task(source=0), Task(source=0)]
+    assert simulate_messages([sends, early], Network(link=link)) == [8.0, 10.0]
+    late = [Task(posts=(0,)), Task(seconds=10.0, posts=(0,)), Task(source=0), Task(source=0)]
+    assert simulate_messages([sends, late], Network(link=link)) == [15.0, 16.0]
+
+
+def test_what_nobody_waits_for_leaves_the_wire_to_others_and_keeps_its_memory() -> None:
+    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
+    first = [Task(sends=((2, 10.0),), memory=0), Task(memory=0, seconds=5.0)]
+    second = [Task(sends=((2, 10.0),)), Task(sends=((2, 10.0),))]
+    in_order = [Task(posts=(1,)), Task(source=1, posts=(1,)), Task(source=1, posts=(0,)), Task(source=0)]
+    assert simulate_messages([first, second, in_order], Network(link=link)) == [35.0, 20.0, 30.0]
+    at_once = [Task(source=1), Task(source=1), Task(source=0)]
+    assert simulate_messages([first, second, at_once], Network(link=link)) == [15.0, 20.0, 30.0]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("segments", [1, 4, 9])
+def test_where_all_do_the_same_receives_are_posted_in_time(name: str, segments: int) -> None:
+    """Latency and work of half a segment's wire. A gap is known: more segments than receives, several partners."""
+    link = LinkParams(alpha=0.3, beta=1.0, gamma=0.0, sync=0.0)
+    codec = CodecCost(name="", bits=8.0, encode=0.1, decode=0.1, add=0.1, hop=0.2)
+    for world_size in (2, 4, 8):
+        schedule = SCHEDULES[name](world_size)
+        free, posted = (
+            max(
+                simulate_messages(
+                    tasks_of(schedule, float(schedule.chunks * segments), codec, segments=segments, ahead=ahead),
+                    Network(link=link),
+                )
+            )
+            for ahead in (None, SEGMENTS_AHEAD)
+        )
+        if segments > SEGMENTS_AHEAD and world_size > 2 and name in ("halving-doubling", "all-to-all"):
+            assert free < posted < 1.3 * free
+        else:
+            assert posted == pytest.approx(free, rel=EXACT)
+
+
 def test_a_deadlock_is_named() -> None:
+    with pytest.raises(ValueError, match="programs must not wait for ever; rank 0 waits for rank 1"):
+        simulate_messages([[Task(sends=((1, 1.0),))], [Task(posts=(2,))], []], Network(link=LINK))
     with pytest.raises(ValueError, match="programs must not wait for ever; rank 0 waits for rank 1"):
         simulate_messages([[Task(source=1)], [Task(source=0)]], Network(link=LINK))
 

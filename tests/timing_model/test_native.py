@@ -46,6 +46,32 @@ def test_a_fast_network_is_all_latency_and_a_slow_one_all_bytes() -> None:
     assert native_all_reduce_time(transfer, 1e6, 4) == 2 * messages * segment + 0.5
 
 
+def turn_by_turn(link: LinkParams, nbytes: float, world_size: int) -> float:
+    """The docstring's recursion, with all of its turns."""
+    messages, segment = native_messages(nbytes, world_size)
+    total = link.sync
+    for added in (link.gamma * segment, 0.0):
+        now, wire, left = 0.0, 0.0, []
+        for turn in range(messages + 2):
+            if turn >= 2:
+                now = max(max(now, left[turn - 2] + link.alpha) + added, left[turn - 2])
+            if turn < messages:
+                now += link.overhead
+                wire = max(wire, now + link.alpha) + link.beta * segment
+                left.append(wire)
+        total += now
+    return total
+
+
+def test_the_time_is_that_of_the_schedule_turn_by_turn() -> None:
+    grid = itertools.product(
+        (2, 3, 7, 100, 1001), (1.0, 4e6, 1.1e9), (0.0, 5e-6, 5e-3), (0.0, 8e-10), (0.0, 1e-9), (0.0, 2e-5)
+    )
+    for p, nbytes, alpha, beta, gamma, overhead in grid:
+        link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=1e-4, overhead=overhead)
+        assert native_all_reduce_time(link, nbytes, p) == pytest.approx(turn_by_turn(link, nbytes, p), rel=1e-9)
+
+
 def test_values_are_converted_before_and_after() -> None:
     link = LinkParams(alpha=1e-4, beta=1e-8, gamma=0.0, sync=0.0)
     bf16 = CodecCost(name="bf16", bits=16, encode=2e-9, decode=1e-9, add=0.0, hop=0.0, call=1e-6)
