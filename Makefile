@@ -34,6 +34,7 @@ benchmarks: $(VENV)/test.stamp
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_codecs
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_prediction
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.bench_timing_model
+	PYTHONPATH=. $(VENV)/bin/python -m experiments.paper_question
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.codec_accuracy
 	PYTHONPATH=. $(VENV)/bin/python -m experiments.compare --nodes 4 --rate 200mbit --iterations 16 \
 	  --name compare_mlp_4x200mbit_codecs --contenders local ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4" \
