@@ -4,7 +4,7 @@
     python -m experiments.fig03_convergence --seeds 1 --methods D-Sync "ours, int4"
 
 Four nodes at 200 Mbit/s; MLP 784-500-500-10 on Fashion-MNIST, 128 samples a rank, four epochs, SGD with momentum 0.9.
-T truncates to 16 bits, Q quantizes to 8. The paper's pipeline has no prediction. Time is the sum of the iterations,
+The paper's T is truncate16 here, and its Q int8; its pipeline has no prediction. Time is the sum of the iterations,
 without evaluations. A run that diverges ends where it does.
 
 Finished runs are kept in fig03_convergence.runs.json in the output folder: the same command makes the others.

@@ -32,7 +32,12 @@ NAME = "fig04_speedups"
 COMPARISONS = tuple(
     f"compare_{workload}_4x{rate}" for workload in ("mlp", "convnet") for rate in ("100mbit", "200mbit", "1gbit")
 )
-RACES = ("accuracy_mlp_4x200mbit", "accuracy_small-mlp_4x200mbit", "accuracy_small-convnet_4x200mbit")
+RACES = tuple(
+    f"accuracy_{workload}_4x{rate}"
+    for rate in ("200mbit", "1gbit")
+    for workload in ("mlp", "small-mlp", "small-convnet", "transformer")
+)
+"""Of which those count that were run."""
 SERVER, DDP = "ps-sync", "ddp"
 TICKS = (0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20)
 LEFT_OUT = ("local",)
@@ -54,7 +59,12 @@ class Speedup:
 def compute(results: Path = RESULTS) -> list[Row]:
     """A row for every comparison and method."""
     rows = [row for name in COMPARISONS for row in _of_comparison(name, results)]
-    return rows + [row for name in RACES for row in _of_race(name, results)]
+    return rows + [row for name in run_races(results) for row in _of_race(name, results)]
+
+
+def run_races(results: Path = RESULTS) -> list[str]:
+    """Those of ``RACES`` that there are results of."""
+    return [name for name in RACES if (results / f"{name}.json").exists()]
 
 
 def races(results: Path = RESULTS) -> list[str]:
@@ -193,7 +203,7 @@ FIGURE = PaperFigure(
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
     arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
-    names = [*(f"{name}.csv" for name in COMPARISONS), *(f"{name}.json" for name in RACES)]
+    names = [*(f"{name}.csv" for name in COMPARISONS), *(f"{name}.json" for name in run_races())]
     FIGURE.publish(compute(), arguments, console, figures.sources(names))
 
 

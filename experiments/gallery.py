@@ -109,7 +109,8 @@ def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:
         if own is not None:
             found[name] = partial(own.save, own.table(results))
         elif not name.startswith(WITHOUT):
-            draw = next(draw for beginning, draw in DRAWN.items() if name.startswith(beginning))
+            draw = next((draw for beginning, draw in DRAWN.items() if name.startswith(beginning)), None)
+            assert draw is not None, f"{name} must be among DRAWN, or WITHOUT a figure"
             found[name] = partial(draw, name, load(next(results.glob(f"{name}.[cj]s*"))))
     return found
 
