@@ -22,7 +22,11 @@ def test_every_result_is_made_by_one_of_them() -> None:
     names = {one.name for one in EXPERIMENTS}
     assert len(names) == len(EXPERIMENTS)
     made = {path.name.removesuffix(".manifest.json") for path in RESULTS.glob("*.manifest.json")}
-    beside = {"staleness_summary": "staleness", "validate_timing_model_decisions": "validate_timing_model"}
+    beside = {
+        "paper_question_jitter": "paper_question",
+        "staleness_summary": "staleness",
+        "validate_timing_model_decisions": "validate_timing_model",
+    }
     assert {beside.get(name, name) for name in made} <= names
     assert {one.name for one in FIGURES} <= names
 
