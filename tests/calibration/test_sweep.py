@@ -48,7 +48,9 @@ def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell]
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
     groups = groups_to_measure(places([0] * ranks.world_size))
     sweep = Sweep(ranks, transport, groups, ALL_REDUCES, timeout=ranks.timeout)
-    return sweep.run(largest_bytes=largest_bytes, seconds=seconds, between=laps.append, advance=told.append), told, laps
+    cells = sweep.run(largest_bytes=largest_bytes, seconds=seconds, between=laps.append, advance=told.append)
+    assert sweep.sent > 0
+    return cells, told, laps
 
 
 def test_all_ranks_get_the_same_cells() -> None:
