@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 from experiments import command
 from experiments.cells import Cell
 from experiments.contenders import Contender
-from experiments.iteration_times import COLOURS
 from experiments.paired import median
 from experiments.results import Row
+from experiments.style import method_styles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-LINES = ("-", "--", ":")
 
 
 def seconds_to(target: float, points: Sequence[Sequence[float]]) -> float | None:
@@ -73,19 +71,17 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
     """A line for every contender and seed, a colour for every contender; the target as a line across."""
-    names = list(dict.fromkeys(row["contender"] for row in rows))
+    styles = method_styles([row["contender"] for row in rows])
     for row in rows:
-        points, index = row["seconds_and_accuracy"], names.index(row["contender"])
+        points = row["seconds_and_accuracy"]
         first = row is next(other for other in rows if other["contender"] == row["contender"])
         label = row["contender"] + ("" if points else " (failed)")
         axes.plot(
             [seconds for seconds, _ in points],
             [100 * accuracy for _, accuracy in points],
-            color=COLOURS[index % len(COLOURS)],
-            linestyle=LINES[index // len(COLOURS) % len(LINES)],
-            marker=".",
             linewidth=1,
             label=label if first else "_",
+            **styles[row["contender"]],
         )
     target = 100 * rows[0]["target_accuracy"]
     axes.axhline(target, color="black", linestyle="--", linewidth=1, label=f"target, {target:g} %")

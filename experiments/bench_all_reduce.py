@@ -28,7 +28,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from experiments import command, paired
+from experiments import command, paired, style
 from experiments.bench_ring import input_values, readable
 from experiments.limits import wire_seconds
 from experiments.paired import interquartile_range, median, paired_ratio, slowest
@@ -55,8 +55,6 @@ LEAST_EFFICIENCY, LEAST_TO_NATIVE = 0.90, 0.97
 """Of the ring with a codec, in its wire limits; of the fp32 ring, in times of native over its own."""
 TARGET_NODES, TARGET_RATE, TARGET_SIZES = 4, 200e6, (1_000_000, 40_000_000)
 WARM_UP_ROUNDS = 1
-COLOURS = dict(zip(ALGORITHMS, ("#D55E00", "#E69F00", "#009E73", "#CC79A7", "#0072B2"), strict=True))  # Okabe and Ito
-MARKERS = dict(zip(ALGORITHMS, "s^vDo", strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,14 +222,23 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     """For one p and codec: time over size, both logarithmic, and as dashed lines what the wire allows."""
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         own = [row for row in rows if row["algorithm"] == algorithm]
-        sizes, colour = [row["nbytes"] for row in own], COLOURS[algorithm]
-        marker: dict[str, Any] = {"marker": MARKERS[algorithm], "markersize": 4, "linewidth": 1}
+        sizes, colour = [row["nbytes"] for row in own], style.ALL_REDUCES[algorithm]
+        marker: dict[str, Any] = {"marker": style.ALL_REDUCE_MARKERS[algorithm], "markersize": 4, "linewidth": 1}
         axes.plot(sizes, [row["median_s"] for row in own], color=colour, label=algorithm, **marker)
         axes.plot(sizes, [row["wire_limit_s"] for row in own], color=colour, linestyle="--", linewidth=1, label="_")
     axes.set(xscale="log", yscale="log", xlabel="buffer (bytes)", ylabel="time of an all-reduce, median (s)")
     axes.set_title(f"{rows[0]['codec']}, {rows[0]['p']} ranks; dashed: the wire's limit", fontsize="medium")
     axes.legend(fontsize="small")
     return axes
+
+
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure: a line of panels for every p."""
+    kinds = list(dict.fromkeys((row["p"], row["codec"]) for row in rows))
+    panels = [partial(plot, [row for row in rows if (row["p"], row["codec"]) == kind]) for kind in kinds]
+    numbers = len({row["p"] for row in rows})
+    size = (4.2 * len(panels) / numbers, 4.0 * numbers)
+    return save_panels(name, panels, size=size, rows=numbers, folder=folder)
 
 
 def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> None:
@@ -244,11 +251,7 @@ def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> 
         "native_over_fp32_ring_at_least": LEAST_TO_NATIVE,
     }
     save(name, rows, extra={"target": target, **links}, folder=folder)
-    kinds = list(dict.fromkeys((row["p"], row["codec"]) for row in rows))
-    panels = [partial(plot, [row for row in rows if (row["p"], row["codec"]) == kind]) for kind in kinds]
-    numbers = len({row["p"] for row in rows})
-    size = (4.2 * len(panels) / numbers, 4.0 * numbers)
-    save_panels(name, panels, size=size, rows=numbers, folder=folder)
+    draw(name, rows, folder)
     command.show(
         f"All-reduces; target: ring with a codec at least {LEAST_EFFICIENCY} of the wire, fp32 ring at least "
         f"{LEAST_TO_NATIVE} of native",

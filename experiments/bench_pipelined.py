@@ -29,6 +29,7 @@ from experiments import command, paired
 from experiments.loops import Batch, Loop, make_loops
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
 from experiments.results import Row, save, save_figure
+from experiments.style import METHODS
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
@@ -150,13 +151,24 @@ def summarize(workload: Workload, seconds: dict[str, Seconds]) -> list[Row]:
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
     """A bar for every contender of one workload: the median, and a whisker as long as the middle half of the times."""
-    colours = ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#999999")  # Okabe and Ito, and grey
     names = [row["contender"].replace(", ", "\n").replace(" (", "\n(") for row in rows]
     times = [row["median_s"] for row in rows]
-    axes.bar(names, times, yerr=[row["iqr_s"] / 2 for row in rows], capsize=4, color=colours[: len(rows)])
+    axes.bar(
+        names,
+        times,
+        yerr=[row["iqr_s"] / 2 for row in rows],
+        capsize=4,
+        color=[_colour(row["contender"]) for row in rows],
+    )
     axes.tick_params(axis="x", labelrotation=60)
     axes.set(title=rows[0]["workload"], ylabel="time of an iteration, median (s)")
     return axes
+
+
+def _colour(contender: str) -> str:
+    """That of its method in all figures."""
+    known = {"ddp": "ddp", "pipelined width 2": "width 2", "synchronous (width 1)": "D-Sync"}
+    return METHODS[known.get(contender.split(", ")[0], "local")]
 
 
 def publish(rows: list[Row], folder: Path) -> None:

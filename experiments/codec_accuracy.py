@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from experiments import command, contenders
+from experiments import command, contenders, style
 from experiments.contenders import NEVER
-from experiments.iteration_times import COLOURS
 from experiments.kept_runs import KeptRuns
 from experiments.paired import median
 from experiments.results import REPOSITORY, Row, code_state, save, save_panels
@@ -218,9 +217,9 @@ def accuracies(row: Row) -> list[float | None]:
 def plot(rows: list[Row], axes: Axes) -> Axes:
     """For one model: the accuracy of every seed (small) and the mean (large) over the bytes sent, logarithmic.
 
-    A colour is a codec; a hollow mark says that it rounds stochastically. The band is what int8 and int4 may lose.
+    A colour is a codec; a hollow mark, that it rounds as it does not by default. The band is what int8 and int4 may
+    lose.
     """
-    names = list(dict.fromkeys(name.split()[0] for name in CODECS))
     of_size: dict[int, int] = {}
     for row in rows:
         values = [100 * value for value in accuracies(row) if value is not None]
@@ -230,12 +229,12 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         wire = row["wire_bytes_per_iteration"]
         place = of_size[wire] = of_size.get(wire, -1) + 1
         x = wire * APART**place
-        colour = COLOURS[names.index(row["codec"].split()[0])]
-        face = "none" if "stochastic" in row["codec"] else colour
-        style: dict[str, Any] = {"linestyle": "", "color": colour, "markerfacecolor": face}
-        axes.plot([x] * len(values), values, marker="o", markersize=3, label="_", **style)
+        colour = style.CODECS[row["codec"].split()[0]]
+        face = "none" if " " in row["codec"] else colour
+        look: dict[str, Any] = {"linestyle": "", "color": colour, "markerfacecolor": face}
+        axes.plot([x] * len(values), values, marker="o", markersize=3, label="_", **look)
         mean = 100 * row["accuracy_mean"]
-        axes.plot([x], [mean], marker="D", markersize=9, label=f"{row['codec']}, {mean:.2f} %", **style)
+        axes.plot([x], [mean], marker="D", markersize=9, label=f"{row['codec']}, {mean:.2f} %", **look)
         if row["codec"] == BASELINE:
             axes.axhspan(mean - MOST_LOST, mean, color="black", alpha=0.12, linewidth=0, zorder=0)
     axes.set_xscale("log", base=2)
@@ -252,6 +251,13 @@ def verdict(row: Row) -> str:
     return "met" if row["difference_to_fp32_points"] >= -MOST_LOST else "MISSED"
 
 
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure: a panel for every model."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    panels = [partial(plot, [row for row in rows if row["model"] == model]) for model in models]
+    return save_panels(name, panels, size=(7.0 * len(panels), 4.5), folder=folder)
+
+
 def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Console) -> None:
     """Save the rows and their figure, and print them."""
     extra = {
@@ -265,9 +271,7 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
         "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
     }
     save("codec_accuracy", rows, extra=extra, folder=folder)
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    panels = [partial(plot, [row for row in rows if row["model"] == model]) for model in models]
-    save_panels("codec_accuracy", panels, size=(7.0 * len(panels), 4.5), folder=folder)
+    draw("codec_accuracy", rows, folder)
     command.show(
         f"Test accuracy; target: {' and '.join(TARGETED)} lose at most {MOST_LOST} points to {BASELINE}",
         [_texts(row) for row in rows],

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -32,7 +32,7 @@ from experiments import accuracies, command, iteration_times
 from experiments.cells import Cell, Cells, complete, order, read_run
 from experiments.compare_plan import Plan, parse
 from experiments.contenders import Contender
-from experiments.results import save, save_panels
+from experiments.results import Row, save, save_panels
 from experiments.testbed import Testbed
 from experiments.testbed.__main__ import show as show_links
 from experiments.testbed_jobs import run_job
@@ -40,9 +40,6 @@ from pipesgd.ending import Terminated
 from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
 from pipesgd.output import SUMMARY_FILE
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 CELLS = Path("runs/compare")
 """Below the folder that the command is started in, as pipesgd.train has it."""
@@ -96,6 +93,14 @@ def run_cell(testbed: Testbed, plan: Plan, cells: Cells, contender: Contender, i
     return Cell(contender=contender.name, index=index, started=started, failure=failure, **figures)
 
 
+def draw(name: str, rows: list[Row], title: str, folder: Path) -> Path:
+    """Write the figure, of iterations or of accuracies."""
+    if "target_accuracy" in rows[0]:
+        return save_panels(name, [partial(accuracies.plot, rows, title=title)], size=(9.0, 5.0), folder=folder)
+    size = (9.0, 1.8 + 0.4 * len(rows))
+    return save_panels(name, [partial(iteration_times.plot, rows, title=title)], size=size, folder=folder)
+
+
 def publish(plan: Plan, cells: Sequence[Cell], links: Any) -> None:
     """Save rows, manifest and figure, and print the rows."""
     title = f"{plan.workload}, {plan.cluster.describe()}"
@@ -104,22 +109,19 @@ def publish(plan: Plan, cells: Sequence[Cell], links: Any) -> None:
         "links_measured": links,
         "cells_started": {"first": min(cell.started for cell in cells), "last": max(cell.started for cell in cells)},
     }
-    draw: Callable[[Axes], Axes]
     if plan.target is None:
         rows = iteration_times.summarize(plan.contenders, cells, plan.cluster, plan.gradient_bytes)
         extra["against_servers"] = iteration_times.against_servers(rows, cells)
-        draw, height = partial(iteration_times.plot, rows, title=title), 1.8 + 0.4 * len(rows)
         heading = f"{title}; iterations: median over rounds ({len(plan.indices)}), IQR of all of rank 0's"
         iteration_times.show(rows, heading)
         lines = iteration_times.notes(rows, cells, plan.cluster)
     else:
         rows = accuracies.summarize(plan.contenders, cells, plan.target)
         extra["medians"] = accuracies.medians(rows)
-        draw, height = partial(accuracies.plot, rows, title=title), 5.0
         accuracies.show(rows, f"{title}: seconds to {plan.target:.1%} test accuracy")
         lines = accuracies.notes(rows)
     path = save(plan.name, rows, extra=extra, folder=plan.output)
-    save_panels(plan.name, [draw], size=(9.0, height), folder=plan.output)
+    draw(plan.name, rows, title, plan.output)
     console = Console()
     for line in [*lines, f"wrote {path}"]:
         command.say(console, line)

@@ -18,8 +18,12 @@ WORKLOADS = {
     "small-convnet": "--dataset fashion-mnist --model convnet --batch-size 32 --lr 0.1 --schedule one-cycle",
     "small-mlp": "--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32 "
     "--lr 0.1 --schedule one-cycle",
+    "large-mlp": "--dataset fashion-mnist --model mlp --hidden-sizes 1913 1913 --batch-size 32 "
+    "--lr 0.1 --schedule one-cycle",
     "transformer": "--dataset python-stdlib --model transformer --batch-size 8 "
     "--optimizer adamw --lr 0.008 --schedule one-cycle",
+    "alexnet": "--dataset fashion-mnist --model alexnet --batch-size 32",
+    "resnet18": "--dataset fashion-mnist --model resnet18 --batch-size 16",
     "digits": "--dataset digits --model mlp --hidden-sizes 64 --batch-size 16",
 }
 CONTENDERS = {

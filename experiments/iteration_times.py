@@ -14,6 +14,7 @@ from experiments.contenders import Contender
 from experiments.limits import SLOW_LINK, Cluster, ring_limit, server_time, textbook_server_time
 from experiments.paired import Ratio, interquartile_range, median, paired_ratio
 from experiments.results import Row
+from experiments.style import VERMILLION, method_styles
 from timing_model.collectives import ring_all_reduce_bytes
 
 if TYPE_CHECKING:
@@ -23,11 +24,6 @@ TARGETS_SLOW_LINK = {"fp32": 1.06, "int8": 1.12, "int4": 1.25, "ternary": 1.25}
 TARGETS_LINK = {"fp32": 1.15}
 """What the iteration of width 2 with a codec may take at most, in limits, over links up to ``SLOW_LINK`` and over
 faster ones, where two cores that serve all ranks count too."""
-COLOURS = (
-    *("#999999", "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"),
-    *("#332288", "#882255", "#999933"),
-)
-"""Grey, those of Okabe and Ito, and three of Paul Tol's."""
 
 
 def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], cluster: Cluster, nbytes: int) -> list[Row]:
@@ -147,10 +143,10 @@ def against_servers(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Row]:
 
 def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
     """A bar for every contender: computation and update of rank 0, then what it waited; a dot at the slowest rank."""
-    methods = list(dict.fromkeys(row["method"] for row in rows))
+    styles = method_styles([row["method"] for row in rows])
     places = range(len(rows))
     known = [(place, row) for place, row in enumerate(rows) if row["iteration_median_s"] is not None]
-    colours = [COLOURS[methods.index(row["method"]) % len(COLOURS)] for _, row in known]
+    colours = [styles[row["method"]]["color"] for _, row in known]
     y = [place for place, _ in known]
     computed = [1e3 * (row["compute_median_s"] + row["update_median_s"]) for _, row in known]
     exposed = [1e3 * row["exposed_median_s"] for _, row in known]
@@ -166,7 +162,7 @@ def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
         text = _number(time) + (f", {row['rounds_failed']} failed" if row["rounds_failed"] else "")
         write(text, (time + half, place))
     for place in set(places) - set(y):
-        write("failed", (0, place), color=COLOURS[1])
+        write("failed", (0, place), color=VERMILLION)
     limits = [row.get("limit_median_s") or row["wire_limit_s"] for row in rows]
     what = "the longer of local and the wire" if rows[0].get("limit_median_s") else "the wire"
     axes.plot(

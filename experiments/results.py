@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -21,9 +22,11 @@ import torch
 import torch.distributed as dist
 
 import pipesgd
+from experiments.style import styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "experiments" / "results"
@@ -77,30 +80,43 @@ def save_panels(
     size: tuple[float, float],
     rows: int = 1,
     folder: Path = RESULTS,
+    dpi: float | None = None,
 ) -> Path:
-    """Write ``folder/name.png``, of ``size`` in inches: the panels, row by row, each drawn by a function; its path."""
-    # Imported here: one rank draws, at the end. No pyplot, which would keep figures in a global list.
-    from matplotlib.figure import Figure
+    """Write ``folder/name.png``, of ``size`` in inches: the panels, row by row, each drawn by a function; its path.
 
-    figure = Figure(figsize=size, layout="constrained")
-    places = figure.subplots(rows, -(-len(panels) // rows), squeeze=False).flat
-    for draw, axes in itertools.zip_longest(panels, places):
-        if draw is None:
-            axes.remove()
-        else:
-            draw(axes)
+    ``dpi`` is another resolution than the style's.
+    """
     path = folder / f"{name}.png"
-    figure.savefig(path, dpi=150)
+    with styled():
+        # Without the name of the version, so that only what is drawn makes a file another one.
+        draw_panels(panels, size=size, rows=rows).savefig(path, dpi=dpi or "figure", metadata={"Software": None})
     return path
 
 
+def draw_panels(panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, float], rows: int = 1) -> Figure:
+    """A figure of ``size`` in inches with the panels, row by row. In a notebook it shows itself."""
+    # Imported here: one rank draws, at the end. No pyplot, which would keep figures in a global list.
+    from matplotlib.figure import Figure
+
+    with styled():
+        figure = Figure(figsize=size, layout="constrained")
+        places = figure.subplots(rows, -(-len(panels) // rows), squeeze=False).flat
+        for draw, axes in itertools.zip_longest(panels, places):
+            if draw is None:
+                axes.remove()
+            else:
+                draw(axes)
+    return figure
+
+
 def command_line() -> str:
-    """The command that started this process, without the paths of this machine."""
+    """The command that started this process, as a shell takes it, without the paths of this machine."""
     by_torchrun = dist.is_torchelastic_launched() and dist.is_initialized()
     start = f"torchrun --nproc-per-node {dist.get_world_size()}" if by_torchrun else "python"
     spec = sys.modules["__main__"].__spec__
     module = "-" if spec is None else f"-m {spec.name}"
-    return " ".join([start, module, *(re.sub(r"(^|=)/.*/", r"\1", word) for word in sys.argv[1:])])
+    words = [shlex.quote(re.sub(r"(^|=)/.*/", r"\1", word)) for word in sys.argv[1:]]
+    return " ".join([start, module, *words])
 
 
 def code_state() -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipesgd.agreement import Agreement
 from pipesgd.clipping import Clipping
 from pipesgd.codecs.base import Codec
+from pipesgd.codecs.keys import mixed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.collectives.schedule import split
@@ -85,7 +86,7 @@ class SimulatedRanks:
         self._flats = [FlatBuffer(self._parameters) for _ in range(world_size)]
         assert len(self._flats[0].flats) == 1
         self._buffers = [[buffer.clone() for buffer in model.buffers()] for _ in range(world_size)]
-        self._ring = _Ring(make_codec(options), [flat.flats[0] for flat in self._flats], options.gives_back)
+        self._ring = Ring(make_codec(options), [flat.flats[0] for flat in self._flats], options.gives_back)
 
     def iterate(self, loss_of: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> list[float]:
         """One iteration on ``batches``, one a rank: their losses."""
@@ -138,8 +139,11 @@ class SimulatedRanks:
             value.copy_(buffer)
 
 
-class _Ring:
-    """The ring's sums of all ranks' values: chunk r begins on rank r, and the last to add encodes for everybody."""
+class Ring:
+    """The ring's sums of all ranks' values: chunk r begins on rank r, and the last to add encodes for everybody.
+
+    Codecs that round stochastically draw as many numbers as on real ranks, but other ones.
+    """
 
     def __init__(self, codec: Codec, flats: Sequence[Tensor], error_feedback: bool):
         self._codec = codec
@@ -151,7 +155,8 @@ class _Ring:
             torch.empty(0 if codec.in_place else codec.wire_bytes(most), dtype=torch.uint8) for _ in range(2)
         ]
 
-    def sum_into(self, total: Tensor) -> None:
+    def sum_into(self, total: Tensor, key: int = 0) -> None:
+        """Replace ``total`` by the sums, which all ranks would hold; ``key`` chooses the random numbers, if any."""
         p = len(self._flats)
         for number, chunk in enumerate(self._chunks):
             ranks = [(number + hop) % p for hop in range(p)]
@@ -163,12 +168,13 @@ class _Ring:
                 continue
             nbytes = self._codec.wire_bytes(parts[0].numel())
             here, there = (wire[:nbytes] for wire in self._wires)
-            for rank, part in zip(ranks, parts, strict=True):
+            for hop, (rank, part) in enumerate(zip(ranks, parts, strict=True)):
                 residual = self._residuals[rank]
+                own_key = mixed(key, number, hop)
                 own = None if residual is None else residual[chunk]
                 if rank == ranks[0]:
-                    self._codec.encode(part, own, there, 0)
+                    self._codec.encode(part, own, there, own_key)
                 else:
-                    self._codec.decode_add_encode(here, part, own, there, 0)
+                    self._codec.decode_add_encode(here, part, own, there, own_key)
                 here, there = there, here
             self._codec.decode(here, total[chunk])

@@ -6,7 +6,7 @@
 
 Every method trains with every optimizer at learning rates around the best one of synchronous training, on four ranks,
 which are simulated exactly in one process (experiments/simulation.py). A run is named by the words that
-``pipesgd.train`` would be given for it. One that diverges is a result as well. All of it takes a day of two cores.
+``pipesgd.train`` would be given for it. One that diverges is a result as well. All of it takes four hours of two cores.
 Finished runs are kept in staleness.runs.json in the output folder: the same command makes only those that are missing.
 """
 
@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from experiments import command
-from experiments.iteration_times import COLOURS
+from experiments import command, style
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, save, save_panels
 from experiments.staleness_runs import (
@@ -43,6 +42,7 @@ from experiments.staleness_runs import (
     plan,
     simulate,
 )
+from experiments.style import COLOURS
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 
@@ -52,6 +52,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BASELINE = "sync"
+METHOD_COLOURS = {
+    "sync": style.METHODS["D-Sync"],
+    "stale": style.METHODS["no prediction"],
+    "eager": style.METHODS["width 2"],
+    "eager, width 3": style.METHODS["width 3"],
+}
+"""Those of all figures; the others' are their own."""
 MOST_LOST = {"eager": 0.2, "eager, width 3": 0.4, "eager, int8": 0.3, "eager, int4": 0.3}
 """Points of accuracy that the default may lose, in the mean over seeds, at the best learning rate of synchronous
 training."""
@@ -79,7 +86,7 @@ def compute(planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, *
         command.progress(console, "staleness", len(missing)) as advance,
         ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool,
     ):
-        futures = {pool.submit(simulate, one.words): one for one in missing}
+        futures = {pool.submit(simulate, one.words, test_every=one.test_every): one for one in missing}
         try:
             for number, future in enumerate(as_completed(futures), start=1):
                 one, run = futures[future], future.result()
@@ -146,7 +153,8 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
         synchronous = [row for row in methods.get(BASELINE, []) if row["accuracy_mean"] is not None]
         lr = min(synchronous, key=partial(_badness, workload), default={}).get("lr")
         least = CONVERGED * max((row["accuracy_mean"] for row in synchronous), default=0.0)
-        sync_limit = _stable_up_to(methods.get(BASELINE, []), least)
+        several = len(methods.get(BASELINE, [])) > 1
+        sync_limit = _stable_up_to(methods[BASELINE], least) if several else None
         for method in (method for method in METHODS if method in methods):
             own = methods[method]
             limit = _stable_up_to(own, least)
@@ -213,16 +221,17 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     by_loss = WORKLOADS[workload].judged_by_loss
     column, factor = ("test_loss_mean", 1) if by_loss else ("accuracy_mean", 100)
     good = [row for row in rows if row["accuracy_mean"] is not None]
+    spare = [colour for colour in COLOURS if colour not in METHOD_COLOURS.values()]
     for number, method in enumerate(METHODS):
         own = sorted((row for row in good if row["method"] == method), key=lambda row: row["lr"])
-        style = {
-            "color": COLOURS[number % len(COLOURS)],
-            "linestyle": "-" if number < len(COLOURS) else "--",
+        look: dict[str, object] = {
+            "color": METHOD_COLOURS.get(method) or spare[number % len(spare)],
+            "linestyle": "-" if number < len(spare) else "--",
             "marker": "os^Dv<>P"[number % 8],
             "linewidth": 2.5 if method in CLOSELY else 1.0,
         }
         if own:
-            axes.plot([row["lr"] for row in own], [factor * row[column] for row in own], label=method, **style)
+            axes.plot([row["lr"] for row in own], [factor * row[column] for row in own], label=method, **look)
     values = [factor * row[column] for row in good]
     if values:
         axes.set_ylim(*((0.98 * min(values), 1.3 * min(values)) if by_loss else (max(values) - 8, max(values) + 0.5)))
@@ -236,6 +245,15 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes
+
+
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure: a panel for every workload and optimizer."""
+    cells = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
+    panels = [partial(plot, [row for row in rows if (row["workload"], row["optimizer"]) == cell]) for cell in cells]
+    lines = math.ceil(len(panels) / PANELS_ABREAST)
+    size = (7.0 * min(len(panels), PANELS_ABREAST), 4.5 * lines)
+    return save_panels(name, panels, size=size, rows=lines, folder=folder)
 
 
 def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
@@ -254,11 +272,7 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
     }
     save("staleness", rows, extra=extra, folder=folder)
     save("staleness_summary", summary, extra=extra, folder=folder)
-    cells = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
-    panels = [partial(plot, [row for row in rows if (row["workload"], row["optimizer"]) == cell]) for cell in cells]
-    lines = math.ceil(len(panels) / PANELS_ABREAST)
-    size = (7.0 * min(len(panels), PANELS_ABREAST), 4.5 * lines)
-    save_panels("staleness", panels, size=size, rows=lines, folder=folder)
+    draw("staleness", rows, folder)
     command.show("At the best learning rate of synchronous training", [_texts(row) for row in summary])
 
 

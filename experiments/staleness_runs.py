@@ -24,49 +24,81 @@ from pipesgd.workloads import DataSplits, ShardedBatches, evaluation_batches, ma
 WORLD_SIZE = 4
 
 
+HEADLINE = ("sync", "stale", "eager", "local", "eager, width 3", "eager, int8", "eager, int4")
+"""Methods that are tried in full length, at the best rate of synchronous training."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What is trained, and for how long; and what is tried on it where the command does not say."""
 
     words: str
     iterations: int
-    """Three epochs of the mlp, fewer of what takes longer."""
     optimizers: dict[str, float]
     """And for each a learning rate near the best one of synchronous training, which the others are multiples of."""
     methods: tuple[str, ...] | None = None
     """None: all."""
+    multiples: tuple[float, ...] | None = None
+    """None: all for the methods that are tried closely, 1 for the others."""
     judged_by_loss: bool = False
     """Test loss, where accuracy is not what people look at."""
+    test_every: int = 1
+    """It is tested on every so many-th sample of the test set."""
 
 
 WORKLOADS = {
     "mlp": Workload(
         words="--dataset fashion-mnist --model mlp --hidden-sizes 500 500 --batch-size 32",
         iterations=1404,
-        optimizers={"sgd": 0.1, "adamw": 0.002, "adagrad": 0.02},
+        optimizers={"sgd": 0.1},
+        methods=("stale, warm-up", *HEADLINE),
+        multiples=(1.0,),
     ),
     "convnet": Workload(
         words="--dataset fashion-mnist --model convnet --batch-size 32",
         iterations=468,
-        optimizers={"sgd": 0.1, "adamw": 0.004},
+        optimizers={"sgd": 0.1},
+        methods=HEADLINE,
+        multiples=(1.0,),
     ),
     "transformer": Workload(
         words="--dataset python-stdlib --model transformer --batch-size 8",
         iterations=600,
+        optimizers={"adamw": 0.008},
+        methods=HEADLINE,
+        multiples=(1.0,),
+        judged_by_loss=True,
+    ),
+    "short-mlp": Workload(
+        words="--dataset fashion-mnist --model mlp --hidden-sizes 200 200 --batch-size 32",
+        iterations=468,
+        optimizers={"sgd": 0.1, "adamw": 0.002, "adagrad": 0.02},
+    ),
+    "short-convnet": Workload(
+        words="--dataset fashion-mnist --model convnet --batch-size 16",
+        iterations=200,
+        optimizers={"sgd": 0.1, "adamw": 0.004},
+    ),
+    "short-transformer": Workload(
+        words="--dataset python-stdlib --model transformer --embedding 64 --batch-size 8",
+        iterations=200,
         optimizers={"adamw": 0.008, "muon": 0.004},
         judged_by_loss=True,
     ),
-    "resnet18": Workload(
+    "short-resnet18": Workload(
         words="--dataset fashion-mnist --model resnet18 --batch-size 8",
-        iterations=200,
+        iterations=60,
         optimizers={"sgd": 0.1, "adamw": 0.002},
-        methods=("sync", "stale", "eager", "local", "eager, width 3"),
+        methods=("sync", "stale", "eager"),
+        multiples=(0.25, 1.0, 4.0),
+        test_every=5,
     ),
     "digits": Workload(
         words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", iterations=100, optimizers={"sgd": 0.1}
     ),
 }
-"""The last one is for trying out. Muon's products in bfloat16 take most of an iteration of the mlp on a CPU."""
+"""First what people train, at one rate; then everything on what takes seconds; the last is for trying out. Muon's
+products in bfloat16 take most of an iteration of an mlp on a CPU."""
 OPTIMIZERS = {
     "sgd": "--optimizer sgd --momentum 0.9",
     "adamw": "--optimizer adamw",
@@ -74,9 +106,8 @@ OPTIMIZERS = {
     "muon": "--optimizer muon",
 }
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
-FEW_MULTIPLES = (0.25, 1.0, 4.0)
 CLOSELY = ("sync", "stale", "eager", "local")
-"""Methods that are tried at all multiples; the others at a few."""
+"""Methods that are tried at all multiples; the others at 1 only."""
 METHODS = {
     "sync": "--width 1",
     "stale": "--width 2 --prediction none",
@@ -128,6 +159,7 @@ class Planned:
     seed: int
     words: str
     """Of ``pipesgd.train``, all but --output."""
+    test_every: int
 
 
 def plan(
@@ -148,11 +180,11 @@ def plan(
         workload = WORKLOADS[name]
         iterations = QUICK_ITERATIONS if quick else workload.iterations
         chosen = [one for one in workload.optimizers if one in (optimizers or workload.optimizers)]
-        for optimizer, multiple in itertools.product(chosen, multiples or MULTIPLES):
+        for optimizer, multiple in itertools.product(chosen, multiples or workload.multiples or MULTIPLES):
             lr = workload.optimizers[optimizer] * multiple
             rest = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle --iterations {iterations} --seed {seed}"
             for method in methods or workload.methods or METHODS:
-                if not multiples and method not in CLOSELY and multiple not in FEW_MULTIPLES:
+                if not (multiples or workload.multiples or method in CLOSELY or multiple == 1.0):
                     continue
                 how = METHODS[method].format(warmup=round(WARMUP * iterations))
                 planned.append(
@@ -164,13 +196,14 @@ def plan(
                         lr=lr,
                         seed=seed,
                         words=f"{workload.words} {how} {rest}",
+                        test_every=workload.test_every,
                     )
                 )
     return planned
 
 
-def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
-    """What ``pipesgd.train`` with these words comes to on so many ranks."""
+def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -> Run:
+    """What ``pipesgd.train`` with these words comes to on so many ranks; tested on every so many-th sample."""
     begin = time.perf_counter()
     config = parse_training(shlex.split(words))
     optimization, pipeline = config.optimization, config.pipeline
@@ -201,7 +234,7 @@ def simulate(words: str, world_size: int = WORLD_SIZE) -> Run:
             return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=iteration)
     ranks.flush()
     parts = evaluation.sums(
-        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=1), torch.device("cpu")
+        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every), torch.device("cpu")
     )
     worth = evaluation.mean([parts])
     return Run(

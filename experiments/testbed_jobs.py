@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shlex
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from experiments.contenders import NEVER
 from experiments.testbed import Testbed
+from pipesgd.errors import RunError
 
 LONGEST_WORDS = 200
 """Characters of an error that are kept; the log has them all."""
@@ -31,6 +36,24 @@ def run_job(
         finally:
             job.terminate()
     return last_words(log.read_text(encoding="utf-8", errors="replace")) if any(codes) else None
+
+
+@contextlib.contextmanager
+def trained(
+    testbed: Testbed, words: str, *, deadline: float, may_fail: bool = False
+) -> Iterator[tuple[Path, str | None]]:
+    """Run ``pipesgd.train`` with ``words`` on all nodes: the folder that it leaves, for a while, and why it failed.
+
+    Raises:
+        RunError: it failed, and was not to.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, log = Path(name) / "run", Path(name) / "log"
+        job = ["-m", "pipesgd.train", *shlex.split(words), "--checkpoint-iterations", str(NEVER)]
+        failure = run_job(testbed, [*job, "--output", str(folder)], log, deadline=deadline)
+        if failure is not None and not may_fail:
+            raise RunError(f"pipesgd.train {words} must succeed; got {failure}")
+        yield folder, failure
 
 
 def last_words(log: str) -> str:

@@ -3,10 +3,11 @@
     torchrun ... -m experiments.timed_configurations PLAN.json TIMES.json
 
 PLAN.json is a list of passes, each a list of {"words": of pipesgd.train, "iterations": to be timed}, in any order.
-Rank 0 writes TIMES.json: for every pass a list of seconds. All have data, model and batch size of the first one. To
-start a job takes longer than to measure a configuration, and a machine's speed drifts: so these share a job, which
-comes back to each of them in every pass. None is kept in between, with its process groups: the threads of an idle one
-take 0.2 % of a core in every rank.
+Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "product_seconds": what a fixed product
+of matrices took before and after, the mean: how fast the machine was just then}. All have data, model and batch size of
+the first one. To start a job takes longer than to measure a configuration, and a machine's speed drifts: so these share
+a job, which comes back to each of them in every pass. None is kept in between, with its process groups: the threads of
+an idle one take 0.2 % of a core in every rank.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.console import Console
 from torch import nn
 
 from experiments import command
+from pipesgd.calibration.machines import product_seconds
 from pipesgd.command_line import parse as parse_training
 from pipesgd.computation import forward_backward, load
 from pipesgd.config import TrainConfig
@@ -60,6 +62,15 @@ def mean_iteration(
     return float(np.median(everybody))
 
 
+def timed(
+    config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
+) -> dict[str, float]:
+    """One configuration in a pass. Collective."""
+    before = product_seconds(ranks)
+    seconds = mean_iteration(config, model, batches, ranks, iterations)
+    return {"seconds": seconds, "product_seconds": (before + product_seconds(ranks)) / 2}
+
+
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The job."""
     if len(words) != 2:
@@ -70,7 +81,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     first = next(iter(configs.values()))
     _, batches, model, _ = ranks.agree("data and model", lambda: load(first, ranks))
     times = [
-        [mean_iteration(configs[one["words"]], model, batches, ranks, one["iterations"]) for one in of_pass]
+        [timed(configs[one["words"]], model, batches, ranks, one["iterations"]) for one in of_pass]
         for of_pass in passes
     ]
     if ranks.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shlex
@@ -18,11 +19,14 @@ from experiments.testbed import Link, Testbed
 from experiments.testbed.links import parse_latency, parse_rate
 from experiments.testbed_jobs import run_job
 from pipesgd.command_line import parse as parse_training
+from pipesgd.computation import load
 from pipesgd.errors import RunError
+from pipesgd.launch import alone
 from timing_model.choices import Choice
+from timing_model.params import FLOAT_BYTES
 from timing_model.predict import Answer, predict
-from timing_model.profile import Profile
-from timing_model.question import OWN_ALL_REDUCE, Question, compute_of
+from timing_model.profile import ComputeProfile, Profile
+from timing_model.question import OWN_ALL_REDUCE, WITH_BATCH, Question
 from timing_model.search import Group
 
 T = TypeVar("T")
@@ -36,11 +40,25 @@ class Setting:
     rate: str
     latency: str = "0s"
     workload: str
+    calibrated_nodes: int | None = None
+    """As many nodes are calibrated, if not all."""
+    calibrated_workload: str | None = None
+    """What is calibrated, if it is another model: the computation is taken to grow with its parameters."""
 
     @property
     def name(self) -> str:
         late = "" if self.latency == "0s" else f" {self.latency}"
-        return f"{self.nodes} x {self.rate}{late} {self.workload}"
+        name = f"{self.nodes} x {self.rate}{late} {self.workload}"
+        if self.extrapolated:
+            name += (
+                f", calibrated on {self.calibrated_nodes or self.nodes} x {self.calibrated_workload or self.workload}"
+            )
+        return name
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether it is not itself calibrated."""
+        return self.calibrated_nodes is not None or self.calibrated_workload is not None
 
     @property
     def link(self) -> Link:
@@ -61,6 +79,8 @@ SETTINGS = {
         Setting(nodes=4, rate="500mbit", latency="2ms", workload="small-mlp"),
         Setting(nodes=5, rate="200mbit", workload="convnet"),
         Setting(nodes=5, rate="1gbit", workload="small-mlp"),
+        *(Setting(nodes=nodes, rate="200mbit", workload="small-mlp", calibrated_nodes=3) for nodes in (4, 5, 6)),
+        Setting(nodes=3, rate="200mbit", workload="large-mlp", calibrated_workload="small-mlp"),
     )
 }
 CONFIGURATIONS = (
@@ -77,6 +97,19 @@ CONFIGURATIONS = (
     "--strategy ddp",
     "--strategy ps-sync",
 )
+EXTRAPOLATED_CONFIGURATIONS = (
+    *(
+        f"--width {width} --codec {codec} --all-reduce ring"
+        for width, codec in itertools.product((1, 2), ("fp32", "int8"))
+    ),
+    "--width 2 --codec fp32 --all-reduce halving-doubling",
+    "--width 2 --codec int8 --all-reduce all-to-all",
+    "--strategy ddp",
+    "--strategy ps-sync",
+)
+"""For settings that are extrapolated."""
+ALL_REDUCES = ("ring", "halving-doubling", "all-to-all", "native")
+"""That are calibrated, as is the parameter server: all that is measured has a link of its own."""
 QUICK = Setting(nodes=2, rate="200mbit", workload="digits")
 QUICK_CONFIGURATIONS = (CONFIGURATIONS[0], "--width 2 --codec int8 --all-reduce ring")
 ROUNDS, PASSES = 2, (0, 1, 1, 0)
@@ -84,7 +117,7 @@ ROUNDS, PASSES = 2, (0, 1, 1, 0)
 much a measurement can be trusted."""
 SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.5, 0.2, 4, 100
 """Of a cell in a pass: as many iterations as are predicted to take so long."""
-CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 60.0, 4.0
+CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 90.0, 4.0
 DEADLINE = 1800.0
 
 
@@ -94,9 +127,11 @@ class Measured:
 
     commit: str | None
     cells: dict[str, dict[str, Any]]
+    extrapolated: bool = False
+    """As ``Setting``'s."""
 
 
-def ask(profile: Profile, setting: Setting, words: str) -> Answer:
+def ask(profile: Profile, compute: ComputeProfile, setting: Setting, words: str) -> Answer:
     """What the model says of a cell."""
     config = parse_training(shlex.split(f"{WORKLOADS[setting.workload]} {words}"))
     strategy = config.pipeline.strategy
@@ -104,7 +139,7 @@ def ask(profile: Profile, setting: Setting, words: str) -> Answer:
     return predict(
         Question(
             cluster=profile,
-            compute=compute_of(profile, config.model.model, config.data.batch_size),
+            compute=compute,
             world_size=setting.nodes,
             strategy=strategy,
             width=config.pipeline.width if pipelined else 1,
@@ -115,33 +150,91 @@ def ask(profile: Profile, setting: Setting, words: str) -> Answer:
     )
 
 
-def measure(testbed: Testbed, setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
+def slower(compute: ComputeProfile, factor: float) -> ComputeProfile:
+    """The same computation, taking ``factor`` times as long."""
+    changed = {name: getattr(compute, name).times(factor) for name in ("update", "late_update", *WITH_BATCH)}
+    return dataclasses.replace(compute, **changed)
+
+
+def known_of(profile: Profile, setting: Setting) -> tuple[Profile, ComputeProfile]:
+    """The cluster and the computation of a setting, from the profile of what was calibrated for it."""
+    [compute] = profile.compute
+    if setting.calibrated_workload is not None:
+        tensors = tensors_of(setting.workload)
+        grown = slower(compute, sum(tensors) / compute.numel)
+        compute = dataclasses.replace(grown, model=setting.workload, tensors=tensors)
+    if setting.calibrated_nodes is not None:
+        # More nodes share this machine's cores, which are busy with all that these do: not so on a real cluster.
+        more = setting.nodes / setting.calibrated_nodes
+        busy, carrying = compute.busy.times(more), profile.link.carrying.times(more)
+        compute = dataclasses.replace(slower(compute, crowding(profile, setting)), busy=busy)
+        links = {name: dataclasses.replace(link, carrying=carrying) for name, link in profile.links.items()}
+        profile = dataclasses.replace(profile, link=dataclasses.replace(profile.link, carrying=carrying), links=links)
+    return profile, compute
+
+
+def crowding(profile: Profile, setting: Setting) -> float:
+    """How many times more of a setting's nodes than of the calibrated ones share a core, where they are not alone."""
+    crowd = profile.calibrated.ranks_per_core
+    return max(1.0, crowd * setting.nodes / (setting.calibrated_nodes or setting.nodes)) / max(1.0, crowd)
+
+
+def tensors_of(workload: str) -> tuple[int, ...]:
+    """Values of each parameter's gradient of a workload's model."""
+    _, _, model, _ = load(parse_training(shlex.split(WORKLOADS[workload])), alone())
+    return tuple(one.numel() for one in model.parameters() if one.requires_grad)
+
+
+def calibrate(setting: Setting, folder: Path, seconds: float) -> Profile:
+    """The profile of what is calibrated for a setting. Raises ``RunError`` if that fails."""
+    file, workload = folder / "cluster.toml", setting.calibrated_workload or setting.workload
+    words = f"--out {file} --seconds {seconds} --all-reduces {' '.join(ALL_REDUCES)} --servers {WORKLOADS[workload]}"
+    if setting.calibrated_workload is not None:  # gradients no larger than its own
+        words += f" --largest-bytes {FLOAT_BYTES * sum(tensors_of(workload))}"
+    with Testbed(nodes=setting.calibrated_nodes or setting.nodes, link=setting.link) as testbed:
+        run(testbed, setting, f"pipesgd.calibrate {words}", folder)
+    return Profile.load(file)
+
+
+def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     """Calibrate, predict all cells, and only then measure all.
 
     Raises:
         RunError: a job failed.
     """
-    profile_file, plan_file, times_file = (folder / name for name in ("cluster.toml", "plan.json", "times.json"))
+    plan_file, times_file = folder / "plan.json", folder / "times.json"
     calibration, seconds = (QUICK_CALIBRATION_SECONDS, QUICK_SECONDS) if quick else (CALIBRATION_SECONDS, SECONDS)
-    workload = WORKLOADS[setting.workload]
-    run(testbed, setting, f"pipesgd.calibrate --out {profile_file} --seconds {calibration} {workload}", folder)
-    profile = Profile.load(profile_file)
-    answers = {words: ask(profile, setting, words) for words in (QUICK_CONFIGURATIONS if quick else CONFIGURATIONS)}
+    calibrated = calibrate(setting, folder, calibration)
+    profile, compute = known_of(calibrated, setting)
+    configurations = EXTRAPOLATED_CONFIGURATIONS if setting.extrapolated else CONFIGURATIONS
+    answers = {
+        words: ask(profile, compute, setting, words) for words in (QUICK_CONFIGURATIONS if quick else configurations)
+    }
     chosen = choose(answers)
     cells = [
         {
-            "words": f"{workload} {words}",
+            "words": f"{WORKLOADS[setting.workload]} {words}",
             "iterations": int(np.clip(seconds / answer.iteration.total, LEAST_ITERATIONS, MOST_ITERATIONS)),
         }
         for words, answer in answers.items()
     ]
     plan_file.write_text(json.dumps([_turned(cells, number) for number in range(len(PASSES))]), encoding="utf-8")
-    run(testbed, setting, f"experiments.timed_configurations {plan_file} {times_file}", folder)
-    times = json.loads(times_file.read_text(encoding="utf-8"))
-    passes = np.array([_turned(of_pass, number) for number, of_pass in enumerate(times)])  # (passes, cells)
+    with Testbed(nodes=setting.nodes, link=setting.link) as testbed:
+        run(testbed, setting, f"experiments.timed_configurations {plan_file} {times_file}", folder)
+    turned = [_turned(of_pass, number) for number, of_pass in enumerate(json.loads(times_file.read_text("utf-8")))]
+    passes, products = (
+        np.array([[cell[name] for cell in of_pass] for of_pass in turned]) for name in ("seconds", "product_seconds")
+    )  # (passes, cells)
     rounds = [passes[np.array(PASSES) == number].mean(axis=0) for number in range(ROUNDS)]
+    known = float(str(calibrated.provenance["product_seconds"])) * crowding(calibrated, setting)
+    drifts = products.mean(axis=0) / known
+    corrected = {
+        words: ask(profile, slower(compute, drift), setting, words)
+        for words, drift in zip(answers, drifts, strict=True)
+    }
     return Measured(
         commit=code_state(),
+        extrapolated=setting.extrapolated,
         cells={
             words: {
                 "codec": answer.question.codec,
@@ -155,6 +248,10 @@ def measure(testbed: Testbed, setting: Setting, folder: Path, *, quick: bool = F
                 "support": answer.support.kind,
                 "limit": answer.limit,
                 "chosen": words == chosen,
+                "drift": float(drifts[index]),
+                "corrected_s": corrected[words].iteration.total,
+                "corrected_low_s": corrected[words].low,
+                "corrected_high_s": corrected[words].high,
                 **{f"round_{number}_s": float(of_round[index]) for number, of_round in enumerate(rounds)},
             }
             for index, (words, answer) in enumerate(answers.items())

@@ -51,6 +51,8 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         seconds=options.seconds,
         largest_bytes=options.largest_bytes,
         codecs=options.codecs,
+        all_reduces=options.all_reduces,
+        servers=options.servers,
         prediction=options.prediction,
     )
 

@@ -48,6 +48,8 @@ def parse(words: Sequence[str]) -> TrainConfig:
     _check_names(words, defaults)
     rest, auto = _take_autos(words)
     config = parse_as(TrainConfig, "train", rest)
+    if config.planning.replan and not auto:
+        raise UserInputError(f"replan must be left out where none of {', '.join(AUTO_OPTIONS)} is auto; got it")
     return dataclasses.replace(config, planning=dataclasses.replace(config.planning, auto=auto)) if auto else config
 
 

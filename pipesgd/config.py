@@ -314,6 +314,8 @@ class PlanningConfig:
     cluster: Path | None = None
     """What pipesgd.calibrate wrote of this cluster and this model: by it the time of an iteration is predicted, and
     what is auto is chosen. Rank 0's file counts. Without it, a run with an auto calibrates for some seconds first."""
+    replan: bool = False
+    """Measure and choose again what is auto when iterations take another time than was predicted, for long."""
     auto: Annotated[tuple[str, ...], tyro.conf.Suppress, tyro.conf.Fixed] = ()
     """Those of ``AUTO_OPTIONS`` that are to be chosen, whose own fields hold defaults until they are. No option: on the
     command line, each of them says it itself."""
@@ -471,7 +473,7 @@ class TrainConfig:
             self,
             pipeline=dataclasses.replace(self.pipeline, **fields),
             compression=dataclasses.replace(self.compression, **codec),
-            planning=dataclasses.replace(self.planning, auto=()),
+            planning=dataclasses.replace(self.planning, auto=(), replan=False),
         )
 
     @property

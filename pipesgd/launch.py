@@ -180,7 +180,7 @@ class Ranks:
         try:
             dist.init_process_group(
                 backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-                store=dist.PrefixStore(f"process group {self._process_groups}", self.store),
+                store=dist.PrefixStore(f"process group of {self.world_size}/{self._process_groups}", self.store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timedelta(seconds=timeout),

@@ -55,18 +55,31 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
     """
     folder = config.run.output
     resume = _resumes(config, ranks)
-    description = {"world_size": ranks.world_size, "options": config.options(), "planned": planned}
+    description = _description(config, ranks, planned)
     ranks.agree("the output folder", lambda: _check(folder, description, resume, config.run.overwrite))
     first_of_machine = ranks.local_rank == 0
     if first_of_machine and config.run.overwrite and not resume:
         for name in _OURS:
             _delete(folder / name)
     ranks.exchange("an empty folder", None)  # on a disk shared by machines, nobody may write before
-    if first_of_machine:
+    _describe(folder, ranks, description)
+    return folder
+
+
+def replanned(folder: Path, config: TrainConfig, ranks: Ranks, planned: dict[str, Any]) -> None:
+    """From now on, who continues this run has this configuration, and this plan."""
+    _describe(folder, ranks, _description(config, ranks, planned))
+
+
+def _description(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None) -> dict[str, Any]:
+    return {"world_size": ranks.world_size, "options": config.options(), "planned": planned}
+
+
+def _describe(folder: Path, ranks: Ranks, description: dict[str, Any]) -> None:
+    if ranks.local_rank == 0:
         aside = folder / f".{RUN_FILE}.{ranks.rank}.tmp"
         aside.write_text(json.dumps(description, indent=1), encoding="utf-8")
         aside.replace(folder / RUN_FILE)  # whole or not there, whenever this process is killed
-    return folder
 
 
 def _resumes(config: TrainConfig, ranks: Ranks) -> bool:

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from pipesgd.calibration.measure import measure
-from pipesgd.calibration.options import LEAST_LARGEST_BYTES
+from pipesgd.calibration.options import DEFAULT_ALL_REDUCES, LEAST_LARGEST_BYTES, MEASURED_ALL_REDUCES, RING
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import AUTO_OPTIONS, TrainConfig
 from pipesgd.errors import CheckpointError, UserInputError
@@ -158,12 +158,25 @@ def plan_run(
         found = None if profile is None else (profile, profile.compute[0])
         source = f"a calibration of {CALIBRATION_SECONDS:.0f} s"
 
+    return agree_on_plan(config, ranks, found, say, iterations=iterations, source=source, own=not given)
+
+
+def agree_on_plan(
+    config: TrainConfig,
+    ranks: Ranks,
+    found: tuple[Profile, ComputeProfile] | None,
+    say: Callable[[Sequence[str]], object],
+    *,
+    iterations: int,
+    source: str,
+    own: bool,
+) -> tuple[TrainConfig, Planned]:
+    """What rank 0 decides by what it has ``found``, with nothing left to be chosen, and said by it. Collective."""
+
     def decide_on_rank_0() -> dict[str, Any] | None:
         if found is None:
             return None
-        decided = decide(
-            *found, config, world_size=ranks.world_size, iterations=iterations, source=source, own=not given
-        )
+        decided = decide(*found, config, world_size=ranks.world_size, iterations=iterations, source=source, own=own)
         return decided.as_json()
 
     agreed = ranks.exchange("plan", ranks.agree("planning", decide_on_rank_0))[0]
@@ -227,6 +240,7 @@ def calibrate_briefly(
     """What the ranks are found to cost, on rank 0. All ranks call this together; there must be no process group."""
     codec = config.compression.codec
     searched = AUTO_CODECS if "codec" in config.planning.auto else (codec,)
+    measured = [name for name in MEASURED_ALL_REDUCES if name in (RING, config.pipeline.all_reduce)]
     nbytes = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
     with torch.random.fork_rng(devices=[]):
         found = measure(
@@ -238,6 +252,8 @@ def calibrate_briefly(
             seconds=CALIBRATION_SECONDS,
             largest_bytes=max(LEAST_LARGEST_BYTES, min(nbytes, MOST_LARGEST_BYTES)),
             codecs=[one for one in searched if one != UNCOMPRESSED],
+            all_reduces=DEFAULT_ALL_REDUCES if "all-reduce" in config.planning.auto else measured,
+            servers=False,
             prediction=config.pipeline.prediction,
         )
     ranks.leave()

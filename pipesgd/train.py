@@ -30,7 +30,6 @@ from pipesgd.checkpoint import Checkpoints, CheckpointSchedule, save_atomically
 from pipesgd.command_line import as_toml, parse
 from pipesgd.computation import forward_backward, load
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
-from pipesgd.drift import Drift
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import DisagreementError
 from pipesgd.evaluation import evaluate
@@ -40,6 +39,7 @@ from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metri
 from pipesgd.optimization import build_optimizer, build_schedule
 from pipesgd.planning import plan_run
 from pipesgd.progress import ProgressBar, show_summary
+from pipesgd.replanning import Watch, replan
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.state import RunState
 from pipesgd.strategies.ddp import check_hook
@@ -77,7 +77,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     agree_on_data(data, ranks)
     per_epoch = batches.iterations_per_epoch
     total = config.optimization.iterations or (config.optimization.epochs or DEFAULT_EPOCHS) * per_epoch
-    earlier = output.earlier_run(config, ranks)
+    earlier, replans = output.earlier_run(config, ranks), config.planning.replan
     config, planned = plan_run(
         config, ranks, model, batches, console, samples=len(data.train), iterations=total, earlier=earlier
     )
@@ -97,11 +97,10 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     )
     strategy = make_strategy(config, model, optimizer, scaler, ranks)
     with contextlib.ExitStack() as stack:
-        stack.callback(strategy.close)
-
         # 4. Where an earlier run of the same command has come to.
         losses: collections.deque[float] = collections.deque(maxlen=per_epoch)
         state = RunState(model=model, optimizer=optimizer, schedule=schedule, strategy=strategy, losses=losses)
+        stack.callback(lambda: state.strategy.close())  # another one, maybe (--replan)
         checkpoints = Checkpoints(folder / output.CHECKPOINTS, workers, keep=config.run.keep_checkpoints)
         if (found := checkpoints.load_newest()) is not None:
             state.restore(found.shared, found.own)
@@ -122,7 +121,9 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         # Pushed last, so run first: the others shall not take this rank for dead while it closes the rest.
         stack.push(functools.partial(report_failure, ranks))
         paces: list[float] = []
-        drift = Drift(planned) if planned is not None and workers.rank == 0 else None
+        say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
+        watch = None if planned is None else Watch(planned, ranks, say, replans=replans)
+        replanned: list[dict[str, Any]] = []
         samples_per_iteration = config.samples_per_rank * workers.world_size
         evaluated: dict[str, Any] = {"loader_workers": config.data.workers, "buffers": config.pipeline.buffers}
         model.train()
@@ -140,8 +141,6 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
                 console.print(FELL_BACK.format(iteration=iteration), highlight=False, soft_wrap=True)
             seconds = step_seconds(report, time.perf_counter() - last)
             paces.append(seconds["iteration"])
-            if drift is not None and (line := drift.saw(seconds["iteration"])):
-                console.print(line, highlight=False, soft_wrap=True)
             done = iteration + 1
             evaluation = None
             if done % per_epoch == 0 and done < total:
@@ -171,6 +170,27 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
                 for recorder in recorders:
                     recorder.flush()
                 checkpoints.save(done, *state.snapshot(time.perf_counter() - begin))
+            if watch is not None and planned is not None and watch.is_time(seconds["iteration"], done, total):
+                config, planned = replan(
+                    config,
+                    planned,
+                    state,
+                    ranks,
+                    batches,
+                    scaler,
+                    console,
+                    samples=len(data.train),
+                    done=done,
+                    total=total,
+                )
+                strategy = state.strategy
+                watch.go_on(planned)
+                replanned.append({"iteration": done, "choices": planned.choices})
+                # Who continues the run begins here: before, it had another strategy.
+                for recorder in recorders:
+                    recorder.flush()
+                checkpoints.save(done, *state.snapshot(time.perf_counter() - begin))
+                output.replanned(folder, config, ranks, planned.as_json())
             last = time.perf_counter()
 
         # 6. Apply what is still in flight, and measure what came out.
@@ -196,14 +216,17 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     if workers.local_rank == 0:
         save_atomically(model.state_dict(), folder / output.WEIGHTS_FILE, writer=workers.rank)
     if workers.rank == 0:
-        summary = summarize(config, ranks, network, result, read_metrics(folder / output.METRICS_FILE))
+        metrics_lines = read_metrics(folder / output.METRICS_FILE)
+        summary = summarize(config, ranks, network, result, metrics_lines)
         if planned is not None:
-            summary["planned"] = planned.as_json() | {"measured_seconds": summary["seconds"]["iteration"]["median"]}
+            own = [line for line in metrics_lines if line["iteration"] >= total - planned.iterations]
+            measured = statistics(line["seconds"]["iteration"] for line in own)["median"]
+            summary["planned"] = planned.as_json() | {"measured_seconds": measured, "replanned": replanned}
         (folder / output.SUMMARY_FILE).write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         names = [output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE]
         show_summary(console, summary, [folder / name for name in names if name != output.TRACE_FILE or trace])
         if planned is not None:
-            line = planned.compare(summary["seconds"]["iteration"]["median"])
+            line = planned.compare(summary["planned"]["measured_seconds"])
             console.print(line, highlight=False, soft_wrap=True)
     workers.exchange("the end", None)
 

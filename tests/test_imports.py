@@ -41,6 +41,7 @@ LAYERS = [
     {"calibration"},
     {"planning"},
     {"drift"},
+    {"replanning"},
     {"train", "calibrate"},
 ]
 """From the bottom up: a module imports from layers below its own, or from its own package."""

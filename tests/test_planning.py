@@ -41,7 +41,7 @@ def cluster(link: LinkParams = SLOW, compute: ComputeProfile = MLP, **changes: A
     """A cluster of this link, without noise."""
     exact = LinkProfile.exact(link)
     steady = dataclasses.replace(compute, cv=0.0, slow_ranks=())
-    return dataclasses.replace(PROFILE, link=exact, native=exact, compute=(steady,), **changes)
+    return dataclasses.replace(PROFILE, link=exact, links={"native": exact}, compute=(steady,), **changes)
 
 
 def choose(profile: Profile, words: str = AUTOS, **changes: Any) -> Planned:
@@ -213,7 +213,10 @@ def test_a_hiccup_is_no_drift() -> None:
             "--codec auto --codec-block 64",
             "codec-block must be left out with --codec auto, which chooses codecs as they are; got 64",
         ),
-        ("--replan", "every option must be one that --help lists; got --replan"),
+        (
+            "--replan --width 3",
+            "replan must be left out where none of width, codec, all-reduce, segment-bytes is auto; got it",
+        ),
     ],
 )
 def test_bad_words_get_one_line(words: str, message: str) -> None:
@@ -366,7 +369,7 @@ def _file(tmp_path: Path, name: str) -> Path:
     if name == "truncated.toml":
         path.write_text(path.read_text()[:700])
     if name == "format.toml":
-        path.write_text(path.read_text().replace("format = 1", "format = 7"))
+        path.write_text(path.read_text().replace("format = 2", "format = 7"))
     if name == "binary.toml":
         path.write_bytes(bytes(range(256)))
     return path
@@ -381,7 +384,7 @@ def _file(tmp_path: Path, name: str) -> Path:
         (
             "format.toml",
             "",
-            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 1",
+            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 2",
         ),
         (
             "cluster.toml",

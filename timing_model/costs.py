@@ -42,7 +42,7 @@ def costs_of(question: Question) -> Costs:
     cluster, link = question.cluster, _link(question).params()
     profile = question.codec_profile
     codec = uncompressed(0.0) if profile is None else profile.cost(question.codec, _message_values(question, profile))
-    times = question.compute.times(question.width)
+    times = question.compute.times(question.width, question.all_reduce)
     if times.busy > 0:
         times = dataclasses.replace(times, busy=times.busy + _carrying(question, link, codec))
     return Costs(
@@ -111,8 +111,7 @@ def collective_time(question: Question, costs: Costs, numel: float) -> Collectiv
 
 
 def _link(question: Question) -> LinkProfile:
-    native = question.cluster.native if question.all_reduce == "native" else None
-    return native or question.cluster.link
+    return question.cluster.link_of(question.measured_as)
 
 
 def _message_values(question: Question, codec: CodecProfile) -> float:
@@ -142,4 +141,4 @@ def estimates_of(question: Question) -> Iterator[tuple[str, dict[str, Estimate]]
     parts = {"update": update, "forward": compute.forward, "backward": compute.backward}
     yield "times", parts | ({} if question.width == 1 else {"busy": compute.busy})
     yield "times", {"contention": compute.contention}
-    yield "times", {"hindrance": compute.hindrance}
+    yield "times", {"hindrance": compute.hindrance_of(question.all_reduce)}

@@ -14,7 +14,7 @@ import numpy as np
 from timing_model.checks import check_one_of
 from timing_model.costs import Costs, collective_time, costs_of, iteration_time
 from timing_model.measured import Calibrated, ComputeProfile, Estimate, LinkProfile
-from timing_model.profile import Profile
+from timing_model.profile import RING, Profile
 from timing_model.question import WITH_BATCH, Question
 from timing_model.report import table
 from timing_model.runs import Run, read_run
@@ -55,10 +55,10 @@ class Fit:
 def fit(profile: Profile, folders: Sequence[Path]) -> Fit:
     """Refit link and computation to runs of ``pipesgd.train``.
 
-    A factor for all latencies (alpha, S and o) and one for beta, for the own all-reduces and for torch's apart, make
-    the collectives' times agree with the runs' in the least squares of logarithms; what the runs do not tell stays as
-    it was, with an interval that says so. Forward, backward and update are scaled to the runs' medians. The residual is
-    that of the runs that were fitted, where it is larger than the profile's.
+    A factor for all latencies (alpha, S and o) and one for beta, for each link of the profile and for torch's
+    all-reduce, make the collectives' times agree with the runs' in the least squares of logarithms; what the runs do
+    not tell stays as it was, with an interval that says so. Forward, backward and update are scaled to the runs'
+    medians. An all-reduce's residual is that of the runs that were fitted, where it is larger than the profile's.
 
     Raises:
         ValueError: a folder is no run's, or a run has a codec that was not measured.
@@ -68,20 +68,24 @@ def fit(profile: Profile, folders: Sequence[Path]) -> Fit:
         check_one_of("codec", run.codec, ["fp32", *profile.codecs])
     computed = _computes(profile, runs)
     fitted = dataclasses.replace(profile, compute=computed)
-    own = [run for run in runs if run.all_reduce != "native" and run.world_size > 1]
-    native = [run for run in runs if run.all_reduce == "native" and run.world_size > 1]
-    if own:
-        fitted = dataclasses.replace(fitted, link=_fitted_link(fitted, fitted.link, own))
-    if native:
-        fitted = dataclasses.replace(fitted, native=_fitted_link(fitted, fitted.native or profile.link, native))
+    by_link: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.world_size > 1:
+            apart = run.all_reduce == "native" or run.all_reduce in profile.links
+            by_link.setdefault(run.all_reduce if apart else RING, []).append(run)
+    for name, own in by_link.items():
+        link = _fitted_link(fitted, profile.link_of(name), own)
+        changed = {"link": link} if name == RING else {"links": {**fitted.links, name: link}}
+        fitted = dataclasses.replace(fitted, **changed)
     fitted = dataclasses.replace(fitted, calibrated=_calibrated(fitted, runs))
     befores = dataclasses.replace(
         profile, compute=(*profile.compute, *[one for one in computed if not _has(profile, one.model, one.batch_size)])
     )
     predicted = tuple((_iteration(befores, run), _iteration(fitted, run)) for run in runs)
-    worst = max(abs(after / run.iteration - 1) for run, (_, after) in zip(runs, predicted, strict=True))
-    calibrated = dataclasses.replace(fitted.calibrated, residual=max(fitted.calibrated.residual, worst))
-    fitted = dataclasses.replace(fitted, calibrated=calibrated)
+    residuals = dict(fitted.calibrated.residuals)
+    for run, (_, after) in zip(runs, predicted, strict=True):
+        residuals[run.all_reduce] = max(residuals.get(run.all_reduce, 0.0), abs(after / run.iteration - 1))
+    fitted = dataclasses.replace(fitted, calibrated=dataclasses.replace(fitted.calibrated, residuals=residuals))
     return Fit(before=profile, profile=fitted, runs=tuple(runs), predicted=predicted)
 
 
@@ -96,9 +100,9 @@ def fit_text(fit: Fit) -> str:
     lines = ["time of an iteration, measured, and predicted before and after the fit", ""]
     lines += [*table(rows, right=(1, 2, 3, 4, 5)), ""]
     links = [("", "before", "after", "90 % interval")]
-    for name in ("link", "native"):
-        old, new = getattr(fit.before, name), getattr(fit.profile, name)
-        if old is None or old == new:
+    for name in (RING, *fit.profile.links):
+        old, new = fit.before.link_of(name), fit.profile.link_of(name)
+        if old == new:
             continue
         a, b = new.alpha, new.beta
         interval = f"{format_seconds(a.low)} to {format_seconds(a.high)}"
@@ -227,7 +231,6 @@ def _calibrated(profile: Profile, runs: Sequence[Run]) -> Calibrated:
     return dataclasses.replace(
         old,
         world_sizes=tuple(sorted({*old.world_sizes, *[run.world_size for run in ran]})),
-        all_reduces=tuple(dict.fromkeys((*old.all_reduces, *[run.all_reduce for run in ran]))),
         smallest_bytes=min([old.smallest_bytes, *sizes]),
         largest_bytes=max([old.largest_bytes, *sizes]),
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from timing_model.checks import check_above_0, check_at_least
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise
 
 MOST = 1e9
 """Of any number that is no count: what is larger is a mistake, and could overflow."""
+PARAMETER_SERVER = "ps-sync"
+"""By which name it stands among what was measured."""
 BACKWARD = 2 / 3
 """Share of the backward pass, where only the sum with the forward pass is known."""
 
@@ -132,9 +134,11 @@ class ComputeProfile:
     contention: Estimate
     """By what share it is slower while a collective runs beside it."""
     hindrance: Estimate
-    """By what share a collective is slower while the computation runs beside it."""
+    """By what share a collective is slower while the computation runs beside it: a ring, and any not named below."""
     busy: Estimate
     """How long all cores of a machine are busy with an iteration at a width above 1, without its collective."""
+    hindrances: dict[str, Estimate] = field(default_factory=dict)
+    """The hindrance of other all-reduces, by name."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
     slow_ranks: tuple[float, ...] = ()
@@ -163,14 +167,18 @@ class ComputeProfile:
         """Values of the whole gradient."""
         return sum(self.tensors)
 
-    def times(self, width: int) -> ComputeTimes:
+    def hindrance_of(self, all_reduce: str | None) -> Estimate:
+        """By what share this all-reduce is slower beside the computation."""
+        return self.hindrances.get(all_reduce or "", self.hindrance)
+
+    def times(self, width: int, all_reduce: str | None = None) -> ComputeTimes:
         """Of an iteration in a pipeline of this width; 1 is synchronous."""
         return ComputeTimes(
             update=(self.update if width == 1 else self.late_update).value,
             forward=self.forward.value,
             backward=self.backward.value,
             contention=self.contention.value,
-            hindrance=self.hindrance.value,
+            hindrance=self.hindrance_of(all_reduce).value,
             busy=0.0 if width == 1 else self.busy.value,
         )
 
@@ -183,18 +191,27 @@ class Calibrated:
     """What was measured: outside of it, an answer is extrapolated."""
 
     world_sizes: tuple[int, ...]
-    all_reduces: tuple[str, ...]
-    """That were run, by their names in ``all_reduce.ALL_REDUCES``."""
     smallest_bytes: int
     """Of gradients that were all-reduced."""
     largest_bytes: int
-    residual: float
-    """90th percentile of \\|fitted/measured - 1\\| over cells that were not fitted."""
+    residuals: dict[str, float]
+    """Of what was run, the all-reduces by their names in ``all_reduce.ALL_REDUCES`` and ``PARAMETER_SERVER``: the 90th
+    percentile of \\|fitted/measured - 1\\| over cells that were not fitted."""
     ranks_per_core: float
     """Above 1, ranks share cores, and only world sizes that were measured count as interpolated."""
 
     def __post_init__(self) -> None:
-        check_at_least("residual", self.residual, 0)
+        for residual in self.residuals.values():
+            check_at_least("residuals", residual, 0)
         check_above_0("ranks_per_core", self.ranks_per_core)
         if self.smallest_bytes > self.largest_bytes:
             raise ValueError(f"smallest_bytes must be at most {self.largest_bytes}; got {self.smallest_bytes}")
+
+    @property
+    def all_reduces(self) -> tuple[str, ...]:
+        """That were run."""
+        return tuple(name for name in self.residuals if name != PARAMETER_SERVER)
+
+    def residual_of(self, name: str) -> float:
+        """The residual of an all-reduce, or of the parameter server; the largest one if it was not run."""
+        return self.residuals.get(name, max(self.residuals.values(), default=0.0))

@@ -19,9 +19,7 @@ from timing_model.words import Parser, number_of, quantity, whole
 
 LAYERS = 50
 """Of a model of which only the size is known: ddp reduces it in as many equal parts."""
-NOTHING = Calibrated(
-    world_sizes=(), all_reduces=(), smallest_bytes=0, largest_bytes=0, residual=0.0, ranks_per_core=1.0
-)
+NOTHING = Calibrated(world_sizes=(), smallest_bytes=0, largest_bytes=0, residuals={}, ranks_per_core=1.0)
 
 
 def add_job(options: Parser) -> None:

@@ -104,7 +104,7 @@ def predict(question: Question, *, extrapolate: bool = False) -> Answer:
 def _spread(question: Question, costs: Costs, total: float) -> tuple[float, float]:
     """How far the interval reaches below and above: the ends of the estimates that come together, by themselves, and
     the residual, as roots of sums of squares."""
-    residual = question.cluster.calibrated.residual * total
+    residual = question.cluster.calibrated.residual_of(question.measured_as) * total
     below, above = residual**2, residual**2
 
     def add(changed: list[Costs]) -> None:

@@ -3,19 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from timing_model.all_reduce import ALL_REDUCES
 from timing_model.checks import check_one_of
-from timing_model.measured import MOST, Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
+from timing_model.measured import (
+    MOST,
+    PARAMETER_SERVER,
+    Calibrated,
+    CodecProfile,
+    CodecRates,
+    ComputeProfile,
+    Estimate,
+    LinkProfile,
+)
 from timing_model.params import CodecCost, LinkParams, uncompressed
 from timing_model.tables import Scalar, Table, format_tables, read_tables
 
-__all__ = ["Calibrated", "CodecProfile", "CodecRates", "ComputeProfile", "Estimate", "LinkProfile", "Profile"]
+__all__ = [
+    "PARAMETER_SERVER",
+    "Calibrated",
+    "CodecProfile",
+    "CodecRates",
+    "ComputeProfile",
+    "Estimate",
+    "LinkProfile",
+    "Profile",
+]
 
-FORMAT = 1
+FORMAT = 2
 """Of the file; raised whenever an older reader would misunderstand a newer file."""
+RING = "ring"
+BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
+"""What may have a link of its own."""
 MOST_CV = 10.0
 SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
 """Of a value on the wire, and of a rank to a core."""
@@ -30,8 +52,9 @@ class Profile:
 
     calibrated: Calibrated
     link: LinkProfile
-    native: LinkProfile | None = None
-    """Of torch's own all-reduce: gloo's ring."""
+    """Of a ring, and of all that is not in ``links``."""
+    links: dict[str, LinkProfile] = field(default_factory=dict)
+    """Of other all-reduces by name, and of ``PARAMETER_SERVER``: what each was found to make of the same network."""
     inner: LinkProfile | None = None
     """Inside a node; its alpha and beta count."""
     codecs: dict[str, CodecProfile] = field(default_factory=dict)
@@ -52,14 +75,14 @@ class Profile:
         file = read_tables(path)
         version = file.count("format")
         if version != FORMAT:
-            raise file.error("format", f"be {FORMAT}, the version that this program reads", version)
-        codecs = file.table("codecs") if "codecs" in file else None
+            raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate anew)", version)
+        links, codecs = (file.table(name) if name in file else None for name in ("links", "codecs"))
         servers = file.table("servers") if "servers" in file else None
         profile = cls(
             provenance=file.table("provenance").scalars() if "provenance" in file else {},
             calibrated=_calibrated(file.table("calibrated")),
             link=_link(file.table("link")),
-            native=_link(file.table("native")) if "native" in file else None,
+            links={name: _link(links.table(name)) for name in _names(links, BESIDE_RING)} if links else {},
             inner=_link(file.table("inner")) if "inner" in file else None,
             codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
             sharing=_estimate(servers, "sharing", most=1.0) if servers else None,
@@ -78,7 +101,7 @@ class Profile:
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises ``ValueError`` if it cannot be written."""
         values = {"format": FORMAT, **dataclasses.asdict(self)}
-        ordered = {name: values[name] for name in ("format", "provenance", "calibrated", "link", "native", "inner")}
+        ordered = {name: values[name] for name in ("format", "provenance", "calibrated", "link", "links", "inner")}
         ordered["codecs"] = {name: one | one.pop("rates") for name, one in values["codecs"].items()}
         for one in ordered["codecs"].values():
             if one["in_cache"] is None:
@@ -96,6 +119,10 @@ class Profile:
 
     def link_params(self) -> LinkParams:
         return self.link.params()
+
+    def link_of(self, name: str) -> LinkProfile:
+        """Of an all-reduce, or of ``PARAMETER_SERVER``."""
+        return self.links.get(name, self.link)
 
     def codec_cost(self, name: str, message_values: float) -> CodecCost:
         """What a codec costs on messages of so many values. Raises ``ValueError`` if it was not measured."""
@@ -117,6 +144,13 @@ def _link(table: Table) -> LinkProfile:
     link = LinkProfile(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(LinkProfile)})
     table.done()
     return link
+
+
+def _names(table: Table, known: Sequence[str]) -> list[str]:
+    for name in table.names():
+        if name not in known:
+            raise table.error(name, f"not be there, but some of {', '.join(known)}", name)
+    return table.names()
 
 
 def _rates(table: Table) -> CodecRates:
@@ -142,13 +176,12 @@ def _codec(table: Table) -> CodecProfile:
 
 
 def _calibrated(table: Table) -> Calibrated:
-    smallest = table.count("smallest_bytes")
+    smallest, residuals = table.count("smallest_bytes"), table.table("residuals")
     calibrated = Calibrated(
         world_sizes=table.counts("world_sizes", least=2),
-        all_reduces=tuple(table.choices("all_reduces", ALL_REDUCES)),
         smallest_bytes=smallest,
         largest_bytes=table.count("largest_bytes", least=smallest),
-        residual=table.number("residual"),
+        residuals={name: residuals.number(name) for name in _names(residuals, (RING, *BESIDE_RING))},
         ranks_per_core=table.number("ranks_per_core", least=SMALLEST_SHARE),
     )
     table.done()
@@ -156,6 +189,7 @@ def _calibrated(table: Table) -> Calibrated:
 
 
 def _compute(table: Table) -> ComputeProfile:
+    others = table.table("hindrances") if "hindrances" in table else None
     compute = ComputeProfile(
         model=table.text("model"),
         batch_size=table.count("batch_size"),
@@ -163,6 +197,7 @@ def _compute(table: Table) -> ComputeProfile:
         samples=table.count("samples") if "samples" in table else None,
         cv=table.number("cv", most=MOST_CV),
         slow_ranks=table.numbers("slow_ranks", least=1.0),
+        hindrances={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
         **{name: _estimate(table, name) for name in ESTIMATES},
     )
     table.done()

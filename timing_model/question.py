@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES, messages_meet
 from timing_model.checks import check_count, check_one_of
-from timing_model.measured import CodecProfile, ComputeProfile
+from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile
 from timing_model.params import FLOAT_BYTES, Noise
 from timing_model.presets import CODECS
 from timing_model.profile import UNCOMPRESSED, Profile
@@ -145,6 +145,11 @@ class Question:
         return -(-self.nbytes // most)
 
     @property
+    def measured_as(self) -> str:
+        """The name of what it reduces by, among what was measured of the cluster."""
+        return self.all_reduce or PARAMETER_SERVER
+
+    @property
     def meets(self) -> bool:
         """Whether messages meet on the way, so that they must be simulated one by one."""
         return messages_meet(self.all_reduce, self.world_size)
@@ -212,8 +217,9 @@ def support_of(question: Question) -> Support:
     """Whether the question is within what was measured, near it, or outside.
 
     Interpolated: world size and bytes are within what was measured, and so is everything that has a name. Extrapolated:
-    numbers are up to ``REACH`` times beyond, or a world size was not measured where ranks share cores, or the
-    computation is as given. Outside: further, or a codec, an all-reduce or servers that never ran.
+    numbers are up to ``REACH`` times beyond, or a world size was not measured where ranks share cores, or an all-reduce
+    was not, which has the ring's link then, or the computation is as given. Outside: further, or a codec or servers
+    that never ran.
     """
     cluster, ranges = question.cluster, question.cluster.calibrated
     if not ranges.world_sizes:
@@ -236,7 +242,8 @@ def support_of(question: Question) -> Support:
         if question.codec != UNCOMPRESSED and question.codec not in cluster.codecs:
             reasons.append((OUTSIDE, f"codec {question.codec} was not measured; its costs are typical ones"))
         if question.all_reduce is not None and question.all_reduce not in ranges.all_reduces:
-            reasons.append((OUTSIDE, f"all-reduce {question.all_reduce} was not measured"))
+            own = "" if question.all_reduce in cluster.links else "; its link is taken to be the ring's"
+            reasons.append((EXTRAPOLATED, f"all-reduce {question.all_reduce} was not measured{own}"))
         if question.strategy == "ps-sync" and cluster.sharing is None:
             reasons.append((OUTSIDE, "parameter servers were not measured"))
     batches = [one.batch_size for one in cluster.compute if one.model == question.compute.model]

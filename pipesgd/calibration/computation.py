@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +27,8 @@ from pipesgd.optimization import build_optimizer
 from pipesgd.strategies.pipelined import Pipelined
 from pipesgd.workloads import ShardedBatches
 
-WIDTHS = (1, 2)
-"""That are trained. Every width above 1 does the same as 2, and a prediction for each gradient more in flight."""
+SYNCHRONOUS, LATE = 1, 2
+"""Widths that are trained. Every one above 1 does the same as 2, and a prediction for each gradient more in flight."""
 LEAST_ITERATIONS, MOST_ITERATIONS = 2, 100
 """Of a lap that count."""
 SLOW_RANK, STRETCHES = 1.1, 4
@@ -64,15 +64,27 @@ class Computation:
     slow_ranks: dict[int, float]
     """Of the ranks that are always slow: median iteration over the median rank's."""
     contention: Range
-    hindrance: Range
+    hindrances: dict[str, Range]
+    """By all-reduce."""
     busy: Range
     """All cores of a machine, with an iteration at a width above 1 without its all-reduce."""
 
 
 class Training:
-    """A model in training on all ranks, at every one of ``WIDTHS``. All ranks make one, and call it, together."""
+    """A model in training on all ranks: synchronous with the first all-reduce, and late with each of them.
 
-    def __init__(self, config: TrainConfig, model: nn.Module, batches: ShardedBatches, prediction: str, ranks: Ranks):
+    All ranks make one, and call it, together.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        batches: ShardedBatches,
+        prediction: str,
+        all_reduces: Sequence[str],
+        ranks: Ranks,
+    ):
         self._config = config
         self._batches = batches
         self._ranks = ranks
@@ -80,29 +92,38 @@ class Training:
             "cpu", init_scale=config.optimization.loss_scale, enabled=config.optimization.precision == "fp16"
         )
         self._strategies = []
-        for width in WIDTHS:
+        for width, all_reduce in ways(all_reduces):
             own = copy.deepcopy(model).train()
             optimizer = build_optimizer(config.optimization, own)
             self._strategies.append(
-                Pipelined(own, optimizer, width=width, prediction=prediction, scaler=self._scaler, ranks=ranks)
+                Pipelined(
+                    own,
+                    optimizer,
+                    width=width,
+                    prediction=prediction,
+                    scaler=self._scaler,
+                    all_reduce=all_reduce,
+                    ranks=ranks,
+                )
             )
-        self._paces = [0.0] * len(WIDTHS)
+        self._paces = [0.0] * len(self._strategies)
         """Seconds of an iteration, so far."""
         self.busy: list[float] = []
-        """Of each lap at the last width: seconds of all cores of this machine in an iteration."""
-        self.laps: list[Laps] = [[] for _ in WIDTHS]
+        """Of each lap, late with the first all-reduce: seconds of all cores of this machine in an iteration."""
+        self.laps: list[Laps] = [[] for _ in self._strategies]
+        """By the ways of ``ways``."""
 
     def lap(self, seconds: float) -> None:
-        """Train at each width for so many seconds together, about, and keep the times."""
+        """Train in each way, for so many seconds together, about, and keep the times."""
         self._ranks.exchange("computation", None)  # all begin together
-        share = seconds / len(WIDTHS)
+        share = seconds / len(self._strategies)
         asked = [min(share / pace, MOST_ITERATIONS) if pace else 0.0 for pace in self._paces]
         agreed = np.min(self._ranks.exchange("iterations of a lap", asked), axis=0)
         for number, strategy in enumerate(self._strategies):
             begin, busy = time.perf_counter(), busy_seconds()
             times = self._train(strategy, strategy.width + max(LEAST_ITERATIONS, int(agreed[number])))
             self._paces[number] = (time.perf_counter() - begin) / len(times)
-            if strategy.width == WIDTHS[-1]:
+            if number == 1:
                 self.busy.append((busy_seconds() - busy) / len(times))
             # While the pipeline fills nobody waits, and what was done before is in the caches.
             self.laps[number].append(times[strategy.width :])
@@ -129,11 +150,20 @@ class Training:
         return times
 
 
+def ways(all_reduces: Sequence[str]) -> list[tuple[int, str]]:
+    """Widths and all-reduces that are trained.
+
+    >>> ways(["ring", "native"])
+    [(1, 'ring'), (2, 'ring'), (2, 'native')]
+    """
+    return [(SYNCHRONOUS, all_reduces[0]), *((LATE, name) for name in all_reduces)]
+
+
 def summarize(
     everybody: Sequence[Sequence[Laps]],
     busy: Sequence[Sequence[float]],
     *,
-    t_comm: float | None = None,
+    t_comms: Mapping[str, float] | None = None,
     carrying: float = 0.0,
     shared_cores: bool = False,
 ) -> Computation:
@@ -142,27 +172,33 @@ def summarize(
     With ``shared_cores`` ranks are compared by their CPU time: which of them waits for a core longest is chance.
 
     Args:
-        everybody: of each rank, the laps at each of ``WIDTHS``.
+        everybody: of each rank, the laps in each of the ways.
         busy: of each rank, ``Training.busy``.
-        t_comm: what the all-reduce of the gradient takes with no computation beside it, in s; None for one rank alone.
-        carrying: for how long it keeps all cores busy, in s.
+        t_comms: what each all-reduce of the gradient takes with no computation beside it, in s; none for one rank
+            alone.
+        carrying: for how long the first one keeps all cores busy, in s.
         shared_cores: whether there are more ranks than cores.
     """
-    synchronous, late = (
+    synchronous, *late = (
         [_uninterrupted(np.array(lap)) for lap in zip(*(laps[number] for laps in everybody), strict=True)]
-        for number in range(len(WIDTHS))
+        for number in range(len(everybody[0]))
     )
     totals = np.concatenate([lap[:, :, : UPDATE + 1].sum(axis=2) for lap in synchronous], axis=1)
     compared = np.concatenate([lap[:, :, CPU] for lap in synchronous], axis=1) if shared_cores else totals
     slow = _slow_ranks(compared)
     others = [rank for rank in range(len(everybody)) if rank not in slow]
-    synchronous, late = [lap[others] for lap in synchronous], [lap[others] for lap in late]
+    synchronous, late = [lap[others] for lap in synchronous], [[lap[others] for lap in laps] for laps in late]
+    names = list(t_comms or {})
+    times: list[float | None] = list((t_comms or {}).values()) or [None]
     count = len(synchronous)
     busy_laps = np.maximum(np.mean(busy, axis=0) - carrying, 0.0)
 
     def values(laps: list[int]) -> Floats:
-        own = _values([synchronous[lap] for lap in laps], [late[lap] for lap in laps], t_comm)
-        return np.append(own, busy_laps[laps].mean())
+        alone = [synchronous[lap] for lap in laps]
+        own, *others = (
+            _values(alone, [of_way[lap] for lap in laps], t_comm) for of_way, t_comm in zip(late, times, strict=False)
+        )
+        return np.array([busy_laps[laps].mean(), *own, *(other[-1] for other in others)])
 
     value = values(list(range(count)))
     # What another calibration would find: by leaving out one lap after the other (jackknife).
@@ -173,13 +209,14 @@ def summarize(
         Range(float(middle), max(0.0, float(middle - far)), float(middle + far))
         for middle, far in zip(value, reach, strict=True)
     ]
-    *parts, contention, hindrance, all_cores = ranges
+    all_cores, *found = ranges
+    contention, *hindrances = found[len(PARTS) :]
     return Computation(
-        parts=dict(zip(PARTS, parts, strict=True)),
+        parts=dict(zip(PARTS, found, strict=False)),
         cv=_cv(totals),
         slow_ranks=slow,
         contention=contention,
-        hindrance=hindrance,
+        hindrances=dict(zip(names, hindrances, strict=False)),  # none for one rank alone
         busy=all_cores,
     )
 

@@ -6,10 +6,12 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +20,8 @@ import pipesgd
 from pipesgd.launch import Ranks
 
 STAT = Path("/proc/stat")
+PRODUCT_SIZE, PRODUCTS = 512, 9
+"""Rows and columns; and how many follow each other, of which the first does not count."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -59,8 +63,27 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
 
-def provenance(machines: Sequence[Machine], created: str, words: Sequence[str]) -> dict[str, str | int]:
-    """For people who read the file later; ``words`` are those after torchrun's own."""
+def product_seconds(ranks: Ranks) -> float:
+    """What a fixed product of matrices takes now, in s, all ranks at it at once, their mean: how fast they are.
+
+    The same machine is up to a third slower within a minute, where others use it, too. Collective.
+    """
+    matrix = torch.full((PRODUCT_SIZE, PRODUCT_SIZE), 1e-3)
+    out = torch.empty_like(matrix)
+    ranks.exchange("a product", None)
+    times = []
+    for _ in range(PRODUCTS):
+        begin = time.perf_counter()
+        torch.mm(matrix, matrix, out=out)
+        times.append(time.perf_counter() - begin)
+    return float(np.mean(ranks.exchange("time of a product", float(np.mean(times[1:])))))
+
+
+def provenance(machines: Sequence[Machine], created: str, words: Sequence[str], product: float) -> dict[str, Any]:
+    """For people who read the file later, and to tell whether the machines are as fast as they were then.
+
+    ``words`` are those after torchrun's own, and ``product`` is the mean of ``product_seconds`` over the calibration.
+    """
     return {
         "created": created,
         "command": " ".join(["torchrun ...", *words]),
@@ -73,4 +96,5 @@ def provenance(machines: Sequence[Machine], created: str, words: Sequence[str]) 
         "cores_per_host": min(one.cores for one in machines),
         "threads_per_rank": torch.get_num_threads(),
         "transport": "gloo",
+        "product_seconds": product,
     }

@@ -13,22 +13,29 @@ from rich.console import Console
 from torch import nn
 
 from pipesgd.calibration import codec_speeds, interfaces, links, machines, profile, report
+from pipesgd.calibration import servers as server_rounds
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation, Training, summarize
 from pipesgd.calibration.fit import Range, mean_range
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
+from pipesgd.calibration.options import RING
 from pipesgd.calibration.profile import CollectiveFit, Profile
 from pipesgd.calibration.progress import Phases
-from pipesgd.calibration.sweep import ALL_REDUCES, Sweep, ring_bytes
+from pipesgd.calibration.sweep import Cell, Sweep, ring_bytes
 from pipesgd.collectives.transport import TorchTransport, communication_group
 from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
 from pipesgd.workloads import ShardedBatches
 
-CODECS, LINKS, TRAINING = "codecs", "links", "training and collectives"
-SHARES = {CODECS: 0.07, LINKS: 0.03, TRAINING: 0.9}
-"""Of the time that there is; what comes before the last takes as long as it takes."""
+CODECS, SERVERS, LINKS, TRAINING = (
+    "codecs (compiled first on a new machine)",
+    "parameter servers",
+    "links",
+    "training and collectives",
+)
+SHARES = {CODECS: 0.07, SERVERS: 0.15, LINKS: 0.03}
+"""Of the time that there is; the last has what is left, and what comes before it takes as long as it takes."""
 TRAINED = 0.5
 """Of the time of the all-reduces alone, how long the model is trained."""
 LAPS_ALONE = 10
@@ -47,7 +54,9 @@ class Measured:
     carrying: Range
     """How long all cores of a machine are busy with a byte, in s."""
     fits: dict[str, CollectiveFit]
-    """Of the all-reduces; on rank 0, where there are several ranks."""
+    """Of the all-reduces, and of the parameter server; on rank 0, where there are several ranks."""
+    product: float
+    """Mean of ``machines.product_seconds`` over the laps."""
 
     def profile(self, config: TrainConfig, model: nn.Module, *, samples: int, command: Sequence[str]) -> Profile:
         """For the timing model; of rank 0, where there are several ranks.
@@ -70,7 +79,9 @@ class Measured:
             ),
             carrying=self.carrying,
             ranks_per_core=machines.ranks_per_core(self.hosts),
-            provenance=machines.provenance(self.hosts, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", command),
+            provenance=machines.provenance(
+                self.hosts, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", command, self.product
+            ),
         )
 
 
@@ -84,6 +95,8 @@ def measure(
     seconds: float,
     largest_bytes: int,
     codecs: Sequence[str],
+    all_reduces: Sequence[str],
+    servers: bool,
     prediction: str,
 ) -> Measured:
     """Measure the ranks, their network and the model's training; rank 0 says what is done, and what is amiss.
@@ -100,6 +113,8 @@ def measure(
         seconds: how long to measure, about.
         largest_bytes: of a gradient that is all-reduced.
         codecs: to measure, by name.
+        all_reduces: likewise; the ring among them.
+        servers: whether to measure a parameter server.
         prediction: what stands for gradients in flight.
 
     Raises:
@@ -115,53 +130,74 @@ def measure(
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     say(describe(ranks, shared, [one.address for one in cards], seconds))
-    ranks.start_process_group("cpu", timeout)
-    planned = {name: share * seconds for name, share in SHARES.items() if several or name != LINKS}
-    with (
-        Phases(console, planned, show=ranks.rank == 0) as shown,
-        contextlib.closing(Training(config, model, batches, prediction, ranks)) as training,
-    ):
+    asked = {CODECS} | ({LINKS} if several else set()) | ({SERVERS} if several and servers else set())
+    planned = {name: share * seconds for name, share in SHARES.items() if name in asked}
+    planned[TRAINING] = seconds - sum(planned.values())
+    products: list[float] = []
+    cells: list[Cell] = []
+    with contextlib.ExitStack() as stack:
+        shown = stack.enter_context(Phases(console, planned, show=ranks.rank == 0))
         # 1. Each rank for itself, but all at once, as in training.
         ranks.exchange("codecs", None)
         own_codecs = codec_speeds.measure(codecs, planned[CODECS], partial(shown.advance, CODECS))
         every_codecs = ranks.exchange("times of the codecs", own_codecs)
-        # 2. Together.
+        # 2. Together. Servers have process groups of their own, whose threads are not to be there later.
+        if SERVERS in planned:
+            cells += server_rounds.measure(
+                ranks,
+                where,
+                largest_bytes=largest_bytes // 4 * 4,
+                seconds=planned[SERVERS],
+                timeout=timeout,
+                advance=partial(shown.advance, SERVERS),
+            )
+        ranks.start_process_group("cpu", timeout)
+        names = [RING, *(name for name in all_reduces if name != RING)] if several else [RING]
+        training = Training(config, model, batches, prediction, names, ranks)
+        stack.callback(training.close)
+
+        def between(lap: float) -> None:
+            products.append(machines.product_seconds(ranks))
+            training.lap(TRAINED * lap)
+
         if several:
             transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
             probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
             slow = links.slow_links(probes, where)
             groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
-            sweep = Sweep(ranks, transport, groups, timeout=timeout)
-            cells = sweep.run(
+            sweep = Sweep(ranks, transport, groups, names, timeout=timeout)
+            cells += sweep.run(
                 largest_bytes=largest_bytes // 4 * 4,
                 seconds=planned[TRAINING],
-                between=lambda lap: training.lap(TRAINED * lap),
+                between=between,
                 advance=partial(shown.advance, TRAINING),
             )
         else:
             for number in range(LAPS_ALONE):
-                training.lap(planned[TRAINING] / LAPS_ALONE)
+                between(planned[TRAINING] / LAPS_ALONE / TRAINED)
                 shown.advance(TRAINING, (number + 1) / LAPS_ALONE)
     every_lap, every_busy = zip(*ranks.exchange("times of training", [training.laps, training.busy]), strict=True)
 
     # 3. What it means.
-    fits, t_comm, carrying = {}, None, Range(0.0, 0.0, 0.0)
+    fits: dict[str, CollectiveFit] = {}
+    carrying = Range(0.0, 0.0, 0.0)
     values = sum(one.numel() for one in model.parameters() if one.requires_grad)
     if several:
         carried = ranks.exchange("busy time of all-reduces", [sweep.busy, sweep.sent])
         carrying = mean_range(np.array([seconds / sent for seconds, sent in carried]))
     if ranks.rank == 0 and several:
         sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
-        fits = {name: profile.fit_collective(name, cells, probes, sums) for name in ALL_REDUCES}
-        t_comm = fits["ring"].seconds(values, ranks.world_size)
+        fits = {name: profile.fit_collective(name, cells, probes, sums) for name in names}
     computation = summarize(
         every_lap,
         every_busy,
-        t_comm=t_comm,
+        t_comms={name: one.seconds(values, ranks.world_size) for name, one in fits.items()},
         carrying=carrying.value * ring_bytes(values, ranks.world_size),
         shared_cores=shared > 1,
     )
     if fits:
+        if SERVERS in planned:
+            fits[profile.PARAMETER_SERVER] = profile.fit_servers(cells, fits[RING])
         for line in [*interfaces.wrong_interfaces(cards, where), *(one.line for one in slow)]:
             say(line)
     for line in report.warnings(computation, fits):
@@ -172,6 +208,7 @@ def measure(
         computation=computation,
         carrying=carrying,
         fits=fits,
+        product=float(np.mean(products)),
     )
 
 

@@ -26,6 +26,9 @@ SMALLEST_BYTES = 1 << 10
 """Of the gradients that are all-reduced."""
 LEAST_LARGEST_BYTES = 64 << 10
 """With less, what a byte costs would not show."""
+RING = "ring"
+MEASURED_ALL_REDUCES = (RING, "halving-doubling", "recursive-doubling", "all-to-all", "native")
+DEFAULT_ALL_REDUCES = (RING, "native")
 MEASURED_CODECS = (*DENSE_CODECS[1:], "topk")
 """fp32 has no work of its own but the sums; powersgd's depends on the shapes of the model's matrices."""
 
@@ -46,6 +49,11 @@ class CalibrationOptions:
     """Largest gradient that is all-reduced; less on a link so slow that it would take too long."""
     codecs: tuple[str, ...] = MEASURED_CODECS
     """Codecs to measure: truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign, topk."""
+    all_reduces: tuple[str, ...] = DEFAULT_ALL_REDUCES
+    """All-reduces to measure, each with a link of its own: ring, which the others' is taken from, halving-doubling,
+    recursive-doubling, all-to-all, native."""
+    servers: bool = False
+    """Measure a parameter server, too."""
     prediction: str = "eager"
     """What stands for the gradients in flight, of which the late update's time depends: as in pipesgd.train."""
     timeout: float = DEFAULT_TIMEOUT
@@ -54,10 +62,16 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         check_above_zero("seconds", self.seconds)
         check_at_least("largest-bytes", self.largest_bytes, LEAST_LARGEST_BYTES)
-        for codec in self.codecs:
-            check_one_of("codecs", codec, MEASURED_CODECS)
-            if self.codecs.count(codec) > 1:
-                raise UserInputError(f"codecs must name each once; got {codec!r} twice")
+        for option, names, known in (
+            ("codecs", self.codecs, MEASURED_CODECS),
+            ("all-reduces", self.all_reduces, MEASURED_ALL_REDUCES),
+        ):
+            for name in names:
+                check_one_of(option, name, known)
+                if names.count(name) > 1:
+                    raise UserInputError(f"{option} must name each once; got {name!r} twice")
+        if RING not in self.all_reduces:
+            raise UserInputError(f"all-reduces must have {RING}, whose link others have; got {self.all_reduces}")
         check_one_of("prediction", self.prediction, PREDICTIONS)
         check_above_zero("timeout", self.timeout)
         if self.plot is not None and self.plot == self.out:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +15,27 @@ from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed, cache_bytes
 from pipesgd.calibration.computation import Computation
 from pipesgd.calibration.fit import Fit, Floats, Prior, Range, fit, spread
 from pipesgd.calibration.links import Probes
+from pipesgd.calibration.options import RING
 from pipesgd.calibration.sweep import Cell
 from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, all_reduce_time
+from timing_model.profile import PARAMETER_SERVER as PARAMETER_SERVER
 from timing_model.profile import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
 from timing_model.profile import Profile as Profile
+from timing_model.servers import parameter_server_time
 
 PARAMETERS = ("alpha", "beta", "gamma", "sync", "overhead")
 """Of ``LinkParams``, in the order of a fit."""
 ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(PARAMETERS))
+SERVER_PARAMETERS = ("beta", "sync", "shared")
+"""Of a parameter server; the last is beta times ``sharing``."""
 SUMS_OFF, OVERHEAD_OFF, RATE_OFF = 0.5, 1.0, 1.0
 """By what share a sum in an all-reduce may well cost something else than alone, a message than in a stream, and a byte
 than between two ranks."""
 REPEATS = 0.15
 """The relative spread up to which times of a cell are worth a prediction."""
-SMALLEST_START = 1e-6
-"""Seconds, to start a fit at where a probe found nothing."""
+SMALLEST_START, SMALLEST_BETA = 1e-6, 1e-13
+"""Seconds, and those of a byte, to start a fit at where a probe found nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +43,11 @@ class CollectiveFit:
     """The parameters of one algorithm on this cluster, and what they were fitted to."""
 
     all_reduce: str
+    """Or ``PARAMETER_SERVER``."""
     cells: list[Cell]
     fit: Fit
+    names: Sequence[str] = PARAMETERS
+    """Of the parameters."""
 
     @property
     def smallest_bytes(self) -> int:
@@ -108,6 +117,39 @@ def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums:
     return CollectiveFit(all_reduce=all_reduce, cells=own, fit=found)
 
 
+def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
+    """Fit ``timing_model.parameter_server_time`` to the measured rounds: ``SERVER_PARAMETERS``.
+
+    Latency, overhead and sums are the ring's: with few sizes and numbers of ranks they could not be told from these.
+    """
+    own = sorted(
+        (cell for cell in cells if cell.all_reduce == PARAMETER_SERVER), key=lambda c: (c.world_size, c.nbytes)
+    )
+    known = ring.link
+
+    def predict(parameters: Floats) -> Floats:
+        beta, sync, shared = map(float, parameters)
+        link = dataclasses.replace(known, beta=beta, sync=sync)
+        sharing = min(1.0, shared / beta) if beta > 0 else 0.0
+        return np.array([parameter_server_time(link, c.nbytes, c.world_size, sharing=sharing).total for c in own])
+
+    beta = max(known.beta, SMALLEST_BETA)
+    found = fit(
+        predict,
+        np.array([beta, max(known.sync, SMALLEST_START), beta / 2]),
+        [cell.seconds for cell in own],
+        halves=_halves(own),
+        priors=(Prior(0, beta, RATE_OFF), Prior(2, beta / 2, RATE_OFF)),
+    )
+    return CollectiveFit(all_reduce=PARAMETER_SERVER, cells=own, fit=found, names=SERVER_PARAMETERS)
+
+
+def sharing_of(servers: CollectiveFit) -> Range:
+    """What ``SERVER_PARAMETERS`` say of it, from 0 to 1."""
+    beta, _, shared = servers.fit.ranges()
+    return Range(*(min(1.0, one / beta.value) if beta.value > 0 else 0.0 for one in shared))
+
+
 def make_profile(
     *,
     fits: Mapping[str, CollectiveFit],
@@ -117,20 +159,25 @@ def make_profile(
     ranks_per_core: float,
     provenance: dict[str, Any],
 ) -> Profile:
-    """The file's content; ``fits`` are by the name of the all-reduce, and ``carrying`` is that of all of them."""
-    ring = fits["ring"]
+    """The file's content; ``fits`` are by name, of all-reduces and servers, and ``carrying`` is that of all of them."""
+    ring, servers = fits[RING], fits.get(PARAMETER_SERVER)
+    links = {name: _link_profile(one.fit, carrying) for name, one in fits.items() if one.names == PARAMETERS}
+    link = links.pop(RING)
+    if servers is not None:
+        beta, sync, _ = (Estimate(*one) for one in servers.fit.ranges())
+        links[PARAMETER_SERVER] = dataclasses.replace(link, beta=beta, sync=sync)
     return Profile(
         provenance=provenance,
         calibrated=Calibrated(
             world_sizes=tuple(sorted({cell.world_size for cell in ring.cells})),
-            all_reduces=tuple(fits),
             smallest_bytes=ring.smallest_bytes,
             largest_bytes=max(cell.nbytes for cell in ring.cells),
-            residual=ring.residual,
+            residuals={name: one.residual for name, one in fits.items()},
             ranks_per_core=ranks_per_core,
         ),
-        link=_link_profile(ring.fit, carrying),
-        native=_link_profile(fits["native"].fit, carrying),
+        link=link,
+        links=links,
+        sharing=None if servers is None else Estimate(*sharing_of(servers)),
         codecs={name: _codec_profile(speed) for name, speed in codecs.items()},
         compute=(compute,),
     )
@@ -146,7 +193,8 @@ def compute_profile(
         tensors=tuple(tensors),
         samples=samples,
         contention=Estimate(*computation.contention),
-        hindrance=Estimate(*computation.hindrance),
+        hindrance=Estimate(*computation.hindrances[RING]),
+        hindrances={name: Estimate(*one) for name, one in computation.hindrances.items() if name != RING},
         busy=Estimate(*computation.busy),
         cv=computation.cv,
         slow_ranks=tuple(computation.slow_ranks.values()),

@@ -12,7 +12,7 @@ from rich.table import Table
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation
 from pipesgd.calibration.fit import Range
-from pipesgd.calibration.profile import BETA, PARAMETERS, CollectiveFit
+from pipesgd.calibration.profile import BETA, PARAMETER_SERVER, PARAMETERS, CollectiveFit
 from pipesgd.errors import UserInputError
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def show(
 ) -> None:
     """The tables."""
     for name, one in fits.items():
-        table = Table(title=f"{name} all-reduce", title_justify="left", show_header=False, box=None)
-        for parameter, value in zip(PARAMETERS, one.fit.ranges(), strict=True):
+        table = Table(title=titled(name), title_justify="left", show_header=False, box=None)
+        for parameter, value in zip(one.names, one.fit.ranges(), strict=True):
             table.add_row(parameter, _parameter(parameter, value))
         table.add_row("held-out cells", held_out(one))
         console.print(table)
@@ -54,9 +54,15 @@ def show(
         table.add_row(name.replace("_", " "), f"{_ms(part)}")
     table.add_row("spread", f"{computation.cv:.1%} between iterations (cv)")
     table.add_row("beside a collective", f"{computation.contention.value:.1%} slower")
-    table.add_row("a collective beside it", f"{computation.hindrance.value:.1%} slower")
+    for name, hindrance in computation.hindrances.items():
+        table.add_row(f"{name} beside it", f"{hindrance.value:.1%} slower")
     table.add_row("all cores busy", f"{_ms(computation.busy)}, width 2, without its collective")
     console.print(table)
+
+
+def titled(name: str) -> str:
+    """What was fitted."""
+    return "parameter server" if name == PARAMETER_SERVER else f"{name} all-reduce"
 
 
 def held_out(one: CollectiveFit) -> str:
@@ -71,7 +77,7 @@ def warnings(computation: Computation, fits: Mapping[str, CollectiveFit]) -> lis
         for rank, factor in computation.slow_ranks.items()
     ]
     return lines + [
-        f"poor fit: {name} all-reduces of this cluster are not what the model says; held-out cells are {held_out(one)}"
+        f"poor fit: {titled(name)} on this cluster is not what the model says; held-out cells are {held_out(one)}"
         for name, one in fits.items()
         if one.residual > POOR
     ]
@@ -129,7 +135,7 @@ def _parameter(name: str, value: Range) -> str:
             f"{8e-6 / one:,.0f}" if one else "no limit" for one in (value.high, value.value, value.low)
         )
         return f"{1e9 * value.value:.4g} ns a byte: {middle} Mbit/s ({low} to {high})"
-    unit, scale = ("ns a byte", 1e9) if name == "gamma" else ("us", 1e6)
+    unit, scale = ("ns a byte", 1e9) if name in ("gamma", "shared") else ("us", 1e6)
     return f"{scale * value.value:.3g} {unit} ({scale * value.low:.3g} to {scale * value.high:.3g})"
 
 

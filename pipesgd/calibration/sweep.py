@@ -14,17 +14,16 @@ from torch import Tensor
 from pipesgd.calibration.fit import Floats
 from pipesgd.calibration.groups import Part
 from pipesgd.calibration.machines import busy_seconds
-from pipesgd.calibration.options import LEAST_LARGEST_BYTES, SMALLEST_BYTES
+from pipesgd.calibration.options import LEAST_LARGEST_BYTES, RING, SMALLEST_BYTES
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.collectives.base import AllReduce
+from pipesgd.collectives.make import SCHEDULES
 from pipesgd.collectives.native import NativeAllReduce
-from pipesgd.collectives.ring import ring
 from pipesgd.collectives.scheduled import ScheduledAllReduce
 from pipesgd.collectives.transport import TorchTransport, communication_group
 from pipesgd.gradients import are_finite, take_mean
 from pipesgd.launch import Ranks
 
-ALL_REDUCES = ("ring", "native")
 GROWTH = 4
 """From one size to the next."""
 BLOCK_SECONDS, MOST_CALLS = 4e-3, 32
@@ -59,17 +58,30 @@ class Cell:
 class Sweep:
     """The all-reduces of one rank in each group that it is in, over ``transport``. All ranks make one together."""
 
-    def __init__(self, ranks: Ranks, transport: TorchTransport, groups: Sequence[Sequence[int]], *, timeout: float):
+    def __init__(
+        self,
+        ranks: Ranks,
+        transport: TorchTransport,
+        groups: Sequence[Sequence[int]],
+        all_reduces: Sequence[str],
+        *,
+        timeout: float,
+    ):
         self._ranks = ranks
         self._groups = groups
+        self._names = all_reduces
         self._all_reduces: list[dict[str, AllReduce]] = []
         for members in groups:
-            group = communication_group(ranks, timeout, None, members)
             own: dict[str, AllReduce] = {}
-            if ranks.rank in members:
-                schedule = ring(members.index(ranks.rank), len(members))
-                own["ring"] = ScheduledAllReduce(Part(transport, members), schedule, Uncompressed())
-                own["native"] = NativeAllReduce(group, timeout)
+            for name in all_reduces:
+                group = communication_group(ranks, timeout, None, members) if name == "native" else None
+                if ranks.rank not in members:
+                    continue
+                if group is not None:
+                    own[name] = NativeAllReduce(group, timeout)
+                    continue
+                schedule = SCHEDULES[name](members.index(ranks.rank), len(members))
+                own[name] = ScheduledAllReduce(Part(transport, members), schedule, Uncompressed())
             self._all_reduces.append(own)
         self.busy, self.sent = 0.0, 0.0
         """Seconds of all cores of this machine in rings of all ranks, and bytes that each rank sent in them."""
@@ -77,7 +89,7 @@ class Sweep:
     @property
     def ring(self) -> AllReduce:
         """Of all ranks."""
-        return self._all_reduces[-1]["ring"]
+        return self._all_reduces[-1][RING]
 
     def run(
         self,
@@ -99,7 +111,7 @@ class Sweep:
         # 1. Sizes, until one takes too long; all groups once, which makes their memory and connections.
         flat = torch.ones(largest_bytes // 4)
         sizes = self._sizes(flat, seconds)
-        cells = [(group, name, size) for group in range(len(self._groups)) for name in ALL_REDUCES for size in sizes]
+        cells = [(group, name, size) for group in range(len(self._groups)) for name in self._names for size in sizes]
         first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]
         # 2. How often each, agreed upon.
         agreed = [float(one) for one in np.max(self._ranks.exchange("first times", first), axis=0)]
@@ -133,13 +145,13 @@ class Sweep:
 
     def _sizes(self, flat: Tensor, seconds: float) -> list[int]:
         """From the smallest, as long as there is time for the next one in all groups. Collective."""
-        most = seconds / ((LEAST_LAPS + 1) * len(ALL_REDUCES) * len(self._groups) * SMALLER_SIZES)
+        most = seconds / ((LEAST_LAPS + 1) * len(self._names) * len(self._groups) * SMALLER_SIZES)
         everybody = len(self._groups) - 1
         sizes: list[int] = []
         nbytes, largest = SMALLEST_BYTES, flat.nbytes
         while True:
-            self._block(everybody, "ring", flat[: nbytes // 4], 1)  # makes its memory
-            own = self._block(everybody, "ring", flat[: nbytes // 4], 1)
+            self._block(everybody, RING, flat[: nbytes // 4], 1)  # makes its memory
+            own = self._block(everybody, RING, flat[: nbytes // 4], 1)
             slowest = max(self._ranks.exchange("time of an all-reduce", own))
             sizes.append(nbytes)
             larger = [min(factor * nbytes, largest) for factor in (GROWTH, GROWTH // 2)]
@@ -155,12 +167,12 @@ class Sweep:
             return 0.0
         p = len(self._groups[group])
         function, finish = own[all_reduce], partial(finish_part, p)
-        own["ring"](torch.ones(p))  # nobody has its sum before all have begun
+        own[RING](torch.ones(p))  # nobody has its sum before all have begun
         begin, busy = time.perf_counter(), busy_seconds()
         for _ in range(calls):
             function(flat, finish=finish)
         seconds = time.perf_counter() - begin
-        if p == self._ranks.world_size and all_reduce == "ring" and flat.nbytes >= LEAST_LARGEST_BYTES:
+        if p == self._ranks.world_size and all_reduce == RING and flat.nbytes >= LEAST_LARGEST_BYTES:
             self.busy += busy_seconds() - busy
             self.sent += calls * ring_bytes(flat.numel(), p)
         return seconds

@@ -28,6 +28,7 @@ from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.launch import Ranks
 from timing_model import all_reduce_time
 from timing_model.profile import Profile
+from timing_model.question import Question, support_of
 
 SHORT = "--seconds 1 --largest-bytes 65536 --codecs int8 --hidden-sizes 20 --batch-size 16"
 
@@ -58,7 +59,7 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
     assert profile.calibrated.all_reduces == ("ring", "native")
     assert profile.calibrated.smallest_bytes >= 1024
     assert profile.calibrated.largest_bytes == 65536
-    assert profile.native is not None
+    assert profile.links.keys() == {"native"}
     assert all_reduce_time("ring", profile.link_params(), 16384, 2).total > 0
     assert profile.codecs.keys() == {"int8"}
     assert profile.codecs["int8"].bits == pytest.approx(8 + 32 / 1024)
@@ -70,6 +71,29 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
         assert part.value > 0
     assert profile.provenance["ranks"] == 2
     assert str(profile.provenance["command"]).startswith("torchrun ... -m pipesgd.calibrate --seconds 1 ")
+
+
+def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.toml"
+    others = ["halving-doubling", "recursive-doubling", "all-to-all", "native"]
+    (error, text), *_ = run(3, f"{SHORT} --out {out} --servers --all-reduces {' '.join(others)} ring")
+    assert error == ""
+    profile = Profile.load(out)
+    assert profile.calibrated.world_sizes == (2, 3)
+    assert profile.calibrated.residuals.keys() == {"ring", "ps-sync", *others}
+    assert profile.links.keys() == {"ps-sync", *others}
+    assert len({one.beta for one in profile.links.values()} | {profile.link.beta}) == 6
+    assert profile.sharing is not None
+    [compute] = profile.compute
+    assert compute.hindrances.keys() == set(others)
+    assert profile.links["ps-sync"].alpha == profile.link.alpha
+    assert "parameter server" in text
+    assert "halving-doubling beside it" in text
+    assert 0 < float(str(profile.provenance["product_seconds"])) < 1
+    compute = profile.compute[0]
+    for strategy, all_reduce in (("pipelined", "all-to-all"), ("ps-sync", None)):
+        question = Question(cluster=profile, compute=compute, world_size=3, strategy=strategy, all_reduce=all_reduce)
+        assert not any("not measured" in reason for reason in support_of(question).reasons)
 
 
 def test_one_rank_is_told_at_once_that_there_is_no_network(tmp_path: Path) -> None:
@@ -103,6 +127,9 @@ def test_an_existing_file_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) ->
         ("--largest-bytes 1000", "largest-bytes must be at least 65536; got 1000"),
         ("--codecs int8 int9", "codecs must be one of .*; got 'int9' .did you mean int8"),
         ("--codecs int8 int8", "codecs must name each once; got 'int8' twice"),
+        ("--all-reduces native", "all-reduces must have ring, whose link others have; got .'native',."),
+        ("--all-reduces ring rings", "all-reduces must be one of .*; got 'rings'"),
+        ("--all-reduces ring ring", "all-reduces must name each once; got 'ring' twice"),
         ("--prediction guess", "prediction must be one of"),
         ("--epochs 3", "epochs must be left out of a calibration .see --seconds.; got 3"),
         ("--out a.png --plot a.png", "plot must be another file than --out; got a.png"),
@@ -121,7 +148,7 @@ def test_help_names_every_option_and_those_of_training_are_called_as_there() -> 
         parse_as(CalibrateConfig, "calibrate", ["--help"])
     names = CalibrateConfig().options().keys()
     assert all(f"--{name}" in str(request.value) for name in names)
-    own = {"out", "plot", "seconds", "largest-bytes", "codecs"}
+    own = {"out", "plot", "seconds", "largest-bytes", "codecs", "all-reduces", "servers"}
     assert names - own <= TrainConfig().options().keys()
     config = parse_as(CalibrateConfig, "calibrate", ["--batch-size", "7", "--hidden-sizes", "3", "--optimizer", "adam"])
     training = config.training()

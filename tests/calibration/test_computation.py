@@ -16,7 +16,6 @@ from pipesgd.calibration.computation import (
     PARTS,
     UPDATE,
     WAIT,
-    WIDTHS,
     Computation,
     Laps,
     summarize,
@@ -41,7 +40,7 @@ def laps(
     """Of a rank: ``scale`` and the drift of each lap times ``MEANS``, with an all-reduce of ``t_comm`` s beside it."""
     generator = np.random.default_rng(seed)
     found: list[Laps] = []
-    for width in WIDTHS:
+    for width in (1, 2):
         forward, backward, update, late_update = (scale * mean for mean in MEANS)
         own = update if width == 1 else late_update
         times = ComputeTimes(forward=forward, backward=backward, update=own, contention=contention, hindrance=hindrance)
@@ -80,7 +79,8 @@ def test_means_are_those_of_the_ranks_that_are_not_slow_and_their_difference_is_
     found = of([0.95, 1.05, 3.0], cv=0.05)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS, rel=0.03)
     assert found.cv == pytest.approx(0.05, rel=0.15)
-    assert found.contention == found.hindrance == (0.0, 0.0, 0.0)
+    assert found.contention == (0.0, 0.0, 0.0)
+    assert found.hindrances == {}
 
 
 def test_a_rank_that_is_always_slow_is_found_by_its_factor() -> None:
@@ -121,9 +121,17 @@ def test_what_slows_all_ranks_down_together_makes_none_wait() -> None:
 def test_what_each_loses_beside_the_other_is_found(t_comm: float, contention: float, hindrance: float) -> None:
     """The formula of the timing model, turned round: whether the network or the computation is slower."""
     ranks = [laps(t_comm=t_comm, contention=contention, hindrance=hindrance)] * 2
-    found = summary(ranks, t_comm=t_comm)
+    found = summary(ranks, t_comms={"ring": t_comm})
     assert found.contention.value == pytest.approx(contention, abs=1e-6)
-    assert found.hindrance.value == pytest.approx(hindrance, abs=1e-6)
+    assert found.hindrances["ring"].value == pytest.approx(hindrance, abs=1e-6)
+    assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
+
+
+def test_every_all_reduce_has_its_own_hindrance_and_the_first_one_says_the_rest() -> None:
+    ring, other = laps(t_comm=8.0, contention=0.3, hindrance=0.1), laps(t_comm=9.0, contention=0.5, hindrance=0.25)
+    found = summary([[*ring, other[1]]] * 2, t_comms={"ring": 8.0, "native": 9.0})
+    assert {name: one.value for name, one in found.hindrances.items()} == pytest.approx({"ring": 0.1, "native": 0.25})
+    assert found.contention.value == pytest.approx(0.3)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
 
 
@@ -132,18 +140,18 @@ def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little()
     for lap in faster[1]:
         for iteration in lap:
             iteration[FORWARD] *= 0.9
-    assert summary([faster] * 2, t_comm=9.0).contention.value == 0.0
-    assert summary([faster] * 2, t_comm=9.0).hindrance.value == 0.0
+    assert summary([faster] * 2, t_comms={"ring": 9.0}).contention.value == 0.0
+    assert summary([faster] * 2, t_comms={"ring": 9.0}).hindrances["ring"].value == 0.0
     short = laps(t_comm=1e-6)
     for lap in short[1]:
         for iteration in lap:
             iteration[FORWARD] += 0.03  # of 3: noise
-    assert summary([short] * 2, t_comm=1e-6).contention.value == pytest.approx(0.05, rel=0.1)
+    assert summary([short] * 2, t_comms={"ring": 1e-6}).contention.value == pytest.approx(0.05, rel=0.1)
 
 
 def test_what_the_cores_do_for_the_collective_is_taken_off() -> None:
-    assert summary([laps(t_comm=1.0)] * 2, busy=2.0, carrying=0.5, t_comm=1.0).busy == (1.5, 1.5, 1.5)
-    assert summary([laps(t_comm=1.0)] * 2, busy=0.0, carrying=0.5, t_comm=1.0).busy.value == 0.0
+    assert summary([laps(t_comm=1.0)] * 2, busy=2.0, carrying=0.5, t_comms={"ring": 1.0}).busy == (1.5, 1.5, 1.5)
+    assert summary([laps(t_comm=1.0)] * 2, busy=0.0, carrying=0.5, t_comms={"ring": 1.0}).busy.value == 0.0
 
 
 def test_an_interval_is_where_another_calibration_would_be() -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from pipesgd.calibration.fit import Floats, Prior, Range, fit, mean_range, median_range, non_negative, spread
 from pipesgd.calibration.links import Probes
-from pipesgd.calibration.profile import ALPHA, BETA, CollectiveFit, fit_collective
+from pipesgd.calibration.profile import ALPHA, BETA, CollectiveFit, fit_collective, fit_servers, sharing_of
 from pipesgd.calibration.sweep import Cell
 from timing_model import LinkParams, all_reduce_time
+from timing_model.servers import parameter_server_time
 
 LINK = LinkParams(alpha=60e-6, beta=4.2e-8, gamma=2e-10, sync=40e-6, overhead=4e-6)
 SIZES = tuple(1 << k for k in range(10, 25, 2))
@@ -139,3 +140,26 @@ def test_ranges_hold_the_value_and_shrink_with_more_times(ranging: object) -> No
     few, many = (ranging(times[:count]) for count in (10, 400))  # type: ignore[operator]
     assert few.low < few.value < few.high
     assert many.high - many.low < few.high - few.low
+
+
+@pytest.mark.parametrize("sharing", [0.0, 0.3, 1.0])
+def test_how_far_workers_share_a_servers_card_is_recovered(sharing: float) -> None:
+    generator = np.random.default_rng(0)
+    ring = fitted("ring", made_cells("ring", LINK, 0, noise=0.0, interrupted=0.0))
+    truth = dataclasses.replace(ring.link, beta=1.1 * LINK.beta, sync=3e-4)
+    cells = [
+        Cell(
+            all_reduce="ps-sync",
+            world_size=p,
+            nbytes=n,
+            seconds=parameter_server_time(truth, n, p, sharing=sharing).total
+            * np.exp(0.01 * generator.standard_normal(6)),
+        )
+        for p in (2, 3, 4)
+        for n in (1 << 16, 1 << 18, 1 << 20, 1 << 22)
+    ]
+    found = fit_servers(cells, ring)
+    assert found.fit.parameters[0] == pytest.approx(truth.beta, rel=0.03)
+    assert sharing_of(found).value == pytest.approx(sharing, abs=0.05)
+    assert sharing_of(found).low <= sharing_of(found).value <= sharing_of(found).high <= 1
+    assert found.errors.mean() < 0.03

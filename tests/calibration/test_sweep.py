@@ -11,7 +11,7 @@ from _ranks import run_ranks
 from pipesgd.calibration import codec_speeds
 from pipesgd.calibration.codec_speeds import CACHED_NUMEL, OPERATIONS, SMALL_NUMEL
 from pipesgd.calibration.groups import Part, groups_to_measure, places
-from pipesgd.calibration.sweep import ALL_REDUCES, Cell, Sweep
+from pipesgd.calibration.sweep import Cell, Sweep
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.collectives.ring import ring
 from pipesgd.collectives.scheduled import ScheduledAllReduce
@@ -39,11 +39,15 @@ def test_some_of_the_ranks_reduce_among_themselves(members: list[int]) -> None:
     assert {sender for sender, *_ in network.log} == set(members)
 
 
+ALL_REDUCES = ("ring", "halving-doubling", "native")
+
+
 def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell], list[float], list[float]]:
     told: list[float] = []
     laps: list[float] = []
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
-    sweep = Sweep(ranks, transport, groups_to_measure(places([0] * ranks.world_size)), timeout=ranks.timeout)
+    groups = groups_to_measure(places([0] * ranks.world_size))
+    sweep = Sweep(ranks, transport, groups, ALL_REDUCES, timeout=ranks.timeout)
     return sweep.run(largest_bytes=largest_bytes, seconds=seconds, between=laps.append, advance=told.append), told, laps
 
 
@@ -51,7 +55,9 @@ def test_all_ranks_get_the_same_cells() -> None:
     found = run_ranks(3, _sweep, 48 << 10, 2.0)
     cells, told, laps = found[0]
     kinds = [(cell.world_size, cell.all_reduce, cell.nbytes) for cell in cells]
-    sizes = (1 << 10, 4 << 10, 16 << 10, 48 << 10)
+    sizes = sorted({cell.nbytes for cell in cells})  # as many as there was time for
+    assert sizes[0] == 1 << 10
+    assert len(sizes) > 1
     assert kinds == [(p, name, nbytes) for p in (2, 3) for name in ALL_REDUCES for nbytes in sizes]
     assert all(np.all(cell.seconds > 0) and len(cell.seconds) >= 2 for cell in cells)
     assert all(0 <= share <= 1 for share in told)

@@ -54,6 +54,11 @@ def test_the_command_line_holds_no_path_of_this_machine(word: str, monkeypatch: 
     assert "/home" not in command_line()
 
 
+def test_the_command_line_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--contenders", "width 2, int8"])
+    assert command_line().endswith("--contenders 'width 2, int8'")
+
+
 def test_a_figure_has_a_panel_for_every_value(tmp_path: Path) -> None:
     drawn: list[list[Row]] = []
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from experiments.results import REPOSITORY, RESULTS, Row, load
 from experiments.staleness import parse, plot, stability, summarize, tabulate
-from experiments.staleness_runs import CLOSELY, FEW_MULTIPLES, METHODS, MULTIPLES, OPTIMIZERS, WORKLOADS, Run, plan
+from experiments.staleness_runs import CLOSELY, METHODS, MULTIPLES, OPTIMIZERS, WORKLOADS, Run, plan
 from pipesgd.command_line import parse as parse_training
 from pipesgd.errors import UserInputError
 
@@ -55,12 +55,14 @@ def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
 
 
 def test_what_is_not_said_is_what_the_workload_and_the_method_are_tried_with() -> None:
-    planned = plan(["transformer", "resnet18"], seeds=1)
-    assert {one.optimizer for one in planned if one.workload == "transformer"} == {"adamw", "muon"}
-    assert "dc" not in {one.method for one in planned if one.workload == "resnet18"}
+    planned = plan(["mlp", "short-transformer", "short-resnet18"], seeds=1)
+    assert {one.optimizer for one in planned if one.workload == "short-transformer"} == {"adamw", "muon"}
+    assert "dc" not in {one.method for one in planned if one.workload == "short-resnet18"}
+    assert {one.multiple for one in planned if one.workload == "mlp"} == {1.0}
+    assert {one.test_every for one in planned if one.workload != "mlp"} == {1, 5}
     for method in ("eager", "dc"):
         tried = [one.multiple for one in planned if (one.optimizer, one.method) == ("muon", method)]
-        assert tuple(tried) == (MULTIPLES if method in CLOSELY else FEW_MULTIPLES)
+        assert tuple(tried) == (MULTIPLES if method in CLOSELY else (1.0,))
 
 
 def test_a_mean_is_over_all_seeds_or_there_is_none() -> None:
@@ -99,6 +101,12 @@ def test_the_default_must_be_stable_up_to_half_of_synchronous_trainings_limit() 
     assert [summary[method]["stable_up_to_lr"] for method in ACCURACIES] == [2 * base, base, base, base / 2]
     assert [summary[method]["stability"] for method in ACCURACIES] == ["", "met", "met", ""]
     assert stability("eager", base / 2, 2 * base) == stability("eager", None, base) == "MISSED"
+
+
+def test_one_rate_tells_nothing_of_stability() -> None:
+    planned = plan(["mlp"], ["sgd"], ["sync", "eager"], [1.0], 1)
+    summary = summarize(tabulate(planned, {one.words: ran(0.9) for one in planned}))
+    assert [row["stability"] for row in summary] == ["", ""]
 
 
 def test_a_rate_that_is_only_too_low_is_no_limit() -> None:
@@ -142,7 +150,7 @@ def test_the_figure_has_a_line_for_each_method_that_ends_where_it_diverges() -> 
         (["--methods", "lokal"], r"--methods must be one of .*; got 'lokal' \(did you mean local"),
         (["--optimizers", "sgd", "sgd"], "--optimizers must name each once; got 'sgd' twice"),
         (
-            ["--workloads", "mlp", "--optimizers", "muon"],
+            ["--workloads", "short-mlp", "--optimizers", "muon"],
             "must be sgd or adamw or adagrad for these workloads; got 'muon'",
         ),
         (["--multiples", "0"], "--multiples: must be numbers above 0; got '0'"),

@@ -34,6 +34,7 @@ MLP = ComputeProfile(
     contention=about(0.1),
     hindrance=about(0.05),
     busy=about(0.01),
+    hindrances={"halving-doubling": about(0.12)},
     cv=0.02,
     slow_ranks=(1.31,),
 )
@@ -42,14 +43,13 @@ PROFILE = Profile(
     provenance={"created": "2026-11-22T05:20:00Z", "hosts": ["a", 'b "c"'], "cores_per_host": 2},
     calibrated=Calibrated(
         world_sizes=(2, 3, 4),
-        all_reduces=("ring", "halving-doubling", "native"),
         smallest_bytes=1024,
         largest_bytes=1 << 25,
-        residual=0.012,
+        residuals={"ring": 0.012, "halving-doubling": 0.03, "native": 0.02, "ps-sync": 0.04},
         ranks_per_core=1.0,
     ),
     link=LINK,
-    native=LINK,
+    links={"native": LINK, "ps-sync": LINK},
     codecs={
         "int8": CodecProfile(
             bits=8.25, call=about(2e-6), rates=rates(6e-10), in_cache=rates(4e-10), cache_bytes=1 << 20

@@ -66,7 +66,7 @@ def test_latency_and_bandwidth_are_found(tmp_path: Path) -> None:
     assert link.alpha.low < truth.link.alpha.value < link.alpha.high
     assert link.beta.low < truth.link.beta.value < link.beta.high
     assert link.gamma == BEFORE.link.gamma
-    assert fitted.profile.native == BEFORE.native
+    assert fitted.profile.links == BEFORE.links
     for run, (before, after) in zip(fitted.runs, fitted.predicted, strict=True):
         assert after == pytest.approx(run.iteration, rel=0.02)
         assert abs(before - run.iteration) >= abs(after - run.iteration)
@@ -113,12 +113,24 @@ def test_what_ran_is_calibrated(tmp_path: Path) -> None:
 
 
 def test_torchs_own_link_is_fitted_apart(tmp_path: Path) -> None:
-    assert BEFORE.native is not None
-    truth = dataclasses.replace(BEFORE, native=scaled(BEFORE.native, 1.0, 3.0))
-    fitted = fit(BEFORE, [leave(tmp_path / "run", truth, all_reduce="native")]).profile
-    assert fitted.native is not None
-    assert fitted.native.beta.value == pytest.approx(3 * BEFORE.native.beta.value, rel=0.05)
-    assert fitted.link == BEFORE.link
+    native = BEFORE.links["native"]
+    truth = dataclasses.replace(BEFORE, links={**BEFORE.links, "native": scaled(native, 1.0, 3.0)})
+    run = leave(tmp_path / "run", truth, all_reduce="native")
+    for before in (BEFORE, dataclasses.replace(BEFORE, links={})):
+        fitted = fit(before, [run]).profile
+        assert fitted.links["native"].beta.value == pytest.approx(3 * native.beta.value, rel=0.05)
+        assert fitted.link == BEFORE.link
+
+
+def test_an_all_reduce_without_a_link_of_its_own_is_fitted_with_the_ring(tmp_path: Path) -> None:
+    own = dataclasses.replace(BEFORE, links={**BEFORE.links, "halving-doubling": BEFORE.link})
+    truth = dataclasses.replace(BEFORE, link=scaled(BEFORE.link, 1.0, 2.0))
+    run = leave(tmp_path / "run", truth, all_reduce="halving-doubling")
+    together, apart = (fit(before, [run]).profile for before in (BEFORE, own))
+    assert together.link.beta.value == pytest.approx(truth.link.beta.value, rel=0.02)
+    assert together.links == BEFORE.links
+    assert apart.links["halving-doubling"].beta.value == pytest.approx(truth.link.beta.value, rel=0.02)
+    assert apart.link == BEFORE.link
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +140,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words = f"fit {tmp_path}/run --cluster {tmp_path}/cluster.toml --out {tmp_path}/new.toml"
     assert main(words.split()) == 0
     out = capsys.readouterr().out
-    assert "link: bandwidth  100 Mbit/s  200 Mbit/s" in out
+    assert "ring: bandwidth  100 Mbit/s  200 Mbit/s" in out
     assert Profile.load(tmp_path / "new.toml").link.beta.value == pytest.approx(4e-8, rel=0.02)
     assert main([*words.split(), "--json"]) == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]

@@ -36,9 +36,7 @@ def compute(seconds: float, values: int, **options: Any) -> ComputeProfile:
 
 
 def by_hand(link: LinkParams, **options: Any) -> Profile:
-    nothing = Calibrated(
-        world_sizes=(), all_reduces=(), smallest_bytes=0, largest_bytes=0, residual=0.0, ranks_per_core=1.0
-    )
+    nothing = Calibrated(world_sizes=(), smallest_bytes=0, largest_bytes=0, residuals={}, ranks_per_core=1.0)
     return Profile(calibrated=nothing, link=LinkProfile.exact(link), **options)
 
 
@@ -86,7 +84,7 @@ def test_parts_and_intervals(options: dict[str, Any]) -> None:
     assert total == pytest.approx(math.fsum(parts))
     assert min(parts) >= -1e-12
     assert answer.low < total < answer.high
-    assert answer.low < (1 - PROFILE.calibrated.residual) * total
+    assert answer.low < (1 - PROFILE.calibrated.residual_of(answer.question.measured_as)) * total
     assert answer.support.kind == "interpolated"
     assert set(answer.gains) == set(LIMITS)
     assert answer.limit == max(LIMITS, key=lambda name: answer.gains[name])
@@ -96,7 +94,7 @@ def test_parts_and_intervals(options: dict[str, Any]) -> None:
 
 def test_an_interval_is_the_root_of_the_sum_of_squares() -> None:
     """One rank waits for nobody: forward, backward and update are together 5 % below, 10 % above; and the residual."""
-    off = dataclasses.replace(PROFILE.calibrated, residual=0.03)
+    off = dataclasses.replace(PROFILE.calibrated, residuals={"ring": 0.03})
     answer = predict(
         ask(world_size=1, cluster=dataclasses.replace(PROFILE, calibrated=off), compute=calm(contention=about(0.0)))
     )
@@ -127,6 +125,46 @@ def test_no_iteration_is_shorter_than_what_the_cores_have_to_do() -> None:
     assert predict(packed).iteration.total == pytest.approx((free**6 + busy**6) ** (1 / 6))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ring", {}),
+        ("halving-doubling", {"all_reduce": "halving-doubling"}),
+        ("native", {"strategy": "ddp", "all_reduce": "native"}),
+        ("ps-sync", {"strategy": "ps-sync", "all_reduce": None}),
+    ],
+)
+def test_what_was_measured_has_the_link_and_the_residual_of_its_own(name: str, options: dict[str, Any]) -> None:
+    """What is not asked for is a thousand times as slow."""
+    slow = dataclasses.replace(LINK, beta=about(1e3 * LINK.beta.value))
+    names = ("ring", "halving-doubling", "native", "ps-sync")
+    links = {other: LINK if other == name else slow for other in names}
+    cluster = dataclasses.replace(PROFILE, link=links.pop("ring"), links=links)
+    alike = dataclasses.replace(PROFILE, link=LINK, links={})
+    assert predict(ask(cluster=cluster, **options)).iteration == predict(ask(cluster=alike, **options)).iteration
+    known = {other: 0.5 if other == name else 0.0 for other in names}
+    unsure = dataclasses.replace(alike, calibrated=dataclasses.replace(PROFILE.calibrated, residuals=known))
+    answer = predict(ask(cluster=unsure, **options))
+    assert answer.high > 1.5 * answer.iteration.total
+
+
+def test_an_all_reduce_that_was_not_measured_has_the_rings_link_and_the_largest_residual() -> None:
+    other = dataclasses.replace(LINK, beta=about(1e3 * LINK.beta.value))
+    cluster = dataclasses.replace(PROFILE, links={"native": other})
+    assert cluster.link_of("all-to-all") == LINK
+    assert cluster.calibrated.residual_of("all-to-all") == 0.04
+
+
+def test_every_all_reduce_loses_its_own_share_beside_the_computation() -> None:
+    """Bound by the network, at width 2: so much longer beside all of the computation."""
+    compute = calm(contention=about(0.0), busy=Estimate.exact(0.0))
+    without = dataclasses.replace(compute, hindrances={"halving-doubling": Estimate.exact(0.0)})
+    with_own, free = (
+        predict(ask(compute=one, width=2, all_reduce="halving-doubling")).iteration.total for one in (compute, without)
+    )
+    assert with_own - free == pytest.approx(0.12 / 1.12 * compute.times(2).total)
+
+
 def test_jitter_can_be_the_limit() -> None:
     straggler = dataclasses.replace(MLP, slow_ranks=(50.0,))
     assert predict(ask(compute=dataclasses.replace(straggler, tensors=(1000,)))).limit in ("jitter", "computation")
@@ -147,7 +185,7 @@ def test_jitter_can_be_the_limit() -> None:
         ({"compute": compute_of(PROFILE, "mlp", 1024)}, "extrapolated", "a batch of 1024; measured: 512"),
         ({"compute": compute_of(PROFILE, "mlp", 8)}, "outside", "a batch of 8; measured: 512"),
         ({"codec": "int4"}, "outside", "codec int4 was not measured"),
-        ({"all_reduce": "all-to-all"}, "outside", "all-reduce all-to-all was not measured"),
+        ({"all_reduce": "all-to-all"}, "extrapolated", "all-reduce all-to-all was not measured; its link is taken"),
     ],
 )
 def test_how_sure_it_is(options: dict[str, Any], kind: str, reason: str | None) -> None:

@@ -1,0 +1,235 @@
+"""Runs all experiments again, one after the other, and draws all figures: many hours.
+
+    python -m experiments                          those that are not done yet
+    python -m experiments --list                   what there is, and how long each takes
+    python -m experiments --only bench_codecs      some of them, done or not
+    python -m experiments --fresh                  all, from the beginning
+
+What is done is kept in runs/experiments.json: the same command goes on where it was stopped. Long experiments keep
+runs of their own; those from before are forgotten when an experiment begins, not when it goes on. One that fails does
+not keep the others from running; the command then ends with 1, and the next one tries it again. Those on emulated links
+need root, or namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments import command
+from experiments.results import REPOSITORY, code_state
+from pipesgd.errors import RunError
+from pipesgd.launch import Ranks
+
+RACERS = 'ps-sync "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"'
+STATE = Path("runs/experiments.json")
+"""Below the folder that the command is started in, as pipesgd.train has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A command, and about how long it takes."""
+
+    name: str
+    words: str
+    """The module below experiments, and its options."""
+    minutes: float
+    """On two cores."""
+    ranks: int = 0
+    """Of torchrun; none for a command that starts its own."""
+
+    def arguments(self, *, fresh: bool) -> list[str]:
+        """The words of a process; ``fresh`` runs that were kept are made again."""
+        module, *options = shlex.split(self.words)
+        if fresh and module in KEEP_RUNS:
+            options.append("--fresh")
+        if self.ranks:
+            return command.torchrun(self.ranks, "-m", f"experiments.{module}", *options)
+        return [sys.executable, "-m", f"experiments.{module}", *options]
+
+
+KEEP_RUNS = ("codec_accuracy", "compare", "fig02_breakdown", "fig03_convergence", "staleness", "validate_timing_model")
+"""Modules that have ``--fresh``."""
+
+
+def _compared(workload: str, rate: str, minutes: float) -> Experiment:
+    words = f"compare --nodes 4 --rate {rate} --workload {workload}"
+    return Experiment(name=f"compare_{workload}_4x{rate}", words=words, minutes=minutes)
+
+
+def _raced(workload: str, rate: str, target: float, iterations: int, minutes: float) -> Experiment:
+    words = (
+        f"compare --nodes 4 --rate {rate} --workload {workload} --time-to-accuracy {target:g} "
+        f"--iterations {iterations} --seeds 1 --contenders {RACERS}"
+    )
+    return Experiment(name=f"accuracy_{workload}_4x{rate}", words=words, minutes=minutes)
+
+
+EXPERIMENTS = (
+    Experiment(name="bench_ring", words="bench_ring --all", minutes=10),
+    Experiment(name="bench_pipelined", words="bench_pipelined", minutes=10, ranks=4),
+    Experiment(name="kill_and_resume", words="kill_and_resume", minutes=15),
+    Experiment(name="kill_testbed", words="kill_testbed", minutes=3),
+    Experiment(name="bench_ring_200mbit", words="bench_ring --all --rate 200mbit", minutes=10),
+    Experiment(name="bench_ring_1gbit", words="bench_ring --all --rate 1gbit", minutes=8),
+    Experiment(name="bench_all_reduce_100mbit", words="bench_all_reduce --rate 100mbit", minutes=20),
+    Experiment(name="bench_all_reduce_200mbit", words="bench_all_reduce --rate 200mbit", minutes=15),
+    Experiment(
+        name="bench_all_reduce_matrix",
+        words="bench_all_reduce --rate 200mbit --name bench_all_reduce_matrix --world-sizes 3 4 5 "
+        "--sizes 4000 64000 1000000 16000000 100000000 --codecs fp32 int8 int4 --seconds 25",
+        minutes=40,
+    ),
+    Experiment(name="bench_codecs", words="bench_codecs", minutes=15),
+    Experiment(name="bench_prediction", words="bench_prediction", minutes=5),
+    Experiment(name="bench_timing_model", words="bench_timing_model", minutes=1),
+    Experiment(name="codec_accuracy", words="codec_accuracy", minutes=90),
+    Experiment(name="staleness", words="staleness", minutes=4 * 60),
+    Experiment(
+        name="compare_mlp_4x200mbit_codecs",
+        words="compare --nodes 4 --rate 200mbit --iterations 16 --name compare_mlp_4x200mbit_codecs "
+        '--contenders local ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4" "width 2, ternary"',
+        minutes=10,
+    ),
+    Experiment(
+        name="compare_prediction_4x200mbit",
+        words="compare --nodes 4 --rate 200mbit --iterations 30 --rounds 5 --name compare_prediction_4x200mbit "
+        '--contenders "width 2, ring" "width 2, int8" --contender "no prediction=--width 2 --prediction none" '
+        '--contender "no prediction, int8=--width 2 --prediction none --codec int8"',
+        minutes=12,
+    ),
+    Experiment(
+        name="accuracy_mlp_4x200mbit",
+        words="compare --nodes 4 --rate 200mbit --name accuracy_mlp_4x200mbit --train "
+        '"--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 32 --lr 0.1 --schedule one-cycle" '
+        f"--time-to-accuracy 0.84 --iterations 234 --seeds 1 --contenders {RACERS}",
+        minutes=15,
+    ),
+    *(
+        _raced(workload, rate, target, iterations, minutes)
+        for workload, target, iterations, minutes_at in (
+            ("small-mlp", 0.86, 468, (13.0, 5.0)),
+            ("small-convnet", 0.885, 468, (18.0, 8.0)),
+            ("transformer", 0.54, 600, (18.0, 9.0)),
+        )
+        for rate, minutes in zip(("200mbit", "1gbit"), minutes_at, strict=True)
+    ),
+    *(
+        _compared(workload, rate, minutes)
+        for workload in ("mlp", "convnet")
+        for rate, minutes in (("100mbit", 20.0), ("200mbit", 15.0), ("1gbit", 10.0))
+    ),
+    Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
+    Experiment(name="paper_question", words="paper_question", minutes=1),
+    Experiment(name="tutorial", words="tutorial", minutes=6),
+    # What reads the results of others comes after them.
+    Experiment(name="fig06_all_reduces", words="fig06_all_reduces", minutes=0.2),
+    Experiment(name="fig01_schedules", words="fig01_schedules", minutes=3),
+    Experiment(name="fig02_breakdown", words="fig02_breakdown", minutes=60),
+    Experiment(name="fig03_convergence", words="fig03_convergence", minutes=60),
+    Experiment(name="fig04_speedups", words="fig04_speedups", minutes=0.2),
+    Experiment(name="fig05_timing_model", words="fig05_timing_model", minutes=0.3),
+    Experiment(name="fig07_layerwise", words="fig07_layerwise", minutes=15),
+    Experiment(name="fig08_codecs", words="fig08_codecs", minutes=0.5),
+    Experiment(name="gallery", words="gallery", minutes=1),
+)
+
+
+def minutes_left(missing: Sequence[Experiment], done: Mapping[str, Any]) -> float:
+    """Of the missing ones: typical times, as much longer or shorter as those that are done were."""
+    known = [one for one in EXPERIMENTS if "minutes" in done.get(one.name, {})]
+    typical, taken = sum(one.minutes for one in known), sum(done[one.name]["minutes"] for one in known)
+    return sum(one.minutes for one in missing) * (taken / typical if known else 1.0)
+
+
+def run_all(
+    chosen: Sequence[Experiment],
+    state: Path,
+    console: Console,
+    run: Callable[[Experiment, bool], int],
+    *,
+    again: bool = False,
+) -> list[str]:
+    """Run those that are not done yet, or all of them ``again``; the names of those that failed.
+
+    ``run`` is told whether the experiment begins, or goes on.
+    """
+    done: dict[str, dict[str, Any]] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+    missing = [one for one in chosen if again or "minutes" not in done.get(one.name, {})]
+    command.say(console, f"{len(chosen) - len(missing)} of {len(chosen)} experiments are done; --fresh runs them again")
+    failed = []
+    for number, one in enumerate(missing):
+        left = timedelta(minutes=round(minutes_left(missing[number:], done)))
+        command.say(
+            console, f"[{number + 1}/{len(missing)}] {one.name}, about {one.minutes:g} min; {left} h left in all"
+        )
+        goes_on = "begun" in done.get(one.name, {})
+        done[one.name] = {"begun": code_state()}
+        _write(state, done)
+        begin = time.monotonic()
+        code = run(one, not goes_on)
+        if code != 0:
+            failed.append(one.name)
+            command.say(console, f"{one.name} failed with exit code {code}")
+            continue
+        done[one.name] = {"minutes": (time.monotonic() - begin) / 60}
+        _write(state, done)
+    return failed
+
+
+def _write(state: Path, done: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    state.parent.mkdir(parents=True, exist_ok=True)
+    aside = state.with_suffix(".tmp")
+    aside.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+    aside.replace(state)
+
+
+def start(experiment: Experiment, fresh: bool) -> int:
+    """Run it to its end; its exit code."""
+    return subprocess.run(experiment.arguments(fresh=fresh), cwd=REPOSITORY).returncode
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    options = command.Parser(
+        prog="python -m experiments",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    one_of = options.add_mutually_exclusive_group()
+    one_of.add_argument("--list", action="store_true", help="say what there is")
+    one_of.add_argument("--only", nargs="+", metavar="NAME", help="run these, done or not")
+    one_of.add_argument("--fresh", action="store_true", help="forget what is done")
+    arguments = ranks.agree("options", lambda: options.parse_args(words))
+    command.check_alone("experiments", ranks.by_torchrun, "it starts torchrun itself")
+    by_name = {one.name: one for one in EXPERIMENTS}
+    command.check_each_once(arguments, {"only": by_name})
+    if arguments.list:
+        command.show(
+            "Experiments",
+            [{"name": one.name, "min": f"{one.minutes:g}", "command": one.words[:70]} for one in EXPERIMENTS],
+        )
+        return
+    if arguments.fresh:
+        STATE.unlink(missing_ok=True)
+    chosen = [by_name[name] for name in arguments.only] if arguments.only else list(EXPERIMENTS)
+    failed = run_all(chosen, STATE.resolve(), console, start, again=bool(arguments.only))
+    if failed:
+        raise RunError(f"all experiments must get through; failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,200 @@
+"""What an iteration consists of: every strategy and codec, measured, and below it what the timing model predicted.
+
+    python -m experiments.fig02_breakdown                         fig02_breakdown.csv, .png
+    python -m experiments.fig02_breakdown --workloads mlp convnet
+
+Four nodes at 200 Mbit/s. For every workload pipesgd.calibrate measures the cluster and the model, all iterations are
+predicted, and then each method trains and its trace is cut into parts. What an iteration waits for cannot be told apart
+in a trace; the prediction says how much of it is the network, and how much codec and sums. alexnet and resnet18 train
+on small pictures here: only their times count.
+
+Finished workloads are kept in fig02_breakdown.runs.json in the output folder: the same command makes the others.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from experiments import command, figures
+from experiments.contenders import WORKLOADS
+from experiments.figures import PaperFigure
+from experiments.kept_runs import KeptRuns
+from experiments.results import Row, code_state
+from experiments.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
+from experiments.testbed import Testbed
+from experiments.testbed_jobs import trained
+from experiments.traces import PARTS, breakdown, read_trace
+from experiments.validation_runs import Setting, ask, run
+from pipesgd.launch import Ranks
+from pipesgd.output import TRACE_FILE
+from timing_model.profile import Profile
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAME = "fig02_breakdown"
+CHOSEN = ("mlp", "convnet", "alexnet", "resnet18", "transformer")
+METHODS = {
+    "ps-sync": "--strategy ps-sync",
+    "ddp": "--strategy ddp",
+    "D-Sync": "--width 1",
+    "D-Sync, int8": "--width 1 --codec int8",
+    "width 2": "--width 2",
+    "width 2, int8": "--width 2 --codec int8",
+    "width 2, int4": "--width 2 --codec int4",
+}
+ITERATIONS, QUICK_ITERATIONS, FIRST = 14, 8, 4
+"""Of a run, and the first one that counts."""
+CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 40.0, 4.0
+DEADLINE = 1800.0
+MEASURED, PREDICTED = "measured", "predicted"
+PREDICTED_PARTS = ("compute", "wire", "codec", "jitter")
+COLOURS = {
+    "forward": SKY,
+    "backward": BLUE,
+    "update": GREEN,
+    "waiting": ORANGE,
+    "other": GREY,
+    "compute": SKY,
+    "wire": ORANGE,
+    "codec": PURPLE,
+    "jitter": GREY,
+}
+LABELS = {
+    "forward": "forward",
+    "backward": "backward",
+    "update": "update",
+    "waiting": "waiting for communication",
+    "other": "other",
+    "compute": "predicted computation",
+    "wire": "predicted wait for the network",
+    "codec": "predicted wait for codec and sums",
+    "jitter": "predicted wait for slow ranks",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One workload: mean seconds of the parts of an iteration, by method, as measured and as predicted."""
+
+    commit: str | None
+    measured: dict[str, dict[str, float]]
+    predicted: dict[str, dict[str, float]]
+
+
+def setting_of(workload: str, *, quick: bool) -> Setting:
+    """Its testbed."""
+    return Setting(nodes=2 if quick else 4, rate="200mbit", workload=workload)
+
+
+def measure(workload: str, *, quick: bool) -> Measured:
+    """Calibrate, predict, and only then measure."""
+    setting, iterations = setting_of(workload, quick=quick), QUICK_ITERATIONS if quick else ITERATIONS
+    seconds = QUICK_CALIBRATION_SECONDS if quick else CALIBRATION_SECONDS
+    words, measured = WORKLOADS[workload], {}
+    with Testbed(nodes=setting.nodes, link=setting.link) as testbed, tempfile.TemporaryDirectory() as name:
+        profile_file = Path(name) / "cluster.toml"
+        run(testbed, setting, f"pipesgd.calibrate --out {profile_file} --seconds {seconds} {words}", Path(name))
+        profile = Profile.load(profile_file)
+        predicted = {method: ask(profile, setting, own).iteration._asdict() for method, own in METHODS.items()}
+        for method, own in METHODS.items():
+            line = f"{words} {own} --iterations {iterations} --trace --timeout 600"
+            with trained(testbed, line, deadline=DEADLINE) as (folder, _):
+                measured[method] = breakdown(read_trace(folder / TRACE_FILE), range(FIRST, iterations - 1))
+    return Measured(commit=code_state(), measured=measured, predicted=predicted)
+
+
+def compute(workloads: Sequence[str], kept: KeptRuns[Measured], console: Console, *, quick: bool = False) -> list[Row]:
+    """A row for every workload, method and kind; workloads that are not there yet are measured now."""
+    done = kept.load()
+    missing = [one for one in workloads if one not in done]
+    command.say_kept(console, len(workloads), len(missing))
+    with command.progress(console, "breakdown", len(missing)) as advance:
+        for workload in missing:
+            done[workload] = measure(workload, quick=quick)
+            kept.add(workload, done[workload])
+            advance(1, workload)
+    return tabulate({name: done[name] for name in workloads})
+
+
+def tabulate(found: Mapping[str, Measured]) -> list[Row]:
+    """Seconds; what one of the kinds does not tell is None."""
+    columns = dict.fromkeys((*PARTS, "other", "communication", *PREDICTED_PARTS, "iteration"))
+    rows = []
+    for workload, one in found.items():
+        for method in one.measured:
+            rows.append(_row(workload, method, MEASURED, columns | one.measured[method]))
+            parts = dict(one.predicted[method])
+            rows.append(_row(workload, method, PREDICTED, columns | {"iteration": parts.pop("total")} | parts))
+    return rows
+
+
+def _row(workload: str, method: str, kind: str, columns: Mapping[str, float | None]) -> Row:
+    return {"panel": workload, "method": method, "kind": kind, **columns}
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """Bars of one workload: measured, and below it, hatched, predicted."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    for kind, parts, shift, hatch in (
+        (MEASURED, (*PARTS, "other"), -0.2, ""),
+        (PREDICTED, PREDICTED_PARTS, 0.2, "////"),
+    ):
+        own = [row for row in rows if row["kind"] == kind]
+        places = [methods.index(row["method"]) + shift for row in own]
+        lefts = [0.0] * len(own)
+        for part in parts:
+            lengths = [max(row[part], 0.0) for row in own]
+            axes.barh(
+                places,
+                lengths,
+                left=lefts,
+                height=0.38,
+                color=COLOURS[part],
+                edgecolor="white",
+                hatch=hatch,
+                linewidth=0.3,
+                label=LABELS[part],
+            )
+            lefts = [left + length for left, length in zip(lefts, lengths, strict=True)]
+    axes.set_yticks(range(len(methods)), methods)
+    axes.set_ylim(len(methods) - 0.5, -0.5)
+    axes.set(title=rows[0]["panel"], xlabel="time of an iteration, mean (s)")
+    figures.legend_below(axes, ncols=3)
+    return axes
+
+
+FIGURE = PaperFigure(
+    name=NAME,
+    title="What an iteration consists of",
+    caption="Stacked bars of an iteration on four nodes at 200 Mbit/s: forward, backward, update and waiting; "
+    "hatched, what the timing model predicted, for every workload, strategy and codec.",
+    plot=plot,
+)
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    options = command.parser(NAME, __doc__)
+    options.add_argument("--workloads", nargs="+", default=list(CHOSEN), metavar="NAME", help=f"of {', '.join(CHOSEN)}")
+    options.add_argument("--fresh", action="store_true", help="forget the finished workloads in the output folder")
+    arguments = ranks.agree("options", lambda: figures.checked(NAME, options, words, ranks.by_torchrun))
+    command.check_each_once(arguments, {"workloads": CHOSEN})
+    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Measured)
+    if arguments.fresh:
+        kept.forget()
+    workloads = ["digits"] if arguments.quick else arguments.workloads
+    rows = compute(workloads, kept, console, quick=arguments.quick)
+    made_with = sorted({str(one.commit) for one in kept.load().values()})
+    cluster = setting_of(workloads[0], quick=arguments.quick)
+    FIGURE.publish(rows, arguments, console, {"nodes": cluster.nodes, "rate": cluster.rate, "made_with": made_with})
+
+
+if __name__ == "__main__":
+    command.run(main)

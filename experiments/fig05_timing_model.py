@@ -1,0 +1,294 @@
+"""The timing model: iteration time against width, ranks, bandwidth and latency; and what to do where.
+
+    python -m experiments.fig05_timing_model        fig05_timing_model.csv, .png
+
+Nothing is measured. The job is AlexNet's gradient (61.1 million parameters) and 0.3 s of computation on 10 Gbit/s
+Ethernet, unless an axis says otherwise. Lines are formulas, marks are iterations that were simulated one by one. Where
+experiments/results has a validate_timing_model.csv, predictions stand over what was measured after them, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from experiments import command, figures
+from experiments.figures import PaperFigure
+from experiments.results import RESULTS, Row, load
+from experiments.style import BLACK, BLUE, GREY, ORANGE, SKY, VERMILLION, method_styles
+from pipesgd.launch import Ranks
+from timing_model.costs import costs_of, iteration_time
+from timing_model.jitter import steady_state_period
+from timing_model.measured import ComputeProfile, LinkProfile
+from timing_model.options import LAYERS, NOTHING
+from timing_model.params import LinkParams, Noise
+from timing_model.presets import MODELS, NETWORKS, PAYLOAD_SHARE
+from timing_model.profile import Profile
+from timing_model.question import Question
+from timing_model.simulate import simulate_iterations
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAME = "fig05_timing_model"
+MODEL, COMPUTE, NETWORK = "alexnet", 0.3, "10GbE"
+FEW, MANY = 4, 64
+"""Ranks: of the paper, and where jitter shows."""
+METHODS: dict[str, dict[str, Any]] = {
+    "ps-sync": {"strategy": "ps-sync", "all_reduce": None},
+    "ddp": {"strategy": "ddp", "all_reduce": "native"},
+    "D-Sync": {"width": 1},
+    "width 2": {"width": 2},
+    "width 2, int8": {"width": 2, "codec": "int8"},
+    "width 2, int4": {"width": 2, "codec": "int4"},
+}
+SPREADS = (0.0, 0.1, 0.3)
+WIDTHS = range(1, 7)
+SIMULATED_ITERATIONS, QUICK_ITERATIONS = 4000, 200
+NEAR = 0.05
+"""What takes so much longer than the fastest is as good, if it is simpler."""
+STARVED = 2.0
+"""Computations that an iteration may take at most, or local steps are worth their trouble."""
+BORDER_RANKS, BORDER_LATENCY = 8, 50e-6
+SYNCHRONOUS, PIPELINE, COMPRESS, LOCAL_STEPS = (
+    "synchronous is fine",
+    "pipeline",
+    "pipeline and compress",
+    "take local steps instead",
+)
+REGIONS = {SYNCHRONOUS: ORANGE, PIPELINE: SKY, COMPRESS: BLUE, LOCAL_STEPS: GREY}
+BY_WIDTH, BY_RANKS, BY_BANDWIDTH, BY_LATENCY, BORDER, MEASURED = (
+    "width",
+    "ranks",
+    "bandwidth",
+    "latency",
+    "border",
+    "measured",
+)
+
+
+def seconds(method: str, *, world_size: int, link: LinkParams = NETWORKS[NETWORK], compute: float = COMPUTE) -> float:
+    """Of an iteration of the job, by the formulas."""
+    parameters = MODELS[MODEL]
+    tensors = tuple(parameters // LAYERS + (layer < parameters % LAYERS) for layer in range(LAYERS))
+    question = Question(
+        cluster=Profile(calibrated=NOTHING, link=LinkProfile.exact(link)),
+        compute=ComputeProfile.exact(model=MODEL, batch_size=0, tensors=tensors, compute=compute, update=0.0),
+        world_size=world_size,
+        **METHODS[method],
+    )
+    return iteration_time(question, costs_of(question))[0].total
+
+
+def with_bandwidth(rate: float) -> LinkParams:
+    """The network with links of so many bit/s."""
+    return dataclasses.replace(NETWORKS[NETWORK], beta=8 / (rate * PAYLOAD_SHARE))
+
+
+def region(compute: float, rate: float) -> str:
+    """What to do with so many seconds of computation on links of so many bit/s: the simplest that is good enough."""
+    link = dataclasses.replace(with_bandwidth(rate), alpha=BORDER_LATENCY)
+    times = {name: seconds(name, world_size=BORDER_RANKS, link=link, compute=compute) for name in METHODS}
+    best = min(times.values())
+    if best > STARVED * compute:
+        return LOCAL_STEPS
+    if min(times["D-Sync"], times["ddp"]) <= best * (1 + NEAR):
+        return SYNCHRONOUS
+    return PIPELINE if times["width 2"] <= best * (1 + NEAR) else COMPRESS
+
+
+def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
+    """A row for every point: its panel, series and kind (formula, simulated, predicted), x and y in SI units."""
+    fewer = 4 if quick else 1
+    rows = _by_width(QUICK_ITERATIONS if quick else SIMULATED_ITERATIONS)
+    sweeps: list[tuple[str, Sequence[float], Callable[[str, float], float]]] = [
+        (BY_RANKS, _whole(2, 10_000, 24 // fewer), lambda name, p: seconds(name, world_size=int(p))),
+        (
+            BY_BANDWIDTH,
+            _spaced(1e8, 1e11, 36 // fewer),
+            lambda name, rate: seconds(name, world_size=FEW, link=with_bandwidth(rate)),
+        ),
+        (BY_LATENCY, _spaced(1e-6, 1e-1, 30 // fewer), _at_latency),
+    ]
+    for panel, points, at in sweeps:
+        rows += [_row(panel, name, "formula", x, at(name, x)) for name in METHODS for x in points]
+    rows += [
+        _row(BORDER, region(c, rate), "formula", c, rate)
+        for c in _spaced(1e-2, 10.0, 30 // fewer)
+        for rate in _spaced(1e7, 1e11, 32 // fewer)
+    ]
+    return rows + _measured(results)
+
+
+def _by_width(iterations: int) -> list[Row]:
+    """With a collective that takes as long as the computation: where a pipeline gains most, and is most in danger."""
+    rows = []
+    for cv in SPREADS:
+        noise, series = Noise(cv=cv), f"{cv:.0%} jitter" if cv else "no jitter"
+        for width in WIDTHS:
+            formula = steady_state_period(COMPUTE, COMPUTE, width, MANY, noise)
+            simulation = simulate_iterations(
+                t_compute=COMPUTE, t_comm=COMPUTE, width=width, world_size=MANY, iterations=iterations, noise=noise
+            )
+            rows.append(_row(BY_WIDTH, series, "formula", width, formula))
+            rows.append(_row(BY_WIDTH, series, "simulated", width, simulation.period))
+    return rows
+
+
+def _at_latency(name: str, latency: float) -> float:
+    link = dataclasses.replace(NETWORKS[NETWORK], alpha=latency)
+    return seconds(name, world_size=MANY, link=link)
+
+
+def _measured(results: Path) -> list[Row]:
+    """Predictions over measurements: nothing as long as there are none."""
+    path = results / "validate_timing_model.csv"
+    if not path.exists():
+        return []
+    return [
+        _row(MEASURED, row["setting"], "predicted", row["measured_s"], row["predicted_s"], row["low_s"], row["high_s"])
+        for row in load(path)
+    ]
+
+
+def _row(
+    panel: str, series: str, kind: str, x: float, y: float, low: float | None = None, high: float | None = None
+) -> Row:
+    def short(value: float | None) -> float | None:
+        return None if value is None else float(f"{value:.7g}")
+
+    return {
+        "panel": panel,
+        "series": series,
+        "kind": kind,
+        "x": short(x),
+        "y": short(y),
+        "low": short(low),
+        "high": short(high),
+    }
+
+
+def _spaced(first: float, last: float, number: int) -> list[float]:
+    return [float(x) for x in np.geomspace(first, last, number + 1)]
+
+
+def _whole(first: int, last: int, number: int) -> list[float]:
+    return [float(x) for x in dict.fromkeys(round(x) for x in _spaced(first, last, number))]
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """One panel."""
+    draw: dict[str, Callable[[list[Row], Axes], None]] = {
+        BY_WIDTH: _plot_widths,
+        BY_RANKS: partial(_plot_methods, title="more ranks", xlabel="ranks", at=None),
+        BY_BANDWIDTH: partial(
+            _plot_methods, title=f"faster links, {FEW} ranks", xlabel="bandwidth of a link (bit/s)", at=10e9
+        ),
+        BY_LATENCY: partial(
+            _plot_methods, title=f"later messages, {MANY} ranks", xlabel="latency (s)", at=30e-6, legend="center left"
+        ),
+        BORDER: _plot_border,
+        MEASURED: _plot_measured,
+    }
+    draw[rows[0]["panel"]](rows, axes)
+    return axes
+
+
+def _plot_widths(rows: list[Row], axes: Axes) -> None:
+    for (series, colour), marker in zip(
+        zip(dict.fromkeys(row["series"] for row in rows), (BLACK, BLUE, VERMILLION), strict=True), "os^", strict=True
+    ):
+        for kind in ("formula", "simulated"):
+            own = [row for row in rows if (row["series"], row["kind"]) == (series, kind)]
+            line: dict[str, Any] = {"label": series} if kind == "formula" else {"linestyle": "", "marker": marker}
+            axes.plot([row["x"] for row in own], [row["y"] for row in own], color=colour, **line)
+    axes.plot([], [], linestyle="", marker="o", color=BLACK, label="simulated, one by one")
+    axes.axhline(COMPUTE, color=BLACK, linestyle=":", linewidth=1, label="computation, or all-reduce, alone")
+    axes.set(title=f"wider pipelines, {MANY} ranks", xlabel="width K", ylabel="time of an iteration (s)")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _plot_methods(
+    rows: list[Row], axes: Axes, *, title: str, xlabel: str, at: float | None, legend: str = "best"
+) -> None:
+    names = list(dict.fromkeys(row["series"] for row in rows))
+    for name, look in method_styles(names).items():
+        own = [row for row in rows if row["series"] == name]
+        axes.plot([row["x"] for row in own], [row["y"] for row in own], label=name, **(look | {"marker": ""}))
+    if at is not None:
+        axes.axvline(at, color=BLACK, linewidth=0.8, linestyle=":", label="_")
+    axes.set(title=title, xlabel=xlabel, ylabel="time of an iteration (s)", xscale="log", yscale="log")
+    axes.legend(loc=legend)
+
+
+def _plot_border(rows: list[Row], axes: Axes) -> None:
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    x, y = (sorted({row[name] for row in rows}) for name in ("x", "y"))
+    names = list(REGIONS)
+    which = {(row["x"], row["y"]): names.index(row["series"]) for row in rows}
+    numbers = np.array([[which[one, other] for one in x] for other in y])
+    colours = ListedColormap(list(REGIONS.values()))
+    axes.pcolormesh(x, y, numbers, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5, alpha=0.75, rasterized=True)
+    axes.grid(visible=False)
+    present = [name for name in names if name in {row["series"] for row in rows}]
+    axes.legend(
+        handles=[Patch(color=REGIONS[name], alpha=0.75, label=name) for name in present],
+        loc="lower right",
+        frameon=True,
+        framealpha=0.9,
+    )
+    axes.set(
+        title=f"what to do, {BORDER_RANKS} ranks",
+        xlabel="computation of an iteration (s)",
+        ylabel="bandwidth of a link (bit/s)",
+        xscale="log",
+        yscale="log",
+    )
+
+
+def _plot_measured(rows: list[Row], axes: Axes) -> None:
+    from experiments.validate_timing_model import plot as plot_validation
+
+    plot_validation(
+        [
+            {
+                "setting": row["series"],
+                "measured_s": row["x"],
+                "predicted_s": row["y"],
+                "low_s": row["low"],
+                "high_s": row["high"],
+            }
+            for row in rows
+        ],
+        axes,
+    )
+
+
+FIGURE = PaperFigure(
+    name=NAME,
+    title="The timing model",
+    caption="Iteration time by the formulas, against the width of the pipeline (with simulated iterations as marks), "
+    "the number of ranks, bandwidth and latency; and the borders between what is worth doing.",
+    plot=plot,
+)
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
+    rows = compute(quick=arguments.quick)
+    made_from = [name for name in ("validate_timing_model.csv",) if (RESULTS / name).exists()]
+    FIGURE.publish(rows, arguments, console, figures.sources(made_from))
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,163 @@
+"""All-reduces over message size and number of ranks: the model's lines through what was measured.
+
+    python -m experiments.fig06_all_reduces        fig06_all_reduces.csv, .png
+
+The points are those of experiments/results/bench_all_reduce_matrix.csv, uncompressed. The lines know two numbers: the
+rate that the links were given, and what a message costs, the median over p of what the ring's smallest all-reduce took
+for each of its 2(p-1) steps. That is no latency of a wire: it is how long ranks that share cores wait for their turn,
+so it goes into the formulas as a message's CPU time. Where lines and points part, that is what the model does not know.
+Dotted lines are where another algorithm becomes the fastest by the model, by more than a tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+
+from experiments import command, figures
+from experiments.bench_ring import readable
+from experiments.figures import PaperFigure
+from experiments.results import RESULTS, Row, load
+from experiments.style import ALL_REDUCE_MARKERS, ALL_REDUCES, BLACK
+from pipesgd.launch import Ranks
+from timing_model.all_reduce import all_reduce_time
+from timing_model.params import FLOAT_BYTES, LinkParams
+from timing_model.presets import PAYLOAD_SHARE, SUMS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAME = "fig06_all_reduces"
+SOURCE = "bench_all_reduce_matrix.csv"
+CODEC = "fp32"
+SIZES_OVER_RANKS = (4_000, 1_000_000, 16_000_000)
+"""Bytes; of those that were measured."""
+MOST_RANKS = 16
+TIE = 0.03
+"""Who is not faster by more than this takes nobody's place."""
+POINTS, QUICK_POINTS = 48, 8
+
+
+def link_of(rows: Sequence[Row]) -> LinkParams:
+    """The link that the lines know: of the rate, and with the messages of the ring's smallest all-reduces."""
+    smallest = min(row["nbytes"] for row in rows)
+    rings = [row for row in rows if (row["algorithm"], row["nbytes"]) == ("ring", smallest)]
+    overhead = float(np.median([row["median_s"] / (2 * (row["p"] - 1)) for row in rings]))
+    beta = 8 / (rows[0]["rate"] * PAYLOAD_SHARE)
+    return LinkParams(alpha=0.0, beta=beta, gamma=SUMS, sync=0.0, overhead=overhead)
+
+
+def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
+    """A row for every point and every step of a line: panel, algorithm, kind, ranks, bytes, seconds."""
+    measured = [row for row in load(results / SOURCE) if row["codec"] == CODEC]
+    link, algorithms = link_of(measured), list(dict.fromkeys(row["algorithm"] for row in measured))
+    world_sizes, sizes = (sorted({row[name] for row in measured}) for name in ("p", "nbytes"))
+
+    def model(panel: str, algorithm: str, p: int, nbytes: float) -> Row:
+        total = all_reduce_time(algorithm, link, nbytes / FLOAT_BYTES, p).total
+        return _row(panel, algorithm, "model", p, nbytes, total)
+
+    rows: list[Row] = []
+    spaced = np.geomspace(sizes[0], sizes[-1], QUICK_POINTS if quick else POINTS)
+    for p in world_sizes:
+        panel = f"{p} ranks"
+        rows += [_measured(panel, row) for row in measured if row["p"] == p]
+        rows += [model(panel, name, p, float(f"{nbytes:.4g}")) for name in algorithms for nbytes in spaced]
+    for nbytes in SIZES_OVER_RANKS:
+        panel = readable(nbytes)
+        rows += [_measured(panel, row) for row in measured if row["nbytes"] == nbytes]
+        rows += [model(panel, name, p, nbytes) for name in algorithms for p in range(2, MOST_RANKS + 1)]
+    return rows
+
+
+def _measured(panel: str, row: Row) -> Row:
+    return _row(panel, row["algorithm"], "measured", row["p"], row["nbytes"], row["median_s"])
+
+
+def _row(panel: str, algorithm: str, kind: str, p: int, nbytes: float, seconds: float) -> Row:
+    return {
+        "panel": panel,
+        "algorithm": algorithm,
+        "kind": kind,
+        "p": p,
+        "nbytes": nbytes,
+        "seconds": float(f"{seconds:.7g}"),
+    }
+
+
+def crossovers(rows: Sequence[Row], over: str) -> list[tuple[float, str]]:
+    """From where on another algorithm is the fastest by the model, and which."""
+    points = sorted({row[over] for row in rows if row["kind"] == "model"})
+    found: list[tuple[float, str]] = []
+    for x in points:
+        times = {row["algorithm"]: row["seconds"] for row in rows if row["kind"] == "model" and row[over] == x}
+        fastest = min(times, key=lambda name: times[name])
+        if not found or times[fastest] < times[found[-1][1]] * (1 - TIE):
+            found.append((x, fastest))
+    return found[1:]
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """One panel: over bytes for one p, or over p for one size."""
+    over = "nbytes" if len({row["p"] for row in rows}) == 1 else "p"
+    for name in dict.fromkeys(row["algorithm"] for row in rows):
+        points, line = (
+            sorted((row for row in rows if (row["algorithm"], row["kind"]) == (name, kind)), key=lambda row: row[over])
+            for kind in ("measured", "model")
+        )
+        colour, marker = ALL_REDUCES[name], ALL_REDUCE_MARKERS[name]
+        axes.plot([row[over] for row in line], [row["seconds"] for row in line], color=colour, label=name)
+        axes.plot(
+            [row[over] for row in points],
+            [row["seconds"] for row in points],
+            color=colour,
+            marker=marker,
+            linestyle="",
+            fillstyle="none",
+            label="_",
+        )
+    for x, name in crossovers(rows, over):
+        axes.axvline(x, color=BLACK, linestyle=":", linewidth=0.8, label="_")
+        axes.annotate(
+            name,
+            (x, 0.02),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, 0),
+            textcoords="offset points",
+            rotation=90,
+            va="bottom",
+            fontsize="small",
+        )
+    axes.plot([], [], color=BLACK, marker="o", linestyle="", fillstyle="none", label="measured (median)")
+    axes.set(title=rows[0]["panel"], xscale="log", yscale="log", ylabel="time of an all-reduce (s)")
+    if over == "p":
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("buffer (bytes)" if over == "nbytes" else "ranks p")
+    figures.legend_below(axes, ncols=6)
+    return axes
+
+
+FIGURE = PaperFigure(
+    name=NAME,
+    title="All-reduce algorithms",
+    caption="Time of an all-reduce over 200 Mbit/s links against the size of the buffer (3, 4 and 5 ranks) and against "
+    "the number of ranks (4 kB, 1 MB, 16 MB): measured points, and lines of the timing model.",
+    plot=plot,
+)
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
+    link = link_of([row for row in load(RESULTS / SOURCE) if row["codec"] == CODEC])
+    known = {"link": {"overhead": link.overhead, "beta": link.beta, "gamma": link.gamma}}
+    FIGURE.publish(compute(quick=arguments.quick), arguments, console, figures.sources([SOURCE]) | known)
+
+
+if __name__ == "__main__":
+    command.run(main)

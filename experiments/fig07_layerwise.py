@@ -1,0 +1,326 @@
+"""Layer-wise against sequential communication: when cutting the gradient helps, and when it only costs.
+
+    python -m experiments.fig07_layerwise        fig07_layerwise.csv, .png
+
+Four nodes at 200 Mbit/s, without and with 5 ms of latency; an MLP of eight layers. The gradient is all-reduced in more
+and more parts: under the backward pass by torch's DistributedDataParallel, whose buckets are ready one by one; after
+it, by width 1; and beside the next iteration, by width 2, where cutting can gain nothing, since all of the gradient is
+there. Lines are the timing model's, with the computation measured alone in the same job, the links' rate and latency,
+and the cost of a message that fig06_all_reduces found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments import command, fig06_all_reduces, figures
+from experiments.figures import PaperFigure
+from experiments.loops import Batch, Loop, Piped, Plain, sgd
+from experiments.results import REPOSITORY, Row, load, save
+from experiments.style import BLACK, METHODS
+from experiments.testbed import Link, Testbed
+from pipesgd.collectives.base import AllReduce, Finish, leave
+from pipesgd.collectives.schedule import split
+from pipesgd.config import DEFAULT_TIMEOUT
+from pipesgd.errors import RunError
+from pipesgd.launch import Ranks
+from timing_model.all_reduce import CollectiveTime, all_reduce_time
+from timing_model.iteration import layerwise_iteration_time, pipelined_iteration_time
+from timing_model.params import FLOAT_BYTES, ComputeTimes, LinkParams
+from timing_model.presets import PAYLOAD_SHARE, SUMS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAME = "fig07_layerwise"
+NODES, RATE, LATENCIES = 4, 200e6, (0.0, 5e-3)
+QUICK_NODES, QUICK_LATENCIES = 2, (0.0,)
+SIZES, BATCH, QUICK_BATCH = (784, *(7 * (400,)), 10), 512, 16
+PARTS, QUICK_PARTS = (1, 2, 4, 8, 32), (1, 4)
+LAYERWISE, SEQUENTIAL, PIPELINED = "layer-wise (ddp)", "after the backward pass (D-Sync)", "pipelined (width 2)"
+COLOURS = {LAYERWISE: METHODS["ddp"], SEQUENTIAL: METHODS["D-Sync"], PIPELINED: METHODS["width 2"]}
+MARKERS = {LAYERWISE: "s", SEQUENTIAL: "^", PIPELINED: "o"}
+PASSES, QUICK_PASSES = 4, 1
+UNTIMED, ITERATIONS, QUICK_ITERATIONS = 3, 8, 2
+"""Of each configuration in each pass."""
+COMPUTATION = "computation"
+
+
+class InParts:
+    """An all-reduce of so many parts, one after the other."""
+
+    def __init__(self, all_reduce: AllReduce, parts: int):
+        self._all_reduce = all_reduce
+        self._parts = parts
+
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+        assert residual is None
+        for start, stop in split(flat.numel(), self._parts):
+            self._all_reduce(flat[start:stop], None, key, finish)
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        return sum(self._all_reduce.wire_bytes(flat[start:stop]) for start, stop in split(flat.numel(), self._parts))
+
+
+class Cut(Piped):
+    """A pipeline that sends its gradient in parts, which the trainer has no option for: it never helps."""
+
+    def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, parts: int):
+        super().__init__(model, ranks, width=width, all_reduce="ring")
+        exchange: Any = self._pipeline._exchange
+        exchange._all_reduce = InParts(exchange._all_reduce, parts)
+
+
+class LayerWise(Plain):
+    """DistributedDataParallel with about so many buckets; ``buckets`` says how many there are."""
+
+    def __init__(self, model: nn.Module, *, parts: int):
+        nbytes = sum(FLOAT_BYTES * parameter.numel() for parameter in model.parameters())
+        ddp = DistributedDataParallel(model, bucket_cap_mb=nbytes / parts / (1 << 20))
+        super().__init__(ddp)
+        self.buckets = 0
+        # torch wants annotations to be types, not their names, or none.
+        ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    def iterate(self, images: Tensor, labels: Tensor) -> None:
+        self.buckets = 0
+        super().iterate(images, labels)
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        self.buckets += 1
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+
+def make_model() -> nn.Module:
+    """The network, the same on all ranks."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in itertools.pairwise(SIZES):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def time_all(ranks: Ranks, arguments: Namespace, console: Console) -> list[Row]:
+    """Rows of one job: every series and number of parts, in seconds, a row for each pass. All ranks call this."""
+    quick = arguments.quick
+    parts = QUICK_PARTS if quick else PARTS
+    model, batch = make_model(), make_batch(QUICK_BATCH if quick else BATCH, ranks.rank)
+    iterations, passes = (QUICK_ITERATIONS, QUICK_PASSES) if quick else (ITERATIONS, PASSES)
+    makers: list[tuple[str, int, Callable[[nn.Module], Loop]]] = []
+    for number in parts:
+        makers += [
+            (LAYERWISE, number, functools.partial(LayerWise, parts=number)),
+            (SEQUENTIAL, number, functools.partial(Cut, ranks=ranks, width=1, parts=number)),
+            (PIPELINED, number, functools.partial(Cut, ranks=ranks, width=2, parts=number)),
+        ]
+    rows: list[Row] = []
+    with command.progress(console, NAME, passes, show=ranks.rank == 0) as advance:
+        for turn in range(passes):
+            times = computation(model, batch, iterations)
+            means = np.mean(ranks.exchange("computation", times), axis=0)
+            rows.append({"series": COMPUTATION, "parts": 1, **_named(*means), "seconds": float(sum(means))})
+            for series, number, maker in makers[:: 1 if turn % 2 == 0 else -1]:
+                with process_group(ranks), contextlib.closing(maker(copy.deepcopy(model))) as loop:
+                    seconds = mean_iteration(loop, batch, iterations)
+                    number = loop.buckets if isinstance(loop, LayerWise) else number
+                everybody = ranks.exchange("seconds", seconds)
+                rows.append({"series": series, "parts": number, **_named(), "seconds": float(np.median(everybody))})
+            advance(1, f"pass {turn + 1}")
+    return rows
+
+
+@contextlib.contextmanager
+def process_group(ranks: Ranks) -> Iterator[None]:
+    """torch's, for one configuration: the threads of idle ones would take time from those that come after."""
+    ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
+    yield
+    ranks.leave()
+
+
+def _named(forward: float | None = None, backward: float | None = None, update: float | None = None) -> Row:
+    return {"forward": forward, "backward": backward, "update": update}
+
+
+def make_batch(size: int, rank: int) -> Batch:
+    """Random, since only time counts."""
+    generator = torch.Generator().manual_seed(rank)
+    labels = torch.randint(SIZES[-1], (size,), generator=generator)
+    return torch.randn(size, 1, 28, 28, generator=generator), labels
+
+
+def computation(model: nn.Module, batch: Batch, iterations: int) -> tuple[float, float, float]:
+    """Mean seconds of forward, backward and update of this rank, alone."""
+    own = copy.deepcopy(model)
+    optimizer, spent = sgd(own), np.zeros(3)
+    images, labels = batch
+    for iteration in range(UNTIMED + iterations):
+        optimizer.zero_grad(set_to_none=True)
+        begin = time.perf_counter()
+        loss = cross_entropy(own(images), labels)
+        predicted = time.perf_counter()
+        loss.backward()
+        done = time.perf_counter()
+        optimizer.step()
+        if iteration >= UNTIMED:
+            spent += (predicted - begin, done - predicted, time.perf_counter() - done)
+    forward, backward, update = spent / iterations
+    return float(forward), float(backward), float(update)
+
+
+def mean_iteration(loop: Loop, batch: Batch, iterations: int) -> float:
+    """Seconds of an iteration in the steady state."""
+    for _ in range(UNTIMED):
+        loop.iterate(*batch)
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        loop.iterate(*batch)
+    seconds = (time.perf_counter() - begin) / iterations
+    loop.flush()
+    return seconds
+
+
+def compute(*, quick: bool = False) -> list[Row]:
+    """A row for every panel, series, kind and number of parts. Makes a testbed and a job for each latency."""
+    rows: list[Row] = []
+    nodes, latencies = (QUICK_NODES, QUICK_LATENCIES) if quick else (NODES, LATENCIES)
+    for latency in latencies:
+        with Testbed(nodes=nodes, link=Link(rate=RATE, latency=latency)) as testbed, _folder() as folder:
+            words = ["-m", f"experiments.{NAME}", "--output", str(folder), *(["--quick"] if quick else [])]
+            if any(testbed.torchrun(words, cwd=REPOSITORY).wait()):
+                raise RunError(f"the job with a latency of {latency} s has failed")
+            rows += tabulate(load(folder / "times.csv"), nodes, latency)
+    return rows
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def tabulate(times: Sequence[Row], nodes: int, latency: float) -> list[Row]:
+    """The rows of one latency: medians over passes, their ends, and the model's lines."""
+    panel = f"{1e3 * latency:g} ms of latency" if latency else "no latency"
+    rows = []
+    for series in (LAYERWISE, SEQUENTIAL, PIPELINED):
+        for parts in sorted({row["parts"] for row in times if row["series"] == series}):
+            own = [row["seconds"] for row in times if (row["series"], row["parts"]) == (series, parts)]
+            rows.append(_row(panel, series, "measured", parts, float(np.median(own)), min(own), max(own)))
+    alone = [row for row in times if row["series"] == COMPUTATION]
+    compute_times = ComputeTimes(
+        **{name: float(np.median([row[name] for row in alone])) for name in ("forward", "backward", "update")}
+    )
+    link = LinkParams(
+        alpha=latency, beta=8 / (RATE * PAYLOAD_SHARE), gamma=SUMS, sync=0.0, overhead=_cost_of_a_message()
+    )
+    most = max(row["parts"] for row in rows)
+    for parts in sorted({*(2**power for power in range(most.bit_length())), most}):
+        for series, seconds in model(compute_times, link, nodes, parts):
+            if series != LAYERWISE or parts <= max(row["parts"] for row in rows if row["series"] == LAYERWISE):
+                rows.append(_row(panel, series, "model", parts, seconds))
+    return rows
+
+
+def _cost_of_a_message() -> float:
+    """Seconds."""
+    return float(figures.manifest(fig06_all_reduces.NAME)["link"]["overhead"])
+
+
+def model(times: ComputeTimes, link: LinkParams, nodes: int, parts: int) -> Iterable[tuple[str, float]]:
+    """Seconds of an iteration of each series, with so many equal parts."""
+    numel = sum(parameter.numel() for parameter in make_model().parameters()) / parts
+    native, ring = (all_reduce_time(name, link, numel, nodes) for name in ("native", "ring"))
+    buckets = [((number + 1) / parts, native) for number in range(parts)]
+    yield LAYERWISE, layerwise_iteration_time(times, buckets).total
+    whole = CollectiveTime(*(parts * part for part in ring))
+    yield SEQUENTIAL, pipelined_iteration_time(times, whole, 1).total
+    yield PIPELINED, pipelined_iteration_time(times, whole, 2).total
+
+
+def _row(
+    panel: str, series: str, kind: str, parts: int, seconds: float, low: float | None = None, high: float | None = None
+) -> Row:
+    return {
+        "panel": panel,
+        "series": series,
+        "kind": kind,
+        "parts": parts,
+        "seconds": seconds,
+        "low": low,
+        "high": high,
+    }
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """One latency."""
+    for series, colour in COLOURS.items():
+        points, line = (
+            [row for row in rows if (row["series"], row["kind"]) == (series, kind)] for kind in ("measured", "model")
+        )
+        axes.plot([row["parts"] for row in line], [row["seconds"] for row in line], color=colour, label=series)
+        axes.errorbar(
+            [row["parts"] for row in points],
+            [row["seconds"] for row in points],
+            yerr=[
+                [row["seconds"] - row["low"] for row in points],
+                [row["high"] - row["seconds"] for row in points],
+            ],
+            color=colour,
+            marker=MARKERS[series],
+            linestyle="",
+            fillstyle="none",
+            capsize=2,
+            label="_",
+        )
+    axes.plot([], [], color=BLACK, marker="o", linestyle="", fillstyle="none", label="measured; lowest to highest")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(0, 1.08 * max(row["high"] or row["seconds"] for row in rows))
+    axes.set(title=rows[0]["panel"], xlabel="parts of the gradient", ylabel="time of an iteration (s)")
+    figures.legend_below(axes, ncols=2)
+    return axes
+
+
+FIGURE = PaperFigure(
+    name=NAME,
+    title="Layer-wise against sequential communication",
+    caption="Time of an iteration against the number of parts in which the gradient travels, on four nodes at 200 "
+    "Mbit/s without and with latency: under the backward pass, after it, and in a pipeline; measured and modelled.",
+    plot=plot,
+    panel=(5.0, 3.6),
+    abreast=2,
+)
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command; started by torchrun, it is a rank of its own job."""
+    arguments = ranks.agree("options", lambda: command.parse(command.parser(NAME, __doc__), words))
+    if ranks.by_torchrun:
+        rows = time_all(ranks, arguments, console)
+        if ranks.rank == 0:
+            save("times", rows, folder=arguments.output)
+        return
+    known = {"nodes": NODES, "rate": RATE, "sizes": SIZES, "batch_size": BATCH}
+    FIGURE.publish(compute(quick=arguments.quick), arguments, console, known)
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,132 @@
+"""What the figures of the paper have in common: a table, panels drawn from it, and a command.
+
+Each is a module ``experiments/figNN_name.py`` with ``compute(...)``, which gives the table, and ``plot(rows, axes)``,
+which draws the rows of one panel. Rows have a column "panel"; their order is that of the panels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from experiments import command
+from experiments.limits import Cluster
+from experiments.results import RESULTS, Row, draw_panels, load, save, save_panels
+from experiments.testbed import Link
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperFigure:
+    """How a figure is called, looks, and is described."""
+
+    name: str
+    """Of its files, and of its module."""
+    title: str
+    caption: str
+    """What it shows, for somebody who does not see it, too."""
+    plot: Callable[[list[Row], Axes], Axes]
+    """Draws the rows of one panel."""
+    panel: tuple[float, float] = (4.6, 3.4)
+    """Width and height of a panel, in inches."""
+    abreast: int = 3
+    """Panels in a line, at most."""
+    columns: str = "csv"
+    """"json" if values in the table are lists."""
+
+    def table(self, folder: Path = RESULTS) -> list[Row]:
+        """The rows that were saved."""
+        return load(folder / self.file)
+
+    def draw(self, rows: Sequence[Row], only: Sequence[str] | None = None) -> Figure:
+        """All panels, or ``only`` some; in a notebook it shows itself."""
+        panels, size, lines = self._layout(rows, only)
+        return draw_panels(panels, size=size, rows=lines)
+
+    def show(self, only: Sequence[str] | None = None) -> Figure | str:
+        """For a notebook: the figure of the saved results; in words, how to make them, if nobody has yet."""
+        if not (RESULTS / self.file).exists():
+            return self.not_measured
+        return self.draw(self.table(), only)
+
+    @property
+    def not_measured(self) -> str:
+        return f"Not measured yet: python -m experiments.{self.name} does it."
+
+    def save(self, rows: Sequence[Row], folder: Path, *, dpi: float | None = None) -> Path:
+        """Draw all panels into ``folder/name.png``."""
+        panels, size, lines = self._layout(rows, None)
+        return save_panels(self.name, panels, size=size, rows=lines, folder=folder, dpi=dpi)
+
+    @property
+    def file(self) -> str:
+        """The name of its table."""
+        return f"{self.name}.{self.columns}"
+
+    def _layout(
+        self, rows: Sequence[Row], only: Sequence[str] | None
+    ) -> tuple[list[Callable[[Axes], Axes]], tuple[float, float], int]:
+        names = list(dict.fromkeys(row["panel"] for row in rows)) if only is None else list(only)
+        panels = [partial(self.plot, [row for row in rows if row["panel"] == name]) for name in names]
+        lines = -(-len(panels) // self.abreast)
+        width, height = self.panel
+        return panels, (width * min(self.abreast, len(panels)), height * lines), lines
+
+    def publish(self, rows: list[Row], arguments: Namespace, console: Console, extra: dict[str, Any]) -> None:
+        """Save table, manifest and figure."""
+        path = save(self.name, rows, extra=extra, folder=arguments.output)
+        figure = self.save(rows, arguments.output)
+        command.say(console, f"wrote {path} and {figure}")
+
+
+def legend_below(axes: Axes, ncols: int, handles: Sequence[Artist] | None = None) -> None:
+    """One legend for all panels, below them, by the panel that asks first: of what it drew, or of ``handles``."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    if figure.legends:
+        return
+    if handles is None:
+        handles = axes.get_legend_handles_labels()[0]
+    figure.legend(handles=handles, loc="outside lower center", ncols=ncols)
+
+
+def sources(names: Sequence[str], folder: Path = RESULTS) -> dict[str, Any]:
+    """For the manifest: the result files that a table was made from, by the hash of what is in them."""
+    return {"made_from": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()[:16] for name in names}}
+
+
+def manifest(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """The manifest of a result."""
+    found: dict[str, Any] = json.loads((folder / f"{name}.manifest.json").read_text(encoding="utf-8"))
+    return found
+
+
+def title_of(comparison: dict[str, Any]) -> str:
+    """What was trained, and where, by the manifest of a comparison."""
+    asked = comparison["links_asked"]
+    cluster = Cluster(**(asked | {"link": Link(**asked["link"])}))
+    return f"{comparison['workload']}, {cluster.describe()}"
+
+
+def parse(name: str, description: str | None, words: Sequence[str], by_torchrun: bool) -> Namespace:
+    """The options that every figure has; raises ``UserInputError``."""
+    return checked(name, command.parser(name, description), words, by_torchrun)
+
+
+def checked(name: str, options: command.Parser, words: Sequence[str], by_torchrun: bool) -> Namespace:
+    """The values of ``words``; raises ``UserInputError``."""
+    arguments = command.parse(options, words)
+    command.check_alone(name, by_torchrun, "it starts torchrun itself where it needs ranks")
+    return arguments

@@ -1,0 +1,155 @@
+"""Draws every figure again from the results that are there, and writes docs/gallery.md. Measures nothing.
+
+python -m experiments.gallery        experiments/results/*.png, docs/gallery.md, docs/gallery/*.png
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments import (
+    bench_all_reduce,
+    bench_codecs,
+    bench_pipelined,
+    bench_prediction,
+    bench_ring,
+    codec_accuracy,
+    command,
+    compare,
+    fig01_schedules,
+    fig02_breakdown,
+    fig03_convergence,
+    fig04_speedups,
+    fig05_timing_model,
+    fig06_all_reduces,
+    fig07_layerwise,
+    fig08_codecs,
+    figures,
+    paper_question,
+    staleness,
+    validate_timing_model,
+)
+from experiments.results import REPOSITORY, RESULTS, Row, load, save_figure
+from pipesgd.launch import Ranks
+
+Draw = Callable[[str, list[Row], Path], Path]
+
+FIGURES = tuple(
+    module.FIGURE
+    for module in (
+        fig01_schedules,
+        fig02_breakdown,
+        fig03_convergence,
+        fig04_speedups,
+        fig05_timing_model,
+        fig06_all_reduces,
+        fig07_layerwise,
+        fig08_codecs,
+    )
+)
+DOCS = REPOSITORY / "docs"
+PAGE, PICTURES = "gallery.md", "gallery"
+DPI = 75
+"""Of the pictures on the page: enough for a screen."""
+HEAD = """# Gallery
+
+The figures of the Pipe-SGD paper, from this code. Each is drawn from a result file in `experiments/results`, beside
+which a manifest says how it was made. `make figures` draws them again and writes this page; `make experiments` measures
+again. The notebooks in `notebooks/` say in words what they show.
+"""
+
+
+def compared(name: str, rows: list[Row], folder: Path) -> Path:
+    """The figure of a comparison, whose title is in its manifest."""
+    return compare.draw(name, rows, figures.title_of(figures.manifest(name)), folder)
+
+
+def panels_by(column: str, plot: Any) -> Draw:
+    """Draws a panel for every value of a column."""
+    return lambda name, rows, folder: save_figure(name, rows, by=column, plot=plot, folder=folder)
+
+
+def of_the_paper(name: str, rows: list[Row], folder: Path) -> Path:
+    """The figure of the paper's question, which has two tables."""
+    return paper_question.draw(name, rows, load(RESULTS / f"{name}_jitter.csv"), folder)
+
+
+DRAWN: dict[str, Draw] = {
+    "accuracy_": compared,
+    "bench_all_reduce": bench_all_reduce.draw,
+    "bench_codecs": bench_codecs.draw,
+    "bench_pipelined": panels_by("workload", bench_pipelined.plot),
+    "bench_prediction": panels_by("optimizer", bench_prediction.plot),
+    "bench_ring": panels_by("p", bench_ring.plot),
+    "codec_accuracy": codec_accuracy.draw,
+    "compare_": compared,
+    "paper_question": of_the_paper,
+    "staleness": staleness.draw,
+    "validate_timing_model": validate_timing_model.draw,
+}
+"""By the beginning of a result's name."""
+WITHOUT = (
+    *("bench_timing_model", "kill_", "paper_question_jitter", "staleness_summary", "tutorial"),
+    "validate_timing_model_decisions",
+)
+"""Results that have no figure, likewise."""
+
+
+def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:
+    """What draws each figure that there are results of into a folder, by name."""
+    found: dict[str, Callable[[Path], Path]] = {}
+    for manifest in sorted(results.glob("*.manifest.json")):
+        name = manifest.name.removesuffix(".manifest.json")
+        own = next((one for one in FIGURES if one.name == name), None)
+        if own is not None:
+            found[name] = partial(own.save, own.table(results))
+        elif not name.startswith(WITHOUT):
+            draw = next((draw for beginning, draw in DRAWN.items() if name.startswith(beginning)), None)
+            assert draw is not None, f"{name} must be among DRAWN, or WITHOUT a figure"
+            found[name] = partial(draw, name, load(next(results.glob(f"{name}.[cj]s*"))))
+    return found
+
+
+def page(results: Path = RESULTS) -> str:
+    """The text of docs/gallery.md."""
+    parts = [HEAD]
+    for one in FIGURES:
+        parts.append(f"## {one.title}\n")
+        if not (results / one.file).exists():
+            parts.append(f"{one.caption}\n\n{one.not_measured}\n")
+            continue
+        made = figures.manifest(one.name, results)
+        parts += [
+            f"![{one.title}]({PICTURES}/{one.name}.png)\n",
+            f"{one.caption}\n",
+            f"`{made['made_by']}`, {made['started'][:10]}; `experiments/results/{one.file}`.\n",
+        ]
+    return "\n".join(parts)
+
+
+def write(console: Console, docs: Path = DOCS, results: Path = RESULTS) -> None:
+    """Draw everything."""
+    for draw in all_drawn(results).values():
+        command.say(console, f"drew {draw(results).name}")
+    (docs / PICTURES).mkdir(exist_ok=True)
+    for one in FIGURES:
+        if (results / one.file).exists():
+            one.save(one.table(results), docs / PICTURES, dpi=DPI)
+    (docs / PAGE).write_text(page(results), encoding="utf-8")
+    command.say(console, f"wrote docs/{PAGE}")
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    options = command.Parser(prog="python -m experiments.gallery", description=__doc__, allow_abbrev=False)
+    ranks.agree("options", lambda: options.parse_args(words))
+    write(console)
+
+
+if __name__ == "__main__":
+    command.run(main)

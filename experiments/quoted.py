@@ -1,0 +1,256 @@
+"""What README and documentation quote: tables and sentences from result files, equations from the code.
+
+Each function returns Markdown; its words are what follows its name in the page (see quotes.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from experiments.results import RESULTS, Row, load
+
+RATES = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
+SLOW = ("100mbit", "200mbit")
+TITLES = {
+    "ps-sync": "parameter server, synchronous",
+    "ps-async": "parameter server, asynchronous",
+    "D-Sync, ring": "width 1: nothing hidden",
+    "ddp": "DistributedDataParallel",
+    "ddp fp16": "the same with torch's fp16 hook",
+    "width 2, ring": "**width 2**",
+    "width 2, int8": "**width 2, int8**",
+    "width 2, int4": "**width 2, int4**",
+    "local": "no communication at all",
+}
+PROGRESS = re.compile(r"iteration \d+/|calibrating: |.* s left$")
+"""A line of it."""
+RACERS = ("ps-sync", "D-Sync, ring", "ddp", "ddp fp16", "width 2, int8", "width 2, int4")
+RACES = {"mlp": "MLP", "small-convnet": "convnet"}
+METHODS = {
+    "sync": "synchronous, fp32",
+    "stale": "width 2, no prediction",
+    "stale, warm-up": "the same, the first tenth at width 1",
+    "local": "width 2, `--prediction local`",
+    "eager": "**width 2** (`eager`, the default)",
+    "eager, int8": "the same with int8",
+    "eager, int4": "the same with int4",
+    "eager, width 3": "width 3",
+}
+
+
+def made_by(*names: str) -> str:
+    """Which command made these results, from which code, on which machine: each one's manifest says it."""
+    lines = []
+    for name in names:
+        manifest = json.loads((RESULTS / f"{name}.manifest.json").read_text(encoding="utf-8"))
+        command = re.sub(r" --output \S+", "", manifest["made_by"])
+        machine, day = manifest["machine"], manifest["started"][:10]
+        lines.append(
+            f"- `{name}`: `{command}`, at commit `{manifest['git']['commit'][:7]}`, {day}, on {machine['cores']} cores "
+            f"({machine['cpu']})"
+        )
+    return "\n".join(["Made by (results and manifests are in `experiments/results/`):", "", *lines])
+
+
+def iteration_times() -> str:
+    """Of all strategies, at three rates."""
+    results = [comparison("mlp", rate) for rate in RATES]
+
+    def cells(seconds: Iterable[object]) -> list[str]:
+        return [f"{1e3 * float(str(one)):.0f}" for one in seconds]
+
+    shown = ("ps-sync", "ps-async", "D-Sync, ring", "ddp", "ddp fp16", "width 2, ring", "local")
+    rows = [[TITLES[name], *cells(one[name]["iteration_median_s"] for one in results)] for name in shown]
+    limits = cells(one["local"]["wire_limit_s"] for one in results)
+    return table(["ms an iteration", *RATES.values()], [*rows, ["the wire's limit for an uncompressed ring", *limits]])
+
+
+def codec_times() -> str:
+    """What codecs gain, and cost in accuracy."""
+    rows, lost = coded(), {(row["model"], row["codec"]): row for row in load(RESULTS / "codec_accuracy.csv")}
+    lines = []
+    for codec in ("int8", "int4", "ternary"):
+        row = rows[f"width 2, {codec}"]
+        seconds = float(row["iteration_median_s"])
+        times = [float(rows[name]["iteration_median_s"]) / seconds for name in ("ddp", "ddp fp16")]
+        points = [f"{float(lost[model, codec]['difference_to_fp32_points']):+.2f}" for model in ("mlp", "convnet")]
+        milliseconds, megabytes = f"{1e3 * seconds:.0f}", f"{float(row['wire_bytes']) / 1e6:.2f}"
+        cells = [milliseconds, megabytes, f"{times[0]:.1f} times as long", f"{times[1]:.1f} times", ", ".join(points)]
+        lines.append([f"width 2, {codec}", *cells])
+    heads = ["", "ms an iteration", "MB sent by a rank", "DistributedDataParallel takes", "with torch's fp16 hook"]
+    return table([*heads, "points of accuracy, MLP, convnet"], lines)
+
+
+def accuracies() -> str:
+    """What staleness costs, and what predictions take away of it."""
+    rows = {
+        row["method"]: row for row in load(RESULTS / "staleness.csv") if row["workload"] == "mlp" and row["lr"] == 0.1
+    }
+    lines = []
+    for method, title in METHODS.items():
+        mean, lost = rows[method]["accuracy_mean"], rows[method]["accuracy_to_sync_points"]
+        points = "" if method == "sync" or mean is None else f"{lost:+.2f}"
+        lines.append([title, "diverges" if mean is None else f"{100 * mean:.2f}", points])
+    return table(["MLP, SGD, peak learning rate 0.1", "test accuracy, %", "points to synchronous"], lines)
+
+
+def times_to_accuracy() -> str:
+    """Of all racers, on two workloads."""
+    heads, lines = [""], {name: [TITLES[name]] for name in RACERS}
+    for workload, title in RACES.items():
+        rows = {row["contender"]: row for row in load(RESULTS / f"accuracy_{workload}_4x200mbit.json")}
+        fastest = rows["width 2, int4"]["seconds_to_target"]
+        target = f"{title}: s to {100 * rows['ddp']['target_accuracy']:g} %"
+        heads += [target, "times int4's", "final accuracy, %"]
+        for name in RACERS:
+            seconds, accuracy = rows[name]["seconds_to_target"], 100 * rows[name]["final_accuracy"]
+            lines[name] += [f"{seconds:.1f}", f"{seconds / fastest:.1f}", f"{accuracy:.2f}"]
+    return table(heads, lines.values())
+
+
+def other_figures() -> str:
+    """One line each."""
+    server = comparison("mlp", "200mbit")
+    to_server = float(server["ps-sync"]["iteration_median_s"]) / float(server["width 2, ring"]["iteration_median_s"])
+    pipelined = [
+        float(row["ratio_to_ddp_median"])
+        for row in load(RESULTS / "bench_pipelined.csv")
+        if str(row["contender"]).startswith("pipelined width 2")
+    ]
+    kills, testbeds = load(RESULTS / "kill_and_resume.csv"), load(RESULTS / "kill_testbed.csv")
+    same = sum(row["identical"] is True for row in kills)
+    clean = sum(all(int(row[name]) == 0 for name in row if name.endswith("_left")) for row in testbeds)
+    figures = {
+        "width 2 / the longer of computation and wire, 100 and 200 Mbit/s, MLP and convnet": (
+            to_limit(("mlp", "convnet"), SLOW),
+            "compare",
+        ),
+        "the same at 1 Gbit/s, MLP": (to_limit(("mlp",), ("1gbit",)), "compare"),
+        "the same at 1 Gbit/s, convnet": (to_limit(("convnet",), ("1gbit",)), "compare"),
+        "parameter server / width 2, 200 Mbit/s, MLP": (f"{to_server:.1f}", "compare"),
+        "width 2, int8 / the longer of computation and wire, 200 Mbit/s, MLP": (codec_ratio("int8"), "compare"),
+        "the same, int4": (codec_ratio("int4"), "compare"),
+        "the same, ternary": (codec_ratio("ternary"), "compare"),
+        "encode, decode or hop / a copy of the same float32 values in memory: bf16, int8, int4, ternary": (
+            codec_speed("memory"),
+            "bench_codecs",
+        ),
+        "the same in the second-level cache": (codec_speed("cache"), "bench_codecs"),
+        "what the wire allows / our ring with int8 and int4, 1 to 40 MB, 4 nodes, 100 and 200 Mbit/s": (
+            wire_share(),
+            "bench_all_reduce",
+        ),
+        "our ring / torch's all-reduce, 1 to 40 MB, 3 to 5 nodes, 200 Mbit/s": (
+            ring("bench_ring_200mbit.csv", 1_000_000),
+            "bench_ring --all --rate 200mbit",
+        ),
+        "the same, 1 Gbit/s": (ring("bench_ring_1gbit.csv", 1_000_000), "bench_ring --all --rate 1gbit"),
+        "the same on one machine, over loopback, 1 to 100 MiB, 2 to 4 ranks": (
+            ring("bench_ring.csv", 1 << 20),
+            "bench_ring --all",
+        ),
+        "width 2 / torch's DistributedDataParallel over loopback, 4 ranks, four workloads": (
+            spread(pipelined),
+            "bench_pipelined",
+        ),
+        "runs that lost a rank to `kill -9`, and ended in the very same weights": (
+            f"{same} of {len(kills)}",
+            "kill_and_resume",
+        ),
+        "testbeds killed in the middle of a job that left nothing behind": (
+            f"{clean} of {len(testbeds)}",
+            "kill_testbed",
+        ),
+    }
+    lines = [[what, figure, f"`experiments.{command}`"] for what, (figure, command) in figures.items()]
+    return table(["what", "figure", "made by"], lines)
+
+
+def equation(name: str) -> str:
+    """The equations in the docstring of a function of the timing model, "module.function"."""
+    owner = importlib.import_module(f"timing_model.{name.partition('.')[0]}")
+    for part in name.split(".")[1:]:
+        owner = getattr(owner, part)
+    blocks = re.findall(r"^\.\. math::(.*?)(?=^\S|\Z)", inspect.getdoc(owner) or "", re.DOTALL | re.MULTILINE)
+    assert blocks, f"{name} has no equation"
+    rows = [row for block in blocks for row in re.split(r",?\s*\\qquad\s*|\n\s*(?=\+ )", block.strip())]
+    return "\n\n".join(f"$$\n{row}\n$$" for row in rows)
+
+
+def output(step: str, first: str = "") -> str:
+    """What a step of the tutorial printed, without lines of progress; from the line that begins with ``first`` on."""
+    row = next(row for row in load(RESULTS / "tutorial.json") if row["step"] == step)
+    lines = [line for line in row["output"] if not PROGRESS.match(line)]
+    begins = [number for number, line in enumerate(lines) if line.lstrip().startswith(first)]
+    assert begins, f"step {step} printed no line that begins with {first}"
+    return "\n".join(["```text", *lines[begins[0] :], "```"])
+
+
+QUOTES: dict[str, Callable[..., str]] = {
+    quote.__name__: quote
+    for quote in (made_by, iteration_times, codec_times, accuracies, times_to_accuracy, other_figures, equation, output)
+}
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
+
+
+def comparison(workload: str, rate: str) -> dict[str, Row]:
+    """The rows of a comparison on four nodes, by contender."""
+    return {str(row["contender"]): row for row in load(RESULTS / f"compare_{workload}_4x{rate}.csv")}
+
+
+def coded() -> dict[str, Row]:
+    """The same with codecs."""
+    return {str(row["contender"]): row for row in load(RESULTS / "compare_mlp_4x200mbit_codecs.csv")}
+
+
+def codec_ratio(codec: str) -> str:
+    """Of width 2 with a codec to its limit."""
+    return f"{float(coded()[f'width 2, {codec}']['ratio_to_limit_median']):.2f}"
+
+
+def codec_speed(where: str) -> str:
+    """Of the targeted operations to a copy."""
+    rows = [row for row in load(RESULTS / "bench_codecs.csv") if row["size"] == where]
+    ours = [row for row in rows if row["contender"] in ("bf16", "int8", "int4", "ternary")]
+    hops = [float(row["ratio_median"]) for row in ours if row["operation"] in ("encode", "decode", "hop")]
+    assert len(hops) == 4 * 3
+    return spread(hops)
+
+
+def wire_share() -> str:
+    """How near to what the wire allows the ring comes with a codec."""
+    rows = [row for rate in SLOW for row in load(RESULTS / f"bench_all_reduce_{rate}.csv")]
+    ours = [row for row in rows if row["algorithm"] == "ring" and row["codec"] in ("int8", "int4")]
+    assert {int(row["nbytes"]) for row in ours} >= {1_000_000, 40_000_000}
+    return spread([float(row["efficiency"]) for row in ours if int(row["nbytes"]) >= 1_000_000])
+
+
+def to_limit(workloads: Sequence[str], rates: Sequence[str]) -> str:
+    """Of width 2, over both all-reduces."""
+    return spread(
+        [
+            float(comparison(workload, rate)[f"width 2, {all_reduce}"]["ratio_to_limit_median"])
+            for workload in workloads
+            for rate in rates
+            for all_reduce in ("ring", "native")
+        ]
+    )
+
+
+def ring(name: str, from_nbytes: int) -> str:
+    """Our ring's time over torch's."""
+    return spread([float(row["ratio_median"]) for row in load(RESULTS / name) if int(row["nbytes"]) >= from_nbytes])
+
+
+def spread(values: Sequence[float]) -> str:
+    """The least and the largest."""
+    return f"{min(values):.2f} to {max(values):.2f}"

@@ -1,0 +1,110 @@
+"""How figures look: the style file, and one colour for every method, codec and all-reduce, the same everywhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+STYLE = Path(__file__).with_name("pipesgd.mplstyle")
+
+BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+ORANGE, SKY, YELLOW, GREY, BLACK = "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"
+"""Grey, black, and those of Okabe and Ito, whom the colour-blind can tell apart."""
+INDIGO, WINE, OLIVE = "#332288", "#882255", "#999933"
+"""Three of Paul Tol's."""
+COLOURS = (GREY, VERMILLION, ORANGE, BLUE, GREEN, PURPLE, SKY, YELLOW, INDIGO, WINE, OLIVE)
+"""For what has no name: settings, for instance."""
+
+METHODS = {
+    "local": GREY,
+    "ps-sync": VERMILLION,
+    "ps-async": WINE,
+    "D-Sync": ORANGE,
+    "ddp": PURPLE,
+    "no prediction": SKY,
+    "width 2": BLUE,
+    "width 3": GREEN,
+}
+"""Strategies, and widths of the pipeline: what a colour stands for."""
+ALIASES = {"width 1": "D-Sync", "pipelined": "no prediction", "ours": "width 2"}
+SPARE = (INDIGO, OLIVE, BLACK, YELLOW)
+"""For methods that somebody adds."""
+CODEC_LINES: dict[str, tuple[Any, str]] = {
+    "truncate16": ("--", "^"),
+    "bf16": ("--", "^"),
+    "fp16": ("--", "^"),
+    "int8": (":", "s"),
+    "int4": ("-.", "D"),
+    "ternary": ((0, (1, 3)), "v"),
+    "powersgd": ((0, (5, 1, 1, 1, 1, 1)), "P"),
+}
+"""A codec is a line style and a marker: methods keep their colour. Solid, with dots, is what goes as it is."""
+ANOTHER = "X<>*ph"
+"""Markers for those who would look like somebody else."""
+
+CODECS = {
+    "fp32": BLACK,
+    "truncate16": GREY,
+    "bf16": SKY,
+    "fp16": PURPLE,
+    "int8": BLUE,
+    "int4": GREEN,
+    "ternary": ORANGE,
+    "qsgd": VERMILLION,
+    "sign": WINE,
+    "topk": OLIVE,
+    "powersgd": INDIGO,
+}
+"""Where codecs are compared with each other."""
+ALL_REDUCES = {
+    "ring": VERMILLION,
+    "halving-doubling": ORANGE,
+    "recursive-doubling": GREEN,
+    "all-to-all": PURPLE,
+    "native": BLUE,
+}
+ALL_REDUCE_MARKERS = dict(zip(ALL_REDUCES, "s^vDo", strict=True))
+
+
+def styled() -> AbstractContextManager[None]:
+    """While it is open, matplotlib draws in the project's style, whatever the user's own settings are."""
+    import matplotlib
+
+    return matplotlib.rc_context(fname=STYLE)
+
+
+def method_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour, line style and marker of each method: "width 2, int8" has the colour of width 2 and the line of int8.
+
+    Who would look like another one gets another marker; who is not among ``METHODS`` a spare colour.
+
+    >>> method_styles(["D-Sync, ring", "width 2, int8"])["width 2, int8"]
+    {'color': '#0072B2', 'linestyle': ':', 'marker': 's'}
+    """
+    spare = itertools.cycle(SPARE)
+    styles: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(names):
+        words = name.replace(",", " ").split()
+        known = method_of(name)
+        colour = METHODS[known] if known else next(spare)
+        line, marker = next((CODEC_LINES[word] for word in words if word in CODEC_LINES), ("-", "o"))
+        alike = sum((one["color"], one["linestyle"]) == (colour, line) for one in styles.values())
+        styles[name] = {"color": colour, "linestyle": line, "marker": (marker + ANOTHER)[alike % (1 + len(ANOTHER))]}
+    return styles
+
+
+def method_of(name: str) -> str | None:
+    """The one of ``METHODS`` that a contender's name begins with; None if none does.
+
+    >>> method_of("width 1, int8"), method_of("ddp fp16"), method_of("width 20")
+    ('D-Sync', 'ddp', None)
+    """
+    words = name.replace(",", " ").split()
+    for known in (*METHODS, *ALIASES):
+        parts = known.split()
+        if words[: len(parts)] == parts:
+            return ALIASES.get(known, known)
+    return None

@@ -1,0 +1,67 @@
+"""What ranks did and when, from the trace that a run of pipesgd.train with --trace leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+PARTS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "update": ("pack", "update", "predict"),
+    "waiting": ("wait",),
+}
+"""Of an iteration, by the names of spans; "communication" runs beside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A span of one rank, in s since the first one of all."""
+
+    rank: int
+    what: str
+    iteration: int
+    start: float
+    seconds: float
+
+
+def read_trace(path: Path) -> list[Traced]:
+    """The spans in a file of Chrome's trace format."""
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return [
+        Traced(
+            rank=event["pid"],
+            what=event["name"],
+            iteration=event["args"]["iteration"],
+            start=event["ts"] / 1e6,
+            seconds=event["dur"] / 1e6,
+        )
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
+def breakdown(spans: Sequence[Traced], iterations: range) -> dict[str, float]:
+    """Mean seconds of the parts of an iteration over ranks and ``iterations``; they sum to "iteration".
+
+    "other" is what no span covers, like loading data and writing figures down; "communication" is in no sum. An
+    iteration of a rank goes from one batch of data to the next. A wait belongs to the iteration that waits, not to
+    that of the gradient waited for: so spans are sorted by when they began.
+    """
+    found: dict[str, list[float]] = {name: [] for name in (*PARTS, "communication", "iteration")}
+    for rank in sorted({span.rank for span in spans}):
+        own = [span for span in spans if span.rank == rank]
+        begins = {span.iteration: span.start for span in own if span.what == "data"}
+        for iteration in iterations:
+            begin, end = begins[iteration], begins[iteration + 1]
+            inside = [span for span in own if begin <= span.start < end]
+            for name, kinds in PARTS.items():
+                found[name].append(sum(span.seconds for span in inside if span.what in kinds))
+            exchange = [span.seconds for span in own if (span.what, span.iteration) == ("communication", iteration)]
+            found["communication"].append(sum(exchange))
+            found["iteration"].append(end - begin)
+    means = {name: fmean(values) for name, values in found.items()}
+    return means | {"other": means["iteration"] - sum(means[name] for name in PARTS)}

@@ -1,0 +1,93 @@
+"""Follows docs/tutorial.md to the letter: ``python -m experiments.tutorial``.
+
+In a fresh clone of the last commit, with nothing of this environment, one shell runs every block of commands that has a
+title. What each of them printed is the result, which the tutorial quotes. Needs root, for the emulated machines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments import command
+from experiments.results import REPOSITORY, Row, save
+from pipesgd.errors import RunError
+from pipesgd.launch import Ranks
+
+PAGE = REPOSITORY / "docs" / "tutorial.md"
+STEP = re.compile(r'^```sh title="(.+?)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
+KEPT = ("PATH", "HOME", "TERM")
+"""Variables of this environment that the shell gets."""
+OF_THIS_MACHINE = re.compile("WARNING: Location '")
+"""What pip says of places where it looks for packages."""
+COLUMNS = "110"
+"""Of text."""
+
+
+def compute(folder: Path, console: Console) -> list[Row]:
+    """A row for each step, in a clone in ``folder``."""
+    clone = folder / "pipesgd"
+    subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
+    with subprocess.Popen(["bash"], cwd=clone, env=environment(), stdin=subprocess.PIPE, text=True) as shell:
+        return [step(shell, title, commands, folder, console) for title, commands in steps()]
+
+
+def steps() -> list[tuple[str, str]]:
+    """Titles, and the commands below them."""
+    return STEP.findall(PAGE.read_text(encoding="utf-8"))
+
+
+def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, console: Console) -> Row:
+    """What ``commands`` do in ``shell``; ``load`` is how many processes wanted a core when they began."""
+    assert shell.stdin is not None
+    output, done = folder / "output", folder / "done"
+    load, begin = os.getloadavg()[0], time.perf_counter()
+    # Not in a subshell, so that an environment that is activated stays so; without a terminal, as in a log.
+    shell.stdin.write(f"{{ {commands}\n}} > {output} 2>&1 < /dev/null; echo $? > {done}.part; mv {done}.part {done}\n")
+    shell.stdin.flush()
+    while shell.poll() is None and not done.exists():
+        time.sleep(0.05)
+    seconds, code = time.perf_counter() - begin, int(done.read_text())
+    done.unlink()
+    lines = [
+        line.rstrip() for line in output.read_text(encoding="utf-8").splitlines() if not OF_THIS_MACHINE.match(line)
+    ]
+    command.say(console, f"{title}: {seconds:.0f} s")
+    if code:
+        for line in lines:
+            command.say(console, line)
+        raise RunError(f"step {title} of the tutorial ended with exit code {code}")
+    return {
+        "step": title,
+        "commands": commands.splitlines(),
+        "output": lines,
+        "load": load,
+    }
+
+
+def environment() -> dict[str, str]:
+    """Of a user who has just logged in."""
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    own = str(Path(sys.prefix) / "bin")
+    kept["PATH"] = os.pathsep.join(part for part in kept["PATH"].split(os.pathsep) if part != own)
+    return kept | {"COLUMNS": COLUMNS}
+
+
+def follow(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The whole command."""
+    command.Parser(prog="python -m experiments.tutorial", description=__doc__).parse_args(words)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compute(Path(folder), console)
+    command.say(console, f"wrote {save('tutorial', rows)}")
+
+
+if __name__ == "__main__":
+    command.run(follow)

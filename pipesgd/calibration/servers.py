@@ -1,0 +1,106 @@
+"""Rounds of a synchronous parameter server, over sizes and numbers of ranks: gradients to it, and weights back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipesgd.calibration.groups import Place, groups_to_measure
+from pipesgd.calibration.options import LEAST_LARGEST_BYTES
+from pipesgd.calibration.profile import PARAMETER_SERVER
+from pipesgd.calibration.sweep import GROWTH, Cell
+from pipesgd.launch import Ranks
+from pipesgd.strategies.parameter_server import ParameterServers
+
+SIZES = 5
+"""About; the time that there is, is divided among so many."""
+LEAST_BLOCKS, MOST_BLOCKS, MOST_ROUNDS = 3, 6, 20
+"""Of a cell, and rounds of a block: workers that are served in turn find their pace within it."""
+
+
+def world_sizes(where: Sequence[Place]) -> list[int]:
+    """Those that are measured: the sizes of the groups that are of the first ranks, who can have a server alone."""
+    return [len(group) for group in groups_to_measure(where) if group == list(range(len(group)))]
+
+
+def measure(
+    ranks: Ranks,
+    where: Sequence[Place],
+    *,
+    largest_bytes: int,
+    seconds: float,
+    timeout: float,
+    advance: Callable[[float], None],
+) -> list[Cell]:
+    """Every cell, the same on all ranks: one server, beside the first worker. Collective.
+
+    It starts torch's process groups and ends them: there must be none yet. What the server's optimizer takes is in no
+    cell that counts, since a plain SGD step is nothing beside the wire.
+
+    Args:
+        ranks: that take part.
+        where: they are.
+        largest_bytes: of the gradient; less on a slow link.
+        seconds: for all of it, about.
+        timeout: seconds that a rank waits for another one.
+        advance: told what share is done.
+    """
+    cells: list[Cell] = []
+    sizes = world_sizes(where)
+    # Who takes no part waits at most for the deadline.
+    share = min(seconds / len(sizes), timeout / 2) / SIZES
+    for number, world_size in enumerate(sizes):
+        own: list[tuple[int, list[float]]] = []
+        if ranks.rank < world_size:
+            own = _cells(ranks.first(world_size), largest_bytes, share, timeout)
+        for nbytes, times in ranks.exchange("times of a parameter server", own)[0]:
+            cell = Cell(all_reduce=PARAMETER_SERVER, world_size=world_size, nbytes=nbytes, seconds=np.array(times))
+            cells.append(cell)
+        advance((number + 1) / len(sizes))
+    return cells
+
+
+def _cells(ranks: Ranks, largest_bytes: int, share: float, timeout: float) -> list[tuple[int, list[float]]]:
+    """(bytes, seconds of a round in each block) of these ranks, from small sizes on as long as there is time."""
+    found = []
+    nbytes = min(LEAST_LARGEST_BYTES, largest_bytes)
+    while True:
+        times = _rounds(ranks, nbytes, share, timeout)
+        found.append((nbytes, times))
+        larger = min(GROWTH * nbytes, largest_bytes)
+        if larger == nbytes or larger / nbytes * float(np.median(times)) * (LEAST_BLOCKS + 2) > 2 * share:
+            return found
+        nbytes = larger
+
+
+def _rounds(ranks: Ranks, nbytes: int, share: float, timeout: float) -> list[float]:
+    """Seconds of a round, the median rank's, in each block; no other strategy's connections are there meanwhile."""
+    ranks.start_process_group("cpu", timeout)
+    weights = nn.Parameter(torch.zeros(nbytes // 4))
+    gradient = torch.zeros_like(weights)
+    model = nn.ParameterList([weights])
+    servers = ParameterServers(
+        model, torch.optim.SGD([weights], lr=0.0), staleness_bound=0, timeout=timeout, ranks=ranks
+    )
+
+    def block(rounds: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            weights.grad = gradient
+            servers.step()
+        return (time.perf_counter() - begin) / rounds
+
+    with contextlib.closing(servers):
+        block(1)  # makes the connections
+        once = max(ranks.exchange("a round", block(1)))
+        blocks = int(np.clip(share / once, LEAST_BLOCKS, MOST_BLOCKS))
+        rounds = int(np.clip(share / once / blocks, 1, MOST_ROUNDS))
+        times = [block(rounds) for _ in range(blocks)]
+    everybody = ranks.exchange("rounds", times)
+    ranks.leave()
+    return [float(one) for one in np.median(everybody, axis=0)]

@@ -1,0 +1,77 @@
+"""All experiments in one command: what is left to do, for how long, and that it goes on where it was stopped."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from experiments.__main__ import EXPERIMENTS, KEEP_RUNS, Experiment, minutes_left, run_all
+from experiments.gallery import FIGURES
+from experiments.results import RESULTS
+
+THREE = [
+    Experiment(name=name, words=f"bench_{name}", minutes=minutes) for name, minutes in (("a", 10), ("b", 20), ("c", 30))
+]
+
+
+def test_every_result_is_made_by_one_of_them() -> None:
+    names = {one.name for one in EXPERIMENTS}
+    assert len(names) == len(EXPERIMENTS)
+    made = {path.name.removesuffix(".manifest.json") for path in RESULTS.glob("*.manifest.json")}
+    beside = {"staleness_summary": "staleness", "validate_timing_model_decisions": "validate_timing_model"}
+    assert {beside.get(name, name) for name in made} <= names
+    assert {one.name for one in FIGURES} <= names
+
+
+def test_those_that_read_results_come_after_those_that_make_them() -> None:
+    order = [one.name for one in EXPERIMENTS]
+    assert order[-1] == "gallery"
+    assert order.index("bench_all_reduce_matrix") < order.index("fig06_all_reduces") < order.index("fig07_layerwise")
+    assert max(order.index(name) for name in order if name.startswith(("compare", "accuracy"))) < order.index(
+        "fig04_speedups"
+    )
+    assert order.index("validate_timing_model") < order.index("fig05_timing_model")
+
+
+@pytest.mark.parametrize("one", EXPERIMENTS, ids=lambda one: one.name)
+def test_every_one_is_a_command_with_options_that_it_has(one: Experiment) -> None:
+    module = importlib.import_module(f"experiments.{one.words.split()[0]}")
+    assert callable(module.main)
+    assert ("--fresh" in one.arguments(fresh=True)) == (one.words.split()[0] in KEEP_RUNS)
+    assert "--fresh" not in one.arguments(fresh=False)
+
+
+def test_a_command_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = tmp_path / "runs" / "experiments.json"
+    ran: list[tuple[str, bool]] = []
+
+    def run(one: Experiment, fresh: bool) -> int:
+        ran.append((one.name, fresh))
+        if one.name == "b" and len(ran) == 2:
+            raise KeyboardInterrupt
+        return 3 if one.name == "c" else 0
+
+    with pytest.raises(KeyboardInterrupt):
+        run_all(THREE, state, Console(), run)
+    assert run_all(THREE, state, Console(), run) == ["c"]
+    # b was begun: runs that it has kept are not forgotten. c failed: it is tried again, and goes on.
+    assert run_all(THREE, state, Console(), run) == ["c"]
+    assert ran == [("a", True), ("b", True), ("b", False), ("c", True), ("c", False)]
+    assert [name for name, one in json.loads(state.read_text()).items() if "minutes" in one] == ["a", "b"]
+    out = capsys.readouterr().out
+    assert "[1/3] a, about 10 min; 1:00:00 h left in all" in out
+    assert "c failed with exit code 3" in out
+    assert run_all(THREE[:1], state, Console(), run, again=True) == []
+    assert ran[-1] == ("a", True)
+
+
+def test_the_time_left_follows_how_long_the_others_took() -> None:
+    first, *rest = EXPERIMENTS
+    assert minutes_left(rest, {}) == pytest.approx(sum(one.minutes for one in rest))
+    twice = {first.name: {"minutes": 2 * first.minutes}}
+    assert minutes_left(rest, twice) == pytest.approx(2 * sum(one.minutes for one in rest))
+    assert minutes_left(rest, {first.name: {"begun": "c0ffee"}}) == pytest.approx(sum(one.minutes for one in rest))

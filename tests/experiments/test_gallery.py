@@ -1,0 +1,65 @@
+"""The gallery is what the results draw now, and nothing that has a figure is forgotten."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from experiments import gallery
+from experiments.figures import PaperFigure
+from experiments.results import RESULTS
+
+MOST_DIFFERENT = 0.002
+"""Mean difference of two pictures of the same figure, of 1: fonts may move by a pixel between versions."""
+DRAWN = [one for one in gallery.FIGURES if (RESULTS / one.file).exists()]
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    """If this fails: `make figures`."""
+    assert (gallery.DOCS / gallery.PAGE).read_text(encoding="utf-8") == gallery.page()
+    pictures = {path.stem for path in (gallery.DOCS / gallery.PICTURES).glob("*.png")}
+    assert pictures == {one.name for one in DRAWN}
+
+
+def different(first: Path, second: Path) -> float:
+    """By how much of 1 the pixels of two pictures differ on average; 1 if they have other sizes."""
+    before, after = imread(first), imread(second)
+    return float(np.abs(before - after).mean()) if before.shape == after.shape else 1.0
+
+
+@pytest.mark.parametrize("figure", DRAWN, ids=lambda figure: figure.name)
+def test_the_pictures_are_those_of_the_results(figure: PaperFigure, tmp_path: Path) -> None:
+    """If this fails: `make figures`."""
+    picture = figure.save(figure.table(), tmp_path, dpi=gallery.DPI)
+    assert different(picture, gallery.DOCS / gallery.PICTURES / picture.name) < MOST_DIFFERENT
+
+
+def test_pictures_of_other_results_differ(tmp_path: Path) -> None:
+    figure = DRAWN[-1]
+    rows = figure.table()
+    last = rows[-1]["panel"]
+    picture = figure.save(rows, tmp_path, dpi=gallery.DPI)
+    (tmp_path / "other").mkdir()
+    other = figure.save([row for row in rows if row["panel"] != last], tmp_path / "other", dpi=gallery.DPI)
+    assert different(picture, other) > MOST_DIFFERENT
+
+
+def test_every_result_has_a_figure_or_is_said_to_have_none() -> None:
+    drawn = gallery.all_drawn()
+    without = {path.name.split(".")[0] for path in RESULTS.glob("*.manifest.json")} - drawn.keys()
+    assert all(name.startswith(gallery.WITHOUT) for name in without)
+    assert {path.stem for path in RESULTS.glob("*.png")} == drawn.keys()
+
+
+def test_a_figure_without_results_is_said_to_be_missing(tmp_path: Path) -> None:
+    text = gallery.page(tmp_path)
+    for figure in gallery.FIGURES:
+        assert f"Not measured yet: python -m experiments.{figure.name} does it." in text
+    assert "![" not in text
+
+
+def test_no_two_figures_share_a_name_or_a_title() -> None:
+    assert len({one.name for one in gallery.FIGURES}) == len({one.title for one in gallery.FIGURES}) == 8

@@ -1,0 +1,104 @@
+"""The documentation: the site builds without a warning, links and anchors among them."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import html
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.quotes import QUOTE
+from pipesgd.calibration.options import CalibrateConfig
+from pipesgd.config import TrainConfig
+from timing_model.cli import COMMANDS
+from timing_model.words import Parser
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site."""
+    folder = tmp_path_factory.mktemp("site")
+    # Not --quiet, with which --strict passes everything.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_options_page_has_every_option(site: Path) -> None:
+    page = html.unescape((site / "options.html").read_text(encoding="utf-8"))
+    names = [*TrainConfig().options(), *CalibrateConfig().options(), "accuracy-cost", "slow-ranks", "seed", "out"]
+    assert [name for name in names if f"<code>--{name}</code>" not in page] == []
+
+
+def test_every_equation_is_drawn(site: Path) -> None:
+    pages = {path.name: path.read_text(encoding="utf-8") for path in site.glob("*.html")}
+    assert [name for name, text in pages.items() if "arithmatex" in text] == []
+    assert "<math" in pages["equations.html"]
+
+
+def test_examples_give_what_they_say() -> None:
+    page = (REPOSITORY / "docs" / "equations.md").read_text(encoding="utf-8")
+    examples = "".join(re.findall(r"^```python\n(>>>.*?)^```$", page, re.DOTALL | re.MULTILINE))
+    test = doctest.DocTestParser().get_doctest(examples, {}, "equations.md", "equations.md", 0)
+    assert len(test.examples) > 5
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+ELSEWHERE = {
+    *("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "max-restarts"),  # torchrun's
+    *("rdzv-backend", "rdzv-conf", "rdzv-endpoint", "local-addr"),
+    *("nodes", "rate", "loss", "slow-node", "workload"),  # of experiments
+    *("help", "config", "logdir"),  # of all; TensorBoard's
+}
+
+
+def test_options_that_are_spoken_of_are_there() -> None:
+    known = {*TrainConfig().options(), *CalibrateConfig().options(), *ELSEWHERE}
+    for add_options, _ in COMMANDS.values():
+        parser = Parser()
+        add_options(parser)
+        known |= {name[2:] for action in parser._actions for name in action.option_strings if name.startswith("--")}
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    texts = {page.name: re.sub(r"<!--.*?-->", "", QUOTE.sub("", page.read_text(encoding="utf-8"))) for page in pages}
+    spoken = {(name, option) for name, text in texts.items() for option in re.findall(r"(?<!-)--([a-z][a-z-]*)", text)}
+    assert sorted((name, option) for name, option in spoken if option not in known) == []
+
+
+def texts_in_the_code() -> list[str]:
+    """Every string in it, with … for what is filled in."""
+    files = [
+        path
+        for name in ("pipesgd", "timing_model", "experiments/testbed")
+        for path in (REPOSITORY / name).rglob("*.py")
+    ]
+
+    def text(node: ast.expr) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text, node.values))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return text(node.left) + text(node.right)
+        if isinstance(node, ast.IfExp):
+            return text(node.body)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
+
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    said = [node for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp)]
+    return [text(node) for node in said if id(node) not in docstrings]
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_code() -> None:
+    page = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    code = "\n".join(texts_in_the_code())
+    wanted = {message: ".*".join(map(re.escape, message.split("…"))) for message in messages}
+    assert len(messages) > 40
+    assert [message for message, pattern in wanted.items() if not re.search(pattern, code)] == []

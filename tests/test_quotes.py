@@ -1,0 +1,49 @@
+"""README and documentation hold no figure but those that are quoted from result files and code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments.quotes import PAGES, QUOTE, requoted
+from experiments.results import RESULTS, load
+from experiments.tutorial import steps
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"^    .*$", re.MULTILINE)
+"""Code and commands, unless a fence says that it is text: output."""
+CODE = re.compile(r"`[^`\n]+`")
+DECLARED = re.compile(r"<!-- constants: (.*?) -->", re.DOTALL)
+FIGURE = re.compile(
+    r"(?<![\w.,/-])[-+]?\d[\d.,]*\s?(?:%|(?:ns|us|ms|s|min|seconds?|minutes?|hours?|x|times|points|kB|MB|GB|KiB|MiB|GiB)\b)"
+)
+"""A number with a unit in which results are given."""
+
+
+@pages
+def test_quotes_are_those_of_the_results(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert requoted(text, page) == text, "python -m experiments.quotes writes them anew"
+
+
+@pages
+def test_there_is_no_figure_outside_of_quotes(page: Path) -> None:
+    """But for those that a comment in the page declares to be constants: settings, thresholds of the code."""
+    text = page.read_text(encoding="utf-8")
+    declared = {figure for comment in DECLARED.findall(text) for figure in FIGURE.findall(comment)}
+    text = FENCE.sub(lambda fence: fence[2] if fence[1] == "text" else "", QUOTE.sub("", text))
+    for pattern in (DECLARED, INDENTED, CODE):
+        text = pattern.sub("", text)
+    figures = set(FIGURE.findall(text))
+    assert figures - declared == set()
+    assert declared - figures == set(), "declared, but not there"
+
+
+def test_the_tutorials_outputs_are_those_of_its_commands() -> None:
+    ran = [(row["step"], "\n".join(row["commands"])) for row in load(RESULTS / "tutorial.json")]
+    written = [(title, commands.rstrip()) for title, commands in steps()]
+    assert ran == written, "python -m experiments.tutorial runs them"
