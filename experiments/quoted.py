@@ -200,9 +200,9 @@ def paper_question() -> str:
         f"Without a codec width 2 is at most {of('most_plain')[1]:.1f} times as fast as a parameter server beside a "
         f"worker ({of('most_plain_over_server_apart')[1]:.1f} with a machine of its own for it), with 8 bits "
         f"{least:.1f} to {most:.1f}. The 5.4 of the paper's abstract is reached with 8 bits where computation "
-        f"takes at most {of('claim_to_ratio')[0]:.2f} of the fp32 ring, or {of('claim_to_ratio_server_apart')[0]:.2f} against a "
-        f"server on a machine of its own. Without jitter a third width gains {of('widest_gain')[1]:.1%} at most. "
-        f"With jitter it does, which the paper does not say: at most, on four ranks, by the simulator, {gained}."
+        f"takes at most {of('claim_to_ratio')[0]:.2f} of the fp32 ring, or {of('claim_to_ratio_server_apart')[0]:.2f} "
+        f"against a server on a machine of its own. Without jitter a third width gains {of('widest_gain')[1]:.1%} at "
+        f"most. With jitter it does, which the paper does not say: at most, on four ranks, by the simulator, {gained}."
     )
 
 
