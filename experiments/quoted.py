@@ -112,6 +112,33 @@ def times_to_accuracy() -> str:
     return table(heads, lines.values())
 
 
+def paper_question() -> str:
+    """What the model says of the paper's setting: speed-ups, and what a third width gains."""
+
+    def answers(name: str) -> list[Row]:
+        manifest = json.loads((RESULTS / f"{name}.manifest.json").read_text(encoding="utf-8"))
+        return list(manifest["answers"])
+
+    speed_ups = [
+        [
+            one["workload"],
+            *(f"{one[column]:.1f}" for column in ("most_plain", "most_plain_over_server_apart", "most")),
+            f"{one['most_over_server_apart']:.1f}",
+            f"{one['claim_to_ratio']:.2f}",
+            f"{one['claim_to_ratio_server_apart']:.2f}",
+        ]
+        for one in answers("paper_question")
+    ]
+    heads = ["", "width 2 at most", "server apart", "with int8", "server apart", "5.4 up to", "server apart"]
+    jitter = [
+        [f"{one['cv']:.0%}", *(f"{100 * one[f'gain_{source}']:.1f}" for source in ("simulated", "formula"))]
+        for one in answers("paper_question_jitter")
+        if one["world_size"] == 4
+    ]
+    gains = ["spread of computation", "width 3 gains at most, %", "by the formula"]
+    return table(heads, speed_ups) + "\n\n" + table(gains, jitter)
+
+
 def other_figures() -> str:
     """One line each."""
     server = comparison("mlp", "200mbit")
@@ -192,7 +219,10 @@ def output(step: str, first: str = "") -> str:
 
 QUOTES: dict[str, Callable[..., str]] = {
     quote.__name__: quote
-    for quote in (made_by, iteration_times, codec_times, accuracies, times_to_accuracy, other_figures, equation, output)
+    for quote in (
+        *(made_by, iteration_times, codec_times, accuracies, times_to_accuracy, paper_question, other_figures),
+        *(equation, output),
+    )
 }
 
 

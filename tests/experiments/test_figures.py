@@ -278,7 +278,7 @@ def test_every_run_of_the_convergence_is_one_that_trains() -> None:
 
 
 def test_speedups_are_those_of_the_comparisons() -> None:
-    rows = {(row["panel"], row["method"]): row for row in fig04_speedups.FIGURE.table()}
+    rows = {(row["panel"], row["method"]): row for row in fig04_speedups.compute()}
     panel = "an iteration: mlp, 4 nodes at 200 Mbit/s"
     compared = {row["contender"]: row for row in load(RESULTS / "compare_mlp_4x200mbit.csv")}
     pipelined = compared["width 2, ring"]["ratio_to_ddp_median"]
