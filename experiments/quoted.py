@@ -112,6 +112,33 @@ def times_to_accuracy() -> str:
     return table(heads, lines.values())
 
 
+def paper_question() -> str:
+    """What the model says of the paper's setting: speed-ups, and what a third width gains."""
+
+    def answers(name: str) -> list[Row]:
+        manifest = json.loads((RESULTS / f"{name}.manifest.json").read_text(encoding="utf-8"))
+        return list(manifest["answers"])
+
+    speed_ups = [
+        [
+            one["workload"],
+            *(f"{one[column]:.1f}" for column in ("most_plain", "most_plain_over_server_apart", "most")),
+            f"{one['most_over_server_apart']:.1f}",
+            f"{one['claim_to_ratio']:.2f}",
+            f"{one['claim_to_ratio_server_apart']:.2f}",
+        ]
+        for one in answers("paper_question")
+    ]
+    heads = ["", "width 2 at most", "server apart", "with int8", "server apart", "5.4 up to", "server apart"]
+    jitter = [
+        [f"{one['cv']:.0%}", *(f"{100 * one[f'gain_{source}']:.1f}" for source in ("simulated", "formula"))]
+        for one in answers("paper_question_jitter")
+        if one["world_size"] == 4
+    ]
+    gains = ["spread of computation", "width 3 gains at most, %", "by the formula"]
+    return table(heads, speed_ups) + "\n\n" + table(gains, jitter)
+
+
 def other_figures() -> str:
     """One line each."""
     server = comparison("mlp", "200mbit")
@@ -179,31 +206,6 @@ def equation(name: str) -> str:
     assert blocks, f"{name} has no equation"
     rows = [row for block in blocks for row in re.split(r",?\s*\\qquad\s*|\n\s*(?=\+ )", block.strip())]
     return "\n\n".join(f"$$\n{row}\n$$" for row in rows)
-
-
-def paper_question() -> str:
-    """What the model says of the paper's setting."""
-
-    def answers(name: str) -> list[Row]:
-        return list(json.loads((RESULTS / f"{name}.manifest.json").read_text(encoding="utf-8"))["answers"])
-
-    networks, spreads = answers("paper_question"), answers("paper_question_jitter")
-
-    def of(column: str) -> tuple[float, float]:
-        values = [float(one[column]) for one in networks]
-        return min(values), max(values)
-
-    third = [one for one in spreads if one["world_size"] == 4 and one["cv"] in (0.05, 0.1, 0.2)]
-    gained = ", ".join(f"{one['gain_simulated']:.1%} at a spread of {one['cv']:.0%}" for one in third)
-    least, most = of("most")
-    return (
-        f"Without a codec width 2 is at most {of('most_plain')[1]:.1f} times as fast as a parameter server beside a "
-        f"worker ({of('most_plain_over_server_apart')[1]:.1f} with a machine of its own for it), with 8 bits "
-        f"{least:.1f} to {most:.1f}. The 5.4 of the paper's abstract is reached with 8 bits where computation "
-        f"takes at most {of('claim_to_ratio')[0]:.2f} of the fp32 ring, or {of('claim_to_ratio_server_apart')[0]:.2f} "
-        f"against a server on a machine of its own. Without jitter a third width gains {of('widest_gain')[1]:.1%} at "
-        f"most. With jitter it does, which the paper does not say: at most, on four ranks, by the simulator, {gained}."
-    )
 
 
 def output(step: str, first: str = "") -> str:
