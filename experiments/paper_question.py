@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from experiments import command
+from experiments import command, style
 from experiments.results import Row, save, save_panels
-from experiments.style import COLOURS
 from pipesgd.launch import Ranks
 from timing_model import Noise, simulate_iterations, steady_state_period
 from timing_model.costs import collective_time, costs_of, iteration_time
@@ -69,14 +68,14 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """T truncates to 16 bits, Q quantizes to 8; all but ps-sync and ddp reduce around the ring."""
 DRAWN = {
-    "pipelined + Q": ("#D55E00", ":"),
-    "pipelined + T": ("#D55E00", "--"),
-    "pipelined": ("#D55E00", "-"),
-    "D-Sync + Q": ("#0072B2", ":"),
-    "D-Sync + T": ("#0072B2", "--"),
-    "D-Sync": ("#0072B2", "-"),
-    "ddp": ("#009E73", "-"),
-    "ps-sync, server apart": ("#999999", "-"),
+    "pipelined + Q": (style.METHODS["width 2"], ":"),
+    "pipelined + T": (style.METHODS["width 2"], "--"),
+    "pipelined": (style.METHODS["width 2"], "-"),
+    "D-Sync + Q": (style.METHODS["D-Sync"], ":"),
+    "D-Sync + T": (style.METHODS["D-Sync"], "--"),
+    "D-Sync": (style.METHODS["D-Sync"], "-"),
+    "ddp": (style.METHODS["ddp"], "-"),
+    "ps-sync, server apart": (style.METHODS["ps-sync"], "-"),
 }
 """A colour for a strategy, a style of line for a codec."""
 
@@ -227,13 +226,13 @@ def _last(rows: Sequence[Row], column: str) -> float | None:
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
     """The speed-up over ps-sync of each method over the computation, of one network."""
-    for method, (colour, style) in DRAWN.items():
+    for method, (colour, line) in DRAWN.items():
         own = _of(rows, method)
         axes.plot(
             [1e3 * row["compute_s"] for row in own],
             [row["speed_up"] for row in own],
             color=colour,
-            linestyle=style,
+            linestyle=line,
             label=method,
         )
     axes.axhline(CLAIM, color="black", linewidth=1, linestyle="-.", label=f"{CLAIM}, the abstract's")
@@ -244,7 +243,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 def plot_widths(rows: list[Row], axes: Axes) -> Axes:
     """The time of an iteration over the width, by spread, where a collective takes as long as the computation."""
-    for cv, colour in zip(CVS, COLOURS, strict=False):
+    for cv, colour in zip(CVS, style.COLOURS, strict=False):
         own = [row for row in rows if row["cv"] == cv and row["ratio"] == 1 and row["world_size"] == NODES]
         widths = [row["width"] for row in own]
         axes.plot(widths, [row["formula"] for row in own], color=colour, label=f"cv {cv:.0%}")
@@ -257,14 +256,14 @@ def plot_widths(rows: list[Row], axes: Axes) -> Axes:
 
 def plot_third(rows: list[Row], axes: Axes) -> Axes:
     """What width 3 gains over width 2, over the ratio of collective and computation, by spread."""
-    for cv, colour in zip(CVS, COLOURS, strict=False):
+    for cv, colour in zip(CVS, style.COLOURS, strict=False):
         own = [row for row in rows if row["cv"] == cv and row["world_size"] == NODES]
-        for source, style in (("formula", "-"), ("simulated", "o")):
+        for source, mark in (("formula", "-"), ("simulated", "o")):
             third = gains(own, source)
             axes.plot(
                 list(third),
                 [100 * gain for gain in third.values()],
-                style,
+                mark,
                 color=colour,
                 fillstyle="none",
                 label=f"cv {cv:.0%}" if source == "formula" else "_",

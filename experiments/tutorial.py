@@ -81,7 +81,7 @@ def environment() -> dict[str, str]:
     return kept | {"COLUMNS": COLUMNS}
 
 
-def follow(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The whole command."""
     command.Parser(prog="python -m experiments.tutorial", description=__doc__).parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
@@ -90,4 +90,4 @@ def follow(words: Sequence[str], ranks: Ranks, console: Console) -> None:
 
 
 if __name__ == "__main__":
-    command.run(follow)
+    command.run(main)

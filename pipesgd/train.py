@@ -123,6 +123,8 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         paces: list[float] = []
         say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
         watch = None if planned is None else Watch(planned, ranks, say, replans=replans)
+        if replans and planned is None and workers.rank == 0:
+            say("replan has nothing to do: nothing was predicted of this run")
         replanned: list[dict[str, Any]] = []
         samples_per_iteration = config.samples_per_rank * workers.world_size
         evaluated: dict[str, Any] = {"loader_workers": config.data.workers, "buffers": config.pipeline.buffers}

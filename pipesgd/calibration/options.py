@@ -71,7 +71,9 @@ class CalibrationOptions:
                 if names.count(name) > 1:
                     raise UserInputError(f"{option} must name each once; got {name!r} twice")
         if RING not in self.all_reduces:
-            raise UserInputError(f"all-reduces must have {RING}, whose link others have; got {self.all_reduces}")
+            raise UserInputError(
+                f"all-reduces must have {RING}, whose link others have; got {' '.join(self.all_reduces)}"
+            )
         check_one_of("prediction", self.prediction, PREDICTIONS)
         check_above_zero("timeout", self.timeout)
         if self.plot is not None and self.plot == self.out:

@@ -83,8 +83,10 @@ class Sweep:
                 schedule = SCHEDULES[name](members.index(ranks.rank), len(members))
                 own[name] = ScheduledAllReduce(Part(transport, members), schedule, Uncompressed())
             self._all_reduces.append(own)
+        self._counted = LEAST_LARGEST_BYTES
         self.busy, self.sent = 0.0, 0.0
-        """Seconds of all cores of this machine in rings of all ranks, and bytes that each rank sent in them."""
+        """Seconds of all cores of this machine in rings of all ranks, and bytes that each rank sent in them: of large
+        gradients, or the largest that there was time for."""
 
     @property
     def ring(self) -> AllReduce:
@@ -111,6 +113,7 @@ class Sweep:
         # 1. Sizes, until one takes too long; all groups once, which makes their memory and connections.
         flat = torch.ones(largest_bytes // 4)
         sizes = self._sizes(flat, seconds)
+        self._counted = min(sizes[-1], self._counted)
         cells = [(group, name, size) for group in range(len(self._groups)) for name in self._names for size in sizes]
         first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]
         # 2. How often each, agreed upon.
@@ -172,7 +175,7 @@ class Sweep:
         for _ in range(calls):
             function(flat, finish=finish)
         seconds = time.perf_counter() - begin
-        if p == self._ranks.world_size and all_reduce == RING and flat.nbytes >= LEAST_LARGEST_BYTES:
+        if p == self._ranks.world_size and all_reduce == RING and flat.nbytes >= self._counted:
             self.busy += busy_seconds() - busy
             self.sent += calls * ring_bytes(flat.numel(), p)
         return seconds

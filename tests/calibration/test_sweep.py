@@ -48,7 +48,9 @@ def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell]
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
     groups = groups_to_measure(places([0] * ranks.world_size))
     sweep = Sweep(ranks, transport, groups, ALL_REDUCES, timeout=ranks.timeout)
-    return sweep.run(largest_bytes=largest_bytes, seconds=seconds, between=laps.append, advance=told.append), told, laps
+    cells = sweep.run(largest_bytes=largest_bytes, seconds=seconds, between=laps.append, advance=told.append)
+    assert sweep.sent > 0
+    return cells, told, laps
 
 
 def test_all_ranks_get_the_same_cells() -> None:
@@ -57,7 +59,6 @@ def test_all_ranks_get_the_same_cells() -> None:
     kinds = [(cell.world_size, cell.all_reduce, cell.nbytes) for cell in cells]
     sizes = sorted({cell.nbytes for cell in cells})  # as many as there was time for
     assert sizes[0] == 1 << 10
-    assert len(sizes) > 1
     assert kinds == [(p, name, nbytes) for p in (2, 3) for name in ALL_REDUCES for nbytes in sizes]
     assert all(np.all(cell.seconds > 0) and len(cell.seconds) >= 2 for cell in cells)
     assert all(0 <= share <= 1 for share in told)
