@@ -16,13 +16,15 @@ from rich.console import Console
 
 from pipesgd import launch
 from pipesgd.calibration import profile, report
-from pipesgd.calibration.measure import HOW_TO_START, measure
+from pipesgd.calibration.measure import measure
 from pipesgd.calibration.options import FREE_BETWEEN_RANKS, CalibrateConfig
 from pipesgd.command_line import parse_as
 from pipesgd.computation import load
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
+
+HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.calibrate ..."
 
 
 def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:

@@ -145,7 +145,7 @@ def plan_run(
             return config, planned
     elif not (asked or given):
         return config, None
-    if ranks.world_size == 1 and not given:
+    if ranks.world_size == 1:
         say([f"one rank has no network, so that there is nothing to plan: {words(choices_of(config))}, the defaults"])
         return config.with_choices({}), None
 

@@ -38,9 +38,6 @@ SHARES = {CODECS: 0.07, SERVERS: 0.15, LINKS: 0.03}
 """Of the time that there is; the last has what is left, and what comes before it takes as long as it takes."""
 TRAINED = 0.5
 """Of the time of the all-reduces alone, how long the model is trained."""
-LAPS_ALONE = 10
-"""Of training, where there is one rank, and no all-reduce between them."""
-HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.calibrate ..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +51,12 @@ class Measured:
     carrying: Range
     """How long all cores of a machine are busy with a byte, in s."""
     fits: dict[str, CollectiveFit]
-    """Of the all-reduces, and of the parameter server; on rank 0, where there are several ranks."""
+    """Of the all-reduces, and of the parameter server; on rank 0."""
     product: float
     """Mean of ``machines.product_seconds`` over the laps."""
 
     def profile(self, config: TrainConfig, model: nn.Module, *, samples: int, command: Sequence[str]) -> Profile:
-        """For the timing model; of rank 0, where there are several ranks.
+        """For the timing model; of rank 0.
 
         Args:
             config: of the training that was measured.
@@ -108,7 +105,7 @@ def measure(
         config: of the training; its deadline is that of the measurements, too.
         model: on a CPU; copies of it are trained.
         batches: of this rank.
-        ranks: that take part.
+        ranks: that take part, at least 2.
         console: of rank 0.
         seconds: how long to measure, about.
         largest_bytes: of a gradient that is all-reduced.
@@ -121,7 +118,6 @@ def measure(
         CommunicationError: a rank was lost.
     """
     timeout = config.run.timeout
-    several = ranks.world_size > 1
     where, cards, hosts = places_of(ranks), interfaces.interfaces_of(ranks), machines.machines_of(ranks)
     shared = machines.ranks_per_core(hosts)
 
@@ -130,7 +126,7 @@ def measure(
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     say(describe(ranks, shared, [one.address for one in cards], seconds))
-    asked = {CODECS} | ({LINKS} if several else set()) | ({SERVERS} if several and servers else set())
+    asked = {CODECS, LINKS} | ({SERVERS} if servers else set())
     planned = {name: share * seconds for name, share in SHARES.items() if name in asked}
     planned[TRAINING] = seconds - sum(planned.values())
     products: list[float] = []
@@ -152,7 +148,7 @@ def measure(
                 advance=partial(shown.advance, SERVERS),
             )
         ranks.start_process_group("cpu", timeout)
-        names = [RING, *(name for name in all_reduces if name != RING)] if several else [RING]
+        names = [RING, *(name for name in all_reduces if name != RING)]
         training = Training(config, model, batches, prediction, names, ranks)
         stack.callback(training.close)
 
@@ -160,32 +156,25 @@ def measure(
             products.append(machines.product_seconds(ranks))
             training.lap(TRAINED * lap)
 
-        if several:
-            transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
-            probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
-            slow = links.slow_links(probes, where)
-            groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
-            sweep = Sweep(ranks, transport, groups, names, timeout=timeout)
-            cells += sweep.run(
-                largest_bytes=largest_bytes // 4 * 4,
-                seconds=planned[TRAINING],
-                between=between,
-                advance=partial(shown.advance, TRAINING),
-            )
-        else:
-            for number in range(LAPS_ALONE):
-                between(planned[TRAINING] / LAPS_ALONE / TRAINED)
-                shown.advance(TRAINING, (number + 1) / LAPS_ALONE)
+        transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
+        probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
+        slow = links.slow_links(probes, where)
+        groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
+        sweep = Sweep(ranks, transport, groups, names, timeout=timeout)
+        cells += sweep.run(
+            largest_bytes=largest_bytes // 4 * 4,
+            seconds=planned[TRAINING],
+            between=between,
+            advance=partial(shown.advance, TRAINING),
+        )
     every_lap, every_busy = zip(*ranks.exchange("times of training", [training.laps, training.busy]), strict=True)
 
     # 3. What it means.
     fits: dict[str, CollectiveFit] = {}
-    carrying = Range(0.0, 0.0, 0.0)
     values = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    if several:
-        carried = ranks.exchange("busy time of all-reduces", [sweep.busy, sweep.sent])
-        carrying = mean_range(np.array([seconds / sent for seconds, sent in carried]))
-    if ranks.rank == 0 and several:
+    carried = ranks.exchange("busy time of all-reduces", [sweep.busy, sweep.sent])
+    carrying = mean_range(np.array([seconds / sent for seconds, sent in carried]))
+    if ranks.rank == 0:
         sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
         fits = {name: profile.fit_collective(name, cells, probes, sums) for name in names}
     computation = summarize(
@@ -214,9 +203,6 @@ def measure(
 
 def describe(ranks: Ranks, ranks_per_core: float, addresses: Sequence[str], seconds: float) -> str:
     """What is about to be measured, in a line or two."""
-    if ranks.world_size == 1:
-        text = "one rank: computation and codecs are measured, but no network"
-        return text if ranks.by_torchrun else f"{text}; on four: {HOW_TO_START}"
     here = f"all at {addresses[0]}" if len(set(addresses)) == 1 else "at " + ", ".join(addresses)
     text = f"calibrating {ranks.world_size} ranks, {here}, for about {seconds:.0f} s"
     if ranks_per_core > 1:
