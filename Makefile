@@ -17,7 +17,7 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest -n 2 --dist loadfile
+	$(VENV)/bin/pytest
 
 # Every figure, from the results that are there: nothing is measured.
 figures: $(VENV)/test.stamp
