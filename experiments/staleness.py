@@ -158,6 +158,7 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
         for method in (method for method in METHODS if method in methods):
             own = methods[method]
             limit = _stable_up_to(own, least)
+            far_enough = sync_limit is not None and any(row["lr"] >= STABILITY * sync_limit for row in own)
             at_best: Row = next((row for row in own if row["lr"] == lr), {})
             good = (row for row in own if row["accuracy_mean"] is not None)
             own_best: Row = min(good, key=partial(_badness, workload), default={})
@@ -172,7 +173,7 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
                     **{f"own_best_{name}": own_best.get(name) for name in ("lr", "accuracy_mean", "test_loss_mean")},
                     "stable_up_to_lr": limit,
                     "target": verdict(workload, method, at_best),
-                    "stability": stability(method, limit, sync_limit),
+                    "stability": stability(method, limit, sync_limit) if far_enough else "",
                 }
             )
     return summary
