@@ -36,7 +36,8 @@ def compute(folder: Path, console: Console) -> list[Row]:
     """A row for each step, in a clone in ``folder``."""
     clone = folder / "pipesgd"
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
-    with subprocess.Popen(["bash"], cwd=clone, env=environment(), stdin=subprocess.PIPE, text=True) as shell:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["bash"], cwd=clone, env=environment(), stdin=pipe, stdout=pipe, text=True) as shell:
         return [step(shell, title, commands, folder, console) for title, commands in steps()]
 
 
@@ -48,20 +49,19 @@ def steps() -> list[tuple[str, str]]:
 def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, console: Console) -> Row:
     """What ``commands`` do in ``shell``; ``load`` is how many processes wanted a core when they began."""
     assert shell.stdin is not None
-    output, done = folder / "output", folder / "done"
+    assert shell.stdout is not None
+    output = folder / "output"
     load, begin = os.getloadavg()[0], time.perf_counter()
     # Not in a subshell, so that an environment that is activated stays so; without a terminal, as in a log.
-    shell.stdin.write(f"{{ {commands}\n}} > {output} 2>&1 < /dev/null; echo $? > {done}.part; mv {done}.part {done}\n")
+    shell.stdin.write(f"{{ {commands}\n}} > {output} 2>&1 < /dev/null; echo $?\n")
     shell.stdin.flush()
-    while shell.poll() is None and not done.exists():
-        time.sleep(0.05)
-    seconds, code = time.perf_counter() - begin, int(done.read_text())
-    done.unlink()
+    code = shell.stdout.readline().strip() or f"{shell.wait()}, of the shell itself"
+    seconds = time.perf_counter() - begin
     lines = [
         line.rstrip() for line in output.read_text(encoding="utf-8").splitlines() if not OF_THIS_MACHINE.match(line)
     ]
     command.say(console, f"{title}: {seconds:.0f} s")
-    if code:
+    if code != "0":
         for line in lines:
             command.say(console, line)
         raise RunError(f"step {title} of the tutorial ended with exit code {code}")

@@ -60,11 +60,11 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
 
     # 3. What it means, said and written by rank 0.
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
-    if ranks.rank == 0:
+    if found is not None:
         report.show(console, fits=found.fits, codecs=found.codecs, computation=found.computation)
 
     def write() -> None:
-        if ranks.rank > 0:
+        if found is None:
             return
         made = found.profile(training, model, samples=len(data.train), command=["-m pipesgd.calibrate", *words])
         if options.plot is not None:

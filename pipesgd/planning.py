@@ -257,7 +257,7 @@ def calibrate_briefly(
             prediction=config.pipeline.prediction,
         )
     ranks.leave()
-    return found.profile(config, model, samples=samples, command=["-m pipesgd.train"]) if ranks.rank == 0 else None
+    return None if found is None else found.profile(config, model, samples=samples, command=["-m pipesgd.train"])
 
 
 def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig, Planned | None]:

@@ -102,11 +102,11 @@ def replan(
         CommunicationError: a rank was lost.
     """
 
-    def say(*lines: str) -> None:
+    def say(lines: Sequence[str]) -> None:
         for line in lines if ranks.rank == 0 else ():
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    say(f"planning again after iteration {done} of {total} (--replan)")
+    say([f"planning again after iteration {done} of {total} (--replan)"])
     # 1. Nothing in flight, and no process group.
     state.strategy.flush()
     kept = state.strategy.state_dict()
@@ -121,20 +121,20 @@ def replan(
         asked,
         ranks,
         found,
-        lambda lines: say(*lines),
+        say,
         iterations=total - done,
         source=source,
         own=True,
     )
     # 3. Go on.
     before, now = (words(choices_of(one)) for one in (config, chosen))
-    say(f"going on with {now}" + (", as before" if before == now else f"; so far it was {before}"))
+    say([f"going on with {now}" + (", as before" if before == now else f"; so far it was {before}")])
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     strategy = make_strategy(chosen, state.model, state.optimizer, scaler, ranks)
     state.strategy = strategy
     dropped = carry_over(kept, strategy, same_codec=config.compression == chosen.compression)
     if dropped:
-        say(f"{config.compression.codec}'s residuals of error feedback are dropped: the new codec keeps none of them")
+        say([f"{config.compression.codec}'s residuals of error feedback are dropped: the new codec keeps none of them"])
     return chosen, planned
 
 

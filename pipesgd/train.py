@@ -118,6 +118,12 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             console.print(text, highlight=False, soft_wrap=True)
             recorders.append(stack.enter_context(MetricsWriter(folder, start=start)))
             recorders.append(stack.enter_context(ProgressBar(console, total=total, start=start)))
+
+        def save_checkpoint(done: int) -> None:
+            for recorder in recorders:
+                recorder.flush()
+            checkpoints.save(done, *state.snapshot(time.perf_counter() - begin))
+
         # Pushed last, so run first: the others shall not take this rank for dead while it closes the rest.
         stack.push(functools.partial(report_failure, ranks))
         paces: list[float] = []
@@ -169,9 +175,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
                 with strategy.true_weights():
                     check_replicas(hashes_of_ranks(model, workers), done)
             if done < total and checkpoint_schedule.is_due(done, (time.perf_counter() - begin) / done):
-                for recorder in recorders:
-                    recorder.flush()
-                checkpoints.save(done, *state.snapshot(time.perf_counter() - begin))
+                save_checkpoint(done)
             if watch is not None and planned is not None and watch.is_time(seconds["iteration"], done, total):
                 config, planned = replan(
                     config,
@@ -189,9 +193,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
                 watch.go_on(planned)
                 replanned.append({"iteration": done, "choices": planned.choices})
                 # Who continues the run begins here: before, it had another strategy.
-                for recorder in recorders:
-                    recorder.flush()
-                checkpoints.save(done, *state.snapshot(time.perf_counter() - begin))
+                save_checkpoint(done)
                 output.replanned(folder, config, ranks, planned.as_json())
             last = time.perf_counter()
 

@@ -51,12 +51,12 @@ class Measured:
     carrying: Range
     """How long all cores of a machine are busy with a byte, in s."""
     fits: dict[str, CollectiveFit]
-    """Of the all-reduces, and of the parameter server; on rank 0."""
+    """Of the all-reduces, and of the parameter server."""
     product: float
     """Mean of ``machines.product_seconds`` over the laps."""
 
     def profile(self, config: TrainConfig, model: nn.Module, *, samples: int, command: Sequence[str]) -> Profile:
-        """For the timing model; of rank 0.
+        """For the timing model.
 
         Args:
             config: of the training that was measured.
@@ -95,11 +95,11 @@ def measure(
     all_reduces: Sequence[str],
     servers: bool,
     prediction: str,
-) -> Measured:
+) -> Measured | None:
     """Measure the ranks, their network and the model's training; rank 0 says what is done, and what is amiss.
 
-    All ranks call this together. It starts torch's process group, of which there must be none yet, and leaves it to the
-    caller to end it.
+    All ranks call this together; what was found is rank 0's. It starts torch's process group, of which there must be
+    none yet, and leaves it to the caller to end it.
 
     Args:
         config: of the training; its deadline is that of the measurements, too.
@@ -169,14 +169,15 @@ def measure(
         )
     every_lap, every_busy = zip(*ranks.exchange("times of training", [training.laps, training.busy]), strict=True)
 
-    # 3. What it means.
-    fits: dict[str, CollectiveFit] = {}
-    values = sum(one.numel() for one in model.parameters() if one.requires_grad)
     carried = ranks.exchange("busy time of all-reduces", [sweep.busy, sweep.sent])
+    if ranks.rank != 0:
+        return None
+
+    # 3. What it means.
+    values = sum(one.numel() for one in model.parameters() if one.requires_grad)
     carrying = mean_range(np.array([seconds / sent for seconds, sent in carried]))
-    if ranks.rank == 0:
-        sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
-        fits = {name: profile.fit_collective(name, cells, probes, sums) for name in names}
+    sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
+    fits = {name: profile.fit_collective(name, cells, probes, sums) for name in names}
     computation = summarize(
         every_lap,
         every_busy,
@@ -184,12 +185,10 @@ def measure(
         carrying=carrying.value * ring_bytes(values, ranks.world_size),
         shared_cores=shared > 1,
     )
-    if fits:
-        if SERVERS in planned:
-            fits[profile.PARAMETER_SERVER] = profile.fit_servers(cells, fits[RING])
-        for line in [*interfaces.wrong_interfaces(cards, where), *(one.line for one in slow)]:
-            say(line)
-    for line in report.warnings(computation, fits):
+    if SERVERS in planned:
+        fits[profile.PARAMETER_SERVER] = profile.fit_servers(cells, fits[RING])
+    lines = [*interfaces.wrong_interfaces(cards, where), *(one.line for one in slow)]
+    for line in lines + report.warnings(computation, fits):
         say(line)
     return Measured(
         hosts=hosts,
