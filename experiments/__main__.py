@@ -31,6 +31,7 @@ from experiments import command
 from experiments.results import REPOSITORY, code_state
 from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 
 RACERS = 'ps-sync "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"'
 STATE = Path("runs/experiments.json")
@@ -172,13 +173,11 @@ def run_all(
     """
     done: dict[str, dict[str, Any]] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
     missing = [one for one in chosen if again or "minutes" not in done.get(one.name, {})]
-    command.say(console, f"{len(chosen) - len(missing)} of {len(chosen)} experiments are done; --fresh runs them again")
+    say(console, f"{len(chosen) - len(missing)} of {len(chosen)} experiments are done; --fresh runs them again")
     failed = []
     for number, one in enumerate(missing):
         left = timedelta(minutes=round(minutes_left(missing[number:], done)))
-        command.say(
-            console, f"[{number + 1}/{len(missing)}] {one.name}, about {one.minutes:g} min; {left} h left in all"
-        )
+        say(console, f"[{number + 1}/{len(missing)}] {one.name}, about {one.minutes:g} min; {left} h left in all")
         goes_on = "begun" in done.get(one.name, {})
         done[one.name] = {"begun": code_state()}
         _write(state, done)
@@ -186,7 +185,7 @@ def run_all(
         code = run(one, not goes_on)
         if code != 0:
             failed.append(one.name)
-            command.say(console, f"{one.name} failed with exit code {code}")
+            say(console, f"{one.name} failed with exit code {code}")
             continue
         done[one.name] = {"minutes": (time.monotonic() - begin) / 60}
         _write(state, done)

@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import pipesgd
-from experiments import command
 from experiments.contenders import Contender
 from experiments.paired import median, turns
 from experiments.results import REPOSITORY, provenance
 from pipesgd.metrics import SECONDS, read_metrics
 from pipesgd.output import METRICS_FILE, SUMMARY_FILE
+from pipesgd.progress import say
 
 UNTIMED_ITERATIONS = 2
 """The first ones of a run, which are left out of what the cell says of its iterations."""
@@ -165,8 +165,7 @@ def complete(
                 bar.update(task, advance=1, left=left)
                 if cell.failure or not console.is_terminal:
                     where = f"{len(todo) - len(missing) + done}/{len(todo)}"
-                    line = f"{where} {contender.name}, {index}: {_outcome(cell)}{left}"
-                    command.say(console, line)
+                    say(console, f"{where} {contender.name}, {index}: {_outcome(cell)}{left}")
             yield cell
 
 

@@ -36,6 +36,7 @@ from experiments.testbed_jobs import last_words
 from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
 from pipesgd.output import SUMMARY_FILE
+from pipesgd.progress import say
 from pipesgd.workloads import make_workload
 from timing_model.collectives import ring_all_reduce_bytes
 
@@ -159,7 +160,7 @@ def compute(
             runs.add(one.words, run)
             name = f"{number}/{len(missing)} {one.model}, {one.codec}, seed {one.seed}"
             if run.test_accuracy is None:
-                command.say(console, f"{name} failed: {run.failure}")
+                say(console, f"{name} failed: {run.failure}")
                 advance(1, f"{name} failed")
             else:
                 advance(1, f"{name}: {run.test_accuracy:.2%} in {run.seconds:.0f} s")
@@ -278,7 +279,7 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
     )
     for row in rows:
         if row["failures"]:
-            command.say(console, f"{row['model']}, {row['codec']} failed: {row['failures']}")
+            say(console, f"{row['model']}, {row['codec']} failed: {row['failures']}")
 
 
 def _texts(row: Row) -> dict[str, str]:

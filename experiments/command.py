@@ -22,6 +22,7 @@ from pipesgd.command_line import HelpRequested
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 
 LINE_SECONDS = 10.0
 """Where output is no terminal, a line of progress this often."""
@@ -101,11 +102,6 @@ def check_alone(name: str, by_torchrun: bool, reason: str) -> None:
     """Raise ``UserInputError`` if torchrun started this; ``reason`` says why it must not."""
     if by_torchrun:
         raise UserInputError(f"{name} must be run without torchrun: {reason}")
-
-
-def say(console: Console, line: str) -> None:
-    """Print a line as it is: unbroken, without colours, brackets and all."""
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def say_kept(console: Console, planned: int, missing: int) -> None:

@@ -40,6 +40,7 @@ from pipesgd.ending import Terminated
 from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
 from pipesgd.output import SUMMARY_FILE
+from pipesgd.progress import say
 
 CELLS = Path("runs/compare")
 """Below the folder that the command is started in, as pipesgd.train has it."""
@@ -57,7 +58,7 @@ def compute(plan: Plan, cells: Cells, console: Console) -> list[Cell]:
     if found:
         failed = sum(cell.failure is not None for cell in found)
         text = f"{len(found)} of {len(todo)} cells are there from before" + (f", {failed} failed" if failed else "")
-        command.say(console, f"{text}; --fresh runs them again, or deletion of their files in {cells.folder}")
+        say(console, f"{text}; --fresh runs them again, or deletion of their files in {cells.folder}")
     if len(found) == len(todo):
         return found
     try:
@@ -70,7 +71,7 @@ def compute(plan: Plan, cells: Cells, console: Console) -> list[Cell]:
             return list(complete(cells, todo, partial(run_cell, testbed, plan, cells), console))
     except (KeyboardInterrupt, Terminated):
         done = sum(cells.file(one, index).exists() for one, index in todo)
-        command.say(console, f"stopped with {done} of {len(todo)} cells done; the same command continues")
+        say(console, f"stopped with {done} of {len(todo)} cells done; the same command continues")
         raise
 
 
@@ -123,8 +124,7 @@ def publish(plan: Plan, cells: Sequence[Cell], links: Any) -> None:
     path = save(plan.name, rows, extra=extra, folder=plan.output)
     draw(plan.name, rows, title, plan.output)
     console = Console()
-    for line in [*lines, f"wrote {path}"]:
-        command.say(console, line)
+    say(console, *lines, f"wrote {path}")
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:

@@ -21,6 +21,7 @@ from experiments import command
 from experiments.limits import Cluster
 from experiments.results import RESULTS, Row, draw_panels, load, save, save_panels
 from experiments.testbed import Link
+from pipesgd.progress import say
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -88,7 +89,7 @@ class PaperFigure:
         """Save table, manifest and figure."""
         path = save(self.name, rows, extra=extra, folder=arguments.output)
         figure = self.save(rows, arguments.output)
-        command.say(console, f"wrote {path} and {figure}")
+        say(console, f"wrote {path} and {figure}")
 
 
 def legend_below(axes: Axes, ncols: int, handles: Sequence[Artist] | None = None) -> None:

@@ -36,6 +36,7 @@ from experiments import (
 )
 from experiments.results import REPOSITORY, RESULTS, Row, load, save_figure
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 
 Draw = Callable[[str, list[Row], Path], Path]
 
@@ -135,13 +136,13 @@ def page(results: Path = RESULTS) -> str:
 def write(console: Console, docs: Path = DOCS, results: Path = RESULTS) -> None:
     """Draw everything."""
     for draw in all_drawn(results).values():
-        command.say(console, f"drew {draw(results).name}")
+        say(console, f"drew {draw(results).name}")
     (docs / PICTURES).mkdir(exist_ok=True)
     for one in FIGURES:
         if (results / one.file).exists():
             one.save(one.table(results), docs / PICTURES, dpi=DPI)
     (docs / PAGE).write_text(page(results), encoding="utf-8")
-    command.say(console, f"wrote docs/{PAGE}")
+    say(console, f"wrote docs/{PAGE}")
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:

@@ -17,6 +17,7 @@ from experiments.quoted import QUOTES
 from experiments.results import REPOSITORY
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 
 PAGES = (
     REPOSITORY / "README.md",
@@ -50,7 +51,7 @@ def write(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         after = requoted(before, page)
         if after != before:
             page.write_text(after, encoding="utf-8")
-            command.say(console, f"wrote {page.relative_to(REPOSITORY)}")
+            say(console, f"wrote {page.relative_to(REPOSITORY)}")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from experiments.staleness_runs import (
 from experiments.style import COLOURS
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -346,7 +347,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     if arguments.finished:
         kept = runs.load()
         done = {one.words: run for one in planned if (run := kept.get(one.words))}
-        command.say(console, f"{len(done)} of {len(planned)} runs are there")
+        say(console, f"{len(done)} of {len(planned)} runs are there")
     else:
         done = compute(planned, runs, console, processes=arguments.processes)
     rows = tabulate(planned, done)

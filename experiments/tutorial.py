@@ -21,6 +21,7 @@ from experiments import command
 from experiments.results import REPOSITORY, Row, save
 from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 
 PAGE = REPOSITORY / "docs" / "tutorial.md"
 STEP = re.compile(r'^```sh title="(.+?)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
@@ -60,10 +61,9 @@ def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, 
     lines = [
         line.rstrip() for line in output.read_text(encoding="utf-8").splitlines() if not OF_THIS_MACHINE.match(line)
     ]
-    command.say(console, f"{title}: {seconds:.0f} s")
+    say(console, f"{title}: {seconds:.0f} s")
     if code != "0":
-        for line in lines:
-            command.say(console, line)
+        say(console, *lines)
         raise RunError(f"step {title} of the tutorial ended with exit code {code}")
     return {
         "step": title,
@@ -86,7 +86,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     command.Parser(prog="python -m experiments.tutorial", description=__doc__).parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         rows = compute(Path(folder), console)
-    command.say(console, f"wrote {save('tutorial', rows)}")
+    say(console, f"wrote {save('tutorial', rows)}")
 
 
 if __name__ == "__main__":

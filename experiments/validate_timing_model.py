@@ -39,6 +39,7 @@ from experiments.style import COLOURS
 from experiments.validation_runs import QUICK, ROUNDS, SETTINGS, Measured, Setting, measure
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -254,8 +255,7 @@ def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> No
         command.show(f"{name}, predicted before", [_cell_texts(row) for row in rows if row["setting"] == name])
     if decisions:
         command.show("What the model would choose", [_decision_texts(row) for row in decisions])
-    for line in (*lines(summary), f"wrote {path}"):
-        command.say(console, line)
+    say(console, *lines(summary), f"wrote {path}")
 
 
 def _cell_texts(row: Row) -> dict[str, str]:

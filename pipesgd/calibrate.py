@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from pipesgd.computation import load
 from pipesgd.ending import run_and_exit
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 
 HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.calibrate ..."
 
@@ -59,7 +59,6 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     )
 
     # 3. What it means, said and written by rank 0.
-    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     if found is not None:
         report.show(console, fits=found.fits, codecs=found.codecs, computation=found.computation)
 
@@ -69,9 +68,9 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         made = found.profile(training, model, samples=len(data.train), command=["-m pipesgd.calibrate", *words])
         if options.plot is not None:
             report.save_plot(found.fits, options.plot)
-            say(f"wrote {options.plot}")
+            say(console, f"wrote {options.plot}")
         profile.save(made, options.out)
-        say(f"wrote {options.out}")
+        say(console, f"wrote {options.out}")
 
     ranks.agree("the file", write)
 

@@ -15,6 +15,7 @@ from pipesgd import launch
 from pipesgd.command_line import HelpRequested
 from pipesgd.errors import DisagreementError, PipesgdError, UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.progress import screen
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
@@ -45,7 +46,7 @@ def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequen
         ranks = launch.join()
         if ranks.by_torchrun:
             launch.die_with_parent()
-        command(words, ranks, Console())
+        command(words, ranks, screen(ranks))
         ranks.leave()
     except HelpRequested as request:
         if ranks is None or ranks.rank == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import AUTO_OPTIONS, TrainConfig
 from pipesgd.errors import CheckpointError, UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 from pipesgd.workloads import ShardedBatches
 from timing_model.advice import advice, reason, words_for_training
 from timing_model.choices import SEGMENTS, Space
@@ -131,22 +132,21 @@ def plan_run(
         CommunicationError: a rank was lost while measuring.
     """
 
-    def say(lines: Sequence[str]) -> None:
-        for line in lines if ranks.rank == 0 else ():
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-
     path, asked = config.planning.cluster, config.planning.auto
-    given = share_cluster(path, ranks, say)
+    given = share_cluster(path, ranks, console)
     if earlier is not None:
         config, planned = ranks.agree("earlier choice", lambda: continued(config, earlier))
         if planned is not None:
-            say([f"planned when the run began: {words(planned.choices)}", *planned.lines()[len(planned.why) :]])
+            say(console, f"planned when the run began: {words(planned.choices)}", *planned.lines()[len(planned.why) :])
         if planned is not None or not given:
             return config, planned
     elif not (asked or given):
         return config, None
     if ranks.world_size == 1:
-        say([f"one rank has no network, so that there is nothing to plan: {words(choices_of(config))}, the defaults"])
+        say(
+            console,
+            f"one rank has no network, so that there is nothing to plan: {words(choices_of(config))}, the defaults",
+        )
         return config.with_choices({}), None
 
     tensors = [one.numel() for one in model.parameters() if one.requires_grad]
@@ -158,14 +158,14 @@ def plan_run(
         found = None if profile is None else (profile, profile.compute[0])
         source = f"a calibration of {CALIBRATION_SECONDS:.0f} s"
 
-    return agree_on_plan(config, ranks, found, say, iterations=iterations, source=source, own=not given)
+    return agree_on_plan(config, ranks, found, console, iterations=iterations, source=source, own=not given)
 
 
 def agree_on_plan(
     config: TrainConfig,
     ranks: Ranks,
     found: tuple[Profile, ComputeProfile] | None,
-    say: Callable[[Sequence[str]], object],
+    console: Console,
     *,
     iterations: int,
     source: str,
@@ -181,11 +181,11 @@ def agree_on_plan(
 
     agreed = ranks.exchange("plan", ranks.agree("planning", decide_on_rank_0))[0]
     planned = Planned(**agreed)
-    say(planned.lines())
+    say(console, *planned.lines())
     return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned
 
 
-def share_cluster(path: Path | None, ranks: Ranks, say: Callable[[Sequence[str]], None]) -> bool:
+def share_cluster(path: Path | None, ranks: Ranks, console: Console) -> bool:
     """Whether a cluster is given, which rank 0 decides; says where others have none, or another one. Collective."""
     digest = None
     if path is not None:
@@ -204,7 +204,7 @@ def share_cluster(path: Path | None, ranks: Ranks, say: Callable[[Sequence[str]]
         parts = [f"none on rank {', '.join(without)}"] * bool(without)
         parts += [f"another one on rank {', '.join(unlike)}"] * bool(unlike)
         if parts:
-            say([f"rank 0's {path} counts: there is {' and '.join(parts)}"])
+            say(console, f"rank 0's {path} counts: there is {' and '.join(parts)}")
     return bool(given)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar while it lasts, a table at its end. Rank 0 only."""
+"""What a person sees of a run: a bar while it lasts, a table at its end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pipesgd.launch import Ranks
 from pipesgd.metrics import IterationMetrics, hidden_share
 
 PLAIN_LINE_SECONDS = 10.0
@@ -19,6 +20,17 @@ PLAIN_LINE_SECONDS = 10.0
 
 SMOOTHING = 0.05
 """Weight of the newest iteration in the figures that the bar shows."""
+
+
+def screen(ranks: Ranks, file: IO[str] | None = None) -> Console:
+    """Where a command prints what it has to say: rank 0's standard output, or ``file``; other ranks say nothing."""
+    return Console(file=file, quiet=ranks.rank != 0)
+
+
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are: unbroken, without colours, brackets and all."""
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 class ProgressBar:
@@ -65,7 +77,7 @@ class ProgressBar:
         elif time.monotonic() - self._spoke > PLAIN_LINE_SECONDS:
             self._spoke = time.monotonic()
             left = (self._total - done) * self._smooth["iteration"]
-            self._console.print(f"iteration {done}/{self._total}: {self._figures()}, {left:.0f} s left")
+            say(self._console, f"iteration {done}/{self._total}: {self._figures()}, {left:.0f} s left")
 
     def flush(self) -> None:
         """Nothing is kept back."""
@@ -101,5 +113,4 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     table.add_row("sent per iteration", f"{summary['wire_bytes_per_iteration'] / 1e6:.2f} MB by rank 0")
     table.add_row("replicas", "bit-identical" if summary["replicas_identical"] else "each rank has its own weights")
     console.print(table)
-    for path in written:
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    say(console, *(f"wrote {path}" for path in written))

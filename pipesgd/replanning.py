@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.drift import WINDOW, Drift
 from pipesgd.launch import Ranks
 from pipesgd.planning import Planned, agree_on_plan, calibrate_briefly, choices_of, words
+from pipesgd.progress import say
 from pipesgd.state import RunState
 from pipesgd.strategies.base import Strategy
 from pipesgd.strategies.make import make_strategy
@@ -29,13 +30,13 @@ class Watch:
     Args:
         planned: the prediction.
         ranks: that train.
-        say: how rank 0 says something.
+        console: of rank 0.
         replans: whether to plan again.
     """
 
-    def __init__(self, planned: Planned, ranks: Ranks, say: Callable[[str], None], *, replans: bool):
+    def __init__(self, planned: Planned, ranks: Ranks, console: Console, *, replans: bool):
         self._ranks = ranks
-        self._say = say
+        self._console = console
         self._left = MOST_REPLANS if replans else 0
         self._restart(planned)
 
@@ -46,13 +47,14 @@ class Watch:
         """
         if self._drift is not None and (line := self._drift.saw(seconds)):
             self._drifted = True
-            self._say(line)
+            say(self._console, line)
         if not self._left or done % WINDOW or done == total:
             return False
         # Rank 0 decides: the others have no clock of their own in this.
         worth_it = self._drifted and (total - done) * seconds > planning.CALIBRATION_SECONDS
         if self._drifted and not worth_it:
-            self._say(f"not planned again: the {total - done} iterations that are left take no longer than measuring")
+            left = total - done
+            say(self._console, f"not planned again: the {left} iterations that are left take no longer than measuring")
             self._drifted = False
         return bool(self._ranks.exchange("time to plan again", worth_it)[0])
 
@@ -60,7 +62,7 @@ class Watch:
         """Watch another prediction."""
         self._left -= 1
         if not self._left and self._drift is not None:
-            self._say(f"planned again {MOST_REPLANS} times: from now on what was chosen stays")
+            say(self._console, f"planned again {MOST_REPLANS} times: from now on what was chosen stays")
         self._restart(planned)
 
     def _restart(self, planned: Planned) -> None:
@@ -101,12 +103,7 @@ def replan(
     Raises:
         CommunicationError: a rank was lost.
     """
-
-    def say(lines: Sequence[str]) -> None:
-        for line in lines if ranks.rank == 0 else ():
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-    say([f"planning again after iteration {done} of {total} (--replan)"])
+    say(console, f"planning again after iteration {done} of {total} (--replan)")
     # 1. Nothing in flight, and no process group.
     state.strategy.flush()
     kept = state.strategy.state_dict()
@@ -121,20 +118,21 @@ def replan(
         asked,
         ranks,
         found,
-        say,
+        console,
         iterations=total - done,
         source=source,
         own=True,
     )
     # 3. Go on.
     before, now = (words(choices_of(one)) for one in (config, chosen))
-    say([f"going on with {now}" + (", as before" if before == now else f"; so far it was {before}")])
+    say(console, f"going on with {now}" + (", as before" if before == now else f"; so far it was {before}"))
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     strategy = make_strategy(chosen, state.model, state.optimizer, scaler, ranks)
     state.strategy = strategy
     dropped = carry_over(kept, strategy, same_codec=config.compression == chosen.compression)
     if dropped:
-        say([f"{config.compression.codec}'s residuals of error feedback are dropped: the new codec keeps none of them"])
+        codec = config.compression.codec
+        say(console, f"{codec}'s residuals of error feedback are dropped: the new codec keeps none of them")
     return chosen, planned
 
 

@@ -38,7 +38,7 @@ from pipesgd.launch import Ranks
 from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.optimization import build_optimizer, build_schedule
 from pipesgd.planning import plan_run
-from pipesgd.progress import ProgressBar, show_summary
+from pipesgd.progress import ProgressBar, say, show_summary
 from pipesgd.replanning import Watch, replan
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.state import RunState
@@ -114,8 +114,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         samples = stack.enter_context(contextlib.closing(batches.from_iteration(start)))
         recorders: list[MetricsWriter | ProgressBar] = []
         if workers.rank == 0:
-            text = describe(config, ranks, model, network, total=total, start=start)
-            console.print(text, highlight=False, soft_wrap=True)
+            say(console, describe(config, ranks, model, network, total=total, start=start))
             recorders.append(stack.enter_context(MetricsWriter(folder, start=start)))
             recorders.append(stack.enter_context(ProgressBar(console, total=total, start=start)))
 
@@ -127,10 +126,9 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         # Pushed last, so run first: the others shall not take this rank for dead while it closes the rest.
         stack.push(functools.partial(report_failure, ranks))
         paces: list[float] = []
-        say = functools.partial(console.print, highlight=False, soft_wrap=True, markup=False)
-        watch = None if planned is None else Watch(planned, ranks, say, replans=replans)
-        if replans and planned is None and workers.rank == 0:
-            say("replan has nothing to do: nothing was predicted of this run")
+        watch = None if planned is None else Watch(planned, ranks, console, replans=replans)
+        if replans and planned is None:
+            say(console, "replan has nothing to do: nothing was predicted of this run")
         replanned: list[dict[str, Any]] = []
         samples_per_iteration = config.samples_per_rank * workers.world_size
         evaluated: dict[str, Any] = {"loader_workers": config.data.workers, "buffers": config.pipeline.buffers}
@@ -145,8 +143,8 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             for _ in range(report.schedule_steps):
                 schedule.step()
             losses.append(loss)
-            if report.fell_back and workers.rank == 0:
-                console.print(FELL_BACK.format(iteration=iteration), highlight=False, soft_wrap=True)
+            if report.fell_back:
+                say(console, FELL_BACK.format(iteration=iteration))
             seconds = step_seconds(report, time.perf_counter() - last)
             paces.append(seconds["iteration"])
             done = iteration + 1
@@ -230,8 +228,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         names = [output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE]
         show_summary(console, summary, [folder / name for name in names if name != output.TRACE_FILE or trace])
         if planned is not None:
-            line = planned.compare(summary["planned"]["measured_seconds"])
-            console.print(line, highlight=False, soft_wrap=True)
+            say(console, planned.compare(summary["planned"]["measured_seconds"]))
     workers.exchange("the end", None)
 
 

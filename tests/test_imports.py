@@ -36,12 +36,12 @@ LAYERS = [
     {"strategies.server_stubs"},
     {"strategies.pipelined", "strategies.ddp", "strategies.local", "strategies.parameter_server"},
     {"strategies.make"},
-    {"checkpoint", "metrics", "trace", "replicas", "evaluation", "optimization", "state", "output", "ending"},
+    {"checkpoint", "metrics", "trace", "replicas", "evaluation", "optimization", "state", "output"},
     {"progress", "computation"},
     {"calibration"},
     {"planning"},
     {"drift"},
-    {"replanning"},
+    {"replanning", "ending"},
     {"train", "calibrate"},
 ]
 """From the bottom up: a module imports from layers below its own, or from its own package."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from _ranks import run_ranks
-from rich.console import Console
 
 from pipesgd import planning
 from pipesgd.command_line import as_toml, parse
@@ -20,6 +19,7 @@ from pipesgd.drift import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.planning import Planned, decide, space_of
+from pipesgd.progress import screen
 from pipesgd.train import train
 from tests.timing_model._profiles import MLP, PROFILE, rates
 from timing_model import LinkParams
@@ -244,7 +244,7 @@ def _train(ranks: Ranks, words_of_ranks: list[str]) -> tuple[str, str]:
     out = io.StringIO()
     with contextlib.redirect_stderr(io.StringIO()):
         try:
-            train(words.split(), ranks, Console(file=out, width=200))
+            train(words.split(), ranks, screen(ranks, out))
             error = ""
         except UserInputError as failure:
             error = str(failure)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
-from rich.console import Console
 
 from pipesgd import planning, replanning
 from pipesgd.command_line import parse
@@ -20,6 +19,7 @@ from pipesgd.config import AUTO_OPTIONS
 from pipesgd.drift import SETTLING, WINDOW, WINDOWS
 from pipesgd.launch import Ranks
 from pipesgd.planning import Planned
+from pipesgd.progress import screen
 from pipesgd.replanning import MOST_REPLANS, Watch, as_asked, carry_over
 from pipesgd.strategies.pipelined import Pipelined
 from pipesgd.train import train
@@ -39,14 +39,14 @@ def prediction(seconds: float) -> Planned:
 
 def _watch(ranks: Ranks, total: int) -> tuple[list[int], list[str]]:
     """When a run is to be planned again whose iterations take 9 s on rank 0, predicted is 1 s; what is said."""
-    said: list[str] = []
-    watch = Watch(prediction(1.0), ranks, said.append, replans=True)
+    said = io.StringIO()
+    watch = Watch(prediction(1.0), ranks, screen(ranks, said), replans=True)
     times = []
     for done in range(1, total + 1):
         if watch.is_time(9.0 if ranks.rank == 0 else 1.0, done, total):
             times.append(done)
             watch.go_on(prediction(1.0))
-    return times, said
+    return times, said.getvalue().splitlines()
 
 
 def test_all_ranks_plan_again_in_the_same_iteration_but_not_for_ever() -> None:
@@ -135,7 +135,7 @@ def _train(ranks: Ranks, words: list[str]) -> str:
     replanning.calibrate_briefly = lambda *_, **__: profile if ranks.rank == 0 else None  # type: ignore[assignment]
     out = io.StringIO()
     with contextlib.redirect_stderr(io.StringIO()):
-        train(words, ranks, Console(file=out, width=200))
+        train(words, ranks, screen(ranks, out))
     return out.getvalue()
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
-from rich.console import Console
 
 from pipesgd.collectives.scheduled import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, NonFiniteGradientError, ReplicasDivergedError, UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.progress import screen
 from pipesgd.train import train
 
 SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
@@ -30,7 +30,7 @@ def _train(ranks: Ranks, words: list[str], restart_count: int = 0) -> tuple[str,
     out = io.StringIO()
     with contextlib.redirect_stderr(io.StringIO()) as err:
         try:
-            train(words, ranks, Console(file=out, width=200))
+            train(words, ranks, screen(ranks, out))
             error = ""
         except (UserInputError, NonFiniteGradientError, ReplicasDivergedError) as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -317,7 +317,7 @@ def test_bad_input_is_said_before_anything_is_written(tmp_path: Path, words: str
 def _train_with_own_words(ranks: Ranks, words_of_ranks: list[str], output: str) -> str:
     out = io.StringIO()
     try:
-        train([*words_of_ranks[ranks.rank].split(), "--output", output], ranks, Console(file=out))
+        train([*words_of_ranks[ranks.rank].split(), "--output", output], ranks, screen(ranks, out))
     except UserInputError as failure:
         return f"{type(failure).__name__}: {failure}"
     return ""

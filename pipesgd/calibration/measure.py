@@ -26,6 +26,7 @@ from pipesgd.calibration.sweep import Cell, Sweep, ring_bytes
 from pipesgd.collectives.transport import TorchTransport, communication_group
 from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
+from pipesgd.progress import say
 from pipesgd.workloads import ShardedBatches
 
 CODECS, SERVERS, LINKS, TRAINING = (
@@ -121,18 +122,14 @@ def measure(
     where, cards, hosts = places_of(ranks), interfaces.interfaces_of(ranks), machines.machines_of(ranks)
     shared = machines.ranks_per_core(hosts)
 
-    def say(line: str) -> None:
-        if ranks.rank == 0:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-    say(describe(ranks, shared, [one.address for one in cards], seconds))
+    say(console, describe(ranks, shared, [one.address for one in cards], seconds))
     asked = {CODECS, LINKS} | ({SERVERS} if servers else set())
     planned = {name: share * seconds for name, share in SHARES.items() if name in asked}
     planned[TRAINING] = seconds - sum(planned.values())
     products: list[float] = []
     cells: list[Cell] = []
     with contextlib.ExitStack() as stack:
-        shown = stack.enter_context(Phases(console, planned, show=ranks.rank == 0))
+        shown = stack.enter_context(Phases(console, planned))
         # 1. Each rank for itself, but all at once, as in training.
         ranks.exchange("codecs", None)
         own_codecs = codec_speeds.measure(codecs, planned[CODECS], partial(shown.advance, CODECS))
@@ -187,9 +184,8 @@ def measure(
     )
     if SERVERS in planned:
         fits[profile.PARAMETER_SERVER] = profile.fit_servers(cells, fits[RING])
-    lines = [*interfaces.wrong_interfaces(cards, where), *(one.line for one in slow)]
-    for line in lines + report.warnings(computation, fits):
-        say(line)
+    warnings = report.warnings(computation, fits)
+    say(console, *interfaces.wrong_interfaces(cards, where), *(one.line for one in slow), *warnings)
     return Measured(
         hosts=hosts,
         codecs={name: codec_speeds.summarize(name, [times[name] for times in every_codecs]) for name in codecs},

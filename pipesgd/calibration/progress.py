@@ -9,6 +9,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from pipesgd.progress import say
+
 LINE_SECONDS = 5.0
 """Where output is no terminal, a line this often."""
 BAR_SECONDS = 0.5
@@ -16,13 +18,12 @@ BAR_SECONDS = 0.5
 
 
 class Phases:
-    """A bar, or lines in a log, over phases that are planned to take so many seconds each. Rank 0 shows it."""
+    """A bar, or lines in a log, over phases that are planned to take so many seconds each."""
 
-    def __init__(self, console: Console, planned: Mapping[str, float], *, show: bool):
+    def __init__(self, console: Console, planned: Mapping[str, float]):
         self._console = console
         self._planned = dict(planned)
         self._left = dict(planned)
-        self._show = show
         self._spoke = time.perf_counter()
         self._progress = Progress(
             TextColumn("calibrating"),
@@ -31,7 +32,7 @@ class Phases:
             console=console,
             auto_refresh=False,
             transient=True,
-            disable=not (show and console.is_terminal),
+            disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("", total=sum(planned.values()), what="")
 
@@ -53,11 +54,11 @@ class Phases:
         self._left[phase] = self._planned[phase] * (1 - share)
         now = time.perf_counter()
         terminal = self._console.is_terminal
-        if not self._show or now - self._spoke < (BAR_SECONDS if terminal else LINE_SECONDS):
+        if now - self._spoke < (BAR_SECONDS if terminal else LINE_SECONDS):
             return
         self._spoke = now
         left = sum(self._left.values())
         text = f"{phase}, about {left:.0f} s left"
         self._progress.update(self._task, completed=sum(self._planned.values()) - left, what=text, refresh=True)
         if not terminal:
-            self._console.print(f"calibrating: {text}", highlight=False, soft_wrap=True)
+            say(self._console, f"calibrating: {text}")

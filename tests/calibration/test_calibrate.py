@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from _ranks import run_ranks
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from pipesgd.calibrate import calibrate
 from pipesgd.calibration.fit import Fit
@@ -26,6 +25,7 @@ from pipesgd.command_line import HelpRequested, parse_as
 from pipesgd.config import TrainConfig
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.progress import screen
 from timing_model import all_reduce_time
 from timing_model.profile import Profile
 from timing_model.question import Question, support_of
@@ -37,7 +37,7 @@ def _calibrate(ranks: Ranks, words: list[str], by_rank: list[list[str]] | None =
     """(kind and text of the error, stdout) of one run."""
     out = io.StringIO()
     try:
-        calibrate([*words, *(by_rank[ranks.rank] if by_rank else [])], ranks, Console(file=out, width=120))
+        calibrate([*words, *(by_rank[ranks.rank] if by_rank else [])], ranks, screen(ranks, out))
         error = ""
     except UserInputError as failure:
         error = f"{type(failure).__name__}: {failure}"
