@@ -40,6 +40,14 @@ METHODS = {
     "eager, int4": "the same with int4",
     "eager, width 3": "width 3",
 }
+LEARNED = {"sgd": "SGD", "adamw": "AdamW", "adagrad": "Adagrad", "muon": "Muon"}
+HEADLINES = {"mlp": ("MLP", "sgd"), "convnet": ("convnet", "sgd"), "transformer": ("transformer", "adamw")}
+SHORT = {
+    "short-mlp": "MLP",
+    "short-convnet": "convnet",
+    "short-resnet18": "resnet18",
+    "short-transformer": "transformer (loss)",
+}
 
 
 def made_by(*names: str) -> str:
@@ -86,16 +94,56 @@ def codec_times() -> str:
 
 
 def accuracies() -> str:
-    """What staleness costs, and what predictions take away of it."""
-    rows = {
-        row["method"]: row for row in load(RESULTS / "staleness.csv") if row["workload"] == "mlp" and row["lr"] == 0.1
-    }
+    """What staleness costs in full trainings, and what predictions take away of it."""
+    rows = staleness()
+    heads = ["test accuracy, %", *(f"{title}, {LEARNED[optimizer]}" for title, optimizer in HEADLINES.values()), "loss"]
     lines = []
     for method, title in METHODS.items():
-        mean, lost = rows[method]["accuracy_mean"], rows[method]["accuracy_to_sync_points"]
-        points = "" if method == "sync" or mean is None else f"{lost:+.2f}"
-        lines.append([title, "diverges" if mean is None else f"{100 * mean:.2f}", points])
-    return table(["MLP, SGD, peak learning rate 0.1", "test accuracy, %", "points to synchronous"], lines)
+        cells = [title]
+        for workload, (_, optimizer) in HEADLINES.items():
+            row = rows.get((workload, optimizer, method))
+            cells.append("" if row is None else with_change(row, "accuracy_mean", "accuracy_to_sync_points", 100, ""))
+        loss = rows.get(("transformer", "adamw", method))
+        cells.append("" if loss is None else with_change(loss, "test_loss_mean", "loss_to_sync_percent", 1, " %"))
+        lines.append(cells)
+    return table(heads, lines)
+
+
+def short_accuracies() -> str:
+    """The same for short trainings with several optimizers: only the change."""
+    rows = staleness()
+    cells = list(dict.fromkeys((workload, optimizer) for workload, optimizer, _ in rows if workload in SHORT))
+    heads = ["", *(f"{SHORT[workload]}, {LEARNED[optimizer]}" for workload, optimizer in cells)]
+    lines = []
+    for method in dict.fromkeys(method for workload, _, method in rows if workload in SHORT):
+        own = [rows.get((*cell, method)) for cell in cells]
+        if method != "sync":
+            lines.append([METHODS.get(method, method), *("" if row is None else change_to_sync(row) for row in own)])
+    return table(heads, lines)
+
+
+def staleness() -> dict[tuple[str, str, str], Row]:
+    """By workload, optimizer and method."""
+    summary = load(RESULTS / "staleness_summary.csv")
+    return {(row["workload"], row["optimizer"], row["method"]): row for row in summary}
+
+
+def with_change(row: Row, column: str, change: str, factor: float, unit: str) -> str:
+    """A mean over seeds and how far it is from synchronous training's."""
+    if row[column] is None:
+        return "diverges"
+    digits = 2 if factor > 1 else 3
+    value = f"{factor * row[column]:.{digits}f}"
+    return value if row["method"] == "sync" else f"{value} ({row[change]:+.2f}{unit})"
+
+
+def change_to_sync(row: Row) -> str:
+    """In points of accuracy, or in % of the loss where that is judged."""
+    if row["accuracy_mean"] is None:
+        return "diverges"
+    if row["workload"] == "short-transformer":
+        return f"{row['loss_to_sync_percent']:+.1f} %"
+    return f"{row['accuracy_to_sync_points']:+.2f}"
 
 
 def times_to_accuracy() -> str:
@@ -224,6 +272,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         iteration_times,
         codec_times,
         accuracies,
+        short_accuracies,
         times_to_accuracy,
         other_figures,
         paper_question,
