@@ -131,7 +131,7 @@ EXPERIMENTS = (
         for workload in ("mlp", "convnet")
         for rate, minutes in (("100mbit", 20.0), ("200mbit", 15.0), ("1gbit", 10.0))
     ),
-    Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
+    Experiment(name="validate_timing_model", words="validate_timing_model", minutes=150),
     Experiment(name="paper_question", words="paper_question", minutes=1),
     Experiment(name="tutorial", words="tutorial", minutes=6),
     # What reads the results of others comes after them.

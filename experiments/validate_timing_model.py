@@ -17,7 +17,7 @@ taking as many times longer as a fixed product of matrices took when the cell wa
 calibrated ("drift"). What is raw and not corrected is this machine, which others use, too; the rest is the model.
 
 Finished settings are kept in validate_timing_model.runs.json in the output folder: the same command measures only those
-that are missing. All of it takes two hours.
+that are missing. All of it takes two and a half hours.
 """
 
 from __future__ import annotations
