@@ -72,12 +72,12 @@ WORKLOADS = {
     "short-mlp": Workload(
         words="--dataset fashion-mnist --model mlp --hidden-sizes 200 200 --batch-size 32",
         iterations=468,
-        optimizers={"sgd": 0.1, "adamw": 0.004, "adagrad": 0.04},
+        optimizers={"sgd": 0.1, "adamw": 0.008, "adagrad": 0.04},
     ),
     "short-convnet": Workload(
         words="--dataset fashion-mnist --model convnet --batch-size 16",
         iterations=200,
-        optimizers={"sgd": 0.05, "adamw": 0.004},
+        optimizers={"sgd": 0.05, "adamw": 0.008},
     ),
     "short-transformer": Workload(
         words="--dataset python-stdlib --model transformer --embedding 64 --batch-size 8",
