@@ -82,7 +82,7 @@ WORKLOADS = {
     "short-transformer": Workload(
         words="--dataset python-stdlib --model transformer --embedding 64 --batch-size 8",
         iterations=200,
-        optimizers={"adamw": 0.008, "muon": 0.004},
+        optimizers={"adamw": 0.008, "muon": 0.032},
         judged_by_loss=True,
     ),
     "short-resnet18": Workload(
