@@ -12,6 +12,7 @@ Finished runs are kept in staleness.runs.json in the output folder: the same com
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -30,7 +31,6 @@ from experiments import command, style
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, save, save_panels
 from experiments.staleness_runs import (
-    CLOSELY,
     METHODS,
     OPTIMIZERS,
     QUICK_ITERATIONS,
@@ -42,7 +42,6 @@ from experiments.staleness_runs import (
     plan,
     simulate,
 )
-from experiments.style import COLOURS
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.progress import say
@@ -58,8 +57,9 @@ METHOD_COLOURS = {
     "stale": style.METHODS["no prediction"],
     "eager": style.METHODS["width 2"],
     "eager, width 3": style.METHODS["width 3"],
+    "local": style.WINE,
 }
-"""Those of all figures; the others' are their own."""
+"""Those of all figures; but for ``local``, which elsewhere is training without communication."""
 MOST_LOST = {"eager": 0.2, "eager, width 3": 0.4, "eager, int8": 0.3, "eager, int4": 0.3}
 """Points of accuracy that the default may lose, in the mean over seeds, at the best learning rate of synchronous
 training."""
@@ -124,6 +124,7 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
                 "multiple": multiple,
                 "lr": lr,
                 **{f"accuracy_seed_{seed}": accuracy for seed, accuracy in zip(seeds, accuracies, strict=True)},
+                **{f"loss_seed_{seed}": loss for seed, loss in zip(seeds, losses, strict=True)},
                 "accuracy_mean": _mean(accuracies),
                 "test_loss_mean": _mean(losses),
                 "train_loss_mean": _mean([run.train_loss for run in own]),
@@ -218,35 +219,56 @@ def stability(method: str, limit: float | None, sync_limit: float | None) -> str
 
 
 def plot(rows: Sequence[Row], axes: Axes) -> Axes:
-    """For one workload and optimizer: accuracy, or loss, over the learning rate; methods that diverge end early."""
-    workload, optimizer = rows[0]["workload"], rows[0]["optimizer"]
-    by_loss = WORKLOADS[workload].judged_by_loss
+    """For one workload and optimizer: accuracy, or loss, over the learning rate; all seeds, where there is only one.
+
+    Of methods that were tried at one of several rates only, the table tells.
+    """
+    by_loss = WORKLOADS[rows[0]["workload"]].judged_by_loss
+    axes.set_title(f"{rows[0]['workload']}, {rows[0]['optimizer']}")
+    if len({row["lr"] for row in rows}) == 1:
+        return _plot_methods(rows, by_loss, axes)
     column, factor = ("test_loss_mean", 1) if by_loss else ("accuracy_mean", 100)
-    good = [row for row in rows if row["accuracy_mean"] is not None]
-    spare = [colour for colour in COLOURS if colour not in METHOD_COLOURS.values()]
-    for number, method in enumerate(METHODS):
-        own = sorted((row for row in good if row["method"] == method), key=lambda row: row["lr"])
-        look: dict[str, object] = {
-            "color": METHOD_COLOURS.get(method) or spare[number % len(spare)],
-            "linestyle": "-" if number < len(spare) else "--",
-            "marker": "os^Dv<>P"[number % 8],
-            "linewidth": 2.5 if method in CLOSELY else 1.0,
-        }
-        if own:
-            axes.plot([row["lr"] for row in own], [factor * row[column] for row in own], label=method, **look)
+    good = [row for row in rows if row[column] is not None]
+    spare, markers = itertools.cycle(style.SPARE), itertools.cycle("os^Dv<>P")
+    for method in METHODS:
+        own = sorted((row for row in rows if row["method"] == method), key=lambda row: row["lr"])
+        if len(own) > 1:
+            there = [row for row in own if row in good]
+            values, colour = [factor * row[column] for row in there], METHOD_COLOURS.get(method) or next(spare)
+            axes.plot([row["lr"] for row in there], values, color=colour, marker=next(markers), label=method)
     values = [factor * row[column] for row in good]
     if values:
         axes.set_ylim(*((0.98 * min(values), 1.3 * min(values)) if by_loss else (max(values) - 8, max(values) + 0.5)))
     axes.set_xscale("log", base=2)
-    axes.set(
-        title=f"{workload}, {optimizer}",
-        xlabel="peak learning rate",
-        ylabel="test loss (nats), mean of seeds" if by_loss else "test accuracy (%), mean of seeds",
-    )
+    axes.set(xlabel="peak learning rate", ylabel=f"{_judged(by_loss)}, mean of seeds")
     axes.set_xticks(sorted({row["lr"] for row in rows}))
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend()
     return axes
+
+
+def _plot_methods(rows: Sequence[Row], by_loss: bool, axes: Axes) -> Axes:
+    """Every seed of every method, their mean, and a line at synchronous training's."""
+    seed, column, factor = ("loss_seed_", "test_loss_mean", 1) if by_loss else ("accuracy_seed_", "accuracy_mean", 100)
+    rows = sorted(rows, key=lambda row: list(METHODS).index(row["method"]))
+    for place, row in enumerate(rows):
+        if row[column] is None:
+            axes.annotate("diverges", (0.02, place), xycoords=("axes fraction", "data"), va="center")
+            continue
+        seeds = [factor * value for name, value in row.items() if name.startswith(seed)]
+        colour = METHOD_COLOURS.get(row["method"], style.GREY)
+        axes.plot(seeds, [place] * len(seeds), linestyle="", marker="o", markerfacecolor="none", color=colour)
+        axes.plot([factor * row[column]], [place], linestyle="", marker="|", markersize=14, color=colour)
+        if row["method"] == BASELINE:
+            axes.axvline(factor * row[column], color=colour, linewidth=1)
+    axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel(f"{_judged(by_loss)}, every seed and their mean; learning rate {rows[0]['lr']:g}")
+    return axes
+
+
+def _judged(by_loss: bool) -> str:
+    return "test loss (nats)" if by_loss else "test accuracy (%)"
 
 
 def draw(name: str, rows: list[Row], folder: Path) -> Path:

@@ -146,6 +146,16 @@ def test_a_language_model_is_judged_by_its_loss() -> None:
     assert plot(rows, Figure().subplots()).get_ylabel().startswith("test loss")
 
 
+def test_at_a_single_rate_the_figure_has_every_seed_of_every_method() -> None:
+    own = [row for row in rows() if row["multiple"] == 2.0]
+    axes = plot(own, Figure().subplots())
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["sync", "stale", "eager", "eager, width 3"]
+    drawn = [line.get_xydata().tolist() for line in axes.get_lines() if line.get_marker() == "o"]
+    seeds = [100 * accuracy for accuracy in ACCURACIES["sync"][2.0]]
+    assert drawn[0] == [[pytest.approx(seed), 0] for seed in seeds]
+    assert [(text.get_text(), text.xy[1]) for text in axes.texts] == [("diverges", 2)]
+
+
 def test_the_figure_has_a_line_for_each_method_that_ends_where_it_diverges() -> None:
     axes = plot(rows(), Figure().subplots())
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
