@@ -88,9 +88,9 @@ WORKLOADS = {
     "short-resnet18": Workload(
         words="--dataset fashion-mnist --model resnet18 --batch-size 8",
         iterations=60,
-        optimizers={"sgd": 0.1, "adamw": 0.002},
+        optimizers={"sgd": 0.025, "adamw": 0.001},
         methods=("sync", "stale", "eager"),
-        multiples=(0.25, 1.0, 4.0),
+        multiples=(1.0,),
         test_every=5,
     ),
     "digits": Workload(
