@@ -160,7 +160,8 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
         for method in (method for method in METHODS if method in methods):
             own = methods[method]
             limit = _stable_up_to(own, least)
-            far_enough = sync_limit is not None and any(row["lr"] >= STABILITY * sync_limit for row in own)
+            tried = [row["lr"] for row in own]
+            far_enough = sync_limit is not None and len(tried) > 1 and max(tried) >= STABILITY * sync_limit
             at_best: Row = next((row for row in own if row["lr"] == lr), {})
             good = (row for row in own if row["accuracy_mean"] is not None)
             own_best: Row = min(good, key=partial(_badness, workload), default={})

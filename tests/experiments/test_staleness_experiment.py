@@ -119,6 +119,16 @@ def test_a_method_that_was_not_tried_so_far_is_not_judged_by_it() -> None:
     assert [row["stability"] for row in summary] == ["", ""]
 
 
+def test_a_method_that_was_tried_at_one_rate_is_not_judged_by_how_far_it_goes() -> None:
+    planned = [
+        one
+        for one in plan(["mlp"], ["sgd"], ["sync", "eager, int8"], [0.5, 1.0], 1)
+        if one.method == "sync" or one.multiple == 1.0
+    ]
+    runs = {one.words: ran(0.9 if one.method == "sync" else 0.5) for one in planned}
+    assert [row["stability"] for row in summarize(tabulate(planned, runs))] == ["", ""]
+
+
 def test_a_rate_that_is_only_too_low_is_no_limit() -> None:
     planned = plan(["mlp"], ["sgd"], ["sync", "eager"], [0.5, 1.0, 2.0], 1)
     accuracies = {"sync": (0.5, 0.9, 0.9), "eager": (None, 0.9, 0.9)}
