@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 
 from experiments.results import RESULTS, Row, load
+from experiments.staleness_runs import METHODS as ALL_METHODS
 
 RATES = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 SLOW = ("100mbit", "200mbit")
@@ -112,13 +114,14 @@ def accuracies() -> str:
 def short_accuracies() -> str:
     """The same for short trainings with several optimizers: only the change."""
     rows = staleness()
-    cells = list(dict.fromkeys((workload, optimizer) for workload, optimizer, _ in rows if workload in SHORT))
+    cells = [cell for cell in itertools.product(SHORT, LEARNED) if (*cell, "sync") in rows]
     heads = ["", *(f"{SHORT[workload]}, {LEARNED[optimizer]}" for workload, optimizer in cells)]
     lines = []
-    for method in dict.fromkeys(method for workload, _, method in rows if workload in SHORT):
+    for method in ALL_METHODS:
         own = [rows.get((*cell, method)) for cell in cells]
         if method != "sync":
-            lines.append([METHODS.get(method, method), *("" if row is None else change_to_sync(row) for row in own)])
+            name = f"**{method}**" if method == "eager" else method
+            lines.append([name, *("" if row is None else change_to_sync(row) for row in own)])
     return table(heads, lines)
 
 
