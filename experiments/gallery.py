@@ -31,7 +31,7 @@ from experiments import (
     fig08_codecs,
     figures,
     paper_question,
-    staleness,
+    staleness_figure,
     validate_timing_model,
 )
 from experiments.results import REPOSITORY, RESULTS, Row, load, save_figure
@@ -90,7 +90,7 @@ DRAWN: dict[str, Draw] = {
     "codec_accuracy": codec_accuracy.draw,
     "compare_": compared,
     "paper_question": of_the_paper,
-    "staleness": staleness.draw,
+    "staleness": staleness_figure.draw,
     "validate_timing_model": validate_timing_model.draw,
 }
 """By the beginning of a result's name."""

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from experiments.results import RESULTS, Row, load
+from experiments.staleness_runs import BASELINE, WORKLOADS
 from experiments.staleness_runs import METHODS as ALL_METHODS
 
 RATES = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
@@ -103,25 +104,21 @@ def accuracies() -> str:
     for method, title in METHODS.items():
         cells = [title]
         for workload, (_, optimizer) in HEADLINES.items():
-            row = rows.get((workload, optimizer, method))
-            cells.append("" if row is None else with_change(row, "accuracy_mean", "accuracy_to_sync_points", 100, ""))
-        loss = rows.get(("transformer", "adamw", method))
-        cells.append("" if loss is None else with_change(loss, "test_loss_mean", "loss_to_sync_percent", 1, " %"))
-        lines.append(cells)
+            cells.append(with_change(rows.get((workload, optimizer, method)), by_loss=False))
+        lines.append([*cells, with_change(rows.get(("transformer", "adamw", method)), by_loss=True)])
     return table(heads, lines)
 
 
 def short_accuracies() -> str:
     """The same for short trainings with several optimizers: only the change."""
     rows = staleness()
-    cells = [cell for cell in itertools.product(SHORT, LEARNED) if (*cell, "sync") in rows]
+    cells = [cell for cell in itertools.product(SHORT, LEARNED) if (*cell, BASELINE) in rows]
     heads = ["", *(f"{SHORT[workload]}, {LEARNED[optimizer]}" for workload, optimizer in cells)]
     lines = []
     for method in ALL_METHODS:
-        own = [rows.get((*cell, method)) for cell in cells]
-        if method != "sync":
+        if method != BASELINE:
             name = f"**{method}**" if method == "eager" else method
-            lines.append([name, *("" if row is None else change_to_sync(row) for row in own)])
+            lines.append([name, *(only_change(rows.get((*cell, method))) for cell in cells)])
     return table(heads, lines)
 
 
@@ -131,22 +128,28 @@ def staleness() -> dict[tuple[str, str, str], Row]:
     return {(row["workload"], row["optimizer"], row["method"]): row for row in summary}
 
 
-def with_change(row: Row, column: str, change: str, factor: float, unit: str) -> str:
-    """A mean over seeds and how far it is from synchronous training's."""
-    if row[column] is None:
+def with_change(row: Row | None, *, by_loss: bool) -> str:
+    """A mean over seeds, and in brackets how far it is from synchronous training's; nothing of what was not tried."""
+    if row is None:
+        return ""
+    mean = row["test_loss_mean"] if by_loss else row["accuracy_mean"]
+    if mean is None:
         return "diverges"
-    digits = 2 if factor > 1 else 3
-    value = f"{factor * row[column]:.{digits}f}"
-    return value if row["method"] == "sync" else f"{value} ({row[change]:+.2f}{unit})"
+    value = f"{mean:.3f}" if by_loss else f"{100 * mean:.2f}"
+    return value if row["method"] == BASELINE else f"{value} ({change(row, by_loss=by_loss, digits=2)})"
 
 
-def change_to_sync(row: Row) -> str:
-    """In points of accuracy, or in % of the loss where that is judged."""
-    if row["accuracy_mean"] is None:
-        return "diverges"
-    if row["workload"] == "short-transformer":
-        return f"{row['loss_to_sync_percent']:+.1f} %"
-    return f"{row['accuracy_to_sync_points']:+.2f}"
+def only_change(row: Row | None) -> str:
+    """By what the workload is judged by; nothing of what was not tried."""
+    if row is None:
+        return ""
+    by_loss = WORKLOADS[row["workload"]].judged_by_loss
+    return "diverges" if row["accuracy_mean"] is None else change(row, by_loss=by_loss, digits=1)
+
+
+def change(row: Row, *, by_loss: bool, digits: int) -> str:
+    """In % of the loss, with so many ``digits``, or in points of accuracy."""
+    return f"{row['loss_to_sync_percent']:+.{digits}f} %" if by_loss else f"{row['accuracy_to_sync_points']:+.2f}"
 
 
 def times_to_accuracy() -> str:

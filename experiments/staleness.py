@@ -12,7 +12,6 @@ Finished runs are kept in staleness.runs.json in the output folder: the same com
 
 from __future__ import annotations
 
-import itertools
 import math
 import multiprocessing
 import os
@@ -27,10 +26,12 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from experiments import command, style
+from experiments import command
 from experiments.kept_runs import KeptRuns
-from experiments.results import Row, save, save_panels
+from experiments.results import Row, save
+from experiments.staleness_figure import draw
 from experiments.staleness_runs import (
+    BASELINE,
     METHODS,
     OPTIMIZERS,
     QUICK_ITERATIONS,
@@ -49,17 +50,6 @@ from pipesgd.progress import say
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from matplotlib.axes import Axes
-
-BASELINE = "sync"
-METHOD_COLOURS = {
-    "sync": style.METHODS["D-Sync"],
-    "stale": style.METHODS["no prediction"],
-    "eager": style.METHODS["width 2"],
-    "eager, width 3": style.METHODS["width 3"],
-    "local": style.WINE,
-}
-"""Those of all figures; but for ``local``, which elsewhere is training without communication."""
 MOST_LOST = {"eager": 0.2, "eager, width 3": 0.4, "eager, int8": 0.3, "eager, int4": 0.3}
 """Points of accuracy that the default may lose, in the mean over seeds, at the best learning rate of synchronous
 training."""
@@ -70,7 +60,6 @@ CONVERGED = 0.9
 STABILITY = 0.5
 """Share of the largest rate of synchronous training up to which the default must not fail either."""
 QUICK_SEEDS = 1
-PANELS_ABREAST = 3
 
 
 def _start_worker() -> None:
@@ -217,68 +206,6 @@ def stability(method: str, limit: float | None, sync_limit: float | None) -> str
     if method not in MOST_LOST or sync_limit is None:
         return ""
     return "met" if limit is not None and limit >= STABILITY * sync_limit else "MISSED"
-
-
-def plot(rows: Sequence[Row], axes: Axes) -> Axes:
-    """For one workload and optimizer: accuracy, or loss, over the learning rate; all seeds, where there is only one.
-
-    Of methods that were tried at one of several rates only, the table tells.
-    """
-    by_loss = WORKLOADS[rows[0]["workload"]].judged_by_loss
-    axes.set_title(f"{rows[0]['workload']}, {rows[0]['optimizer']}")
-    if len({row["lr"] for row in rows}) == 1:
-        return _plot_methods(rows, by_loss, axes)
-    column, factor = ("test_loss_mean", 1) if by_loss else ("accuracy_mean", 100)
-    good = [row for row in rows if row[column] is not None]
-    spare, markers = itertools.cycle(style.SPARE), itertools.cycle("os^Dv<>P")
-    for method in METHODS:
-        own = sorted((row for row in rows if row["method"] == method), key=lambda row: row["lr"])
-        if len(own) > 1:
-            there = [row for row in own if row in good]
-            values, colour = [factor * row[column] for row in there], METHOD_COLOURS.get(method) or next(spare)
-            axes.plot([row["lr"] for row in there], values, color=colour, marker=next(markers), label=method)
-    values = [factor * row[column] for row in good]
-    if values:
-        axes.set_ylim(*((0.98 * min(values), 1.3 * min(values)) if by_loss else (max(values) - 8, max(values) + 0.5)))
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="peak learning rate", ylabel=f"{_judged(by_loss)}, mean of seeds")
-    axes.set_xticks(sorted({row["lr"] for row in rows}))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.legend()
-    return axes
-
-
-def _plot_methods(rows: Sequence[Row], by_loss: bool, axes: Axes) -> Axes:
-    """Every seed of every method, their mean, and a line at synchronous training's."""
-    seed, column, factor = ("loss_seed_", "test_loss_mean", 1) if by_loss else ("accuracy_seed_", "accuracy_mean", 100)
-    rows = sorted(rows, key=lambda row: list(METHODS).index(row["method"]))
-    for place, row in enumerate(rows):
-        if row[column] is None:
-            axes.annotate("diverges", (0.02, place), xycoords=("axes fraction", "data"), va="center")
-            continue
-        seeds = [factor * value for name, value in row.items() if name.startswith(seed)]
-        colour = METHOD_COLOURS.get(row["method"], style.GREY)
-        axes.plot(seeds, [place] * len(seeds), linestyle="", marker="o", markerfacecolor="none", color=colour)
-        axes.plot([factor * row[column]], [place], linestyle="", marker="|", markersize=14, color=colour)
-        if row["method"] == BASELINE:
-            axes.axvline(factor * row[column], color=colour, linewidth=1)
-    axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(f"{_judged(by_loss)}, every seed and their mean; learning rate {rows[0]['lr']:g}")
-    return axes
-
-
-def _judged(by_loss: bool) -> str:
-    return "test loss (nats)" if by_loss else "test accuracy (%)"
-
-
-def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure: a panel for every workload and optimizer."""
-    cells = list(dict.fromkeys((row["workload"], row["optimizer"]) for row in rows))
-    panels = [partial(plot, [row for row in rows if (row["workload"], row["optimizer"]) == cell]) for cell in cells]
-    lines = math.ceil(len(panels) / PANELS_ABREAST)
-    size = (7.0 * min(len(panels), PANELS_ABREAST), 4.5 * lines)
-    return save_panels(name, panels, size=size, rows=lines, folder=folder)
 
 
 def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:

@@ -108,8 +108,10 @@ OPTIMIZERS = {
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 CLOSELY = ("sync", "stale", "eager", "local")
 """Methods that are tried at all multiples; the others at 1 only."""
+BASELINE = "sync"
+"""The method that the others are compared with."""
 METHODS = {
-    "sync": "--width 1",
+    BASELINE: "--width 1",
     "stale": "--width 2 --prediction none",
     "stale, warm-up": "--width 2 --prediction none --warmup-iterations {warmup}",
     "stale, guard": "--width 2 --prediction none --guard",

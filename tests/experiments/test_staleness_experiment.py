@@ -12,7 +12,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.results import REPOSITORY, RESULTS, Row, load
-from experiments.staleness import parse, plot, stability, summarize, tabulate
+from experiments.staleness import parse, stability, summarize, tabulate
+from experiments.staleness_figure import plot
 from experiments.staleness_runs import CLOSELY, METHODS, MULTIPLES, OPTIMIZERS, WORKLOADS, Run, plan
 from pipesgd.command_line import parse as parse_training
 from pipesgd.errors import UserInputError
