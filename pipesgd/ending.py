@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from rich.console import Console
 
@@ -24,13 +24,36 @@ class Terminated(BaseException):
     """SIGTERM came. Like KeyboardInterrupt it is no error of the program's."""
 
 
+class _Signals:
+    """Ctrl-C and SIGTERM, of which the first one says how this rank ends, whatever comes of it.
+
+    Whoever unwinds may fail in turn and hide it: torch.save, interrupted, raises a RuntimeError; and
+    torchrun passes Ctrl-C on to ranks that have got it from the terminal.
+    """
+
+    _RAISES: ClassVar[dict[int, type[BaseException]]] = {
+        signal.SIGINT: KeyboardInterrupt,
+        signal.SIGTERM: Terminated,
+    }
+
+    def __init__(self) -> None:
+        self.first: type[BaseException] | None = None
+        self.ignored = False
+        for number in self._RAISES:
+            signal.signal(number, self._raise)
+
+    def _raise(self, number: int, frame: object) -> None:
+        if not self.ignored:
+            self.first = self.first or self._RAISES[number]
+            raise self.first
+
+
 def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str]) -> NoReturn:
     """Join the ranks, run ``command``, and exit.
 
     Exit codes: 0 done, 2 the input was wrong, 1 the run failed, 130 Ctrl-C, 143 SIGTERM.
     """
-    signal.signal(signal.SIGTERM, _raise_terminated)
-    code = _run(command, words)
+    code = _run(command, words, _Signals())
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -40,7 +63,7 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words
     sys.exit(0)
 
 
-def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str]) -> int:
+def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str], signals: _Signals) -> int:
     ranks: Ranks | None = None
     try:
         ranks = launch.join()
@@ -52,9 +75,8 @@ def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequen
         if ranks is None or ranks.rank == 0:
             print(request)
     except BaseException as failure:  # noqa: BLE001 (told apart, and said, below)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # one end is enough
-        return _explain(failure, ranks)
+        signals.ignored = True  # one end is enough; and no call, between whose instructions a signal could come
+        return _explain(failure if signals.first is None else signals.first(), ranks)
     return 0
 
 
@@ -87,7 +109,3 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
 def _say(line: str) -> None:
     sys.stderr.write(line.replace("\n", " ") + "\n")  # in one piece: other ranks write to the same screen
     sys.stderr.flush()
-
-
-def _raise_terminated(number: int, frame: object) -> NoReturn:
-    raise Terminated
