@@ -11,9 +11,10 @@ from rich.console import Console
 
 from pipesgd import planning
 from pipesgd.config import TrainConfig
+from pipesgd.decision import Planned, choices_of, words
 from pipesgd.drift import WINDOW, Drift
 from pipesgd.launch import Ranks
-from pipesgd.planning import Planned, agree_on_plan, calibrate_briefly, choices_of, words
+from pipesgd.planning import agree_on_plan, calibrate_briefly
 from pipesgd.progress import say
 from pipesgd.state import RunState
 from pipesgd.strategies.base import Strategy
@@ -111,8 +112,7 @@ def replan(
     ranks.leave()
     # 2. Measure and choose.
     asked = as_asked(config, planned.asked)
-    profile = calibrate_briefly(asked, ranks, state.model, batches, console, samples=samples)
-    found = None if profile is None else (profile, profile.compute[0])
+    found = calibrate_briefly(asked, ranks, state.model, batches, console, samples=samples)
     source = f"a calibration of {planning.CALIBRATION_SECONDS:.0f} s after iteration {done}"
     chosen, planned = agree_on_plan(
         asked,

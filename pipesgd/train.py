@@ -10,21 +10,16 @@ import contextlib
 import functools
 import json
 import logging
-import math
-import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from torch import nn
 
-import pipesgd
 from pipesgd import launch, output
 from pipesgd.checkpoint import Checkpoints, CheckpointSchedule, save_atomically
 from pipesgd.command_line import as_toml, parse
@@ -35,7 +30,7 @@ from pipesgd.errors import DisagreementError
 from pipesgd.evaluation import evaluate
 from pipesgd.guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.launch import Ranks
-from pipesgd.metrics import SECONDS, IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
+from pipesgd.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.optimization import build_optimizer, build_schedule
 from pipesgd.planning import plan_run
 from pipesgd.progress import ProgressBar, say, show_summary
@@ -44,6 +39,7 @@ from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.state import RunState
 from pipesgd.strategies.ddp import check_hook
 from pipesgd.strategies.make import make_strategy, serve
+from pipesgd.summary import Result, describe, summarize
 from pipesgd.trace import Trace
 from pipesgd.workloads import DataSplits
 
@@ -241,23 +237,6 @@ def report_failure(
             ranks.report(str(error) or repr(error))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What came out of a run."""
-
-    iterations: int
-    wall_seconds: float
-    train_loss: float
-    """Mean over ranks and over the last epoch's iterations, of the loss before each update."""
-    test_accuracy: float
-    test_loss: float
-    iteration_seconds: list[float | None]
-    """Median of every rank's iterations."""
-    weights_sha256: str
-    """Of rank 0."""
-    replicas_identical: bool
-
-
 def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
     """The configuration that ``words`` ask for, once it is known that all ranks were asked the same.
 
@@ -298,62 +277,6 @@ def agree_on_data(data: DataSplits, ranks: Ranks) -> None:
             raise DisagreementError(
                 f"data must be the same on all ranks; got {everybody[0]} on rank 0, {other} on rank {rank}"
             )
-
-
-def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[str], *, total: int, start: int) -> str:
-    """What is about to run, in a line or two; ``network`` is every rank's address."""
-    size = sum(parameter.numel() for parameter in model.parameters())
-    workers = config.pipeline.workers(ranks.world_size)
-    text = (
-        f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {workers} "
-        f"rank{'s' if workers > 1 else ''} x {config.samples()} samples, {config.describe()}"
-    )
-    if ranks.world_size > 1:
-        here = f"all ranks at {network[0]}" if len(set(network)) == 1 else "ranks at " + ", ".join(network)
-        text += f"\nnetwork: {here}"
-    if not ranks.by_torchrun:
-        text += f"\nnot started by torchrun, hence one rank; for four: {launch.HOW_TO_START}"
-    if config.run.resume or ranks.restart_count:
-        text += f"\ncontinuing after iteration {start} of {total}" if start else "\nno checkpoint yet: starting anew"
-    return text
-
-
-def summarize(
-    config: TrainConfig, ranks: Ranks, network: list[str], result: Result, lines: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """summary.json; ``lines`` are those of metrics.jsonl."""
-    pipeline = config.pipeline
-    pipelined = pipeline.strategy == "pipelined"
-    return {
-        "world_size": ranks.world_size,
-        "network": network,
-        "workers": pipeline.workers(ranks.world_size),
-        "strategy": pipeline.strategy,
-        "width": pipeline.width if pipelined else None,
-        "codec": config.compression.codec if pipelined else None,
-        "all_reduce": pipeline.all_reduce if pipelined else None,
-        "prediction": pipeline.prediction if pipelined and pipeline.width > 1 else "none",
-        "iterations": result.iterations,
-        "wall_seconds": result.wall_seconds,
-        "seconds": {name: statistics(line["seconds"][name] for line in lines) for name in SECONDS},
-        "iteration_seconds_of_ranks": result.iteration_seconds,
-        "wire_bytes_per_iteration": lines[-1]["wire_bytes"],
-        "skipped_updates": sum(line["skipped"] for line in lines),
-        "final": {
-            "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
-            "test_accuracy": result.test_accuracy,
-            "test_loss": result.test_loss if math.isfinite(result.test_loss) else None,
-        },
-        "replicas_identical": result.replicas_identical,
-        "weights_sha256": result.weights_sha256,
-        "versions": {
-            "pipesgd": pipesgd.__version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-        "options": config.options(),
-    }
 
 
 if __name__ == "__main__":

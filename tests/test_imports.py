@@ -39,14 +39,14 @@ LAYERS = [
     {"checkpoint", "metrics", "trace", "replicas", "evaluation", "optimization", "state", "output"},
     {"progress", "computation"},
     {"calibration"},
-    {"planning"},
-    {"drift"},
-    {"replanning", "ending"},
+    {"decision"},
+    {"planning", "drift"},
+    {"replanning", "ending", "summary"},
     {"train", "calibrate"},
 ]
 """From the bottom up: a module imports from layers below its own, or from its own package."""
 
-MAY_NAME_THE_TIMING_MODEL = {"calibration.profile", "planning"}
+MAY_NAME_THE_TIMING_MODEL = {"calibration.profile", "decision"}
 """What the trainer knows of the timing model: what it measures for it, and what it leaves to it."""
 
 MAY_NAME_TORCH_DISTRIBUTED = {"launch", "collectives.transport", "collectives.native", "strategies.ddp"}

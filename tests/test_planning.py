@@ -1,188 +1,28 @@
-"""What a run leaves to the timing model: the choice, what is said of it, and whole runs that make it."""
+"""What is left to be planned: how it is said, and whole runs that plan."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _plans import AUTOS, INSTANT, SLOW, SMALL, cluster
 from _ranks import run_ranks
 
 from pipesgd import planning
 from pipesgd.command_line import as_toml, parse
-from pipesgd.config import AUTO_OPTIONS, TrainConfig
-from pipesgd.drift import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift
+from pipesgd.config import AUTO_OPTIONS
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
-from pipesgd.planning import Planned, decide, space_of
 from pipesgd.progress import screen
 from pipesgd.train import train
-from tests.timing_model._profiles import MLP, PROFILE, rates
 from timing_model import LinkParams
-from timing_model.measured import CodecProfile, ComputeProfile, Estimate, LinkProfile
-from timing_model.predict import predict
-from timing_model.profile import Profile
-from timing_model.question import Question
 
-AUTOS = "--width auto --codec auto --all-reduce auto"
 SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
-SMALL = dataclasses.replace(MLP, batch_size=16, tensors=(64 * 20, 20, 20 * 10, 10), samples=1497)
-"""What ``SHORT`` trains."""
-SLOW = LinkParams(alpha=5e-5, beta=8e-8, gamma=1e-10, sync=1e-4)
-INSTANT = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
-EXPENSIVE = rates(1e-6)
-
-
-def cluster(link: LinkParams = SLOW, compute: ComputeProfile = MLP, **changes: Any) -> Profile:
-    """A cluster of this link, without noise."""
-    exact = LinkProfile.exact(link)
-    steady = dataclasses.replace(compute, cv=0.0, slow_ranks=())
-    return dataclasses.replace(PROFILE, link=exact, links={"native": exact}, compute=(steady,), **changes)
-
-
-def choose(profile: Profile, words: str = AUTOS, **changes: Any) -> Planned:
-    config = parse(["--batch-size", "512", *words.split()])
-    options = {"world_size": 4, "iterations": 100, "source": "a test", "own": False} | changes
-    return decide(profile, profile.compute[0], config, **options)
-
-
-def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
-    planned = choose(cluster())
-    assert (planned.choices["width"], planned.choices["codec"]) == (2, "int8")
-    assert planned.choices["all-reduce"] in PROFILE.calibrated.all_reduces
-    assert planned.choices["segment-bytes"] == TrainConfig().pipeline.segment_bytes
-    assert (planned.support, planned.reasons) == ("interpolated", [])
-    chosen, advice, predicted = planned.lines()
-    assert "--width 2 --codec int8" in chosen
-    assert "times as fast as the best synchronous configuration" in advice
-    assert "Use int8" in advice
-    assert predicted.startswith("predicted by a test: ")
-    assert "for all 100" in predicted
-
-
-def test_an_instant_link_gets_neither() -> None:
-    planned = choose(cluster(INSTANT))
-    assert planned.choices == {"width": 1, "codec": "fp32", "all-reduce": "ring", "segment-bytes": 1 << 20}
-    assert "This method will not help you here" in planned.lines()[1]
-    assert "Use no codec" in planned.lines()[1]
-
-
-def test_a_codec_that_costs_more_than_the_wire_is_not_chosen() -> None:
-    slow = CodecProfile(bits=8.25, call=Estimate.exact(0.0), rates=EXPENSIVE)
-    assert choose(cluster(codecs={"int8": slow})).choices["codec"] == "fp32"
-
-
-def test_what_is_predicted_is_what_the_timing_model_says() -> None:
-    profile = cluster()
-    planned = choose(profile)
-    question = Question(
-        cluster=profile,
-        compute=profile.compute[0],
-        world_size=4,
-        width=2,
-        codec="int8",
-        all_reduce=planned.choices["all-reduce"],
-        iterations=100,
-    )
-    answer = predict(question)
-    assert planned.iteration_seconds == answer.iteration.total
-    assert (planned.low, planned.high, planned.job_seconds) == (answer.low, answer.high, answer.job)
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--width 3 --codec auto", {"width": 3, "codec": "int8", "all-reduce": "ring"}),
-        ("--codec fp32 --width auto", {"width": 2, "codec": "fp32", "all-reduce": "ring"}),
-        (
-            "--codec sign --width auto --all-reduce halving-doubling",
-            {"codec": "sign", "all-reduce": "halving-doubling"},
-        ),
-        ("--all-reduce native --codec auto", {"codec": "fp32", "all-reduce": "native"}),
-        ("--segment-bytes 4096 --width auto", {"segment-bytes": 4096}),
-    ],
-)
-def test_what_is_given_stays(words: str, expected: dict[str, Any]) -> None:
-    planned = choose(cluster(), words)
-    assert {name: planned.choices[name] for name in expected} == expected
-
-
-def test_nothing_is_said_of_a_codec_that_was_given() -> None:
-    assert "codec:" not in " ".join(choose(cluster(), "--codec fp32 --width auto").why)
-
-
-def test_without_an_auto_it_only_predicts() -> None:
-    planned = choose(cluster(), "--width 3 --codec int8")
-    assert planned.why == []
-    assert planned.choices == {"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 1 << 20}
-
-
-def test_only_codecs_that_cost_no_accuracy_are_chosen_unasked() -> None:
-    cheap = CodecProfile(bits=1.0, call=Estimate.exact(0.0), rates=rates(0.0))
-    profile = cluster(codecs={"sign": cheap, "int4": cheap})
-    assert space_of(profile, parse(["--codec", "auto"])).codecs == ("fp32", "int4")
-
-
-@pytest.mark.parametrize("words", ["--streams 2", "--segment-bytes 4096"])
-def test_torchs_own_all_reduce_is_left_out_where_options_exclude_it(words: str) -> None:
-    free, bound = parse(["--all-reduce", "auto"]), parse(["--all-reduce", "auto", *words.split()])
-    assert "native" in space_of(PROFILE, free).all_reduces
-    assert space_of(PROFILE, bound).all_reduces == ("ring", "halving-doubling")
-
-
-def test_what_was_not_measured_is_said() -> None:
-    planned = choose(cluster(), "--width auto --codec sign --streams 2")
-    assert planned.support == "outside"
-    assert planned.reasons == ["codec sign was not measured; its costs are typical ones", "2 streams; measured: 1"]
-    assert planned.lines()[-1].endswith(f"outside: {', '.join(planned.reasons)}")
-    assert choose(cluster(), "--width auto --streams 2").support == "extrapolated"
-
-
-def test_a_cluster_far_from_the_job_is_refused_unless_it_is_the_runs_own() -> None:
-    with pytest.raises(UserInputError, match=r"^cluster must be near what is to be run; got 64 ranks; measured: 2, 3"):
-        choose(cluster(), world_size=64)
-    assert choose(cluster(), world_size=64, own=True).support == "outside"
-
-
-def prediction(low: float = 0.9, middle: float = 1.0, high: float = 1.2) -> Planned:
-    planned = choose(cluster())
-    return dataclasses.replace(planned, iteration_seconds=middle, low=low, high=high)
-
-
-@pytest.mark.parametrize(
-    ("measured", "said"),
-    [
-        (1.1, "an iteration took 1.10 s, predicted 1.00 s (900 ms to 1.20 s): +10.0%, inside the interval"),
-        (1.5, "an iteration took 1.50 s, predicted 1.00 s (900 ms to 1.20 s): +50.0%, above the interval"),
-        (0.8, "an iteration took 800 ms, predicted 1.00 s (900 ms to 1.20 s): -20.0%, below the interval"),
-    ],
-)
-def test_the_measured_time_is_set_beside_the_predicted_one(measured: float, said: str) -> None:
-    assert prediction().compare(measured) == said
-
-
-@pytest.mark.parametrize(("factor", "word"), [(1.01, "slower"), (0.99, "faster")])
-def test_a_drift_is_told_once_and_only_when_it_lasts(factor: float, word: str) -> None:
-    planned = prediction()
-    edge = planned.high * (1 + TOLERANCE) if word == "slower" else planned.low / (1 + TOLERANCE)
-    within = Drift(planned)
-    assert not any(within.saw(edge / factor) for _ in range(10 * WINDOW * WINDOWS))
-    drift = Drift(planned)
-    said = [drift.saw(edge * factor) for _ in range(SETTLING + 10 * WINDOW * WINDOWS)]
-    [line] = [one for one in said if one]
-    assert said.index(line) == SETTLING + WINDOW * WINDOWS - 1
-    assert f"the cluster is {word} than" in line
-
-
-def test_a_hiccup_is_no_drift() -> None:
-    drift = Drift(prediction())
-    for _ in range(10):
-        for seconds in [9.0] * (WINDOW * (WINDOWS - 1)) + [1.0] * WINDOW:
-            assert drift.saw(seconds) is None
+"""Trains ``SMALL``."""
 
 
 @pytest.mark.parametrize(

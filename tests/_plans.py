@@ -1,0 +1,36 @@
+"""Clusters without noise, and what is chosen on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pipesgd.command_line import parse
+from pipesgd.decision import Planned, decide
+from tests.timing_model._profiles import MLP, PROFILE
+from timing_model import LinkParams
+from timing_model.measured import ComputeProfile, LinkProfile
+from timing_model.profile import Profile
+
+AUTOS = "--width auto --codec auto --all-reduce auto"
+SMALL = dataclasses.replace(MLP, batch_size=16, tensors=(64 * 20, 20, 20 * 10, 10), samples=1497)
+SLOW = LinkParams(alpha=5e-5, beta=8e-8, gamma=1e-10, sync=1e-4)
+INSTANT = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
+
+
+def cluster(link: LinkParams = SLOW, compute: ComputeProfile = MLP, **changes: Any) -> Profile:
+    """A cluster of this link, without noise."""
+    exact = LinkProfile.exact(link)
+    steady = dataclasses.replace(compute, cv=0.0, slow_ranks=())
+    return dataclasses.replace(PROFILE, link=exact, links={"native": exact}, compute=(steady,), **changes)
+
+
+def choose(profile: Profile, words: str = AUTOS, **changes: Any) -> Planned:
+    config = parse(["--batch-size", "512", *words.split()])
+    options = {"world_size": 4, "iterations": 100, "source": "a test", "own": False} | changes
+    return decide(profile, profile.compute[0], config, **options)
+
+
+def prediction(low: float = 0.9, middle: float = 1.0, high: float = 1.2) -> Planned:
+    planned = choose(cluster())
+    return dataclasses.replace(planned, iteration_seconds=middle, low=low, high=high)

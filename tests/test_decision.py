@@ -1,0 +1,129 @@
+"""The choice that a run leaves to the timing model, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from _plans import INSTANT, choose, cluster, prediction
+
+from pipesgd.command_line import parse
+from pipesgd.config import TrainConfig
+from pipesgd.decision import space_of
+from pipesgd.errors import UserInputError
+from tests.timing_model._profiles import PROFILE, rates
+from timing_model.measured import CodecProfile, Estimate
+from timing_model.predict import predict
+from timing_model.question import Question
+
+EXPENSIVE = rates(1e-6)
+
+
+def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
+    planned = choose(cluster())
+    assert (planned.choices["width"], planned.choices["codec"]) == (2, "int8")
+    assert planned.choices["all-reduce"] in PROFILE.calibrated.all_reduces
+    assert planned.choices["segment-bytes"] == TrainConfig().pipeline.segment_bytes
+    assert (planned.support, planned.reasons) == ("interpolated", [])
+    chosen, advice, predicted = planned.lines()
+    assert "--width 2 --codec int8" in chosen
+    assert "times as fast as the best synchronous configuration" in advice
+    assert "Use int8" in advice
+    assert predicted.startswith("predicted by a test: ")
+    assert "for all 100" in predicted
+
+
+def test_an_instant_link_gets_neither() -> None:
+    planned = choose(cluster(INSTANT))
+    assert planned.choices == {"width": 1, "codec": "fp32", "all-reduce": "ring", "segment-bytes": 1 << 20}
+    assert "This method will not help you here" in planned.lines()[1]
+    assert "Use no codec" in planned.lines()[1]
+
+
+def test_a_codec_that_costs_more_than_the_wire_is_not_chosen() -> None:
+    slow = CodecProfile(bits=8.25, call=Estimate.exact(0.0), rates=EXPENSIVE)
+    assert choose(cluster(codecs={"int8": slow})).choices["codec"] == "fp32"
+
+
+def test_what_is_predicted_is_what_the_timing_model_says() -> None:
+    profile = cluster()
+    planned = choose(profile)
+    question = Question(
+        cluster=profile,
+        compute=profile.compute[0],
+        world_size=4,
+        width=2,
+        codec="int8",
+        all_reduce=planned.choices["all-reduce"],
+        iterations=100,
+    )
+    answer = predict(question)
+    assert planned.iteration_seconds == answer.iteration.total
+    assert (planned.low, planned.high, planned.job_seconds) == (answer.low, answer.high, answer.job)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--width 3 --codec auto", {"width": 3, "codec": "int8", "all-reduce": "ring"}),
+        ("--codec fp32 --width auto", {"width": 2, "codec": "fp32", "all-reduce": "ring"}),
+        (
+            "--codec sign --width auto --all-reduce halving-doubling",
+            {"codec": "sign", "all-reduce": "halving-doubling"},
+        ),
+        ("--all-reduce native --codec auto", {"codec": "fp32", "all-reduce": "native"}),
+        ("--segment-bytes 4096 --width auto", {"segment-bytes": 4096}),
+    ],
+)
+def test_what_is_given_stays(words: str, expected: dict[str, Any]) -> None:
+    planned = choose(cluster(), words)
+    assert {name: planned.choices[name] for name in expected} == expected
+
+
+def test_nothing_is_said_of_a_codec_that_was_given() -> None:
+    assert "codec:" not in " ".join(choose(cluster(), "--codec fp32 --width auto").why)
+
+
+def test_without_an_auto_it_only_predicts() -> None:
+    planned = choose(cluster(), "--width 3 --codec int8")
+    assert planned.why == []
+    assert planned.choices == {"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 1 << 20}
+
+
+def test_only_codecs_that_cost_no_accuracy_are_chosen_unasked() -> None:
+    cheap = CodecProfile(bits=1.0, call=Estimate.exact(0.0), rates=rates(0.0))
+    profile = cluster(codecs={"sign": cheap, "int4": cheap})
+    assert space_of(profile, parse(["--codec", "auto"])).codecs == ("fp32", "int4")
+
+
+@pytest.mark.parametrize("words", ["--streams 2", "--segment-bytes 4096"])
+def test_torchs_own_all_reduce_is_left_out_where_options_exclude_it(words: str) -> None:
+    free, bound = parse(["--all-reduce", "auto"]), parse(["--all-reduce", "auto", *words.split()])
+    assert "native" in space_of(PROFILE, free).all_reduces
+    assert space_of(PROFILE, bound).all_reduces == ("ring", "halving-doubling")
+
+
+def test_what_was_not_measured_is_said() -> None:
+    planned = choose(cluster(), "--width auto --codec sign --streams 2")
+    assert planned.support == "outside"
+    assert planned.reasons == ["codec sign was not measured; its costs are typical ones", "2 streams; measured: 1"]
+    assert planned.lines()[-1].endswith(f"outside: {', '.join(planned.reasons)}")
+    assert choose(cluster(), "--width auto --streams 2").support == "extrapolated"
+
+
+def test_a_cluster_far_from_the_job_is_refused_unless_it_is_the_runs_own() -> None:
+    with pytest.raises(UserInputError, match=r"^cluster must be near what is to be run; got 64 ranks; measured: 2, 3"):
+        choose(cluster(), world_size=64)
+    assert choose(cluster(), world_size=64, own=True).support == "outside"
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (1.1, "an iteration took 1.10 s, predicted 1.00 s (900 ms to 1.20 s): +10.0%, inside the interval"),
+        (1.5, "an iteration took 1.50 s, predicted 1.00 s (900 ms to 1.20 s): +50.0%, above the interval"),
+        (0.8, "an iteration took 800 ms, predicted 1.00 s (900 ms to 1.20 s): -20.0%, below the interval"),
+    ],
+)
+def test_the_measured_time_is_set_beside_the_predicted_one(measured: float, said: str) -> None:
+    assert prediction().compare(measured) == said
