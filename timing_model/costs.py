@@ -14,7 +14,7 @@ from timing_model.iteration import (
     pipelined_iteration_time,
     server_iteration_time,
 )
-from timing_model.measured import CodecProfile, Estimate, LinkProfile
+from timing_model.measured import LINK, CodecProfile, Estimate, LinkProfile
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, uncompressed
 from timing_model.profile import UNCOMPRESSED
 from timing_model.question import Question
@@ -40,6 +40,9 @@ class Costs:
 def costs_of(question: Question) -> Costs:
     """What everything costs, by the estimates' values."""
     cluster, link = question.cluster, _link(question).params()
+    correction = correction_of(question)
+    if correction is not None:
+        link = link.times(correction[0])
     profile = question.codec_profile
     codec = uncompressed(0.0) if profile is None else profile.cost(question.codec, _message_values(question, profile))
     times = question.compute.times(question.width, question.all_reduce)
@@ -114,6 +117,17 @@ def _link(question: Question) -> LinkProfile:
     return question.cluster.link_of(question.measured_as)
 
 
+def correction_of(question: Question) -> tuple[float, float] | None:
+    """The factor on what the formula says of the collective, and by what share it may be off; None if neither was
+    measured: this all-reduce, or parameter server, among so many ranks."""
+    corrections = question.cluster.corrections_of(question.measured_as)
+    if corrections is None or question.gathered:
+        return None
+    codec = question.codec_profile
+    share = 1.0 if codec is None else codec.bits / 8 / FLOAT_BYTES
+    return corrections.at(question.world_size, share * question.nbytes)
+
+
 def _message_values(question: Question, codec: CodecProfile) -> float:
     """Of the messages of this job."""
     values = float(question.compute.numel)
@@ -128,9 +142,10 @@ def estimates_of(question: Question) -> Iterator[tuple[str, dict[str, Estimate]]
 
     Fields that come together are off together: a processor that is faster than it was is so in all that it does.
     """
-    for part, link in (("link", _link(question)), ("inner", question.cluster.inner)):
-        if link is not None and (part == "link" or question.all_reduce == "hierarchical"):
-            yield from ((part, {one.name: getattr(link, one.name)}) for one in dataclasses.fields(link))
+    if correction_of(question) is None:  # else its own error is known
+        yield from (("link", {name: getattr(_link(question), name)}) for name in LINK)
+    if question.cluster.inner is not None and question.all_reduce == "hierarchical":
+        yield from (("inner", {name: getattr(question.cluster.inner, name)}) for name in LINK)
     codec = question.codec_profile
     if codec is not None:
         rates = codec.rates_of(_message_values(question, codec))

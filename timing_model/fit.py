@@ -74,7 +74,8 @@ def fit(profile: Profile, folders: Sequence[Path]) -> Fit:
             apart = run.all_reduce == "native" or run.all_reduce in profile.links
             by_link.setdefault(run.all_reduce if apart else RING, []).append(run)
     for name, own in by_link.items():
-        link = _fitted_link(fitted, profile.link_of(name), own)
+        link = dataclasses.replace(profile.link_of(name), corrections=profile.corrections_of(name))
+        link = _fitted_link(fitted, link, own)
         changed = {"link": link} if name == RING else {"links": {**fitted.links, name: link}}
         fitted = dataclasses.replace(fitted, **changed)
     fitted = dataclasses.replace(fitted, calibrated=_calibrated(fitted, runs))
@@ -82,10 +83,17 @@ def fit(profile: Profile, folders: Sequence[Path]) -> Fit:
         profile, compute=(*profile.compute, *[one for one in computed if not _has(profile, one.model, one.batch_size)])
     )
     predicted = tuple((_iteration(befores, run), _iteration(fitted, run)) for run in runs)
-    residuals = dict(fitted.calibrated.residuals)
+    off: dict[str, float] = {}
     for run, (_, after) in zip(runs, predicted, strict=True):
-        residuals[run.all_reduce] = max(residuals.get(run.all_reduce, 0.0), abs(after / run.iteration - 1))
-    fitted = dataclasses.replace(fitted, calibrated=dataclasses.replace(fitted.calibrated, residuals=residuals))
+        off[run.all_reduce] = max(off.get(run.all_reduce, 0.0), abs(after / run.iteration - 1))
+    old = fitted.calibrated.residuals
+    residuals = old | {name: max(old.get(name, 0.0), error) for name, error in off.items()}
+    fitted = dataclasses.replace(
+        fitted,
+        calibrated=dataclasses.replace(fitted.calibrated, residuals=residuals),
+        link=fitted.link.at_least_off(off.get(RING, 0.0)),
+        links={name: link.at_least_off(off.get(name, 0.0)) for name, link in fitted.links.items()},
+    )
     return Fit(before=profile, profile=fitted, runs=tuple(runs), predicted=predicted)
 
 
@@ -214,7 +222,7 @@ def _fitted_link(profile: Profile, link: LinkProfile, runs: Sequence[Run]) -> Li
         for name in names:
             value = getattr(link, name).value * factor
             changes[name] = Estimate(value, value / reach, value * reach)
-    return dataclasses.replace(link, **changes)
+    return dataclasses.replace(link, corrections=link.corrections, **changes)
 
 
 def _with_factors(costs: Costs, logs: Sequence[float]) -> Costs:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from timing_model.checks import check_above_0, check_at_least
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise
@@ -12,6 +15,7 @@ MOST = 1e9
 """Of any number that is no count: what is larger is a mistake, and could overflow."""
 PARAMETER_SERVER = "ps-sync"
 """By which name it stands among what was measured."""
+LINK = tuple(one.name for one in dataclasses.fields(LinkParams))
 BACKWARD = 2 / 3
 """Share of the backward pass, where only the sum with the forward pass is known."""
 
@@ -49,6 +53,41 @@ class Estimate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Corrections:
+    """What collectives were found to take, over what the formula makes of the link's parameters: one for each size and
+    number of ranks that was measured, in order.
+
+    A formula knows of no TCP window, and of no message that is late since another one was on its way.
+    """
+
+    world_sizes: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    """Of what travels in place of the gradient."""
+    factors: tuple[float, ...]
+    errors: tuple[float, ...]
+    """By what share a corrected formula is off that was made without this one."""
+
+    def __post_init__(self) -> None:
+        if not len(self.world_sizes) == len(self.nbytes) == len(self.factors) == len(self.errors) > 0:
+            raise ValueError("corrections must be as many of each kind, and at least one")
+        for factor, error in zip(self.factors, self.errors, strict=True):
+            check_above_0("factors", factor)
+            check_at_least("errors", error, 0)
+
+    def at(self, world_size: int, nbytes: float) -> tuple[float, float] | None:
+        """The factor for so many bytes, between those of its neighbours, and the larger one of their errors; None if
+        this number of ranks was not measured."""
+        own = [number for number, size in enumerate(self.world_sizes) if size == world_size]
+        if not own:
+            return None
+        sizes = np.log([self.nbytes[number] for number in own])
+        factors, errors = ([of[number] for number in own] for of in (self.factors, self.errors))
+        above = int(np.searchsorted(sizes, math.log(nbytes)))
+        error = max(errors[max(above - 1, 0) : above + 1])
+        return float(np.interp(math.log(nbytes), sizes, factors)), error
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinkProfile:
     """A ``LinkParams``, measured."""
 
@@ -58,14 +97,23 @@ class LinkProfile:
     sync: Estimate
     overhead: Estimate
     carrying: Estimate
+    corrections: Corrections | None = None
+    """None if the formula is all that is known."""
 
     @classmethod
     def exact(cls, link: LinkParams) -> LinkProfile:
         """A link that is given, not measured."""
-        return cls(**{one.name: Estimate.exact(getattr(link, one.name)) for one in dataclasses.fields(cls)})
+        return cls(corrections=None, **{name: Estimate.exact(getattr(link, name)) for name in LINK})
 
     def params(self) -> LinkParams:
-        return LinkParams(**{one.name: getattr(self, one.name).value for one in dataclasses.fields(self)})
+        return LinkParams(**{name: getattr(self, name).value for name in LINK})
+
+    def at_least_off(self, error: float) -> LinkProfile:
+        """Whose corrections have errors of no less than that."""
+        if self.corrections is None:
+            return self
+        errors = tuple(max(error, own) for own in self.corrections.errors)
+        return dataclasses.replace(self, corrections=dataclasses.replace(self.corrections, errors=errors))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,11 @@ class LinkParams:
         for field in dataclasses.fields(self):
             check_at_least(field.name, getattr(self, field.name), 0)
 
+    def times(self, factor: float) -> LinkParams:
+        """A link on which any collective takes ``factor`` times as long, codecs apart."""
+        own = ("alpha", "beta", "gamma", "sync", "overhead")
+        return dataclasses.replace(self, **{name: factor * getattr(self, name) for name in own})
+
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeTimes:

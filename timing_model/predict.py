@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from timing_model.all_reduce import CollectiveTime
-from timing_model.costs import Costs, costs_of, estimates_of, iteration_time
+from timing_model.costs import Costs, correction_of, costs_of, estimates_of, iteration_time
 from timing_model.iteration import IterationTime, job_time
 from timing_model.question import OUTSIDE, Question, Support, support_of
 
@@ -104,8 +104,7 @@ def predict(question: Question, *, extrapolate: bool = False) -> Answer:
 def _spread(question: Question, costs: Costs, total: float) -> tuple[float, float]:
     """How far the interval reaches below and above: the ends of the estimates that come together, by themselves, and
     the residual, as roots of sums of squares."""
-    residual = question.cluster.calibrated.residual_of(question.measured_as) * total
-    below, above = residual**2, residual**2
+    below, above = 0.0, 0.0
 
     def add(changed: list[Costs]) -> None:
         nonlocal below, above
@@ -113,6 +112,9 @@ def _spread(question: Question, costs: Costs, total: float) -> tuple[float, floa
         below += min(0.0, *ends) ** 2
         above += max(0.0, *ends) ** 2
 
+    correction = correction_of(question)
+    error = correction[1] if correction else question.cluster.calibrated.residual_of(question.measured_as)
+    add([dataclasses.replace(costs, link=costs.link.times(max(0.0, 1 + sign * error))) for sign in (-1, 1)])
     for part, estimates in estimates_of(question):
         if any(one.low < one.high for one in estimates.values()):
             whole = getattr(costs, part)
@@ -120,7 +122,7 @@ def _spread(question: Question, costs: Costs, total: float) -> tuple[float, floa
             ends = (dataclasses.replace(whole, **end) for end in (lows, highs))
             add([dataclasses.replace(costs, **{part: one}) for one in ends])
     sharing = question.cluster.sharing
-    if question.strategy == "ps-sync":
+    if question.strategy == "ps-sync" and correction is None:
         low, high = (0.0, 1.0) if sharing is None else (sharing.low, sharing.high)
         add([dataclasses.replace(costs, sharing=end) for end in (low, high)])
     return math.sqrt(below), math.sqrt(above)

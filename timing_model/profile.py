@@ -10,12 +10,14 @@ from pathlib import Path
 from timing_model.all_reduce import ALL_REDUCES
 from timing_model.checks import check_one_of
 from timing_model.measured import (
+    LINK,
     MOST,
     PARAMETER_SERVER,
     Calibrated,
     CodecProfile,
     CodecRates,
     ComputeProfile,
+    Corrections,
     Estimate,
     LinkProfile,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "CodecProfile",
     "CodecRates",
     "ComputeProfile",
+    "Corrections",
     "Estimate",
     "LinkProfile",
     "Profile",
@@ -124,6 +127,11 @@ class Profile:
         """Of an all-reduce, or of ``PARAMETER_SERVER``."""
         return self.links.get(name, self.link)
 
+    def corrections_of(self, name: str) -> Corrections | None:
+        """Likewise; None if it was not measured itself."""
+        link = self.link if name == RING else self.links.get(name)
+        return None if link is None else link.corrections
+
     def codec_cost(self, name: str, message_values: float) -> CodecCost:
         """What a codec costs on messages of so many values. Raises ``ValueError`` if it was not measured."""
         if name == UNCOMPRESSED:
@@ -141,9 +149,21 @@ def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
 
 
 def _link(table: Table) -> LinkProfile:
-    link = LinkProfile(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(LinkProfile)})
+    corrections = _corrections(table.table("corrections")) if "corrections" in table else None
+    link = LinkProfile(corrections=corrections, **{name: _estimate(table, name) for name in LINK})
     table.done()
     return link
+
+
+def _corrections(table: Table) -> Corrections:
+    world_sizes = table.counts("world_sizes", least=2)
+    nbytes = table.counts("nbytes")
+    factors, errors = table.numbers("factors", least=SMALLEST_SHARE), table.numbers("errors")
+    for name, values in (("nbytes", nbytes), ("factors", factors), ("errors", errors)):
+        if len(values) != len(world_sizes):
+            raise table.error(name, f"have {len(world_sizes)} numbers, as world_sizes has", list(values))
+    table.done()
+    return Corrections(world_sizes=world_sizes, nbytes=nbytes, factors=factors, errors=errors)
 
 
 def _names(table: Table, known: Sequence[str]) -> list[str]:

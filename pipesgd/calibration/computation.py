@@ -29,7 +29,10 @@ from pipesgd.workloads import ShardedBatches
 
 SYNCHRONOUS, LATE = 1, 2
 """Widths that are trained. Every one above 1 does the same as 2, and a prediction for each gradient more in flight."""
-LEAST_ITERATIONS, MOST_ITERATIONS = 2, 100
+UNTIMED = 2
+"""Iterations of a lap, beside those that fill the pipeline, before any counts: connections that were idle begin slowly,
+and what was done before is in the caches."""
+LEAST_ITERATIONS, MOST_ITERATIONS = 4, 100
 """Of a lap that count."""
 SLOW_RANK, STRETCHES = 1.1, 4
 """Of the median rank: who takes longer in every one of so many stretches of time is always slow."""
@@ -121,12 +124,12 @@ class Training:
         agreed = np.min(self._ranks.exchange("iterations of a lap", asked), axis=0)
         for number, strategy in enumerate(self._strategies):
             begin, busy = time.perf_counter(), busy_seconds()
-            times = self._train(strategy, strategy.width + max(LEAST_ITERATIONS, int(agreed[number])))
+            untimed = strategy.width + UNTIMED
+            times = self._train(strategy, untimed + max(LEAST_ITERATIONS, int(agreed[number])))
             self._paces[number] = (time.perf_counter() - begin) / len(times)
             if number == 1:
                 self.busy.append((busy_seconds() - busy) / len(times))
-            # While the pipeline fills nobody waits, and what was done before is in the caches.
-            self.laps[number].append(times[strategy.width :])
+            self.laps[number].append(times[untimed:])
 
     def close(self) -> None:
         """End the communication threads."""

@@ -58,6 +58,8 @@ class Fit:
     """(k,), each at least 0."""
     low: Floats
     high: Floats
+    fitted: Floats
+    """The times of all cells (n,) by the parameters."""
     held_out: Floats
     """fitted / measured - 1 of every cell (n,), each by a fit to the other half of the cells."""
 
@@ -120,7 +122,11 @@ def fit(
         drawn.append(resampled.solve(slopes, offset, counts.astype(float)))
     low, high = np.quantile(drawn, (LOW, HIGH), axis=0)
     return Fit(
-        parameters=parameters, low=np.minimum(low, parameters), high=np.maximum(high, parameters), held_out=held_out
+        parameters=parameters,
+        low=np.minimum(low, parameters),
+        high=np.maximum(high, parameters),
+        fitted=base,
+        held_out=held_out,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +15,23 @@ from numpy.typing import NDArray
 
 from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed, cache_bytes
 from pipesgd.calibration.computation import Computation
-from pipesgd.calibration.fit import Fit, Floats, Prior, Range, fit, spread
+from pipesgd.calibration.fit import LEAST_SPREAD, Fit, Floats, Prior, Range, fit, spread
 from pipesgd.calibration.links import Probes
 from pipesgd.calibration.options import RING
 from pipesgd.calibration.sweep import Cell
 from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, all_reduce_time
+from timing_model.params import FLOAT_BYTES
 from timing_model.profile import PARAMETER_SERVER as PARAMETER_SERVER
-from timing_model.profile import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile
+from timing_model.profile import (
+    Calibrated,
+    CodecProfile,
+    CodecRates,
+    ComputeProfile,
+    Corrections,
+    Estimate,
+    LinkProfile,
+)
 from timing_model.profile import Profile as Profile
 from timing_model.servers import parameter_server_time
 
@@ -32,6 +43,8 @@ SERVER_PARAMETERS = ("beta", "sync", "shared")
 SUMS_OFF, OVERHEAD_OFF, RATE_OFF = 0.5, 1.0, 1.0
 """By what share a sum in an all-reduce may well cost something else than alone, a message than in a stream, and a byte
 than between two ranks."""
+MEDIAN_ERROR = 1.25
+"""Standard error of a median over that of a mean."""
 REPEATS = 0.15
 """The relative spread up to which times of a cell are worth a prediction."""
 SMALLEST_START, SMALLEST_BETA = 1e-6, 1e-13
@@ -59,9 +72,43 @@ class CollectiveFit:
     @property
     def errors(self) -> Floats:
         """Magnitudes of what held-out cells from ``smallest_bytes`` on are off by, relative."""
-        return np.abs(
-            [off for off, cell in zip(self.fit.held_out, self.cells, strict=True) if cell.nbytes >= self.smallest_bytes]
+        return np.abs(self.held_out[self._repeat])
+
+    @functools.cached_property
+    def corrections(self) -> Corrections:
+        """What cells from ``smallest_bytes`` on take over what the formula says, as far as that is more than noise.
+
+        Shrunk towards 1 by d^2 / (d^2 + s^2), where d is what it is off by, and s the median's standard error.
+        """
+        cells = [self.cells[index] for index in self._repeat]
+        off = np.array([cell.median for cell in cells]) / self.fit.fitted[self._repeat] - 1
+        noise = np.array([MEDIAN_ERROR * spread(cell.seconds) / math.sqrt(len(cell.seconds)) for cell in cells])
+        factors = 1 + off**3 / np.maximum(off**2 + noise**2, np.finfo(float).tiny)
+        return Corrections(
+            world_sizes=tuple(cell.world_size for cell in cells),
+            nbytes=tuple(cell.nbytes for cell in cells),
+            factors=tuple(map(float, factors)),
+            errors=tuple(map(float, np.hypot(LEAST_SPREAD, self.errors))),
         )
+
+    @functools.cached_property
+    def held_out(self) -> Floats:
+        """predicted / measured - 1 of every cell (n,): by a fit to the other half of them and, from ``smallest_bytes``
+        on, corrected by what the others of as many ranks are off by."""
+        off = self.fit.held_out
+        found = off.copy()
+        for index in self._repeat:
+            cell = self.cells[index]
+            others = [one for one in self._repeat if self.cells[one].world_size == cell.world_size and one != index]
+            if others:
+                sizes = [math.log(self.cells[one].nbytes) for one in others]
+                found[index] = (1 + off[index]) * np.interp(math.log(cell.nbytes), sizes, 1 / (1 + off[others])) - 1
+        return found
+
+    @functools.cached_property
+    def _repeat(self) -> list[int]:
+        """Numbers of the cells from ``smallest_bytes`` on."""
+        return [number for number, cell in enumerate(self.cells) if cell.nbytes >= self.smallest_bytes]
 
     @property
     def residual(self) -> float:
@@ -77,8 +124,10 @@ class CollectiveFit:
         return _time(self.all_reduce, self.link, cell)
 
     def seconds(self, numel: int, world_size: int) -> float:
-        """What it says of any gradient."""
-        return all_reduce_time(self.all_reduce, self.link, numel, world_size).total
+        """What an all-reduce of any gradient takes, corrected."""
+        corrected = self.corrections.at(world_size, FLOAT_BYTES * numel)
+        factor = 1.0 if corrected is None else corrected[0]
+        return factor * all_reduce_time(self.all_reduce, self.link, numel, world_size).total
 
 
 def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Range) -> CollectiveFit:
@@ -161,11 +210,11 @@ def make_profile(
 ) -> Profile:
     """The file's content; ``fits`` are by name, of all-reduces and servers, and ``carrying`` is that of all of them."""
     ring, servers = fits[RING], fits.get(PARAMETER_SERVER)
-    links = {name: _link_profile(one.fit, carrying) for name, one in fits.items() if one.names == PARAMETERS}
+    links = {name: _link_profile(one, carrying) for name, one in fits.items() if one.names == PARAMETERS}
     link = links.pop(RING)
     if servers is not None:
         beta, sync, _ = (Estimate(*one) for one in servers.fit.ranges())
-        links[PARAMETER_SERVER] = dataclasses.replace(link, beta=beta, sync=sync)
+        links[PARAMETER_SERVER] = dataclasses.replace(link, beta=beta, sync=sync, corrections=servers.corrections)
     return Profile(
         provenance=provenance,
         calibrated=Calibrated(
@@ -222,9 +271,9 @@ def _link_params(parameters: Floats) -> LinkParams:
     return LinkParams(**dict(zip(PARAMETERS, map(float, parameters), strict=True)))
 
 
-def _link_profile(found: Fit, carrying: Range) -> LinkProfile:
-    fitted = {name: Estimate(*one) for name, one in zip(PARAMETERS, found.ranges(), strict=True)}
-    return LinkProfile(**fitted, carrying=Estimate(*carrying))
+def _link_profile(found: CollectiveFit, carrying: Range) -> LinkProfile:
+    fitted = {name: Estimate(*one) for name, one in zip(PARAMETERS, found.fit.ranges(), strict=True)}
+    return LinkProfile(**fitted, carrying=Estimate(*carrying), corrections=found.corrections)
 
 
 def _codec_profile(speed: CodecSpeed) -> CodecProfile:

@@ -118,7 +118,7 @@ def plot_residuals(one: CollectiveFit, axes: Axes) -> Axes:
         chosen = [index for index, cell in enumerate(one.cells) if cell.world_size == world_size]
         axes.plot(
             [one.cells[index].nbytes for index in chosen],
-            [100 * one.fit.held_out[index] for index in chosen],
+            [100 * one.held_out[index] for index in chosen],
             color=COLOURS[number % len(COLOURS)],
             marker="o",
             label=f"{world_size} ranks",

@@ -35,6 +35,8 @@ MOST_BLOCKS = 6
 """Of one cell in a lap."""
 LONG_SECONDS = 0.05
 """An all-reduce that takes so long is timed at the first time, too, when it makes its memory."""
+UNEVEN = ("halving-doubling", "recursive-doubling")
+"""All-reduces in which some ranks have less to do than others, where their number is no power of two."""
 SMALLER_SIZES = 1.2
 """What a lap takes in units of all all-reduces of the largest size among all ranks: fewer take less, smaller sizes add
 a third."""
@@ -170,7 +172,10 @@ class Sweep:
             return 0.0
         p = len(self._groups[group])
         function, finish = own[all_reduce], partial(finish_part, p)
-        own[RING](torch.ones(p))  # nobody has its sum before all have begun
+        if all_reduce in UNEVEN and p & (p - 1):
+            function(flat, finish=finish)  # who has less to do in it begins the next one earlier, as in training
+        else:
+            own[RING](torch.ones(p))  # nobody has its sum before all have begun
         begin, busy = time.perf_counter(), busy_seconds()
         for _ in range(calls):
             function(flat, finish=finish)

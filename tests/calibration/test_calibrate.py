@@ -193,13 +193,14 @@ def test_the_picture_shows_the_held_out_residuals() -> None:
         for n in sizes
     ]
     one = np.ones(5)
-    fit = Fit(parameters=one, low=one, high=one, held_out=np.array([0.01, -0.02, 0.03, 0.04]))
+    fit = Fit(parameters=one, low=one, high=one, fitted=np.ones(4), held_out=np.array([0.01, -0.02, 0.03, 0.04]))
     axes = plot_residuals(CollectiveFit(all_reduce="ring", cells=cells, fit=fit), Figure().subplots())
     two, four, _ = axes.get_lines()
     assert [line.get_label() for line in (two, four)] == ["2 ranks", "4 ranks"]
     assert list(two.get_xdata()) == list(four.get_xdata()) == list(sizes)
-    assert list(two.get_ydata()) == pytest.approx([1, -2])
-    assert list(four.get_ydata()) == pytest.approx([3, 4])
+    # Each is corrected by what the other one of as many ranks is off by.
+    assert list(two.get_ydata()) == pytest.approx([100 * (1.01 / 0.98 - 1), 100 * (0.98 / 1.01 - 1)])
+    assert list(four.get_ydata()) == pytest.approx([100 * (1.03 / 1.04 - 1), 100 * (1.04 / 1.03 - 1)])
     assert "(%)" in axes.get_ylabel()
 
 

@@ -94,6 +94,42 @@ def test_a_cell_that_is_far_off_all_the_time_bends_little() -> None:
     assert fitted("ring", cells).fit.parameters[BETA] == pytest.approx(LINK.beta, rel=0.02)
 
 
+def test_what_no_parameter_says_is_a_correction() -> None:
+    """Messages of some sizes are faster among three ranks: as where they fit into a socket's buffer."""
+    cells = made_cells("ring", LINK, 0, noise=0.005, interrupted=0.0)
+    fast = {(3, 1 << 18), (3, 1 << 20)}
+    factors = [0.7 if (cell.world_size, cell.nbytes) in fast else 1.0 for cell in cells]
+    found = fitted(
+        "ring",
+        [dataclasses.replace(cell, seconds=f * cell.seconds) for cell, f in zip(cells, factors, strict=True)],
+    )
+    for world_size, nbytes, expected in ((3, 1 << 18, 0.7), (3, 1 << 19, 0.7), (3, 1 << 24, 1.0), (2, 1 << 19, 1.0)):
+        truth = expected * all_reduce_time("ring", LINK, nbytes / 4, world_size).total
+        assert found.seconds(nbytes // 4, world_size) == pytest.approx(truth, rel=0.03)
+    assert found.corrections.at(5, 1 << 19) is None
+    # What is said of an error is what neighbours would have made of it.
+    [inner, edge, calm] = [found.corrections.at(3, nbytes) for nbytes in (1 << 18, 1 << 22, 1 << 25)]
+    assert inner is not None
+    assert edge is not None
+    assert calm is not None
+    assert 0.1 < inner[1] < 0.3
+    assert 0.1 < edge[1] < 0.3
+    assert calm[1] < 0.03
+
+
+def test_noise_is_no_correction() -> None:
+    cells = made_cells("ring", LINK, 0, noise=0.02, interrupted=0.0)
+    cells[0] = dataclasses.replace(cells[0], seconds=cells[0].seconds[:4] * np.array([0.95, 1.05, 1.2, 1.25]))
+    found = fitted("ring", cells)
+    off = [cell.median / found.predicted(cell).total - 1 for cell in found.cells]
+    corrected = [factor - 1 for factor in found.corrections.factors]
+    assert abs(off[0]) > 0.1
+    for one, other in zip(corrected, off, strict=True):
+        assert abs(one) <= abs(other)
+    assert abs(corrected[0]) < 0.8 * abs(off[0])
+    assert max(map(abs, corrected[1:])) < 0.03
+
+
 def test_every_cell_is_held_out_by_the_half_that_it_is_in() -> None:
     """Two halves that contradict each other: each is predicted by the other's slope."""
     x = np.array([1.0, 2.0, 3.0, 4.0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -112,3 +115,24 @@ def test_topk_is_timed_by_its_exchange_and_summed_up_as_a_gather() -> None:
     assert speed.gathered
     assert (speed.memory["encode"].value, speed.memory["add"].value) == (3e-9, 1e-9)
     assert speed.bits == pytest.approx(0.01 * 64)
+
+
+def _calls(ranks: Ranks) -> dict[tuple[int, str], int]:
+    """Of each all-reduce in a block of two, by the size of the group."""
+    transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
+    sweep = Sweep(ranks, transport, [[0, 1], [0, 1, 2]], ALL_REDUCES[:2], timeout=ranks.timeout)
+    mocks = [{name: Mock(wraps=one) for name, one in own.items()} for own in sweep._all_reduces]
+    sweep._all_reduces = mocks  # type: ignore[assignment]
+    for group, name in product(range(2), ALL_REDUCES[:2]):
+        sweep._block(group, name, torch.ones(1000), 2)
+    return {
+        (group + 2, name): sum(call.args[0].numel() == 1000 for call in mock.call_args_list)
+        for group, own in enumerate(mocks)
+        for name, mock in own.items()
+    }
+
+
+def test_ranks_with_less_to_do_have_begun_the_next_one_where_a_block_begins() -> None:
+    of_three = {(3, "ring"): 2, (3, "halving-doubling"): 3}
+    both = {(2, "ring"): 2, (2, "halving-doubling"): 2} | of_three
+    assert run_ranks(3, _calls) == [both, both, of_three]

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from timing_model.profile import Calibrated, CodecProfile, CodecRates, ComputeProfile, Estimate, LinkProfile, Profile
+from timing_model.profile import (
+    Calibrated,
+    CodecProfile,
+    CodecRates,
+    ComputeProfile,
+    Corrections,
+    Estimate,
+    LinkProfile,
+    Profile,
+)
 
 
 def about(value: float) -> Estimate:
@@ -21,6 +30,8 @@ LINK = LinkProfile(
     overhead=about(2e-6),
     carrying=about(1e-9),
 )
+
+CORRECTIONS = Corrections(world_sizes=(2, 3), nbytes=(1024, 4096), factors=(1.1, 0.9), errors=(0.05, 0.02))
 
 MLP = ComputeProfile(
     model="mlp",

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.timing_model._profiles import MLP, PROFILE
+from tests.timing_model._profiles import CORRECTIONS, MLP, PROFILE
 from timing_model import ComputeTimes, Noise
 from timing_model.profile import Estimate, Profile
 
@@ -24,10 +24,34 @@ def path(tmp_path: Path) -> Path:
 
 def test_what_is_saved_comes_back(path: Path) -> None:
     assert Profile.load(path) == PROFILE
+    corrected = dataclasses.replace(PROFILE, link=dataclasses.replace(PROFILE.link, corrections=CORRECTIONS))
+    corrected.save(path)
+    assert Profile.load(path) == corrected
     bare = dataclasses.replace(PROFILE, links={}, codecs={}, sharing=None, compute=(), provenance={})
     bare.save(path)
     assert Profile.load(path) == bare
     assert [each.name for each in path.parent.iterdir()] == ["cluster.toml"]
+
+
+@pytest.mark.parametrize(
+    ("what", "by", "message"),
+    [
+        ("nbytes = [1024, 4096]", "nbytes = [1024]", "link.corrections.nbytes must have 2 numbers, as world_sizes has"),
+        ("factors = [1.1, 0.9]", "factors = [1.1, 0]", "link.corrections.factors must be a number from 1e-06"),
+        ("errors = [0.05, 0.02]", "errors = [0.05, -1]", "link.corrections.errors must be a number from 0"),
+        ("world_sizes = [2, 3]", "world_sizes = []", "link.corrections.world_sizes must have at least one number"),
+        ("world_sizes = [2, 3]", "world_sizes = [2, 1]", "link.corrections.world_sizes must be a whole number"),
+        ("errors = [0.05, 0.02]", "errors = [0.05, 0.02], odd = 1", "link.corrections.odd must not be there"),
+    ],
+)
+def test_corrections_that_make_no_sense(path: Path, what: str, by: str, message: str) -> None:
+    dataclasses.replace(PROFILE, link=dataclasses.replace(PROFILE.link, corrections=CORRECTIONS)).save(path)
+    text = path.read_text(encoding="utf-8")
+    head, corrections = text.split("corrections = ", 1)
+    assert what in corrections
+    path.write_text(f"{head}corrections = {corrections.replace(what, by, 1)}", encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        Profile.load(path)
 
 
 def test_numbers_of_numpy_come_back(path: Path) -> None:
