@@ -14,6 +14,8 @@ NO_NOISE = Noise()
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 """Bytes at which torch's DistributedDataParallel closes its first bucket, and the others, by default."""
 
+PRECISE = 1e-7
+"""Of a search for a time, relative."""
 SHARPNESS = 6
 """Of the maximum of an iteration and what the cores have to do in it."""
 
@@ -68,6 +70,28 @@ def pipelined_iteration_time(
     period = steady_state_period(*times.at_width(width, collective.total), width, world_size, noise)
     total = _at_least_busy(period, busy)
     return _parts(times.total, without_noise(collective.wire), without_noise(collective.total), total)
+
+
+def collective_within(
+    total: float, computation: float, width: int, *, busy: float = 0.0, world_size: int = 1, noise: Noise = NO_NOISE
+) -> float:
+    """What the collective takes, in s, if iterations of a pipeline take ``total``: ``pipelined_iteration_time`` turned
+    round, with both as long as they are beside each other. 0 if the computation needs all of it.
+
+    >>> round(collective_within(5.0, 3.0, width=2), 6), collective_within(5.0, 5.0, width=2)
+    (5.0, 0.0)
+    """
+
+    def iteration(collective: float) -> float:
+        return _at_least_busy(steady_state_period(computation, collective, width, world_size, noise), busy)
+
+    least, most = 0.0, total
+    if iteration(least) >= total:
+        return 0.0
+    while most - least > PRECISE * total:
+        middle = (least + most) / 2
+        least, most = (least, middle) if iteration(middle) > total else (middle, most)
+    return (least + most) / 2
 
 
 def layerwise_iteration_time(

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -49,6 +51,20 @@ FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU = range(6)
 long this thread had a core in the passes."""
 EXPOSED = 0.05
 """A share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
+
+
+class LateAllReduce(Protocol):
+    """``profile.late_all_reduce``."""
+
+    def __call__(
+        self, total: float, computation: float, *, busy: float, cv: float, slow_ranks: Sequence[float]
+    ) -> float: ...
+
+
+def all_of_it(total: float, computation: float, **others: Any) -> float:
+    """Where ranks wait for nothing but the all-reduce."""
+    return total
+
 
 Laps = list[list[list[float]]]
 """Of one rank: laps, iterations, seconds."""
@@ -167,6 +183,7 @@ def summarize(
     busy: Sequence[Sequence[float]],
     *,
     t_comms: Mapping[str, float] | None = None,
+    late_all_reduce: LateAllReduce = all_of_it,
     carrying: float = 0.0,
     shared_cores: bool = False,
 ) -> Computation:
@@ -179,6 +196,7 @@ def summarize(
         busy: of each rank, ``Training.busy``.
         t_comms: what each all-reduce of the gradient takes with no computation beside it, in s; none for one rank
             alone.
+        late_all_reduce: what of an iteration whose computation does not need all of it the all-reduce takes.
         carrying: for how long the first one keeps all cores busy, in s.
         shared_cores: whether there are more ranks than cores.
     """
@@ -194,14 +212,17 @@ def summarize(
     names = list(t_comms or {})
     times: list[float | None] = list((t_comms or {}).values()) or [None]
     count = len(synchronous)
-    busy_laps = np.maximum(np.mean(busy, axis=0) - carrying, 0.0)
+    busy_laps = np.mean(busy, axis=0)
+    cv = _cv(totals)
 
     def values(laps: list[int]) -> Floats:
-        alone = [synchronous[lap] for lap in laps]
+        alone, busy = [synchronous[lap] for lap in laps], float(busy_laps[laps].mean())
+        within = partial(late_all_reduce, busy=busy, cv=cv, slow_ranks=tuple(slow.values()))
         own, *others = (
-            _values(alone, [of_way[lap] for lap in laps], t_comm) for of_way, t_comm in zip(late, times, strict=False)
+            _values(alone, [of_way[lap] for lap in laps], t_comm, within)
+            for of_way, t_comm in zip(late, times, strict=False)
         )
-        return np.array([busy_laps[laps].mean(), *own, *(other[-1] for other in others)])
+        return np.array([max(busy - carrying, 0.0), *own, *(other[-1] for other in others)])
 
     value = values(list(range(count)))
     # What another calibration would find: by leaving out one lap after the other (jackknife).
@@ -216,7 +237,7 @@ def summarize(
     contention, *hindrances = found[len(PARTS) :]
     return Computation(
         parts=dict(zip(PARTS, found, strict=False)),
-        cv=_cv(totals),
+        cv=cv,
         slow_ranks=slow,
         contention=contention,
         hindrances=dict(zip(names, hindrances, strict=False)),  # none for one rank alone
@@ -224,7 +245,9 @@ def summarize(
     )
 
 
-def _values(synchronous: Sequence[Lap], late: Sequence[Lap], t_comm: float | None) -> Floats:
+def _values(
+    synchronous: Sequence[Lap], late: Sequence[Lap], t_comm: float | None, within: Callable[[float, float], float]
+) -> Floats:
     """``PARTS``, contention and hindrance, of these laps.
 
     In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow:
@@ -236,9 +259,11 @@ def _values(synchronous: Sequence[Lap], late: Sequence[Lap], t_comm: float | Non
     if t_comm is None:
         return np.array([forward, backward, update, late_update, 0.0, 0.0])
     passes, late_passes = forward + backward, late_forward + late_backward
-    communication = late_passes + late_update + wait
-    if every_late[:, :, WAIT].min(axis=0).mean() < EXPOSED * communication:
+    total = late_passes + late_update + wait
+    if every_late[:, :, WAIT].min(axis=0).mean() < EXPOSED * total:
         communication = every_late[:, :, COMMUNICATION].min(axis=0).mean()  # of the rank that waited for no other
+    else:
+        communication = within(float(total), float(late_passes + late_update))
     beside = np.clip(communication - late_update, LEAST_OVERLAP * late_passes, late_passes)
     lost = np.clip((late_passes - passes) / beside, 0.0, MOST_SLOWED)
     hindered = np.clip((communication - t_comm) / min(late_passes + late_update, communication), 0.0, MOST_SLOWED)

@@ -179,6 +179,7 @@ def measure(
         every_lap,
         every_busy,
         t_comms={name: one.seconds(values, ranks.world_size) for name, one in fits.items()},
+        late_all_reduce=partial(profile.late_all_reduce, world_size=ranks.world_size),
         carrying=carrying.value * ring_bytes(values, ranks.world_size),
         shared_cores=shared > 1,
     )

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed, cache_bytes
-from pipesgd.calibration.computation import Computation
+from pipesgd.calibration.computation import LATE, Computation
 from pipesgd.calibration.fit import LEAST_SPREAD, Fit, Floats, Prior, Range, fit, spread
 from pipesgd.calibration.links import Probes
 from pipesgd.calibration.options import RING
 from pipesgd.calibration.sweep import Cell
 from pipesgd.errors import UserInputError
-from timing_model import CollectiveTime, LinkParams, all_reduce_time
+from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
+from timing_model.iteration import collective_within
 from timing_model.params import FLOAT_BYTES
 from timing_model.profile import PARAMETER_SERVER as PARAMETER_SERVER
 from timing_model.profile import (
@@ -197,6 +198,15 @@ def sharing_of(servers: CollectiveFit) -> Range:
     """What ``SERVER_PARAMETERS`` say of it, from 0 to 1."""
     beta, _, shared = servers.fit.ranges()
     return Range(*(min(1.0, one / beta.value) if beta.value > 0 else 0.0 for one in shared))
+
+
+def late_all_reduce(
+    total: float, computation: float, *, busy: float, cv: float, slow_ranks: Sequence[float], world_size: int
+) -> float:
+    """What the all-reduce takes if iterations at ``computation.LATE`` take ``total`` s, as the timing model has it: it
+    adds ranks' waiting for each other and for a core, which must not count as the all-reduce's, too."""
+    noise = Noise(cv=cv, slow_ranks=tuple(slow_ranks))
+    return collective_within(total, computation, LATE, busy=busy, world_size=world_size, noise=noise)
 
 
 def make_profile(

@@ -22,7 +22,7 @@ from timing_model import (
     server_iteration_time,
     simulate_iterations,
 )
-from timing_model.iteration import BUCKET, FIRST_BUCKET
+from timing_model.iteration import BUCKET, FIRST_BUCKET, collective_within
 
 SECONDS = st.floats(0, 10)
 TIMES = ComputeTimes(update=0.5, forward=1.0, backward=2.0)
@@ -168,3 +168,16 @@ def test_impossible_iterations_are_refused() -> None:
         job_time(pipelined_iteration_time(TIMES, CollectiveTime(1.0, 1.0, 0.0), 1), 0)
     with pytest.raises(ValueError, match=r"contention must be finite and at least 0; got -1.0"):
         ComputeTimes(update=0.0, forward=1.0, backward=1.0, contention=-1.0)
+
+
+@pytest.mark.parametrize("noise", [Noise(), Noise(cv=0.2), Noise(cv=0.1, slow_ranks=(1.2,))])
+@pytest.mark.parametrize(("width", "busy", "t_comm"), [(2, 0.0, 4.0), (2, 3.0, 5.0), (3, 2.0, 4.5)])
+def test_what_an_iteration_took_says_what_its_collective_did(
+    noise: Noise, width: int, busy: float, t_comm: float
+) -> None:
+    times = dataclasses.replace(TIMES, busy=busy)
+    collective = CollectiveTime(t_comm, t_comm, 0.0)
+    total = pipelined_iteration_time(times, collective, width, world_size=3, noise=noise).total
+    found = collective_within(total, times.total, width, busy=busy, world_size=3, noise=noise)
+    assert found == pytest.approx(t_comm, rel=1e-5)
+    assert collective_within(times.total, times.total, width, busy=busy, world_size=3, noise=noise) == 0.0
