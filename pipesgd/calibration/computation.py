@@ -34,7 +34,7 @@ SYNCHRONOUS, LATE = 1, 2
 UNTIMED = 2
 """Iterations of a lap, beside those that fill the pipeline, before any counts: connections that were idle begin slowly,
 and what was done before is in the caches."""
-LEAST_ITERATIONS, MOST_ITERATIONS = 4, 100
+LEAST_ITERATIONS, MOST_ITERATIONS = 2, 100
 """Of a lap that count."""
 SLOW_RANK, STRETCHES = 1.1, 4
 """Of the median rank: who takes longer in every one of so many stretches of time is always slow."""
@@ -141,7 +141,7 @@ class Training:
         for number, strategy in enumerate(self._strategies):
             begin, busy = time.perf_counter(), busy_seconds()
             untimed = strategy.width + UNTIMED
-            times = self._train(strategy, untimed + max(LEAST_ITERATIONS, int(agreed[number])))
+            times = self._train(strategy, max(untimed + LEAST_ITERATIONS, int(agreed[number])))
             self._paces[number] = (time.perf_counter() - begin) / len(times)
             if number == 1:
                 self.busy.append((busy_seconds() - busy) / len(times))
@@ -266,7 +266,9 @@ def _values(
         communication = within(float(total), float(late_passes + late_update))
     beside = np.clip(communication - late_update, LEAST_OVERLAP * late_passes, late_passes)
     lost = np.clip((late_passes - passes) / beside, 0.0, MOST_SLOWED)
-    hindered = np.clip((communication - t_comm) / min(late_passes + late_update, communication), 0.0, MOST_SLOWED)
+    hindered = 0.0
+    if communication > t_comm:
+        hindered = min((communication - t_comm) / min(late_passes + late_update, communication), MOST_SLOWED)
     late_update -= min(late_update, communication) * lost
     return np.array([forward, backward, update, late_update, lost / (1 - lost), hindered / (1 - hindered)])
 

@@ -162,6 +162,7 @@ def measure(
             largest_bytes=largest_bytes // 4 * 4,
             seconds=planned[TRAINING],
             between=between,
+            between_share=TRAINED,
             advance=partial(shown.advance, TRAINING),
         )
     every_lap, every_busy = zip(*ranks.exchange("times of training", [training.laps, training.busy]), strict=True)

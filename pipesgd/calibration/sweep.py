@@ -101,6 +101,7 @@ class Sweep:
         largest_bytes: int,
         seconds: float,
         between: Callable[[float], None],
+        between_share: float,
         advance: Callable[[float], None],
     ) -> list[Cell]:
         """Every cell, the same on all ranks. Collective.
@@ -109,12 +110,13 @@ class Sweep:
             largest_bytes: of a gradient; less if the largest would take too much of the time that there is.
             seconds: that it takes, about, with what is done between laps.
             between: called after each lap, with the seconds that it took: for what else is to be spread over the time.
+            between_share: how long that takes, in units of these seconds.
             advance: told what share is done.
         """
         end = time.perf_counter() + seconds
         # 1. Sizes, until one takes too long; all groups once, which makes their memory and connections.
         flat = torch.ones(largest_bytes // 4)
-        sizes = self._sizes(flat, seconds)
+        sizes = self._sizes(flat, seconds / (1 + between_share))
         self._counted = min(sizes[-1], self._counted)
         cells = [(group, name, size) for group in range(len(self._groups)) for name in self._names for size in sizes]
         first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]

@@ -153,6 +153,11 @@ def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
     assert asked[0][2] == {"busy": 2.0, "cv": 0.0, "slow_ranks": ()}
 
 
+def test_an_all_reduce_that_explains_nothing_is_not_hindered() -> None:
+    found = summary([laps(t_comm=8.0)] * 2, t_comms={"ring": 0.0}, late_all_reduce=lambda *_, **__: 0.0)
+    assert found.hindrances["ring"] == (0.0, 0.0, 0.0)
+
+
 def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little() -> None:
     faster = laps(t_comm=8.0)
     for lap in faster[1]:

@@ -51,7 +51,9 @@ def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell]
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
     groups = groups_to_measure(places([0] * ranks.world_size))
     sweep = Sweep(ranks, transport, groups, ALL_REDUCES, timeout=ranks.timeout)
-    cells = sweep.run(largest_bytes=largest_bytes, seconds=seconds, between=laps.append, advance=told.append)
+    cells = sweep.run(
+        largest_bytes=largest_bytes, seconds=seconds, between=laps.append, between_share=0.0, advance=told.append
+    )
     assert sweep.sent > 0
     return cells, told, laps
 
