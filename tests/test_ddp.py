@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -164,40 +163,59 @@ def test_powersgds_residuals_survive_a_checkpoint_and_stay_with_their_parameter(
     assert (results[0][0] + kept - meant).norm() <= 1e-5 * meant.norm()
 
 
-def _fail(ranks: Ranks, how: str) -> Any:
+def _fail_with_infinity(ranks: Ranks, on_nonfinite: str) -> Any:
     model = nn.Linear(4, 4)
-    options: dict[str, Any] = {"on_nonfinite": "skip"} if how == "skip" else {}
-    strategy = Ddp(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, timeout=2.0, **options)
-    last = ranks.rank == ranks.world_size - 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = Ddp(model, optimizer, ranks=ranks, on_nonfinite=on_nonfinite)
     try:
         for iteration in range(3):
-            if iteration == 1 and last and how == "die":
-                os._exit(0)
-            if iteration == 1 and last and how == "hang":
-                ranks.exchange("the others have given up", None)
-                return None
             inputs = torch.ones(2, 4)
-            if iteration == 1 and last and how in ("stop", "skip"):
+            if iteration == 1 and ranks.rank == ranks.world_size - 1:
                 inputs[0, 0] = float("inf")
             strategy.module(inputs).sum().backward()
-            skipped = strategy.step().skipped
-            assert skipped == ((iteration,) if how == "skip" and iteration == 1 else ())
-    except (CommunicationError, NonFiniteGradientError) as failure:
-        if how == "hang":
-            ranks.exchange("the others have given up", None)
-        return type(failure), getattr(failure, "iteration", None)
+            assert strategy.step().skipped == ((1,) if iteration == 1 else ())
+    except NonFiniteGradientError as failure:
+        return type(failure), failure.iteration
     finally:
         strategy.close()
     return float(model.weight.sum())
 
 
-def test_a_silent_rank_ends_the_backward_pass_within_the_deadline() -> None:
-    assert run_ranks(3, _fail, "hang")[:2] == [(DeadlineExceeded, 1)] * 2
+def _wait_for_a_silent_rank(ranks: Ranks, silent_in: int) -> Any:
+    model = nn.Linear(4, 4)
+    strategy = Ddp(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, timeout=4.0)
+    try:
+        for iteration in range(silent_in + 1):
+            if iteration == silent_in:
+                # Together: whoever is later than the deadline itself would find its peers gone instead.
+                ranks.exchange("ready", None)
+                if ranks.rank == ranks.world_size - 1:
+                    ranks.exchange("the others have given up", None)
+                    return None
+            strategy.module(torch.ones(2, 4)).sum().backward()
+            strategy.step()
+    except CommunicationError as failure:
+        ranks.exchange("the others have given up", None)
+        return type(failure), failure.operation, failure.iteration
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize(
+    ("silent_in", "operation"),
+    [
+        (1, "forward pass of DistributedDataParallel"),  # where torch cuts its buckets anew
+        (2, "all-reduce by DistributedDataParallel"),
+    ],
+)
+def test_a_silent_rank_ends_the_wait_within_the_deadline(silent_in: int, operation: str) -> None:
+    told = (DeadlineExceeded, operation, silent_in)
+    assert run_ranks(3, _wait_for_a_silent_rank, silent_in)[:2] == [told, told]
 
 
 def test_a_gradient_that_is_not_finite_stops_or_is_skipped_on_all_ranks() -> None:
-    assert run_ranks(2, _fail, "stop") == [(NonFiniteGradientError, 1)] * 2
-    one, other = run_ranks(2, _fail, "skip")
+    assert run_ranks(2, _fail_with_infinity, "stop") == [(NonFiniteGradientError, 1)] * 2
+    one, other = run_ranks(2, _fail_with_infinity, "skip")
     assert one == other
     assert one == one  # a number: the infinity did not get into the weights
 
