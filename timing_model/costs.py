@@ -124,8 +124,8 @@ def correction_of(question: Question) -> tuple[float, float] | None:
     if corrections is None or question.gathered:
         return None
     codec = question.codec_profile
-    share = 1.0 if codec is None else codec.bits / 8 / FLOAT_BYTES
-    return corrections.at(question.world_size, share * question.nbytes)
+    nbytes = question.nbytes if codec is None else codec.bits / 8 * question.compute.numel
+    return corrections.at(question.world_size, nbytes)
 
 
 def _message_values(question: Question, codec: CodecProfile) -> float:

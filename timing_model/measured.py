@@ -16,6 +16,7 @@ MOST = 1e9
 PARAMETER_SERVER = "ps-sync"
 """By which name it stands among what was measured."""
 LINK = tuple(one.name for one in dataclasses.fields(LinkParams))
+"""Names of what is measured of a link."""
 BACKWARD = 2 / 3
 """Share of the backward pass, where only the sum with the forward pass is known."""
 

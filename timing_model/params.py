@@ -13,6 +13,10 @@ MOST_NORMAL_CV = 0.25
 """With a larger one, a normal distribution has times below 0 that count."""
 
 
+COLLECTIVE_PARAMETERS = ("alpha", "beta", "gamma", "sync", "overhead")
+"""Of ``LinkParams``: in proportion to which a collective's time is. (What it costs the cores is apart.)"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkParams:
     """What a link and the ranks at its ends cost. All at least 0 and finite."""
@@ -36,8 +40,7 @@ class LinkParams:
 
     def times(self, factor: float) -> LinkParams:
         """A link on which any collective takes ``factor`` times as long, codecs apart."""
-        own = ("alpha", "beta", "gamma", "sync", "overhead")
-        return dataclasses.replace(self, **{name: factor * getattr(self, name) for name in own})
+        return dataclasses.replace(self, **{name: factor * getattr(self, name) for name in COLLECTIVE_PARAMETERS})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -51,19 +50,6 @@ FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU = range(6)
 long this thread had a core in the passes."""
 EXPOSED = 0.05
 """A share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
-
-
-class LateAllReduce(Protocol):
-    """``profile.late_all_reduce``."""
-
-    def __call__(
-        self, total: float, computation: float, *, busy: float, cv: float, slow_ranks: Sequence[float]
-    ) -> float: ...
-
-
-def all_of_it(total: float, computation: float, **others: Any) -> float:
-    """Where ranks wait for nothing but the all-reduce."""
-    return total
 
 
 Laps = list[list[list[float]]]
@@ -183,7 +169,7 @@ def summarize(
     busy: Sequence[Sequence[float]],
     *,
     t_comms: Mapping[str, float] | None = None,
-    late_all_reduce: LateAllReduce = all_of_it,
+    late_all_reduce: Callable[..., float],
     carrying: float = 0.0,
     shared_cores: bool = False,
 ) -> Computation:
@@ -196,7 +182,8 @@ def summarize(
         busy: of each rank, ``Training.busy``.
         t_comms: what each all-reduce of the gradient takes with no computation beside it, in s; none for one rank
             alone.
-        late_all_reduce: what of an iteration whose computation does not need all of it the all-reduce takes.
+        late_all_reduce: ``profile.late_all_reduce``, of the same ranks: what the all-reduce takes in an iteration that
+            is longer than its computation.
         carrying: for how long the first one keeps all cores busy, in s.
         shared_cores: whether there are more ranks than cores.
     """

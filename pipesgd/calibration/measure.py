@@ -157,7 +157,7 @@ def measure(
         probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
         slow = links.slow_links(probes, where)
         groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
-        sweep = Sweep(ranks, transport, groups, names, timeout=timeout)
+        sweep = Sweep(ranks, transport, groups, names, uneven=profile.messages_meet, timeout=timeout)
         cells += sweep.run(
             largest_bytes=largest_bytes // 4 * 4,
             seconds=planned[TRAINING],

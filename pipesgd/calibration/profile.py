@@ -21,7 +21,9 @@ from pipesgd.calibration.options import RING
 from pipesgd.calibration.sweep import Cell
 from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
+from timing_model.all_reduce import messages_meet as messages_meet
 from timing_model.iteration import collective_within
+from timing_model.params import COLLECTIVE_PARAMETERS as COLLECTIVE_PARAMETERS
 from timing_model.params import FLOAT_BYTES
 from timing_model.profile import PARAMETER_SERVER as PARAMETER_SERVER
 from timing_model.profile import (
@@ -36,9 +38,8 @@ from timing_model.profile import (
 from timing_model.profile import Profile as Profile
 from timing_model.servers import parameter_server_time
 
-PARAMETERS = ("alpha", "beta", "gamma", "sync", "overhead")
-"""Of ``LinkParams``, in the order of a fit."""
-ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(PARAMETERS))
+ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(COLLECTIVE_PARAMETERS))
+"""Their places in a fit."""
 SERVER_PARAMETERS = ("beta", "sync", "shared")
 """Of a parameter server; the last is beta times ``sharing``."""
 SUMS_OFF, OVERHEAD_OFF, RATE_OFF = 0.5, 1.0, 1.0
@@ -60,7 +61,7 @@ class CollectiveFit:
     """Or ``PARAMETER_SERVER``."""
     cells: list[Cell]
     fit: Fit
-    names: Sequence[str] = PARAMETERS
+    names: Sequence[str] = COLLECTIVE_PARAMETERS
     """Of the parameters."""
 
     @property
@@ -109,7 +110,8 @@ class CollectiveFit:
     @functools.cached_property
     def _repeat(self) -> list[int]:
         """Numbers of the cells from ``smallest_bytes`` on."""
-        return [number for number, cell in enumerate(self.cells) if cell.nbytes >= self.smallest_bytes]
+        smallest = self.smallest_bytes
+        return [number for number, cell in enumerate(self.cells) if cell.nbytes >= smallest]
 
     @property
     def residual(self) -> float:
@@ -220,7 +222,7 @@ def make_profile(
 ) -> Profile:
     """The file's content; ``fits`` are by name, of all-reduces and servers, and ``carrying`` is that of all of them."""
     ring, servers = fits[RING], fits.get(PARAMETER_SERVER)
-    links = {name: _link_profile(one, carrying) for name, one in fits.items() if one.names == PARAMETERS}
+    links = {name: _link_profile(one, carrying) for name, one in fits.items() if one.names == COLLECTIVE_PARAMETERS}
     link = links.pop(RING)
     if servers is not None:
         beta, sync, _ = (Estimate(*one) for one in servers.fit.ranges())
@@ -278,11 +280,11 @@ def _time(all_reduce: str, link: LinkParams, cell: Cell) -> CollectiveTime:
 
 
 def _link_params(parameters: Floats) -> LinkParams:
-    return LinkParams(**dict(zip(PARAMETERS, map(float, parameters), strict=True)))
+    return LinkParams(**dict(zip(COLLECTIVE_PARAMETERS, map(float, parameters), strict=True)))
 
 
 def _link_profile(found: CollectiveFit, carrying: Range) -> LinkProfile:
-    fitted = {name: Estimate(*one) for name, one in zip(PARAMETERS, found.fit.ranges(), strict=True)}
+    fitted = {name: Estimate(*one) for name, one in zip(COLLECTIVE_PARAMETERS, found.fit.ranges(), strict=True)}
     return LinkProfile(**fitted, carrying=Estimate(*carrying), corrections=found.corrections)
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation
 from pipesgd.calibration.fit import Range
-from pipesgd.calibration.profile import BETA, PARAMETER_SERVER, PARAMETERS, CollectiveFit
+from pipesgd.calibration.profile import BETA, COLLECTIVE_PARAMETERS, PARAMETER_SERVER, CollectiveFit
 from pipesgd.errors import UserInputError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def plot_residuals(one: CollectiveFit, axes: Axes) -> Axes:
 
 
 def _parameter(name: str, value: Range) -> str:
-    if name == PARAMETERS[BETA] and value.value > 0:
+    if name == COLLECTIVE_PARAMETERS[BETA] and value.value > 0:
         low, middle, high = (
             f"{8e-6 / one:,.0f}" if one else "no limit" for one in (value.high, value.value, value.low)
         )

@@ -35,8 +35,6 @@ MOST_BLOCKS = 6
 """Of one cell in a lap."""
 LONG_SECONDS = 0.05
 """An all-reduce that takes so long is timed at the first time, too, when it makes its memory."""
-UNEVEN = ("halving-doubling", "recursive-doubling")
-"""All-reduces in which some ranks have less to do than others, where their number is no power of two."""
 SMALLER_SIZES = 1.2
 """What a lap takes in units of all all-reduces of the largest size among all ranks: fewer take less, smaller sizes add
 a third."""
@@ -67,9 +65,12 @@ class Sweep:
         groups: Sequence[Sequence[int]],
         all_reduces: Sequence[str],
         *,
+        uneven: Callable[[str, int], bool],
         timeout: float,
     ):
+        """``uneven`` says in which all-reduces, among so many ranks, some have less to do than others."""
         self._ranks = ranks
+        self._uneven = uneven
         self._groups = groups
         self._names = all_reduces
         self._all_reduces: list[dict[str, AllReduce]] = []
@@ -174,7 +175,7 @@ class Sweep:
             return 0.0
         p = len(self._groups[group])
         function, finish = own[all_reduce], partial(finish_part, p)
-        if all_reduce in UNEVEN and p & (p - 1):
+        if self._uneven(all_reduce, p):
             function(flat, finish=finish)  # who has less to do in it begins the next one earlier, as in training
         else:
             own[RING](torch.ones(p))  # nobody has its sum before all have begun

@@ -20,6 +20,7 @@ from pipesgd.collectives.ring import ring
 from pipesgd.collectives.scheduled import ScheduledAllReduce
 from pipesgd.collectives.transport import TorchTransport, communication_group
 from pipesgd.launch import Ranks
+from timing_model.all_reduce import messages_meet
 
 
 @pytest.mark.parametrize("members", [[0, 1], [1, 3], [2, 0, 3], [3, 2, 1, 0]])
@@ -50,7 +51,7 @@ def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell]
     laps: list[float] = []
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
     groups = groups_to_measure(places([0] * ranks.world_size))
-    sweep = Sweep(ranks, transport, groups, ALL_REDUCES, timeout=ranks.timeout)
+    sweep = Sweep(ranks, transport, groups, ALL_REDUCES, uneven=messages_meet, timeout=ranks.timeout)
     cells = sweep.run(
         largest_bytes=largest_bytes, seconds=seconds, between=laps.append, between_share=0.0, advance=told.append
     )
@@ -122,7 +123,7 @@ def test_topk_is_timed_by_its_exchange_and_summed_up_as_a_gather() -> None:
 def _calls(ranks: Ranks) -> dict[tuple[int, str], int]:
     """Of each all-reduce in a block of two, by the size of the group."""
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
-    sweep = Sweep(ranks, transport, [[0, 1], [0, 1, 2]], ALL_REDUCES[:2], timeout=ranks.timeout)
+    sweep = Sweep(ranks, transport, [[0, 1], [0, 1, 2]], ALL_REDUCES[:2], uneven=messages_meet, timeout=ranks.timeout)
     mocks = [{name: Mock(wraps=one) for name, one in own.items()} for own in sweep._all_reduces]
     sweep._all_reduces = mocks  # type: ignore[assignment]
     for group, name in product(range(2), ALL_REDUCES[:2]):

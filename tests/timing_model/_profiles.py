@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from timing_model.profile import (
     Calibrated,
     CodecProfile,
@@ -12,6 +14,7 @@ from timing_model.profile import (
     LinkProfile,
     Profile,
 )
+from timing_model.question import Question
 
 
 def about(value: float) -> Estimate:
@@ -70,3 +73,9 @@ PROFILE = Profile(
     sharing=about(0.5),
     compute=(MLP,),
 )
+
+
+def ask(**options: Any) -> Question:
+    """Four ranks of ``PROFILE`` that train ``MLP``, unless something else is said."""
+    defaults: dict[str, Any] = {"cluster": PROFILE, "compute": MLP, "world_size": 4}
+    return Question(**defaults | options)

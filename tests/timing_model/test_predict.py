@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.timing_model._profiles import LINK, MLP, PROFILE, about
+from tests.timing_model._profiles import LINK, MLP, PROFILE, about, ask
 from timing_model import LinkParams, ring_all_reduce_time
-from timing_model.measured import Calibrated, CodecProfile, ComputeProfile, Corrections, Estimate, LinkProfile
+from timing_model.measured import Calibrated, CodecProfile, ComputeProfile, Estimate, LinkProfile
 from timing_model.predict import LIMITS, predict
 from timing_model.presets import CODECS
 from timing_model.profile import Profile
@@ -20,11 +20,6 @@ from timing_model.question import SUPPORTS, Question, compute_of, support_of
 
 WHOLE = 1 << 30
 """A segment that holds every chunk: see test_monotone."""
-
-
-def ask(**options: Any) -> Question:
-    defaults: dict[str, Any] = {"cluster": PROFILE, "compute": MLP, "world_size": 4}
-    return Question(**defaults | options)
 
 
 def compute(seconds: float, values: int, **options: Any) -> ComputeProfile:
@@ -152,47 +147,6 @@ def test_an_all_reduce_that_was_not_measured_has_the_rings_link_and_the_largest_
     cluster = dataclasses.replace(PROFILE, links={"native": other})
     assert cluster.link_of("all-to-all") == LINK
     assert cluster.calibrated.residual_of("all-to-all") == 0.04
-
-
-def corrected(error: float = 0.01) -> Profile:
-    """Where all-reduces of four ranks take other times than the formula says: half of it from 1 MiB on."""
-    corrections = Corrections(
-        world_sizes=(2, 4, 4),
-        nbytes=(1 << 20, 1 << 10, 1 << 20),
-        factors=(3.0, 1.0, 0.5),
-        errors=(0.5, 0.2, error),
-    )
-    return dataclasses.replace(PROFILE, link=dataclasses.replace(LINK, corrections=corrections))
-
-
-def test_what_was_found_beside_the_formula_counts_where_it_was_measured() -> None:
-    plain, other = (predict(ask(cluster=one)) for one in (PROFILE, corrected()))
-    assert other.collective.total == pytest.approx(0.5 * plain.collective.total)
-    # A codec's bytes are fewer, and its own work is not the network's.
-    plain, other = (predict(ask(cluster=one, codec="int8")) for one in (PROFILE, corrected()))
-    assert other.collective.codec == pytest.approx(plain.collective.codec)
-    assert other.collective.wire == pytest.approx(0.5 * plain.collective.wire, rel=0.05)
-    # Not measured: other numbers of ranks, and other all-reduces.
-    for options in ({"world_size": 3}, {"all_reduce": "halving-doubling"}, {"all_reduce": "native"}, {"codec": "topk"}):
-        plain, other = (predict(ask(cluster=one, **options)) for one in (PROFILE, corrected()))
-        assert other == dataclasses.replace(plain, question=other.question)
-    assert predict(ask(cluster=corrected(), world_size=2)).collective.total == pytest.approx(
-        3 * predict(ask(world_size=2)).collective.total
-    )
-
-
-def test_the_interval_is_of_the_corrections_error_where_there_is_one() -> None:
-    """And of the communication: what is hidden behind the computation makes nothing uncertain."""
-    widths = [
-        answer.high - answer.iteration.total for answer in map(predict, (ask(cluster=corrected(e)) for e in (0, 1)))
-    ]
-    bound = predict(ask(cluster=corrected(0))).collective.total
-    assert widths[1] == pytest.approx(math.hypot(widths[0], bound), rel=0.1)
-    hidden = dataclasses.replace(
-        MLP, forward=about(10.0), hindrance=Estimate.exact(0.0), contention=Estimate.exact(0.0)
-    )
-    low, high = (predict(ask(cluster=corrected(error), compute=hidden, width=2)).high for error in (0.0, 1.0))
-    assert low == high
 
 
 def test_every_all_reduce_loses_its_own_share_beside_the_computation() -> None:
