@@ -156,21 +156,16 @@ def slower(compute: ComputeProfile, factor: float) -> ComputeProfile:
     return dataclasses.replace(compute, **changed)
 
 
-def known_of(profile: Profile, setting: Setting) -> tuple[Profile, ComputeProfile]:
-    """The cluster and the computation of a setting, from the profile of what was calibrated for it."""
+def known_of(profile: Profile, setting: Setting) -> ComputeProfile:
+    """The computation of a setting, from the profile of what was calibrated for it."""
     [compute] = profile.compute
     if setting.calibrated_workload is not None:
         tensors = tensors_of(setting.workload)
         grown = slower(compute, sum(tensors) / compute.numel)
         compute = dataclasses.replace(grown, model=setting.workload, tensors=tensors)
     if setting.calibrated_nodes is not None:
-        # More nodes share this machine's cores, which are busy with all that these do: not so on a real cluster.
-        more = setting.nodes / setting.calibrated_nodes
-        busy, carrying = compute.busy.times(more), profile.link.carrying.times(more)
-        compute = dataclasses.replace(slower(compute, crowding(profile, setting)), busy=busy)
-        links = {name: dataclasses.replace(link, carrying=carrying) for name, link in profile.links.items()}
-        profile = dataclasses.replace(profile, link=dataclasses.replace(profile.link, carrying=carrying), links=links)
-    return profile, compute
+        compute = slower(compute, crowding(profile, setting))  # more share this machine's cores: not so on a cluster
+    return compute
 
 
 def crowding(profile: Profile, setting: Setting) -> float:
@@ -205,10 +200,10 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     plan_file, times_file = folder / "plan.json", folder / "times.json"
     calibration, seconds = (QUICK_CALIBRATION_SECONDS, QUICK_SECONDS) if quick else (CALIBRATION_SECONDS, SECONDS)
     calibrated = calibrate(setting, folder, calibration)
-    profile, compute = known_of(calibrated, setting)
+    compute = known_of(calibrated, setting)
     configurations = EXTRAPOLATED_CONFIGURATIONS if setting.extrapolated else CONFIGURATIONS
     answers = {
-        words: ask(profile, compute, setting, words) for words in (QUICK_CONFIGURATIONS if quick else configurations)
+        words: ask(calibrated, compute, setting, words) for words in (QUICK_CONFIGURATIONS if quick else configurations)
     }
     chosen = choose(answers)
     cells = [
@@ -229,7 +224,7 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     known = float(str(calibrated.provenance["product_seconds"])) * crowding(calibrated, setting)
     drifts = products.mean(axis=0) / known
     corrected = {
-        words: ask(profile, slower(compute, drift), setting, words)
+        words: ask(calibrated, slower(compute, drift), setting, words)
         for words, drift in zip(answers, drifts, strict=True)
     }
     return Measured(

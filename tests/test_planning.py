@@ -209,7 +209,7 @@ def _file(tmp_path: Path, name: str) -> Path:
     if name == "truncated.toml":
         path.write_text(path.read_text()[:700])
     if name == "format.toml":
-        path.write_text(path.read_text().replace("format = 2", "format = 7"))
+        path.write_text(path.read_text().replace("format = 3", "format = 7"))
     if name == "binary.toml":
         path.write_bytes(bytes(range(256)))
     return path
@@ -224,7 +224,7 @@ def _file(tmp_path: Path, name: str) -> Path:
         (
             "format.toml",
             "",
-            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 2",
+            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 3",
         ),
         (
             "cluster.toml",

@@ -19,7 +19,6 @@ from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams
 from timing_model.profile import UNCOMPRESSED
 from timing_model.question import Question
 from timing_model.servers import parameter_server_time
-from timing_model.traffic import traffic
 
 DEFAULT_SHARING = 0.5
 """Of servers that were not measured: between both bounds, as this project's testbed was."""
@@ -45,23 +44,13 @@ def costs_of(question: Question) -> Costs:
         link = link.times(correction[0])
     profile = question.codec_profile
     codec = uncompressed(0.0) if profile is None else profile.cost(question.codec, _message_values(question, profile))
-    times = question.compute.times(question.width, question.all_reduce)
-    if times.busy > 0:
-        times = dataclasses.replace(times, busy=times.busy + _carrying(question, link, codec))
     return Costs(
         link=link,
         inner=None if cluster.inner is None else cluster.inner.params(),
         codec=codec,
-        times=times,
+        times=question.compute.times(question.width, question.all_reduce, question.codec),
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
     )
-
-
-def _carrying(question: Question, link: LinkParams, codec: CodecCost) -> float:
-    """How long all cores are busy with a collective, in s: its bytes, and the codec's work of the ranks of a core."""
-    own = traffic(question, codec)
-    sharing = min(1.0, question.cluster.calibrated.ranks_per_core)  # where more do, its measured times say so
-    return own.sent * link.carrying + sharing * own.work
 
 
 def iteration_time(question: Question, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
@@ -153,7 +142,6 @@ def estimates_of(question: Question) -> Iterator[tuple[str, dict[str, Estimate]]
         yield "codec", {"call": codec.call}
     compute = question.compute
     update = compute.update if question.width == 1 else compute.late_update
-    parts = {"update": update, "forward": compute.forward, "backward": compute.backward}
-    yield "times", parts | ({} if question.width == 1 else {"busy": compute.busy})
-    yield "times", {"contention": compute.contention}
+    yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
+    yield "times", {"contention": compute.contention_of(question.codec)}
     yield "times", {"hindrance": compute.hindrance_of(question.all_reduce)}

@@ -171,7 +171,7 @@ def _unknown(profile: Profile, run: Run) -> ComputeProfile:
 def _scaled(compute: ComputeProfile, runs: Sequence[Run]) -> ComputeProfile:
     factors = []
     for run in runs:
-        times = compute.times(run.width)
+        times = compute.times(run.width, codec=run.codec)
         known = times.forward + times.backward
         if run.width > 1:
             known = times.slowed(known, run.communication)

@@ -44,13 +44,11 @@ def pipelined_iteration_time(
 ) -> IterationTime:
     r"""Iteration time of Pipe-SGD of width K.
 
-    .. math:: T = \left(\max(c,\; m,\; (c + m) / K)^6 + b^6\right)^{1/6}
+    .. math:: T = \max(c,\; m,\; (c + m) / K)
 
     c is ``times.total`` and m ``collective.total``, each with what it takes longer beside the other if K > 1
     (``ComputeTimes.at_width``). Width 1 is synchronous, c + m: D-Sync. Width 2 is the smallest that reaches max(c, m).
-    Noise makes the maximum ``jitter.steady_state_period``. b is ``times.busy``, 0 for width 1: where ranks have few
-    cores, no iteration is shorter than what all cores have to do in it, and near to that one waits for a core now and
-    then. The exponent was fitted to the testbed. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
+    Noise makes the maximum ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
 
     Raises ``ValueError`` if ``width < 1``.
 
@@ -64,16 +62,14 @@ def pipelined_iteration_time(
 
     def without_noise(t_comm: float) -> float:
         c, m = times.at_width(width, t_comm)
-        return _at_least_busy(max(c, m, (c + m) / width), busy)
+        return max(c, m, (c + m) / width)
 
-    busy = 0.0 if width == 1 else times.busy
-    period = steady_state_period(*times.at_width(width, collective.total), width, world_size, noise)
-    total = _at_least_busy(period, busy)
+    total = steady_state_period(*times.at_width(width, collective.total), width, world_size, noise)
     return _parts(times.total, without_noise(collective.wire), without_noise(collective.total), total)
 
 
 def collective_within(
-    total: float, computation: float, width: int, *, busy: float = 0.0, world_size: int = 1, noise: Noise = NO_NOISE
+    total: float, computation: float, width: int, *, world_size: int = 1, noise: Noise = NO_NOISE
 ) -> float:
     """What the collective takes, in s, if iterations of a pipeline take ``total``: ``pipelined_iteration_time`` turned
     round, with both as long as they are beside each other. 0 if the computation needs all of it.
@@ -83,7 +79,7 @@ def collective_within(
     """
 
     def iteration(collective: float) -> float:
-        return _at_least_busy(steady_state_period(computation, collective, width, world_size, noise), busy)
+        return steady_state_period(computation, collective, width, world_size, noise)
 
     least, most = 0.0, total
     if iteration(least) >= total:
@@ -203,12 +199,6 @@ def ddp_buckets(
     if held:
         buckets.append((1.0, held))
     return buckets
-
-
-def _at_least_busy(period: float, busy: float) -> float:
-    """The 6-norm, a smooth maximum."""
-    longer = max(period, busy)
-    return longer if busy == 0 else longer * float((1 + (min(period, busy) / longer) ** SHARPNESS) ** (1 / SHARPNESS))
 
 
 def _parts(compute: float, with_wire: float, with_codec: float, total: float) -> IterationTime:

@@ -15,8 +15,9 @@ MOST = 1e9
 """Of any number that is no count: what is larger is a mistake, and could overflow."""
 PARAMETER_SERVER = "ps-sync"
 """By which name it stands among what was measured."""
+UNCOMPRESSED = "fp32"
 LINK = tuple(one.name for one in dataclasses.fields(LinkParams))
-"""Names of what is measured of a link."""
+"""Names of the parameters of a link."""
 BACKWARD = 2 / 3
 """Share of the backward pass, where only the sum with the forward pass is known."""
 
@@ -97,7 +98,6 @@ class LinkProfile:
     gamma: Estimate
     sync: Estimate
     overhead: Estimate
-    carrying: Estimate
     corrections: Corrections | None = None
     """None if the formula is all that is known."""
 
@@ -181,11 +181,11 @@ class ComputeProfile:
     late_update: Estimate
     """The same at a width above 1: with the prediction."""
     contention: Estimate
-    """By what share it is slower while a collective runs beside it."""
+    """By what share it is slower while a collective runs beside it that is not compressed."""
+    codec_contention: Estimate
+    """The same for one that is: encoding and decoding take cores, too."""
     hindrance: Estimate
-    """By what share a collective is slower while the computation runs beside it: a ring, and any not named below."""
-    busy: Estimate
-    """How long all cores of a machine are busy with an iteration at a width above 1, without its collective."""
+    """By what share a collective is slower with the computation beside it: a ring, and any not named below."""
     hindrances: dict[str, Estimate] = field(default_factory=dict)
     """The hindrance of other all-reduces, by name."""
     cv: float = 0.0
@@ -207,8 +207,8 @@ class ComputeProfile:
             update=Estimate.exact(update),
             late_update=Estimate.exact(update),
             contention=Estimate.exact(0.0),
+            codec_contention=Estimate.exact(0.0),
             hindrance=Estimate.exact(0.0),
-            busy=Estimate.exact(0.0),
         )
 
     @property
@@ -220,15 +220,18 @@ class ComputeProfile:
         """By what share this all-reduce is slower beside the computation."""
         return self.hindrances.get(all_reduce or "", self.hindrance)
 
-    def times(self, width: int, all_reduce: str | None = None) -> ComputeTimes:
+    def contention_of(self, codec: str) -> Estimate:
+        """By what share it is slower while a collective with this codec runs beside it."""
+        return self.contention if codec == UNCOMPRESSED else self.codec_contention
+
+    def times(self, width: int, all_reduce: str | None = None, codec: str = UNCOMPRESSED) -> ComputeTimes:
         """Of an iteration in a pipeline of this width; 1 is synchronous."""
         return ComputeTimes(
             update=(self.update if width == 1 else self.late_update).value,
             forward=self.forward.value,
             backward=self.backward.value,
-            contention=self.contention.value,
+            contention=self.contention_of(codec).value,
             hindrance=self.hindrance_of(all_reduce).value,
-            busy=0.0 if width == 1 else self.busy.value,
         )
 
     def noise(self) -> Noise:

@@ -13,10 +13,6 @@ MOST_NORMAL_CV = 0.25
 """With a larger one, a normal distribution has times below 0 that count."""
 
 
-COLLECTIVE_PARAMETERS = ("alpha", "beta", "gamma", "sync", "overhead")
-"""Of ``LinkParams``: in proportion to which a collective's time is. (What it costs the cores is apart.)"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LinkParams:
     """What a link and the ranks at its ends cost. All at least 0 and finite."""
@@ -31,8 +27,6 @@ class LinkParams:
     """Fixed cost of one collective (S), in s."""
     overhead: float = 0.0
     """CPU time of a message (o), in s, at the rank that sends it. Unlike latency it never overlaps."""
-    carrying: float = 0.0
-    """How long all cores of a machine are busy with a byte that each of its ranks sends, and gets, in s."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -40,7 +34,7 @@ class LinkParams:
 
     def times(self, factor: float) -> LinkParams:
         """A link on which any collective takes ``factor`` times as long, codecs apart."""
-        return dataclasses.replace(self, **{name: factor * getattr(self, name) for name in COLLECTIVE_PARAMETERS})
+        return LinkParams(**{name: factor * value for name, value in dataclasses.asdict(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +48,7 @@ class ComputeTimes:
     contention: float = 0.0
     """By what share the computation is slower while a collective runs beside it."""
     hindrance: float = 0.0
-    """By what share a collective is slower while the computation runs beside it."""
-    busy: float = 0.0
-    """How long all cores of a machine are busy with an iteration of a pipeline, collective and all, in s."""
+    """By what share a collective is slower in a pipeline, with the computation beside it."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -70,25 +62,22 @@ class ComputeTimes:
     def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
         r"""All of it, and a collective of ``t_comm`` s, in an iteration of a pipeline, in s.
 
-        At width 1 they are not beside each other. Else, with k ``contention`` and h ``hindrance``, while both run a
-        second does the work of 1/(1+k) and 1/(1+h), and the shorter one is beside the other all the time:
+        At width 1 they are not beside each other. Else, with k ``contention`` and h ``hindrance``, a second of the
+        computation does the work of 1/(1+k) while the collective runs, and this at worst stands still meanwhile:
 
         .. math::
 
-            c' = \min\left(c (1 + k),\; c + \frac{k}{1 + k} m (1 + h)\right), \qquad
-            m' = \min\left(m (1 + h),\; m + \frac{h}{1 + h} c (1 + k)\right)
+            m' = \min(m (1 + h),\; m + c), \qquad c' = \min\left(c (1 + k),\; c + \frac{k}{1 + k} m'\right)
 
         >>> ComputeTimes(update=0.0, forward=1.0, backward=3.0, contention=0.5).at_width(2, 3.0)
         (5.0, 3.0)
         >>> ComputeTimes(update=0.0, forward=1.0, backward=1.0, contention=0.5, hindrance=1.0).at_width(2, 10.0)
-        (3.0, 11.5)
+        (3.0, 12.0)
         """
         if width == 1:
             return self.total, t_comm
-        return (
-            _slowed(self.total, self.contention, t_comm * (1 + self.hindrance)),
-            _slowed(t_comm, self.hindrance, self.total * (1 + self.contention)),
-        )
+        hindered = min(t_comm * (1 + self.hindrance), t_comm + self.total)
+        return self.slowed(self.total, hindered), hindered
 
     def slowed(self, seconds: float, t_comm: float) -> float:
         """``seconds`` of the computation with a collective of ``t_comm`` s beside it, which takes so long, in s."""

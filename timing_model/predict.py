@@ -136,7 +136,7 @@ def _gains(question: Question, costs: Costs, iteration: IterationTime) -> dict[s
 
     link = costs.link
     changed = {
-        COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "forward", "backward", "busy")),
+        COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "forward", "backward")),
         NETWORK: dataclasses.replace(costs, link=half(link, "beta")),
         LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead", "sync")),
         CODEC: dataclasses.replace(

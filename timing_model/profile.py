@@ -13,6 +13,7 @@ from timing_model.measured import (
     LINK,
     MOST,
     PARAMETER_SERVER,
+    UNCOMPRESSED,
     Calibrated,
     CodecProfile,
     CodecRates,
@@ -26,6 +27,7 @@ from timing_model.tables import Scalar, Table, format_tables, read_tables
 
 __all__ = [
     "PARAMETER_SERVER",
+    "UNCOMPRESSED",
     "Calibrated",
     "CodecProfile",
     "CodecRates",
@@ -36,7 +38,7 @@ __all__ = [
     "Profile",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """Of the file; raised whenever an older reader would misunderstand a newer file."""
 RING = "ring"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
@@ -44,8 +46,7 @@ BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER
 MOST_CV = 10.0
 SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
 """Of a value on the wire, and of a rank to a core."""
-UNCOMPRESSED = "fp32"
-ESTIMATES = ("forward", "backward", "update", "late_update", "contention", "hindrance", "busy")
+ESTIMATES = ("forward", "backward", "update", "late_update", "contention", "codec_contention", "hindrance")
 """Of a ``ComputeProfile``."""
 
 

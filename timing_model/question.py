@@ -29,7 +29,7 @@ MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """For those that were not measured."""
 
-WITH_BATCH = ("forward", "backward", "busy")
+WITH_BATCH = ("forward", "backward")
 """What grows with the batch, of a ``ComputeProfile``."""
 
 GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE = "as given", "interpolated", "extrapolated", "outside"
@@ -187,7 +187,7 @@ class Question:
 def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> ComputeProfile:
     """The computation of a model that was measured, maybe with another batch size.
 
-    Forward, backward and busy are on a straight line between the two batch sizes around, or proportional to the nearest
+    Forward and backward are on a straight line between the two batch sizes around, or proportional to the nearest
     one's.
     Raises ``ValueError`` if the model was not measured, or several batch sizes were, and none is given.
     """

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipesgd.calibration.fit import Floats, Range
-from pipesgd.calibration.machines import busy_seconds
+from pipesgd.calibration.options import TYPICAL_CODEC, UNCOMPRESSED
 from pipesgd.computation import forward_backward
 from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
@@ -51,7 +52,6 @@ long this thread had a core in the passes."""
 EXPOSED = 0.05
 """A share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
 
-
 Laps = list[list[list[float]]]
 """Of one rank: laps, iterations, seconds."""
 Lap = NDArray[np.float64]
@@ -69,17 +69,22 @@ class Computation:
     slow_ranks: dict[int, float]
     """Of the ranks that are always slow: median iteration over the median rank's."""
     contention: Range
+    codec_contention: Range
+    """Beside an all-reduce that is compressed."""
     hindrances: dict[str, Range]
     """By all-reduce."""
-    busy: Range
-    """All cores of a machine, with an iteration at a width above 1 without its all-reduce."""
+
+
+class Way(NamedTuple):
+    """How a model is trained to be timed."""
+
+    width: int
+    all_reduce: str
+    codec: str
 
 
 class Training:
-    """A model in training on all ranks: synchronous with the first all-reduce, and late with each of them.
-
-    All ranks make one, and call it, together.
-    """
+    """A model in training on all ranks, in several ways. All ranks make one, and call it, together."""
 
     def __init__(
         self,
@@ -87,7 +92,7 @@ class Training:
         model: nn.Module,
         batches: ShardedBatches,
         prediction: str,
-        all_reduces: Sequence[str],
+        ways: Sequence[Way],
         ranks: Ranks,
     ):
         self._config = config
@@ -97,26 +102,25 @@ class Training:
             "cpu", init_scale=config.optimization.loss_scale, enabled=config.optimization.precision == "fp16"
         )
         self._strategies = []
-        for width, all_reduce in ways(all_reduces):
+        for way in ways:
             own = copy.deepcopy(model).train()
             optimizer = build_optimizer(config.optimization, own)
             self._strategies.append(
                 Pipelined(
                     own,
                     optimizer,
-                    width=width,
+                    width=way.width,
                     prediction=prediction,
                     scaler=self._scaler,
-                    all_reduce=all_reduce,
+                    codec=way.codec,
+                    all_reduce=way.all_reduce,
                     ranks=ranks,
                 )
             )
         self._paces = [0.0] * len(self._strategies)
         """Seconds of an iteration, so far."""
-        self.busy: list[float] = []
-        """Of each lap, late with the first all-reduce: seconds of all cores of this machine in an iteration."""
         self.laps: list[Laps] = [[] for _ in self._strategies]
-        """By the ways of ``ways``."""
+        """By way."""
 
     def lap(self, seconds: float) -> None:
         """Train in each way, for so many seconds together, about, and keep the times."""
@@ -125,12 +129,10 @@ class Training:
         asked = [min(share / pace, MOST_ITERATIONS) if pace else 0.0 for pace in self._paces]
         agreed = np.min(self._ranks.exchange("iterations of a lap", asked), axis=0)
         for number, strategy in enumerate(self._strategies):
-            begin, busy = time.perf_counter(), busy_seconds()
+            begin = time.perf_counter()
             untimed = strategy.width + UNTIMED
             times = self._train(strategy, max(untimed + LEAST_ITERATIONS, int(agreed[number])))
             self._paces[number] = (time.perf_counter() - begin) / len(times)
-            if number == 1:
-                self.busy.append((busy_seconds() - busy) / len(times))
             self.laps[number].append(times[untimed:])
 
     def close(self) -> None:
@@ -155,22 +157,26 @@ class Training:
         return times
 
 
-def ways(all_reduces: Sequence[str]) -> list[tuple[int, str]]:
-    """Widths and all-reduces that are trained.
+def ways(all_reduces: Sequence[str], codecs: Sequence[str]) -> list[Way]:
+    """Synchronous with the first all-reduce, late with each of them, and late with the first one and a codec, if one
+    is to be measured: beside it the computation is the limit more often, and not as fast as where it waits.
 
-    >>> ways(["ring", "native"])
-    [(1, 'ring'), (2, 'ring'), (2, 'native')]
+    >>> [tuple(way) for way in ways(["ring", "native"], ["bf16", "int8"])]
+    [(1, 'ring', 'fp32'), (2, 'ring', 'fp32'), (2, 'native', 'fp32'), (2, 'ring', 'int8')]
     """
-    return [(SYNCHRONOUS, all_reduces[0]), *((LATE, name) for name in all_reduces)]
+    compressed = [TYPICAL_CODEC] if TYPICAL_CODEC in codecs else codecs[:1]
+    return [
+        Way(SYNCHRONOUS, all_reduces[0], UNCOMPRESSED),
+        *(Way(LATE, name, UNCOMPRESSED) for name in all_reduces),
+        *(Way(LATE, all_reduces[0], name) for name in compressed),
+    ]
 
 
 def summarize(
     everybody: Sequence[Sequence[Laps]],
-    busy: Sequence[Sequence[float]],
     *,
-    t_comms: Mapping[str, float] | None = None,
+    t_comms: Mapping[str, float],
     late_all_reduce: Callable[..., float],
-    carrying: float = 0.0,
     shared_cores: bool = False,
 ) -> Computation:
     """From every rank's ``Training.laps``.
@@ -178,13 +184,10 @@ def summarize(
     With ``shared_cores`` ranks are compared by their CPU time: which of them waits for a core longest is chance.
 
     Args:
-        everybody: of each rank, the laps in each of the ways.
-        busy: of each rank, ``Training.busy``.
-        t_comms: what each all-reduce of the gradient takes with no computation beside it, in s; none for one rank
-            alone.
+        everybody: of each rank, the laps in each of the ways of ``ways``.
+        t_comms: what each all-reduce of the gradient takes with no computation beside it, in s.
         late_all_reduce: ``profile.late_all_reduce``, of the same ranks: what the all-reduce takes in an iteration that
             is longer than its computation.
-        carrying: for how long the first one keeps all cores busy, in s.
         shared_cores: whether there are more ranks than cores.
     """
     synchronous, *late = (
@@ -196,68 +199,70 @@ def summarize(
     slow = _slow_ranks(compared)
     others = [rank for rank in range(len(everybody)) if rank not in slow]
     synchronous, late = [lap[others] for lap in synchronous], [[lap[others] for lap in laps] for laps in late]
-    names = list(t_comms or {})
-    times: list[float | None] = list((t_comms or {}).values()) or [None]
-    count = len(synchronous)
-    busy_laps = np.mean(busy, axis=0)
-    cv = _cv(totals)
+    count, cv = len(synchronous), _cv(totals)
+    within = partial(late_all_reduce, cv=cv, slow_ranks=tuple(slow.values()))
 
     def values(laps: list[int]) -> Floats:
-        alone, busy = [synchronous[lap] for lap in laps], float(busy_laps[laps].mean())
-        within = partial(late_all_reduce, busy=busy, cv=cv, slow_ranks=tuple(slow.values()))
-        own, *others = (
-            _values(alone, [of_way[lap] for lap in laps], t_comm, within)
-            for of_way, t_comm in zip(late, times, strict=False)
-        )
-        return np.array([max(busy - carrying, 0.0), *own, *(other[-1] for other in others)])
+        alone, *beside = (np.concatenate([way[lap] for lap in laps], axis=1) for way in (synchronous, *late))
+        return _values(alone, beside, list(t_comms.values()), within)
 
     value = values(list(range(count)))
     # What another calibration would find: by leaving out one lap after the other (jackknife).
     without = [values([lap for lap in range(count) if lap != left]) for left in range(count) if count > 1]
     deviations = np.sqrt((count - 1) * np.var(without, axis=0)) if without else np.zeros(len(value))
     reach = np.sqrt(2) * deviations * T90[min(max(count - 1, 1), len(T90)) - 1]
-    ranges = [
+    found = [
         Range(float(middle), max(0.0, float(middle - far)), float(middle + far))
         for middle, far in zip(value, reach, strict=True)
     ]
-    all_cores, *found = ranges
-    contention, *hindrances = found[len(PARTS) :]
+    contention, codec_contention, *hindrances = found[len(PARTS) :]
     return Computation(
         parts=dict(zip(PARTS, found, strict=False)),
         cv=cv,
         slow_ranks=slow,
         contention=contention,
-        hindrances=dict(zip(names, hindrances, strict=False)),  # none for one rank alone
-        busy=all_cores,
+        codec_contention=codec_contention,
+        hindrances=dict(zip(t_comms, hindrances, strict=True)),
     )
 
 
 def _values(
-    synchronous: Sequence[Lap], late: Sequence[Lap], t_comm: float | None, within: Callable[[float, float], float]
+    synchronous: Lap, late: Sequence[Lap], t_comms: Sequence[float], within: Callable[[float, float], float]
 ) -> Floats:
-    """``PARTS``, contention and hindrance, of these laps.
+    """``PARTS``, contentions and hindrances, of these iterations: ``ComputeTimes.at_width`` the other way round.
 
-    In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow:
-    ``ComputeTimes.at_width`` the other way round.
+    In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow.
     """
-    forward, backward, update, *_ = np.concatenate(synchronous, axis=1).mean(axis=(0, 1))
-    every_late = np.concatenate(late, axis=1)
-    late_forward, late_backward, late_update, wait, *_ = every_late.mean(axis=(0, 1))
-    if t_comm is None:
-        return np.array([forward, backward, update, late_update, 0.0, 0.0])
-    passes, late_passes = forward + backward, late_forward + late_backward
-    total = late_passes + late_update + wait
-    if every_late[:, :, WAIT].min(axis=0).mean() < EXPOSED * total:
-        communication = every_late[:, :, COMMUNICATION].min(axis=0).mean()  # of the rank that waited for no other
-    else:
-        communication = within(float(total), float(late_passes + late_update))
-    beside = np.clip(communication - late_update, LEAST_OVERLAP * late_passes, late_passes)
-    lost = np.clip((late_passes - passes) / beside, 0.0, MOST_SLOWED)
-    hindered = 0.0
-    if communication > t_comm:
-        hindered = min((communication - t_comm) / min(late_passes + late_update, communication), MOST_SLOWED)
-    late_update -= min(late_update, communication) * lost
-    return np.array([forward, backward, update, late_update, lost / (1 - lost), hindered / (1 - hindered)])
+    forward, backward, update, *_ = synchronous.mean(axis=(0, 1))
+    passes = forward + backward
+    late_passes = np.array([way[:, :, : BACKWARD + 1].sum(axis=2).mean() for way in late])
+    late_updates = np.array([way[:, :, UPDATE].mean() for way in late])
+    communications = np.array([_communication(way, within) for way in late])
+    beside = np.clip(communications - late_updates, LEAST_OVERLAP * late_passes, late_passes)
+
+    def lost(ways: slice) -> float:
+        """Share of the time beside an all-reduce, of all these ways together: one alone is noise."""
+        return float(np.clip((late_passes[ways] - passes).sum() / beside[ways].sum(), 0.0, MOST_SLOWED))
+
+    uncompressed, compressed = slice(len(t_comms)), slice(len(t_comms), None)
+    own = lost(uncompressed)
+    with_codec = lost(compressed) if len(late) > len(t_comms) else own
+    late_update = (late_updates - own * np.minimum(late_updates, communications))[uncompressed].mean()
+    hindered = [
+        min(1 - t_comm / communication, MOST_SLOWED) if communication > t_comm else 0.0
+        for communication, t_comm in zip(communications, t_comms, strict=False)
+    ]
+    shares = np.array([own, with_codec, *hindered])
+    return np.array([forward, backward, update, late_update, *(shares / (1 - shares))])
+
+
+def _communication(late: Lap, within: Callable[[float, float], float]) -> float:
+    """What the all-reduce takes beside the computation."""
+    forward, backward, update, wait, *_ = late.mean(axis=(0, 1))
+    computed = float(forward + backward + update)
+    if late[:, :, WAIT].min(axis=0).mean() < EXPOSED * (computed + wait):
+        return float(late[:, :, COMMUNICATION].min(axis=0).mean())  # of the rank that waited for no other
+    return within(computed + float(wait), computed)
 
 
 def _uninterrupted(lap: Lap) -> Lap:

@@ -223,10 +223,3 @@ def median_range(times: Floats, seed: int = 0) -> Range:
     medians = np.median(drawn, axis=1)
     value = float(np.median(times))
     return Range(value, min(value, float(np.quantile(medians, LOW))), max(value, float(np.quantile(medians, HIGH))))
-
-
-def mean_range(times: Floats, seed: int = 0) -> Range:
-    """Likewise the mean."""
-    means = np.random.default_rng(seed).choice(times, (RESAMPLES, len(times))).mean(axis=1)
-    value = float(np.mean(times))
-    return Range(value, min(value, float(np.quantile(means, LOW))), max(value, float(np.quantile(means, HIGH))))

@@ -19,7 +19,6 @@ import torch
 import pipesgd
 from pipesgd.launch import Ranks
 
-STAT = Path("/proc/stat")
 PRODUCT_SIZE, PRODUCTS = 512, 9
 """Rows and columns; and how many follow each other, of which the first does not count."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -51,16 +50,6 @@ def ranks_per_core(machines: Sequence[Machine]) -> float:
     """Of the machine that has the most; above 1, ranks share cores."""
     ranks = Counter(one.kernel for one in machines)
     return max(ranks[one.kernel] / one.cores for one in machines)
-
-
-def busy_seconds() -> float:
-    """For how long all cores of this machine have been busy since it was started, kernel and all; 0 if not Linux."""
-    try:
-        words = STAT.read_text(encoding="ascii").splitlines()[0].split()
-    except OSError:
-        return 0.0
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, words[1:8])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
 
 def product_seconds(ranks: Ranks) -> float:

@@ -15,14 +15,13 @@ from torch import nn
 from pipesgd.calibration import codec_speeds, interfaces, links, machines, profile, report
 from pipesgd.calibration import servers as server_rounds
 from pipesgd.calibration.codec_speeds import CodecSpeed
-from pipesgd.calibration.computation import Computation, Training, summarize
-from pipesgd.calibration.fit import Range, mean_range
+from pipesgd.calibration.computation import Computation, Training, summarize, ways
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
 from pipesgd.calibration.options import RING
 from pipesgd.calibration.profile import CollectiveFit, Profile
 from pipesgd.calibration.progress import Phases
-from pipesgd.calibration.sweep import Cell, Sweep, ring_bytes
+from pipesgd.calibration.sweep import Cell, Sweep
 from pipesgd.collectives.transport import TorchTransport, communication_group
 from pipesgd.config import TrainConfig
 from pipesgd.launch import Ranks
@@ -49,8 +48,6 @@ class Measured:
     """Of every rank."""
     codecs: dict[str, CodecSpeed]
     computation: Computation
-    carrying: Range
-    """How long all cores of a machine are busy with a byte, in s."""
     fits: dict[str, CollectiveFit]
     """Of the all-reduces, and of the parameter server."""
     product: float
@@ -75,7 +72,6 @@ class Measured:
                 tensors=[one.numel() for one in model.parameters() if one.requires_grad],
                 samples=samples,
             ),
-            carrying=self.carrying,
             ranks_per_core=machines.ranks_per_core(self.hosts),
             provenance=machines.provenance(
                 self.hosts, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", command, self.product
@@ -146,7 +142,7 @@ def measure(
             )
         ranks.start_process_group("cpu", timeout)
         names = [RING, *(name for name in all_reduces if name != RING)]
-        training = Training(config, model, batches, prediction, names, ranks)
+        training = Training(config, model, batches, prediction, ways(names, codecs), ranks)
         stack.callback(training.close)
 
         def between(lap: float) -> None:
@@ -165,23 +161,18 @@ def measure(
             between_share=TRAINED,
             advance=partial(shown.advance, TRAINING),
         )
-    every_lap, every_busy = zip(*ranks.exchange("times of training", [training.laps, training.busy]), strict=True)
-
-    carried = ranks.exchange("busy time of all-reduces", [sweep.busy, sweep.sent])
+    every_lap = ranks.exchange("times of training", training.laps)
     if ranks.rank != 0:
         return None
 
     # 3. What it means.
     values = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    carrying = mean_range(np.array([seconds / sent for seconds, sent in carried]))
     sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
     fits = {name: profile.fit_collective(name, cells, probes, sums) for name in names}
     computation = summarize(
         every_lap,
-        every_busy,
         t_comms={name: one.seconds(values, ranks.world_size) for name, one in fits.items()},
         late_all_reduce=partial(profile.late_all_reduce, world_size=ranks.world_size),
-        carrying=carrying.value * ring_bytes(values, ranks.world_size),
         shared_cores=shared > 1,
     )
     if SERVERS in planned:
@@ -192,7 +183,6 @@ def measure(
         hosts=hosts,
         codecs={name: codec_speeds.summarize(name, [times[name] for times in every_codecs]) for name in codecs},
         computation=computation,
-        carrying=carrying,
         fits=fits,
         product=float(np.mean(products)),
     )

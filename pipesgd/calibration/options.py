@@ -30,6 +30,8 @@ RING = "ring"
 MEASURED_ALL_REDUCES = (RING, "halving-doubling", "recursive-doubling", "all-to-all", "native")
 DEFAULT_ALL_REDUCES = (RING, "native")
 MEASURED_CODECS = (*DENSE_CODECS[1:], "topk")
+UNCOMPRESSED, TYPICAL_CODEC = "fp32", "int8"
+"""With which the model is trained; the second if it is among those to measure."""
 """fp32 has no work of its own but the sums; powersgd's depends on the shapes of the model's matrices."""
 
 

@@ -23,7 +23,7 @@ from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
 from timing_model.all_reduce import messages_meet as messages_meet
 from timing_model.iteration import collective_within
-from timing_model.params import COLLECTIVE_PARAMETERS as COLLECTIVE_PARAMETERS
+from timing_model.measured import LINK as LINK
 from timing_model.params import FLOAT_BYTES
 from timing_model.profile import PARAMETER_SERVER as PARAMETER_SERVER
 from timing_model.profile import (
@@ -38,7 +38,7 @@ from timing_model.profile import (
 from timing_model.profile import Profile as Profile
 from timing_model.servers import parameter_server_time
 
-ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(COLLECTIVE_PARAMETERS))
+ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(LINK))
 """Their places in a fit."""
 SERVER_PARAMETERS = ("beta", "sync", "shared")
 """Of a parameter server; the last is beta times ``sharing``."""
@@ -61,7 +61,7 @@ class CollectiveFit:
     """Or ``PARAMETER_SERVER``."""
     cells: list[Cell]
     fit: Fit
-    names: Sequence[str] = COLLECTIVE_PARAMETERS
+    names: Sequence[str] = LINK
     """Of the parameters."""
 
     @property
@@ -203,12 +203,12 @@ def sharing_of(servers: CollectiveFit) -> Range:
 
 
 def late_all_reduce(
-    total: float, computation: float, *, busy: float, cv: float, slow_ranks: Sequence[float], world_size: int
+    total: float, computation: float, *, cv: float, slow_ranks: Sequence[float], world_size: int
 ) -> float:
     """What the all-reduce takes if iterations at ``computation.LATE`` take ``total`` s, as the timing model has it: it
-    adds ranks' waiting for each other and for a core, which must not count as the all-reduce's, too."""
+    adds ranks' waiting for each other, which must not count as the all-reduce's, too."""
     noise = Noise(cv=cv, slow_ranks=tuple(slow_ranks))
-    return collective_within(total, computation, LATE, busy=busy, world_size=world_size, noise=noise)
+    return collective_within(total, computation, LATE, world_size=world_size, noise=noise)
 
 
 def make_profile(
@@ -216,13 +216,12 @@ def make_profile(
     fits: Mapping[str, CollectiveFit],
     codecs: Mapping[str, CodecSpeed],
     compute: ComputeProfile,
-    carrying: Range,
     ranks_per_core: float,
     provenance: dict[str, Any],
 ) -> Profile:
-    """The file's content; ``fits`` are by name, of all-reduces and servers, and ``carrying`` is that of all of them."""
+    """The file's content; ``fits`` are by name, of all-reduces and servers."""
     ring, servers = fits[RING], fits.get(PARAMETER_SERVER)
-    links = {name: _link_profile(one, carrying) for name, one in fits.items() if one.names == COLLECTIVE_PARAMETERS}
+    links = {name: _link_profile(one) for name, one in fits.items() if one.names == LINK}
     link = links.pop(RING)
     if servers is not None:
         beta, sync, _ = (Estimate(*one) for one in servers.fit.ranges())
@@ -254,9 +253,9 @@ def compute_profile(
         tensors=tuple(tensors),
         samples=samples,
         contention=Estimate(*computation.contention),
+        codec_contention=Estimate(*computation.codec_contention),
         hindrance=Estimate(*computation.hindrances[RING]),
         hindrances={name: Estimate(*one) for name, one in computation.hindrances.items() if name != RING},
-        busy=Estimate(*computation.busy),
         cv=computation.cv,
         slow_ranks=tuple(computation.slow_ranks.values()),
         **{name: Estimate(*part) for name, part in computation.parts.items()},
@@ -280,12 +279,12 @@ def _time(all_reduce: str, link: LinkParams, cell: Cell) -> CollectiveTime:
 
 
 def _link_params(parameters: Floats) -> LinkParams:
-    return LinkParams(**dict(zip(COLLECTIVE_PARAMETERS, map(float, parameters), strict=True)))
+    return LinkParams(**dict(zip(LINK, map(float, parameters), strict=True)))
 
 
-def _link_profile(found: CollectiveFit, carrying: Range) -> LinkProfile:
-    fitted = {name: Estimate(*one) for name, one in zip(COLLECTIVE_PARAMETERS, found.fit.ranges(), strict=True)}
-    return LinkProfile(**fitted, carrying=Estimate(*carrying), corrections=found.corrections)
+def _link_profile(found: CollectiveFit) -> LinkProfile:
+    fitted = {name: Estimate(*one) for name, one in zip(LINK, found.fit.ranges(), strict=True)}
+    return LinkProfile(**fitted, corrections=found.corrections)
 
 
 def _codec_profile(speed: CodecSpeed) -> CodecProfile:

@@ -12,7 +12,7 @@ from rich.table import Table
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation
 from pipesgd.calibration.fit import Range
-from pipesgd.calibration.profile import BETA, COLLECTIVE_PARAMETERS, PARAMETER_SERVER, CollectiveFit
+from pipesgd.calibration.profile import BETA, LINK, PARAMETER_SERVER, CollectiveFit
 from pipesgd.errors import UserInputError
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def show(
         table.add_row(name.replace("_", " "), f"{_ms(part)}")
     table.add_row("spread", f"{computation.cv:.1%} between iterations (cv)")
     table.add_row("beside a collective", f"{computation.contention.value:.1%} slower")
+    table.add_row("beside a compressed one", f"{computation.codec_contention.value:.1%} slower")
     for name, hindrance in computation.hindrances.items():
         table.add_row(f"{name} beside it", f"{hindrance.value:.1%} slower")
-    table.add_row("all cores busy", f"{_ms(computation.busy)}, width 2, without its collective")
     console.print(table)
 
 
@@ -130,7 +130,7 @@ def plot_residuals(one: CollectiveFit, axes: Axes) -> Axes:
 
 
 def _parameter(name: str, value: Range) -> str:
-    if name == COLLECTIVE_PARAMETERS[BETA] and value.value > 0:
+    if name == LINK[BETA] and value.value > 0:
         low, middle, high = (
             f"{8e-6 / one:,.0f}" if one else "no limit" for one in (value.high, value.value, value.low)
         )

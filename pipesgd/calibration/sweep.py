@@ -13,8 +13,7 @@ from torch import Tensor
 
 from pipesgd.calibration.fit import Floats
 from pipesgd.calibration.groups import Part
-from pipesgd.calibration.machines import busy_seconds
-from pipesgd.calibration.options import LEAST_LARGEST_BYTES, RING, SMALLEST_BYTES
+from pipesgd.calibration.options import RING, SMALLEST_BYTES
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.collectives.base import AllReduce
 from pipesgd.collectives.make import SCHEDULES
@@ -86,10 +85,6 @@ class Sweep:
                 schedule = SCHEDULES[name](members.index(ranks.rank), len(members))
                 own[name] = ScheduledAllReduce(Part(transport, members), schedule, Uncompressed())
             self._all_reduces.append(own)
-        self._counted = LEAST_LARGEST_BYTES
-        self.busy, self.sent = 0.0, 0.0
-        """Seconds of all cores of this machine in rings of all ranks, and bytes that each rank sent in them: of large
-        gradients, or the largest that there was time for."""
 
     @property
     def ring(self) -> AllReduce:
@@ -118,7 +113,6 @@ class Sweep:
         # 1. Sizes, until one takes too long; all groups once, which makes their memory and connections.
         flat = torch.ones(largest_bytes // 4)
         sizes = self._sizes(flat, seconds / (1 + between_share))
-        self._counted = min(sizes[-1], self._counted)
         cells = [(group, name, size) for group in range(len(self._groups)) for name in self._names for size in sizes]
         first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]
         # 2. How often each, agreed upon.
@@ -179,19 +173,10 @@ class Sweep:
             function(flat, finish=finish)  # who has less to do in it begins the next one earlier, as in training
         else:
             own[RING](torch.ones(p))  # nobody has its sum before all have begun
-        begin, busy = time.perf_counter(), busy_seconds()
+        begin = time.perf_counter()
         for _ in range(calls):
             function(flat, finish=finish)
-        seconds = time.perf_counter() - begin
-        if p == self._ranks.world_size and all_reduce == RING and flat.nbytes >= self._counted:
-            self.busy += busy_seconds() - busy
-            self.sent += calls * ring_bytes(flat.numel(), p)
-        return seconds
-
-
-def ring_bytes(numel: int, world_size: int) -> float:
-    """That each rank sends for so many float32 values."""
-    return 2 * (world_size - 1) / world_size * 4 * numel
+        return time.perf_counter() - begin
 
 
 def finish_part(world_size: int, part: Tensor) -> None:

@@ -55,7 +55,6 @@ def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell]
     cells = sweep.run(
         largest_bytes=largest_bytes, seconds=seconds, between=laps.append, between_share=0.0, advance=told.append
     )
-    assert sweep.sent > 0
     return cells, told, laps
 
 

@@ -83,27 +83,25 @@ def test_settings_that_are_extrapolated_go_to_twice_the_ranks_and_eight_times_th
     assert len(SETTINGS) == len({one.name for one in SETTINGS.values()})
 
 
-def test_more_nodes_on_the_same_cores_compute_and_carry_in_turns() -> None:
+def test_more_nodes_on_the_same_cores_compute_in_turns() -> None:
     calibrated = dataclasses.replace(PROFILE.calibrated, ranks_per_core=1.5)
     profile = dataclasses.replace(PROFILE, calibrated=calibrated)
     [compute] = profile.compute
-    more, slow = known_of(profile, Setting(nodes=6, rate="200mbit", workload="mlp", calibrated_nodes=3))
+    slow = known_of(profile, Setting(nodes=6, rate="200mbit", workload="mlp", calibrated_nodes=3))
     assert slow.forward == compute.forward.times(2)
     assert slow.late_update == compute.late_update.times(2)
-    assert slow.busy == compute.busy.times(2)
-    assert {one.carrying for one in (more.link, *more.links.values())} == {profile.link.carrying.times(2)}
+    assert slow.contention == compute.contention
     roomy = dataclasses.replace(profile, calibrated=dataclasses.replace(calibrated, ranks_per_core=0.4))
-    _, alone = known_of(roomy, Setting(nodes=6, rate="200mbit", workload="mlp", calibrated_nodes=3))
-    assert (alone.forward, alone.busy) == (compute.forward, compute.busy.times(2))
+    alone = known_of(roomy, Setting(nodes=6, rate="200mbit", workload="mlp", calibrated_nodes=3))
+    assert alone == compute
 
 
 def test_a_larger_model_computes_in_proportion() -> None:
     setting = Setting(nodes=3, rate="200mbit", workload="large-mlp", calibrated_workload="small-mlp")
-    profile, large = known_of(PROFILE, setting)
-    assert profile is PROFILE
+    large = known_of(PROFILE, setting)
     assert large.tensors == tensors_of("large-mlp")
     assert large.backward.value / MLP.backward.value == pytest.approx(large.numel / MLP.numel)
-    assert support_of(Question(cluster=profile, compute=large, world_size=3)).kind == "extrapolated"
+    assert support_of(Question(cluster=PROFILE, compute=large, world_size=3)).kind == "extrapolated"
 
 
 def test_what_the_machine_does_slower_is_in_the_raw_errors_alone() -> None:

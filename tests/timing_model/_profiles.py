@@ -31,7 +31,6 @@ LINK = LinkProfile(
     gamma=about(1e-10),
     sync=about(1e-4),
     overhead=about(2e-6),
-    carrying=about(1e-9),
 )
 
 CORRECTIONS = Corrections(world_sizes=(2, 3), nbytes=(1024, 4096), factors=(1.1, 0.9), errors=(0.05, 0.02))
@@ -46,8 +45,8 @@ MLP = ComputeProfile(
     update=about(0.005),
     late_update=about(0.006),
     contention=about(0.1),
+    codec_contention=about(0.15),
     hindrance=about(0.05),
-    busy=about(0.01),
     hindrances={"halving-doubling": about(0.12)},
     cv=0.02,
     slow_ranks=(1.31,),

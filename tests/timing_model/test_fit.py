@@ -20,7 +20,7 @@ from timing_model.question import Question
 from timing_model.runs import read_run
 
 NOTHING = Estimate.exact(0.0)
-CALM = dataclasses.replace(MLP, cv=0.0, slow_ranks=(), contention=NOTHING, hindrance=NOTHING, busy=NOTHING)
+CALM = dataclasses.replace(MLP, cv=0.0, slow_ranks=(), contention=NOTHING, codec_contention=NOTHING, hindrance=NOTHING)
 BEFORE = dataclasses.replace(PROFILE, compute=(CALM,))
 
 
