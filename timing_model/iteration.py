@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from timing_model.all_reduce import CollectiveTime
@@ -77,16 +77,28 @@ def collective_within(
     >>> round(collective_within(5.0, 3.0, width=2), 6), collective_within(5.0, 5.0, width=2)
     (5.0, 0.0)
     """
+    return _within(total, lambda collective: steady_state_period(computation, collective, width, world_size, noise))
 
-    def iteration(collective: float) -> float:
-        return steady_state_period(computation, collective, width, world_size, noise)
 
+def computation_within(
+    total: float, collective: float, width: int, *, world_size: int = 1, noise: Noise = NO_NOISE
+) -> float:
+    """Likewise the computation. 0 if the collective needs all of it.
+
+    >>> round(computation_within(5.0, 3.0, width=2), 6), computation_within(5.0, 5.0, width=2)
+    (5.0, 0.0)
+    """
+    return _within(total, lambda computation: steady_state_period(computation, collective, width, world_size, noise))
+
+
+def _within(total: float, period: Callable[[float], float]) -> float:
+    """Of which part ``total`` is the period, which does not fall with it."""
     least, most = 0.0, total
-    if iteration(least) >= total:
+    if period(least) >= total:
         return 0.0
     while most - least > PRECISE * total:
         middle = (least + most) / 2
-        least, most = (least, middle) if iteration(middle) > total else (middle, most)
+        least, most = (least, middle) if period(middle) > total else (middle, most)
     return (least + most) / 2
 
 

@@ -12,8 +12,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -81,6 +80,14 @@ class Way(NamedTuple):
     width: int
     all_reduce: str
     codec: str
+
+
+class LateIteration(Protocol):
+    """What the parts of a late iteration take, in s, if all of it, and the other part, take so long."""
+
+    def all_reduce(self, total: float, computation: float) -> float: ...
+
+    def computation(self, total: float, all_reduce: float) -> float: ...
 
 
 class Training:
@@ -176,7 +183,8 @@ def summarize(
     everybody: Sequence[Sequence[Laps]],
     *,
     t_comms: Mapping[str, float],
-    late_all_reduce: Callable[..., float],
+    t_compressed: float,
+    late_iteration: Callable[[int, float, tuple[float, ...]], LateIteration],
     shared_cores: bool = False,
 ) -> Computation:
     """From every rank's ``Training.laps``.
@@ -186,8 +194,8 @@ def summarize(
     Args:
         everybody: of each rank, the laps in each of the ways of ``ways``.
         t_comms: what each all-reduce of the gradient takes with no computation beside it, in s.
-        late_all_reduce: ``profile.late_all_reduce``, of the same ranks: what the all-reduce takes in an iteration that
-            is longer than its computation.
+        t_compressed: the same of the first one with a codec.
+        late_iteration: ``profile.LateIteration``.
         shared_cores: whether there are more ranks than cores.
     """
     synchronous, *late = (
@@ -200,11 +208,11 @@ def summarize(
     others = [rank for rank in range(len(everybody)) if rank not in slow]
     synchronous, late = [lap[others] for lap in synchronous], [[lap[others] for lap in laps] for laps in late]
     count, cv = len(synchronous), _cv(totals)
-    within = partial(late_all_reduce, cv=cv, slow_ranks=tuple(slow.values()))
+    model = late_iteration(len(everybody), cv, tuple(slow.values()))
 
     def values(laps: list[int]) -> Floats:
         alone, *beside = (np.concatenate([way[lap] for lap in laps], axis=1) for way in (synchronous, *late))
-        return _values(alone, beside, list(t_comms.values()), within)
+        return _values(alone, beside, list(t_comms.values()), t_compressed, model)
 
     value = values(list(range(count)))
     # What another calibration would find: by leaving out one lap after the other (jackknife).
@@ -227,42 +235,48 @@ def summarize(
 
 
 def _values(
-    synchronous: Lap, late: Sequence[Lap], t_comms: Sequence[float], within: Callable[[float, float], float]
+    synchronous: Lap, late: Sequence[Lap], t_comms: Sequence[float], t_compressed: float, model: LateIteration
 ) -> Floats:
     """``PARTS``, contentions and hindrances, of these iterations: ``ComputeTimes.at_width`` the other way round.
 
     In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow.
     """
+    uncompressed, compressed = late[: len(t_comms)], late[len(t_comms) :]
     forward, backward, update, *_ = synchronous.mean(axis=(0, 1))
-    passes = forward + backward
-    late_passes = np.array([way[:, :, : BACKWARD + 1].sum(axis=2).mean() for way in late])
-    late_updates = np.array([way[:, :, UPDATE].mean() for way in late])
-    communications = np.array([_communication(way, within) for way in late])
-    beside = np.clip(communications - late_updates, LEAST_OVERLAP * late_passes, late_passes)
-
-    def lost(ways: slice) -> float:
-        """Share of the time beside an all-reduce, of all these ways together: one alone is noise."""
-        return float(np.clip((late_passes[ways] - passes).sum() / beside[ways].sum(), 0.0, MOST_SLOWED))
-
-    uncompressed, compressed = slice(len(t_comms)), slice(len(t_comms), None)
-    own = lost(uncompressed)
-    with_codec = lost(compressed) if len(late) > len(t_comms) else own
-    late_update = (late_updates - own * np.minimum(late_updates, communications))[uncompressed].mean()
+    all_reduces = np.array([_all_reduce(way, model) for way in uncompressed])
     hindered = [
-        min(1 - t_comm / communication, MOST_SLOWED) if communication > t_comm else 0.0
-        for communication, t_comm in zip(communications, t_comms, strict=False)
+        min(1 - t_comm / all_reduce, MOST_SLOWED) if all_reduce > t_comm else 0.0
+        for all_reduce, t_comm in zip(all_reduces, t_comms, strict=True)
     ]
+    # 1. What the passes lose where they wait for the all-reduce: of all of them together, since one alone is noise.
+    late_passes = np.array([way[:, :, : BACKWARD + 1].sum(axis=2).mean() for way in uncompressed])
+    late_updates = np.array([way[:, :, UPDATE].mean() for way in uncompressed])
+    beside = np.clip(all_reduces - late_updates, LEAST_OVERLAP * late_passes, late_passes)
+    lost = float(np.clip((late_passes - forward - backward).sum() / beside.sum(), 0.0, MOST_SLOWED))
+    late_update = (late_updates - lost * np.minimum(late_updates, all_reduces)).mean()
+
+    # 2. What all of the computation does where it is the limit, in which case ranks wait for each other, too.
+    def lost_of(way: Lap, all_reduce: float, otherwise: float) -> float:
+        total = float(way[:, :, : WAIT + 1].sum(axis=2).mean())
+        if total < (1 + EXPOSED) * all_reduce:
+            return otherwise
+        computation = model.computation(total, all_reduce)
+        shared = np.clip(all_reduce, LEAST_OVERLAP * computation, computation)
+        return float(np.clip((computation - forward - backward - late_update) / shared, 0.0, MOST_SLOWED))
+
+    own = lost_of(uncompressed[0], float(all_reduces[0]), lost)
+    with_codec = lost_of(compressed[0], t_compressed / (1 - hindered[0]), own) if compressed else own
     shares = np.array([own, with_codec, *hindered])
     return np.array([forward, backward, update, late_update, *(shares / (1 - shares))])
 
 
-def _communication(late: Lap, within: Callable[[float, float], float]) -> float:
+def _all_reduce(late: Lap, model: LateIteration) -> float:
     """What the all-reduce takes beside the computation."""
-    forward, backward, update, wait, *_ = late.mean(axis=(0, 1))
-    computed = float(forward + backward + update)
+    forward, backward, update, wait, *_ = map(float, late.mean(axis=(0, 1)))
+    computed = forward + backward + update
     if late[:, :, WAIT].min(axis=0).mean() < EXPOSED * (computed + wait):
         return float(late[:, :, COMMUNICATION].min(axis=0).mean())  # of the rank that waited for no other
-    return within(computed + float(wait), computed)
+    return model.all_reduce(computed + wait, computed)
 
 
 def _uninterrupted(lap: Lap) -> Lap:

@@ -169,10 +169,14 @@ def measure(
     values = sum(one.numel() for one in model.parameters() if one.requires_grad)
     sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
     fits = {name: profile.fit_collective(name, cells, probes, sums) for name in names}
+    measured_codecs = {name: codec_speeds.summarize(name, [times[name] for times in every_codecs]) for name in codecs}
+    trained = ways(names, codecs)[-1].codec
+    bits = measured_codecs[trained].bits if trained in measured_codecs else 32.0
     computation = summarize(
         every_lap,
         t_comms={name: one.seconds(values, ranks.world_size) for name, one in fits.items()},
-        late_all_reduce=partial(profile.late_all_reduce, world_size=ranks.world_size),
+        t_compressed=fits[RING].seconds(round(values * bits / 32), ranks.world_size),
+        late_iteration=profile.LateIteration,
         shared_cores=shared > 1,
     )
     if SERVERS in planned:
@@ -181,7 +185,7 @@ def measure(
     say(console, *interfaces.wrong_interfaces(cards, where), *(one.line for one in slow), *warnings)
     return Measured(
         hosts=hosts,
-        codecs={name: codec_speeds.summarize(name, [times[name] for times in every_codecs]) for name in codecs},
+        codecs=measured_codecs,
         computation=computation,
         fits=fits,
         product=float(np.mean(products)),

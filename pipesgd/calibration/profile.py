@@ -22,7 +22,7 @@ from pipesgd.calibration.sweep import Cell
 from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
 from timing_model.all_reduce import messages_meet as messages_meet
-from timing_model.iteration import collective_within
+from timing_model.iteration import collective_within, computation_within
 from timing_model.measured import LINK as LINK
 from timing_model.params import FLOAT_BYTES
 from timing_model.profile import PARAMETER_SERVER as PARAMETER_SERVER
@@ -202,13 +202,24 @@ def sharing_of(servers: CollectiveFit) -> Range:
     return Range(*(min(1.0, one / beta.value) if beta.value > 0 else 0.0 for one in shared))
 
 
-def late_all_reduce(
-    total: float, computation: float, *, cv: float, slow_ranks: Sequence[float], world_size: int
-) -> float:
-    """What the all-reduce takes if iterations at ``computation.LATE`` take ``total`` s, as the timing model has it: it
-    adds ranks' waiting for each other, which must not count as the all-reduce's, too."""
-    noise = Noise(cv=cv, slow_ranks=tuple(slow_ranks))
-    return collective_within(total, computation, LATE, world_size=world_size, noise=noise)
+@dataclass(frozen=True)
+class LateIteration:
+    """What the parts of an iteration at ``computation.LATE`` take, as the timing model has it: it adds ranks' waiting
+    for each other, which must not count as a part's own, too."""
+
+    world_size: int
+    cv: float
+    slow_ranks: tuple[float, ...]
+
+    def all_reduce(self, total: float, computation: float) -> float:
+        return collective_within(total, computation, LATE, world_size=self.world_size, noise=self._noise)
+
+    def computation(self, total: float, all_reduce: float) -> float:
+        return computation_within(total, all_reduce, LATE, world_size=self.world_size, noise=self._noise)
+
+    @property
+    def _noise(self) -> Noise:
+        return Noise(cv=self.cv, slow_ranks=self.slow_ranks)
 
 
 def make_profile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -70,8 +71,23 @@ def laps(
 
 def summary(ranks: list[list[Laps]], **options: Any) -> Computation:
     """Nobody waits for anything but the all-reduce, which takes no time unless something else is said."""
-    defaults: dict[str, Any] = {"late_all_reduce": lambda total, computation, **_: total, "t_comms": {"ring": 0.0}}
+    defaults: dict[str, Any] = {"t_comms": {"ring": 0.0}, "t_compressed": 0.0, "late_iteration": WithoutWaiting}
     return summarize(ranks, **defaults | options)
+
+
+@dataclass
+class WithoutWaiting:
+    """Whichever part is longer takes all of an iteration."""
+
+    world_size: int
+    cv: float
+    slow_ranks: tuple[float, ...]
+
+    def all_reduce(self, total: float, computation: float) -> float:
+        return total
+
+    def computation(self, total: float, all_reduce: float) -> float:
+        return total
 
 
 def of(scales: list[float], **options: Any) -> Computation:
@@ -139,7 +155,7 @@ def test_every_all_reduce_has_its_own_hindrance_and_all_say_how_slow_the_computa
 
 def test_beside_a_codec_the_computation_is_slower() -> None:
     plain, packed = laps(t_comm=8.0, contention=0.3), laps(t_comm=3.0, contention=0.9)
-    found = summary([[*plain, packed[1]]] * 2, t_comms={"ring": 8.0})
+    found = summary([[*plain, packed[1]]] * 2, t_comms={"ring": 8.0}, t_compressed=3.0)
     assert found.contention.value == pytest.approx(0.3)
     assert found.codec_contention.value == pytest.approx(0.9)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
@@ -150,20 +166,25 @@ def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
     """Of iterations of 10.4 s, the model says, the all-reduce takes 8: as long as without computation."""
     asked = []
 
-    def late_all_reduce(total: float, computation: float, **others: Any) -> float:
-        asked.append((total, computation, others))
-        return 8.0
+    class Waiting(WithoutWaiting):
+        def all_reduce(self, total: float, computation: float) -> float:
+            asked.append((total, computation, self))
+            return 8.0
 
     ranks = [laps(t_comm=8.0, hindrance=0.3)] * 2
     assert summary(ranks, t_comms={"ring": 8.0}).hindrances["ring"].value == pytest.approx(0.3)
-    found = summary(ranks, t_comms={"ring": 8.0}, late_all_reduce=late_all_reduce)
+    found = summary(ranks, t_comms={"ring": 8.0}, late_iteration=Waiting)
     assert found.hindrances["ring"] == (0.0, 0.0, 0.0)
     assert asked[0][:2] == pytest.approx((10.4, 3.75))
-    assert asked[0][2] == {"cv": 0.0, "slow_ranks": ()}
+    assert asked[0][2] == Waiting(world_size=2, cv=0.0, slow_ranks=())
 
 
 def test_an_all_reduce_that_explains_nothing_is_not_hindered() -> None:
-    found = summary([laps(t_comm=8.0)] * 2, t_comms={"ring": 0.0}, late_all_reduce=lambda *_, **__: 0.0)
+    class ComputationAlone(WithoutWaiting):
+        def all_reduce(self, total: float, computation: float) -> float:
+            return 0.0
+
+    found = summary([laps(t_comm=8.0)] * 2, t_comms={"ring": 0.0}, late_iteration=ComputationAlone)
     assert found.hindrances["ring"] == (0.0, 0.0, 0.0)
 
 
@@ -178,7 +199,7 @@ def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little()
     for lap in short[1]:
         for iteration in lap:
             iteration[FORWARD] += 0.03  # of 3: noise
-    assert summary([short] * 2, t_comms={"ring": 1e-6}).contention.value == pytest.approx(0.05, rel=0.1)
+    assert summary([short] * 2, t_comms={"ring": 1e-6}).contention.value == pytest.approx(0.04, rel=0.1)
 
 
 def test_an_interval_is_where_another_calibration_would_be() -> None:
