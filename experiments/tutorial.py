@@ -27,8 +27,13 @@ PAGE = REPOSITORY / "docs" / "tutorial.md"
 STEP = re.compile(r'^```sh title="(.+?)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 KEPT = ("PATH", "HOME", "TERM")
 """Variables of this environment that the shell gets."""
-OF_THIS_MACHINE = re.compile("WARNING: Location '")
-"""What pip says of places where it looks for packages."""
+LEFT_OUT = re.compile(
+    "WARNING: Location '"
+    r"|\[W\d{4} .*TCPStore\.cpp|Exception raised from|frame #\d+: |<omitting python frames>"
+    r"|E\d{4} .*elastic/agent/server/api\.py"
+)
+"""What pip says of places where it looks for packages; and torchrun's trace of a race at its end, which the page on
+troubleshooting names."""
 COLUMNS = "110"
 """Of text."""
 
@@ -58,9 +63,7 @@ def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, 
     shell.stdin.flush()
     code = shell.stdout.readline().strip() or f"{shell.wait()}, of the shell itself"
     seconds = time.perf_counter() - begin
-    lines = [
-        line.rstrip() for line in output.read_text(encoding="utf-8").splitlines() if not OF_THIS_MACHINE.match(line)
-    ]
+    lines = [line.rstrip() for line in output.read_text(encoding="utf-8").splitlines() if not LEFT_OUT.match(line)]
     say(console, f"{title}: {seconds:.0f} s")
     if code != "0":
         say(console, *lines)
