@@ -16,8 +16,6 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 
 PRECISE = 1e-7
 """Of a search for a time, relative."""
-SHARPNESS = 6
-"""Of the maximum of an iteration and what the cores have to do in it."""
 
 
 class IterationTime(NamedTuple):

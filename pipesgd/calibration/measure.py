@@ -142,7 +142,8 @@ def measure(
             )
         ranks.start_process_group("cpu", timeout)
         names = [RING, *(name for name in all_reduces if name != RING)]
-        training = Training(config, model, batches, prediction, ways(names, codecs), ranks)
+        trained = ways(names, codecs)
+        training = Training(config, model, batches, prediction, trained, ranks)
         stack.callback(training.close)
 
         def between(lap: float) -> None:
@@ -170,8 +171,8 @@ def measure(
     sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
     fits = {name: profile.fit_collective(name, cells, probes, sums) for name in names}
     measured_codecs = {name: codec_speeds.summarize(name, [times[name] for times in every_codecs]) for name in codecs}
-    trained = ways(names, codecs)[-1].codec
-    bits = measured_codecs[trained].bits if trained in measured_codecs else 32.0
+    codec = trained[-1].codec
+    bits = measured_codecs[codec].bits if codec in measured_codecs else 32.0
     computation = summarize(
         every_lap,
         t_comms={name: one.seconds(values, ranks.world_size) for name, one in fits.items()},

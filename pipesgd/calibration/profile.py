@@ -204,8 +204,8 @@ def sharing_of(servers: CollectiveFit) -> Range:
 
 @dataclass(frozen=True)
 class LateIteration:
-    """What the parts of an iteration at ``computation.LATE`` take, as the timing model has it: it adds ranks' waiting
-    for each other, which must not count as a part's own, too."""
+    """``computation.LateIteration`` as the timing model has it: it adds ranks' waiting for each other, which must not
+    count as a part's own, too."""
 
     world_size: int
     cv: float
