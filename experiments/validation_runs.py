@@ -126,6 +126,8 @@ class Measured:
     """One setting: what its cells, by their words, were predicted to take, and took; times in s."""
 
     commit: str | None
+    profile: str
+    """The cluster.toml that it was predicted with."""
     cells: dict[str, dict[str, Any]]
     extrapolated: bool = False
     """As ``Setting``'s."""
@@ -180,15 +182,14 @@ def tensors_of(workload: str) -> tuple[int, ...]:
     return tuple(one.numel() for one in model.parameters() if one.requires_grad)
 
 
-def calibrate(setting: Setting, folder: Path, seconds: float) -> Profile:
-    """The profile of what is calibrated for a setting. Raises ``RunError`` if that fails."""
-    file, workload = folder / "cluster.toml", setting.calibrated_workload or setting.workload
+def calibrate(setting: Setting, file: Path, seconds: float) -> None:
+    """Write the profile of what is calibrated for a setting. Raises ``RunError`` if that fails."""
+    workload = setting.calibrated_workload or setting.workload
     words = f"--out {file} --seconds {seconds} --all-reduces {' '.join(ALL_REDUCES)} --servers {WORKLOADS[workload]}"
     if setting.calibrated_workload is not None:  # gradients no larger than its own
         words += f" --largest-bytes {FLOAT_BYTES * sum(tensors_of(workload))}"
     with Testbed(nodes=setting.calibrated_nodes or setting.nodes, link=setting.link) as testbed:
-        run(testbed, setting, f"pipesgd.calibrate {words}", folder)
-    return Profile.load(file)
+        run(testbed, setting, f"pipesgd.calibrate {words}", file.parent)
 
 
 def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
@@ -197,9 +198,10 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     Raises:
         RunError: a job failed.
     """
-    plan_file, times_file = folder / "plan.json", folder / "times.json"
+    profile_file, plan_file, times_file = (folder / name for name in ("cluster.toml", "plan.json", "times.json"))
     calibration, seconds = (QUICK_CALIBRATION_SECONDS, QUICK_SECONDS) if quick else (CALIBRATION_SECONDS, SECONDS)
-    calibrated = calibrate(setting, folder, calibration)
+    calibrate(setting, profile_file, calibration)
+    calibrated = Profile.load(profile_file)
     compute = known_of(calibrated, setting)
     configurations = EXTRAPOLATED_CONFIGURATIONS if setting.extrapolated else CONFIGURATIONS
     answers = {
@@ -229,6 +231,7 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     }
     return Measured(
         commit=code_state(),
+        profile=profile_file.read_text(encoding="utf-8"),
         extrapolated=setting.extrapolated,
         cells={
             words: {

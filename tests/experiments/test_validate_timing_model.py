@@ -107,7 +107,7 @@ def test_a_larger_model_computes_in_proportion() -> None:
 def test_what_the_machine_does_slower_is_in_the_raw_errors_alone() -> None:
     """All cells are exact but for a machine that has become a quarter slower."""
     cells = {"--codec fp32": cell(1.0, (1.25, 1.25), drift=1.25), "--codec int8": cell(2.0, (2.5, 2.5), drift=1.25)}
-    rows = tabulate({"far": Measured(commit=None, cells=cells, extrapolated=True)})
+    rows = tabulate({"far": Measured(commit=None, profile="", cells=cells, extrapolated=True)})
     summary = summarize(rows, decide(rows))
     assert summary.keys() == {"target", "extrapolated"}
     assert summary["extrapolated"]["raw"]["mean_error"] == pytest.approx(0.2)
@@ -123,6 +123,7 @@ def test_errors_coverage_regret_and_whether_a_codec_helps() -> None:
     found = {
         "helps": Measured(
             commit="c0ffee",
+            profile="",
             cells={
                 "--codec fp32": cell(1.0, (1.0, 1.0)),
                 "--codec int8": cell(1.1, (0.8, 1.0), codec="int8", chosen=True),
@@ -131,6 +132,7 @@ def test_errors_coverage_regret_and_whether_a_codec_helps() -> None:
         ),
         "tie": Measured(
             commit="c0ffee",
+            profile="",
             cells={
                 "--codec fp32": cell(1.0, (1.0, 1.0)),
                 "--codec int8": cell(0.5, (0.98, 1.0), codec="int8", chosen=True),
@@ -138,6 +140,7 @@ def test_errors_coverage_regret_and_whether_a_codec_helps() -> None:
         ),
         "hurts": Measured(
             commit="c0ffee",
+            profile="",
             cells={
                 "--codec fp32": cell(1.0, (1.0, 1.0)),
                 "--codec int8": cell(0.9, (1.2, 1.2), codec="int8", chosen=True),
