@@ -4,10 +4,11 @@
 
 PLAN.json is a list of passes, each a list of {"words": of pipesgd.train, "iterations": to be timed}, in any order.
 Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "product_seconds": what a fixed product
-of matrices took before and after, the mean: how fast the machine was just then}. All have data, model and batch size of
-the first one. To start a job takes longer than to measure a configuration, and a machine's speed drifts: so these share
-a job, which comes back to each of them in every pass. None is kept in between, with its process groups: the threads of
-an idle one take 0.2 % of a core in every rank.
+of matrices took before and after, the mean: how fast the machine was just then, "stolen": the share of the cores' time
+that a hypervisor gave to others meanwhile}. What lost too much of it is measured again at the end of its pass. All have
+data, model and batch size of the first one. To start a job takes longer than to measure a configuration, and a
+machine's speed drifts: so these share a job, which comes back to each of them in every pass. None is kept in between,
+with its process groups: the threads of an idle one take 0.2 % of a core in every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import copy
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ from rich.console import Console
 from torch import nn
 
 from experiments import command
-from pipesgd.calibration.machines import product_seconds
+from pipesgd.calibration.machines import DISTURBED, StolenTime, product_seconds
 from pipesgd.command_line import parse as parse_training
 from pipesgd.computation import forward_backward, load
 from pipesgd.config import TrainConfig
@@ -36,6 +38,8 @@ from pipesgd.optimization import build_optimizer
 from pipesgd.strategies.make import make_strategy
 from pipesgd.workloads import ShardedBatches
 
+AGAIN = 2
+"""How often at most."""
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
@@ -66,9 +70,20 @@ def timed(
     config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
 ) -> dict[str, float]:
     """One configuration in a pass. Collective."""
-    before = product_seconds(ranks)
+    before, stolen_time = product_seconds(ranks), StolenTime()
     seconds = mean_iteration(config, model, batches, ranks, iterations)
-    return {"seconds": seconds, "product_seconds": (before + product_seconds(ranks)) / 2}
+    stolen = stolen_time.share(ranks)
+    return {"seconds": seconds, "product_seconds": (before + product_seconds(ranks)) / 2, "stolen": stolen}
+
+
+def undisturbed(measure: Sequence[Callable[[], dict[str, float]]]) -> list[dict[str, float]]:
+    """All are measured, in this order, and then those anew that were disturbed: the least disturbed time counts."""
+    found = [one() for one in measure]
+    for _ in range(AGAIN):
+        for index, one in enumerate(found):
+            if one["stolen"] > DISTURBED:
+                found[index] = min(one, measure[index](), key=lambda times: times["stolen"])
+    return found
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
@@ -80,10 +95,11 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     configs = {one["words"]: parse_training(shlex.split(one["words"])) for one in passes[0]}
     first = next(iter(configs.values()))
     _, batches, model, _ = ranks.agree("data and model", lambda: load(first, ranks))
-    times = [
-        [timed(configs[one["words"]], model, batches, ranks, one["iterations"]) for one in of_pass]
-        for of_pass in passes
-    ]
+
+    def measured(words: str, iterations: int) -> dict[str, float]:
+        return timed(configs[words], model, batches, ranks, iterations)
+
+    times = [undisturbed([partial(measured, **one) for one in of_pass]) for of_pass in passes]
     if ranks.rank == 0:
         times_file.write_text(json.dumps(times) + "\n", encoding="utf-8")
     ranks.exchange("the end", None)

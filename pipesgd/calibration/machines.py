@@ -22,6 +22,11 @@ from pipesgd.launch import Ranks
 PRODUCT_SIZE, PRODUCTS = 512, 9
 """Rows and columns; and how many follow each other, of which the first does not count."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+CORES = Path("/proc/stat")
+CORE_TIMES, STOLEN = 8, 7
+"""Of its first line: the times that add up, after which guests' come that are in them already; and the stolen one."""
+DISTURBED = 0.01
+"""A share of stolen time above which measurements are not worth much; on a host that is not busy it is 0 to 0.5 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +73,38 @@ def product_seconds(ranks: Ranks) -> float:
     return float(np.mean(ranks.exchange("time of a product", float(np.mean(times[1:])))))
 
 
-def provenance(machines: Sequence[Machine], created: str, words: Sequence[str], product: float) -> dict[str, Any]:
+class StolenTime:
+    """What a hypervisor gives to other guests of the time of this machine's cores, from now on.
+
+    A virtual machine does not see what it loses: all in it, and all that waits for it, just takes longer.
+    """
+
+    def __init__(self) -> None:
+        self._begin = _core_times()
+
+    def share(self, ranks: Ranks) -> float:
+        """Of all cores' time, on the machine that loses most; 0 where there is no hypervisor, or it does not say.
+        Collective.
+        """
+        times = [end - begin for begin, end in zip(self._begin, _core_times(), strict=True)]
+        return float(max(ranks.exchange("stolen time", times[STOLEN] / max(1, sum(times)))))
+
+
+def _core_times() -> list[int]:
+    """Of all cores together since the machine started, in the kernel's ticks: man 5 proc_stat."""
+    try:
+        return [int(one) for one in CORES.read_text(encoding="utf-8").split()[1 : CORE_TIMES + 1]]
+    except OSError:  # not Linux
+        return [0] * CORE_TIMES
+
+
+def provenance(
+    machines: Sequence[Machine], created: str, words: Sequence[str], product: float, stolen: float
+) -> dict[str, Any]:
     """For people who read the file later, and to tell whether the machines are as fast as they were then.
 
-    ``words`` are those after torchrun's own, and ``product`` is the mean of ``product_seconds`` over the calibration.
+    ``words`` are those after torchrun's own, ``product`` is the mean of ``product_seconds`` over the calibration, and
+    ``stolen`` ``StolenTime``'s share.
     """
     return {
         "created": created,
@@ -86,4 +119,5 @@ def provenance(machines: Sequence[Machine], created: str, words: Sequence[str], 
         "threads_per_rank": torch.get_num_threads(),
         "transport": "gloo",
         "product_seconds": product,
+        "stolen_share": round(stolen, 4),
     }

@@ -52,6 +52,8 @@ class Measured:
     """Of the all-reduces, and of the parameter server."""
     product: float
     """Mean of ``machines.product_seconds`` over the laps."""
+    stolen: float
+    """``machines.StolenTime``'s share while all this was measured."""
 
     def profile(self, config: TrainConfig, model: nn.Module, *, samples: int, command: Sequence[str]) -> Profile:
         """For the timing model.
@@ -74,7 +76,7 @@ class Measured:
             ),
             ranks_per_core=machines.ranks_per_core(self.hosts),
             provenance=machines.provenance(
-                self.hosts, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", command, self.product
+                self.hosts, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", command, self.product, self.stolen
             ),
         )
 
@@ -123,6 +125,7 @@ def measure(
     planned = {name: share * seconds for name, share in SHARES.items() if name in asked}
     planned[TRAINING] = seconds - sum(planned.values())
     products: list[float] = []
+    stolen_time = machines.StolenTime()
     cells: list[Cell] = []
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(Phases(console, planned))
@@ -162,6 +165,7 @@ def measure(
             between_share=TRAINED,
             advance=partial(shown.advance, TRAINING),
         )
+    stolen = stolen_time.share(ranks)
     every_lap = ranks.exchange("times of training", training.laps)
     if ranks.rank != 0:
         return None
@@ -182,7 +186,7 @@ def measure(
     )
     if SERVERS in planned:
         fits[profile.PARAMETER_SERVER] = profile.fit_servers(cells, fits[RING])
-    warnings = report.warnings(computation, fits)
+    warnings = report.warnings(computation, fits, stolen)
     say(console, *interfaces.wrong_interfaces(cards, where), *(one.line for one in slow), *warnings)
     return Measured(
         hosts=hosts,
@@ -190,6 +194,7 @@ def measure(
         computation=computation,
         fits=fits,
         product=float(np.mean(products)),
+        stolen=stolen,
     )
 
 

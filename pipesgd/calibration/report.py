@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from pipesgd.calibration import machines
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation
 from pipesgd.calibration.fit import Range
@@ -70,17 +71,25 @@ def held_out(one: CollectiveFit) -> str:
     return f"{one.errors.mean():.1%} off on average, {one.residual:.1%} at p90, from {one.smallest_bytes >> 10} KiB on"
 
 
-def warnings(computation: Computation, fits: Mapping[str, CollectiveFit]) -> list[str]:
-    """A line for every rank that is always slow, and for a formula that does not describe this cluster."""
+def warnings(computation: Computation, fits: Mapping[str, CollectiveFit], stolen: float) -> list[str]:
+    """A line for every rank that is always slow, for a formula that does not describe this cluster, and for a
+    hypervisor that gave cores to others (``machines.StolenTime``).
+    """
     lines = [
         f"slow rank: rank {rank} computes {factor:.2f} times as long as the median rank"
         for rank, factor in computation.slow_ranks.items()
     ]
-    return lines + [
+    lines += [
         f"poor fit: {titled(name)} on this cluster is not what the model says; held-out cells are {held_out(one)}"
         for name, one in fits.items()
         if one.residual > POOR
     ]
+    if stolen > machines.DISTURBED:
+        lines.append(
+            f"busy host: its hypervisor gave {stolen:.1%} of a machine's cores to other guests meanwhile; "
+            "calibrate again when it gives less"
+        )
+    return lines
 
 
 def check_plot(path: Path | None) -> None:
