@@ -38,8 +38,6 @@ from pipesgd.optimization import build_optimizer
 from pipesgd.strategies.make import make_strategy
 from pipesgd.workloads import ShardedBatches
 
-AGAIN = 2
-"""How often at most."""
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
@@ -77,12 +75,11 @@ def timed(
 
 
 def undisturbed(measure: Sequence[Callable[[], dict[str, float]]]) -> list[dict[str, float]]:
-    """All are measured, in this order, and then those anew that were disturbed: the least disturbed time counts."""
+    """All are measured, in this order, and then those once more that were disturbed: the less disturbed time counts."""
     found = [one() for one in measure]
-    for _ in range(AGAIN):
-        for index, one in enumerate(found):
-            if one["stolen"] > DISTURBED:
-                found[index] = min(one, measure[index](), key=lambda times: times["stolen"])
+    for index, one in enumerate(found):
+        if one["stolen"] > DISTURBED:
+            found[index] = min(one, measure[index](), key=lambda times: times["stolen"])
     return found
 
 

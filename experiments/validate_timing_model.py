@@ -12,7 +12,7 @@ what the planner's choice among them costs, and whether it knows when a codec he
 Settings "calibrated on" something smaller are extrapolated, and count apart: on three nodes, or with a model of an
 eighth of the size. That more nodes of the testbed share this machine's cores is reckoned with.
 
-What a hypervisor's other guests disturbed, more than one hundredth of the cores' time, is measured again.
+What a hypervisor's other guests disturbed, by more than 2 % of the cores' time, is measured once more.
 
 Errors are told twice. Raw: the prediction as it was made, which is what is judged. Corrected: with the computation
 taking as many times longer as a fixed product of matrices took when the cell was measured than when the setting was

@@ -25,7 +25,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 CORES = Path("/proc/stat")
 CORE_TIMES, STOLEN = 8, 7
 """Of its first line: the times that add up, after which guests' come that are in them already; and the stolen one."""
-DISTURBED = 0.01
+DISTURBED = 0.02
 """A share of stolen time above which measurements are not worth much; on a host that is not busy it is 0 to 0.5 %."""
 
 
