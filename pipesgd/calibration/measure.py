@@ -53,7 +53,8 @@ class Measured:
     product: float
     """Mean of ``machines.product_seconds`` over the laps."""
     stolen: float
-    """``machines.StolenTime``'s share while all this was measured."""
+    """``machines.StolenTime``'s share, the mean over the laps that count: those that were disturbed do not, if enough
+    others are there."""
 
     def profile(self, config: TrainConfig, model: nn.Module, *, samples: int, command: Sequence[str]) -> Profile:
         """For the timing model.
@@ -125,6 +126,7 @@ def measure(
     planned = {name: share * seconds for name, share in SHARES.items() if name in asked}
     planned[TRAINING] = seconds - sum(planned.values())
     products: list[float] = []
+    stolen: list[float] = []
     stolen_time = machines.StolenTime()
     cells: list[Cell] = []
     with contextlib.ExitStack() as stack:
@@ -153,20 +155,28 @@ def measure(
             products.append(machines.product_seconds(ranks))
             training.lap(TRAINED * lap)
 
+        def quiet() -> bool:
+            nonlocal stolen_time
+            stolen.append(stolen_time.share(ranks))
+            stolen_time = machines.StolenTime()
+            return stolen[-1] <= machines.DISTURBED
+
         transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
         probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
         slow = links.slow_links(probes, where)
         groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
         sweep = Sweep(ranks, transport, groups, names, uneven=profile.messages_meet, timeout=timeout)
-        cells += sweep.run(
+        stolen_time = machines.StolenTime()  # of the first lap
+        swept, laps = sweep.run(
             largest_bytes=largest_bytes // 4 * 4,
             seconds=planned[TRAINING],
             between=between,
             between_share=TRAINED,
+            quiet=quiet,
             advance=partial(shown.advance, TRAINING),
         )
-    stolen = stolen_time.share(ranks)
-    every_lap = ranks.exchange("times of training", training.laps)
+        cells += swept
+    every_lap = ranks.exchange("times of training", [[of_way[lap] for lap in laps] for of_way in training.laps])
     if ranks.rank != 0:
         return None
 
@@ -186,15 +196,16 @@ def measure(
     )
     if SERVERS in planned:
         fits[profile.PARAMETER_SERVER] = profile.fit_servers(cells, fits[RING])
-    warnings = report.warnings(computation, fits, stolen)
+    lost = float(np.mean([stolen[lap] for lap in laps]))
+    warnings = report.warnings(computation, fits, lost)
     say(console, *interfaces.wrong_interfaces(cards, where), *(one.line for one in slow), *warnings)
     return Measured(
         hosts=hosts,
         codecs=measured_codecs,
         computation=computation,
         fits=fits,
-        product=float(np.mean(products)),
-        stolen=stolen,
+        product=float(np.mean([products[lap] for lap in laps])),
+        stolen=lost,
     )
 
 

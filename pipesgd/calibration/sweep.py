@@ -30,6 +30,8 @@ BLOCK_SECONDS, MOST_CALLS = 4e-3, 32
 begin in the same moment, by some tens of microseconds, does not show then."""
 LEAST_LAPS, LAPS, MOST_LAPS = 4, 8, 30
 """In which every cell is timed: whatever slows the cluster down for a while, slows down a few blocks of each."""
+LEAST_COUNTED = 2
+"""Of the quiet laps: the jackknife over them needs two."""
 MOST_BLOCKS = 6
 """Of one cell in a lap."""
 LONG_SECONDS = 0.05
@@ -98,15 +100,20 @@ class Sweep:
         seconds: float,
         between: Callable[[float], None],
         between_share: float,
+        quiet: Callable[[], bool],
         advance: Callable[[float], None],
-    ) -> list[Cell]:
-        """Every cell, the same on all ranks. Collective.
+    ) -> tuple[list[Cell], list[int]]:
+        """Every cell, the same on all ranks, and the numbers of the laps that count. Collective.
+
+        These are the quiet ones, unless there are fewer than ``LEAST_COUNTED``: then it is all of them.
 
         Args:
             largest_bytes: of a gradient; less if the largest would take too much of the time that there is.
             seconds: that it takes, about, with what is done between laps.
             between: called after each lap, with the seconds that it took: for what else is to be spread over the time.
             between_share: how long that takes, in units of these seconds.
+            quiet: called at the end of each lap: whether nothing disturbed it, as all ranks agree. For ``LEAST_LAPS``
+                of them it takes up to half as long again.
             advance: told what share is done.
         """
         end = time.perf_counter() + seconds
@@ -119,22 +126,33 @@ class Sweep:
         agreed = [float(one) for one in np.max(self._ranks.exchange("first times", first), axis=0)]
         left = max(min(self._ranks.exchange("time left", end - time.perf_counter())), 0.0)
         plans = [plan(once, left / LAPS / len(cells) / 2) for once in agreed]
-        times = [[once] if long >= LONG_SECONDS else [] for once, long in zip(first, agreed, strict=True)]
         # 3. Lap after lap, until there is no time for most of another one, as one of the ranks sees it.
-        for lap in range(MOST_LAPS):
+        laps: list[list[list[float]]] = []
+        were_quiet: list[bool] = []
+        for _ in range(MOST_LAPS):
             begin = time.perf_counter()
-            for index, (group, name, size) in enumerate(cells):
-                calls, blocks = plans[index]
-                times[index] += [self._block(group, name, flat[: size // 4], calls) / calls for _ in range(blocks)]
+            lap: list[list[float]] = []
+            for (group, name, size), (calls, blocks) in zip(cells, plans, strict=True):
+                lap.append([self._block(group, name, flat[: size // 4], calls) / calls for _ in range(blocks)])
                 advance(min(1.0, 1 - (end - time.perf_counter()) / seconds))
             between(time.perf_counter() - begin)
+            laps.append(lap)
+            were_quiet.append(quiet())
             now = time.perf_counter()
-            over = torch.full((self._ranks.world_size,), float(now + (now - begin) / 2 > end))
+            last = end if sum(were_quiet) >= LEAST_LAPS else end + seconds / 2
+            over = torch.full((self._ranks.world_size,), float(now + (now - begin) / 2 > last))
             self.ring(over)
-            if lap + 1 >= LEAST_LAPS and over[0] > 0:
+            if len(laps) >= LEAST_LAPS and over[0] > 0:
                 break
+        counted = [number for number, was_quiet in enumerate(were_quiet) if was_quiet]
+        if len(counted) < LEAST_COUNTED:
+            counted = list(range(len(laps)))
+        times = [[once] if long >= LONG_SECONDS else [] for once, long in zip(first, agreed, strict=True)]
+        for lap_number in counted:
+            for own, further in zip(times, laps[lap_number], strict=True):
+                own += further
         everybody = self._ranks.exchange("times of all-reduces", times)
-        return [
+        measured = [
             Cell(
                 all_reduce=name,
                 world_size=len(self._groups[group]),
@@ -144,6 +162,7 @@ class Sweep:
             )
             for index, (group, name, size) in enumerate(cells)
         ]
+        return measured, counted
 
     def _sizes(self, flat: Tensor, seconds: float) -> list[int]:
         """From the smallest, as long as there is time for the next one in all groups. Collective."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Sequence
+from itertools import chain, product, repeat
 from unittest.mock import Mock
 
 import numpy as np
@@ -46,21 +47,30 @@ def test_some_of_the_ranks_reduce_among_themselves(members: list[int]) -> None:
 ALL_REDUCES = ("ring", "halving-doubling", "native")
 
 
-def _sweep(ranks: Ranks, largest_bytes: int, seconds: float) -> tuple[list[Cell], list[float], list[float]]:
+def _sweep(
+    ranks: Ranks, largest_bytes: int, seconds: float, were_quiet: Sequence[bool] = ()
+) -> tuple[list[Cell], list[float], list[float], list[int]]:
+    """Laps after those of ``were_quiet`` are all quiet."""
+    quiet = chain(were_quiet, repeat(True))
     told: list[float] = []
     laps: list[float] = []
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
     groups = groups_to_measure(places([0] * ranks.world_size))
     sweep = Sweep(ranks, transport, groups, ALL_REDUCES, uneven=messages_meet, timeout=ranks.timeout)
-    cells = sweep.run(
-        largest_bytes=largest_bytes, seconds=seconds, between=laps.append, between_share=0.0, advance=told.append
+    cells, counted = sweep.run(
+        largest_bytes=largest_bytes,
+        seconds=seconds,
+        between=laps.append,
+        between_share=0.0,
+        quiet=lambda: next(quiet),
+        advance=told.append,
     )
-    return cells, told, laps
+    return cells, told, laps, counted
 
 
 def test_all_ranks_get_the_same_cells() -> None:
     found = run_ranks(3, _sweep, 48 << 10, 2.0)
-    cells, told, laps = found[0]
+    cells, told, laps, counted = found[0]
     kinds = [(cell.world_size, cell.all_reduce, cell.nbytes) for cell in cells]
     sizes = sorted({cell.nbytes for cell in cells})  # as many as there was time for
     assert sizes[0] == 1 << 10
@@ -69,14 +79,30 @@ def test_all_ranks_get_the_same_cells() -> None:
     assert all(0 <= share <= 1 for share in told)
     assert len(laps) >= 4
     assert sum(laps) > 0
-    for other, _, _ in found[1:]:
+    assert counted == list(range(len(laps)))
+    for other, *_ in found[1:]:
         assert all(np.array_equal(one.seconds, cell.seconds) for one, cell in zip(other, cells, strict=True))
 
 
 def test_sizes_end_where_the_time_does() -> None:
-    cells, _, _ = run_ranks(2, _sweep, 16 << 20, 1e-3)[0]
+    cells, *_ = run_ranks(2, _sweep, 16 << 20, 1e-3)[0]
     assert max(cell.nbytes for cell in cells) < 16 << 20
     assert min(cell.nbytes for cell in cells) == 1 << 10
+
+
+def test_laps_that_were_disturbed_do_not_count_and_others_come_for_them() -> None:
+    """There is no time for more than the fewest laps, and half as much again for quiet ones."""
+    disturbed = (False, True, False, True)
+    for cells, _, laps, counted in run_ranks(2, _sweep, 4 << 10, 0.4, (*disturbed, True, True)):
+        assert counted == [lap for lap in range(len(laps)) if lap not in (0, 2)]
+        assert {len(one.seconds) % len(counted) for one in cells} == {0}
+
+
+def test_where_nearly_all_laps_were_disturbed_all_count_and_it_ends_all_the_same() -> None:
+    for cells, _, laps, counted in run_ranks(2, _sweep, 4 << 10, 1e-3, (False, True, *[False] * 100)):
+        assert counted == list(range(len(laps)))
+        assert len(laps) >= 4
+        assert {len(one.seconds) % len(laps) for one in cells} == {0}
 
 
 def test_fixed_cost_and_rates_of_a_codec_are_told_apart() -> None:
