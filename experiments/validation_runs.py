@@ -122,6 +122,8 @@ CALIBRATIONS = 2
 """At most: again if the first one was disturbed, as pipesgd.calibrate tells people to."""
 CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 90.0, 4.0
 DEADLINE = 1800.0
+PRIVATE = ("command", "hosts")
+"""Of a profile's provenance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,7 @@ class Measured:
 
     commit: str | None
     profile: str
-    """The cluster.toml that it was predicted with."""
+    """The cluster.toml that it was predicted with: what ``public`` leaves of it."""
     cells: dict[str, dict[str, Any]]
     extrapolated: bool = False
     """As ``Setting``'s."""
@@ -239,7 +241,7 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     }
     return Measured(
         commit=code_state(),
-        profile=profile_file.read_text(encoding="utf-8"),
+        profile=public(calibrated, folder / "public.toml"),
         extrapolated=setting.extrapolated,
         cells={
             words: {
@@ -264,6 +266,13 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
             for index, (words, answer) in enumerate(answers.items())
         },
     )
+
+
+def public(profile: Profile, file: Path) -> str:
+    """The text of a profile, by way of a file, that says nothing of this machine's names and folders."""
+    told = {name: value for name, value in profile.provenance.items() if name not in PRIVATE}
+    dataclasses.replace(profile, provenance=told).save(file)
+    return file.read_text(encoding="utf-8")
 
 
 def _turned(values: list[T], number: int) -> list[T]:

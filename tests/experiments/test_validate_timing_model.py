@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from experiments.validation_runs import (
     ALL_REDUCES,
     CONFIGURATIONS,
     EXTRAPOLATED_CONFIGURATIONS,
+    PRIVATE,
     QUICK_CONFIGURATIONS,
     SETTINGS,
     Measured,
@@ -32,6 +34,7 @@ from experiments.validation_runs import (
 from pipesgd.command_line import parse as parse_training
 from pipesgd.errors import UserInputError
 from tests.timing_model._profiles import MLP, PROFILE
+from timing_model.profile import Profile
 from timing_model.question import Question, support_of
 
 
@@ -203,6 +206,10 @@ def test_a_real_setting_is_predicted_and_then_measured(tmp_path: Path) -> None:
     assert sum(row["chosen"] for row in rows) == 1
     assert (tmp_path / "validate_timing_model.png").exists()
     assert "2 held out cells" in done.stdout
+    [run] = json.loads((tmp_path / "validate_timing_model.runs.json").read_text()).values()
+    (tmp_path / "kept.toml").write_text(run["profile"])
+    assert Profile.load(tmp_path / "kept.toml").provenance.keys().isdisjoint(PRIVATE)
+    assert str(tmp_path.parent) not in run["profile"]
     again = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert "1 of 1 runs are there" in again.stdout
 
