@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from experiments.results import RESULTS, Row, load
 from experiments.staleness_runs import BASELINE, WORKLOADS
 from experiments.staleness_runs import METHODS as ALL_METHODS
+from experiments.validate_timing_model import EXTRAPOLATED, HELD_OUT, RAW, accuracy
 
 RATES = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 SLOW = ("100mbit", "200mbit")
@@ -29,6 +30,7 @@ TITLES = {
     "width 2, int4": "**width 2, int4**",
     "local": "no communication at all",
 }
+REGRETS = ("regret", "crossed_regret")
 PROGRESS = re.compile(r"iteration \d+/|calibrating: |.* s left$")
 """A line of it."""
 RACERS = ("ps-sync", "D-Sync, ring", "ddp", "ddp fp16", "width 2, int8", "width 2, int4")
@@ -193,6 +195,36 @@ def paper_question() -> str:
     return table(heads, speed_ups) + "\n\n" + table(gains, jitter)
 
 
+def predictions() -> str:
+    """How near the timing model came in each setting, and what its choice cost."""
+    rows = load(RESULTS / "validate_timing_model.csv")
+    decisions = {row["setting"]: row for row in load(RESULTS / "validate_timing_model_decisions.csv")}
+    lines = []
+    for kind in (HELD_OUT, EXTRAPOLATED):
+        of_kind = [row for row in rows if row["kind"] == kind]
+        names = dict.fromkeys(row["setting"] for row in of_kind)
+        own = [decisions[name] for name in names if name in decisions]
+        mean = {name: sum(one[name] for one in own) / len(own) for name in REGRETS} if own else None
+        lines += [
+            *(
+                [name, *predicted([row for row in of_kind if row["setting"] == name], decisions.get(name))]
+                for name in names
+            ),
+            [f"**all {kind}**", *predicted(of_kind, mean)],
+        ]
+    heads = ["", "cells", "mean error, %", "95 % within, %", "two rounds apart, %", "in the 90 % interval, %"]
+    return table([*heads, "regret, %", "against the other round's best, %"], lines)
+
+
+def predicted(rows: Sequence[Row], decision: Row | None) -> list[str]:
+    """Of these cells."""
+    found = accuracy(rows)
+    raw, repeated = found[RAW], found["repeatability"]
+    shares = [raw["mean_error"], raw["p95_error"], repeated["mean"]]
+    regrets = ["" if decision is None else f"{100 * decision[name]:.1f}" for name in REGRETS]
+    return [str(len(rows)), *(f"{100 * one:.1f}" for one in shares), f"{100 * raw['coverage']:.0f}", *regrets]
+
+
 def other_figures() -> str:
     """One line each."""
     server = comparison("mlp", "200mbit")
@@ -282,6 +314,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         times_to_accuracy,
         other_figures,
         paper_question,
+        predictions,
         equation,
         output,
     )
