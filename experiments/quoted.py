@@ -206,12 +206,10 @@ def predictions() -> str:
         own = [decisions[name] for name in names if name in decisions]
         mean = {name: sum(one[name] for one in own) / len(own) for name in REGRETS} if own else None
         lines += [
-            *(
-                [name, *predicted([row for row in of_kind if row["setting"] == name], decisions.get(name))]
-                for name in names
-            ),
-            [f"**all {kind}**", *predicted(of_kind, mean)],
+            [name, *predicted([row for row in of_kind if row["setting"] == name], decisions.get(name))]
+            for name in names
         ]
+        lines.append([f"**all {kind}**", *predicted(of_kind, mean)])
     heads = ["", "cells", "mean error, %", "95 % within, %", "two rounds apart, %", "in the 90 % interval, %"]
     return table([*heads, "regret, %", "against the other round's best, %"], lines)
 

@@ -187,15 +187,20 @@ def tensors_of(workload: str) -> tuple[int, ...]:
     return tuple(one.numel() for one in model.parameters() if one.requires_grad)
 
 
-def calibrate(setting: Setting, file: Path, seconds: float) -> None:
-    """Write the profile of what is calibrated for a setting. Raises ``RunError`` if that fails."""
-    workload = setting.calibrated_workload or setting.workload
+def calibrate(setting: Setting, folder: Path, seconds: float) -> Profile:
+    """The profile of what is calibrated for a setting, again if that was disturbed. Raises ``RunError`` if it fails."""
+    file, workload = folder / "cluster.toml", setting.calibrated_workload or setting.workload
     words = f"--out {file} --overwrite --seconds {seconds} {WORKLOADS[workload]}"
     words += f" --all-reduces {' '.join(ALL_REDUCES)} --servers"
     if setting.calibrated_workload is not None:  # gradients no larger than its own
         words += f" --largest-bytes {FLOAT_BYTES * sum(tensors_of(workload))}"
-    with Testbed(nodes=setting.calibrated_nodes or setting.nodes, link=setting.link) as testbed:
-        run(testbed, setting, f"pipesgd.calibrate {words}", file.parent)
+    for _ in range(CALIBRATIONS):
+        with Testbed(nodes=setting.calibrated_nodes or setting.nodes, link=setting.link) as testbed:
+            run(testbed, setting, f"pipesgd.calibrate {words}", folder)
+        profile = Profile.load(file)
+        if float(str(profile.provenance["stolen_share"])) <= DISTURBED:
+            break
+    return profile
 
 
 def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
@@ -204,13 +209,9 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     Raises:
         RunError: a job failed.
     """
-    profile_file, plan_file, times_file = (folder / name for name in ("cluster.toml", "plan.json", "times.json"))
+    plan_file, times_file = folder / "plan.json", folder / "times.json"
     calibration, seconds = (QUICK_CALIBRATION_SECONDS, QUICK_SECONDS) if quick else (CALIBRATION_SECONDS, SECONDS)
-    for _ in range(CALIBRATIONS):
-        calibrate(setting, profile_file, calibration)
-        calibrated = Profile.load(profile_file)
-        if float(str(calibrated.provenance["stolen_share"])) <= DISTURBED:
-            break
+    calibrated = calibrate(setting, folder, calibration)
     compute = known_of(calibrated, setting)
     configurations = EXTRAPOLATED_CONFIGURATIONS if setting.extrapolated else CONFIGURATIONS
     answers = {

@@ -74,7 +74,7 @@ def product_seconds(ranks: Ranks) -> float:
 
 
 class StolenTime:
-    """What a hypervisor gives to other guests of the time of this machine's cores, from now on.
+    """What a hypervisor gives to other guests of the time of this machine's cores, from now on, and after each share.
 
     A virtual machine does not see what it loses: all in it, and all that waits for it, just takes longer.
     """
@@ -86,7 +86,8 @@ class StolenTime:
         """Of all cores' time, on the machine that loses most; 0 where there is no hypervisor, or it does not say.
         Collective.
         """
-        times = [end - begin for begin, end in zip(self._begin, _core_times(), strict=True)]
+        begin, self._begin = self._begin, _core_times()
+        times = [after - before for before, after in zip(begin, self._begin, strict=True)]
         return float(max(ranks.exchange("stolen time", times[STOLEN] / max(1, sum(times)))))
 
 

@@ -127,7 +127,6 @@ def measure(
     planned[TRAINING] = seconds - sum(planned.values())
     products: list[float] = []
     stolen: list[float] = []
-    stolen_time = machines.StolenTime()
     cells: list[Cell] = []
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(Phases(console, planned))
@@ -155,18 +154,17 @@ def measure(
             products.append(machines.product_seconds(ranks))
             training.lap(TRAINED * lap)
 
-        def quiet() -> bool:
-            nonlocal stolen_time
-            stolen.append(stolen_time.share(ranks))
-            stolen_time = machines.StolenTime()
-            return stolen[-1] <= machines.DISTURBED
-
         transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
         probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
         slow = links.slow_links(probes, where)
         groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
         sweep = Sweep(ranks, transport, groups, names, uneven=profile.messages_meet, timeout=timeout)
-        stolen_time = machines.StolenTime()  # of the first lap
+        stolen_time = machines.StolenTime()
+
+        def quiet() -> bool:
+            stolen.append(stolen_time.share(ranks))
+            return stolen[-1] <= machines.DISTURBED
+
         swept, laps = sweep.run(
             largest_bytes=largest_bytes // 4 * 4,
             seconds=planned[TRAINING],

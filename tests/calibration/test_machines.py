@@ -24,6 +24,7 @@ def test_stolen_time_is_a_share_of_all_that_the_cores_had(tmp_path: Path, monkey
     assert stolen_time.share(alone()) == 0
     stat.write_text("cpu  140 20 60 520 5 2 5 38 90 9\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
     assert stolen_time.share(alone()) == pytest.approx(8 / 90)
+    assert stolen_time.share(alone()) == 0, "since the last time"
 
 
 def test_where_no_hypervisor_tells_nothing_is_stolen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +32,7 @@ def test_where_no_hypervisor_tells_nothing_is_stolen(tmp_path: Path, monkeypatch
     assert StolenTime().share(alone()) == 0
 
 
-@pytest.mark.skipif(not machines.CORES.exists(), reason="Linux tells")
+@pytest.mark.skipif(not machines.CORES.exists(), reason="only Linux counts stolen time, in /proc/stat")
 def test_this_machine_tells() -> None:
     begin = np.array(machines._core_times())
     assert (begin > 0).any()
