@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 
+from experiments.markdown import table
+from experiments.quoted_staleness import accuracies, short_accuracies
 from experiments.results import RESULTS, Row, load
-from experiments.staleness_runs import BASELINE, WORKLOADS
-from experiments.staleness_runs import METHODS as ALL_METHODS
 from experiments.validate_timing_model import EXTRAPOLATED, HELD_OUT, RAW, accuracy
 
 RATES = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
@@ -30,29 +29,10 @@ TITLES = {
     "width 2, int4": "**width 2, int4**",
     "local": "no communication at all",
 }
-REGRETS = ("regret", "crossed_regret")
 PROGRESS = re.compile(r"iteration \d+/|calibrating: |.* s left$")
 """A line of it."""
 RACERS = ("ps-sync", "D-Sync, ring", "ddp", "ddp fp16", "width 2, int8", "width 2, int4")
 RACES = {"mlp": "MLP", "small-convnet": "convnet"}
-METHODS = {
-    "sync": "synchronous, fp32",
-    "stale": "width 2, no prediction",
-    "stale, warm-up": "the same, the first tenth at width 1",
-    "local": "width 2, `--prediction local`",
-    "eager": "**width 2** (`eager`, the default)",
-    "eager, int8": "the same with int8",
-    "eager, int4": "the same with int4",
-    "eager, width 3": "width 3",
-}
-LEARNED = {"sgd": "SGD", "adamw": "AdamW", "adagrad": "Adagrad", "muon": "Muon"}
-HEADLINES = {"mlp": ("MLP", "sgd"), "convnet": ("convnet", "sgd"), "transformer": ("transformer", "adamw")}
-SHORT = {
-    "short-mlp": "MLP",
-    "short-convnet": "convnet",
-    "short-resnet18": "resnet18",
-    "short-transformer": "transformer (loss)",
-}
 
 
 def made_by(*names: str) -> str:
@@ -96,62 +76,6 @@ def codec_times() -> str:
         lines.append([f"width 2, {codec}", *cells])
     heads = ["", "ms an iteration", "MB sent by a rank", "DistributedDataParallel takes", "with torch's fp16 hook"]
     return table([*heads, "points of accuracy, MLP, convnet"], lines)
-
-
-def accuracies() -> str:
-    """What staleness costs in full trainings, and what predictions take away of it."""
-    rows = staleness()
-    heads = ["test accuracy, %", *(f"{title}, {LEARNED[optimizer]}" for title, optimizer in HEADLINES.values()), "loss"]
-    lines = []
-    for method, title in METHODS.items():
-        cells = [title]
-        for workload, (_, optimizer) in HEADLINES.items():
-            cells.append(with_change(rows.get((workload, optimizer, method)), by_loss=False))
-        lines.append([*cells, with_change(rows.get(("transformer", "adamw", method)), by_loss=True)])
-    return table(heads, lines)
-
-
-def short_accuracies() -> str:
-    """The same for short trainings with several optimizers: only the change."""
-    rows = staleness()
-    cells = [cell for cell in itertools.product(SHORT, LEARNED) if (*cell, BASELINE) in rows]
-    heads = ["", *(f"{SHORT[workload]}, {LEARNED[optimizer]}" for workload, optimizer in cells)]
-    lines = []
-    for method in ALL_METHODS:
-        if method != BASELINE:
-            name = f"**{method}**" if method == "eager" else method
-            lines.append([name, *(only_change(rows.get((*cell, method))) for cell in cells)])
-    return table(heads, lines)
-
-
-def staleness() -> dict[tuple[str, str, str], Row]:
-    """By workload, optimizer and method."""
-    summary = load(RESULTS / "staleness_summary.csv")
-    return {(row["workload"], row["optimizer"], row["method"]): row for row in summary}
-
-
-def with_change(row: Row | None, *, by_loss: bool) -> str:
-    """A mean over seeds, and in brackets how far it is from synchronous training's; nothing of what was not tried."""
-    if row is None:
-        return ""
-    mean = row["test_loss_mean"] if by_loss else row["accuracy_mean"]
-    if mean is None:
-        return "diverges"
-    value = f"{mean:.3f}" if by_loss else f"{100 * mean:.2f}"
-    return value if row["method"] == BASELINE else f"{value} ({change(row, by_loss=by_loss, digits=2)})"
-
-
-def only_change(row: Row | None) -> str:
-    """By what the workload is judged by; nothing of what was not tried."""
-    if row is None:
-        return ""
-    by_loss = WORKLOADS[row["workload"]].judged_by_loss
-    return "diverges" if row["accuracy_mean"] is None else change(row, by_loss=by_loss, digits=1)
-
-
-def change(row: Row, *, by_loss: bool, digits: int) -> str:
-    """In % of the loss, with so many ``digits``, or in points of accuracy."""
-    return f"{row['loss_to_sync_percent']:+.{digits}f} %" if by_loss else f"{row['accuracy_to_sync_points']:+.2f}"
 
 
 def times_to_accuracy() -> str:
@@ -198,29 +122,28 @@ def paper_question() -> str:
 def predictions() -> str:
     """How near the timing model came in each setting, and what its choice cost."""
     rows = load(RESULTS / "validate_timing_model.csv")
-    decisions = {row["setting"]: row for row in load(RESULTS / "validate_timing_model_decisions.csv")}
+    decisions = load(RESULTS / "validate_timing_model_decisions.csv")
+    regrets = {str(row["setting"]): float(row["regret"]) for row in decisions}
     lines = []
     for kind in (HELD_OUT, EXTRAPOLATED):
         of_kind = [row for row in rows if row["kind"] == kind]
         names = dict.fromkeys(row["setting"] for row in of_kind)
-        own = [decisions[name] for name in names if name in decisions]
-        mean = {name: sum(one[name] for one in own) / len(own) for name in REGRETS} if own else None
         lines += [
-            [name, *predicted([row for row in of_kind if row["setting"] == name], decisions.get(name))]
-            for name in names
+            [name, *predicted([row for row in of_kind if row["setting"] == name], regrets.get(name))] for name in names
         ]
-        lines.append([f"**all {kind}**", *predicted(of_kind, mean)])
+        own = [regrets[name] for name in names if name in regrets]
+        lines.append([f"**all {kind}**", *predicted(of_kind, sum(own) / len(own) if own else None)])
     heads = ["", "cells", "mean error, %", "95 % within, %", "two rounds apart, %", "in the 90 % interval, %"]
-    return table([*heads, "regret, %", "against the other round's best, %"], lines)
+    return table([*heads, "regret, %"], lines)
 
 
-def predicted(rows: Sequence[Row], decision: Row | None) -> list[str]:
+def predicted(rows: Sequence[Row], regret: float | None) -> list[str]:
     """Of these cells."""
     found = accuracy(rows)
     raw, repeated = found[RAW], found["repeatability"]
     shares = [raw["mean_error"], raw["p95_error"], repeated["mean"]]
-    regrets = ["" if decision is None else f"{100 * decision[name]:.1f}" for name in REGRETS]
-    return [str(len(rows)), *(f"{100 * one:.1f}" for one in shares), f"{100 * raw['coverage']:.0f}", *regrets]
+    cost = "" if regret is None else f"{100 * regret:.1f}"
+    return [str(len(rows)), *(f"{100 * one:.1f}" for one in shares), f"{100 * raw['coverage']:.0f}", cost]
 
 
 def other_figures() -> str:
@@ -317,12 +240,6 @@ QUOTES: dict[str, Callable[..., str]] = {
         output,
     )
 }
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
-    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
-    return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
 
 
 def comparison(workload: str, rate: str) -> dict[str, Row]:

@@ -118,6 +118,8 @@ ROUNDS, PASSES = 2, (0, 1, 1, 0)
 much a measurement can be trusted."""
 SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.5, 0.2, 4, 100
 """Of a cell in a pass: as many iterations as are predicted to take so long."""
+FINAL_PASSES = 10
+"""Of two cells: the least of thirty measurements that vary is less than its cell takes, so it is taken anew."""
 CALIBRATIONS = 2
 """At most: again if the first one was disturbed, as pipesgd.calibrate tells people to."""
 CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 90.0, 4.0
@@ -136,6 +138,24 @@ class Measured:
     cells: dict[str, dict[str, Any]]
     extrapolated: bool = False
     """As ``Setting``'s."""
+    final: dict[str, list[float]] | None = None
+    """Of the cell that the planner would choose, and of the one that was then the fastest: what both take, measured
+    anew, in turns. Empty if they are one, or extrapolated; none if that is still to be done."""
+
+    @property
+    def chosen(self) -> str:
+        """The cell that the planner would choose."""
+        return next(words for words, cell in self.cells.items() if cell["chosen"])
+
+    @property
+    def fastest(self) -> str:
+        """The cell that took the least time."""
+        return min(self.cells, key=lambda words: mean_of(self.cells[words]))
+
+
+def mean_of(cell: Mapping[str, float]) -> float:
+    """What a cell took in all rounds, in s."""
+    return float(np.mean([cell[f"round_{number}_s"] for number in range(ROUNDS)]))
 
 
 def ask(profile: Profile, compute: ComputeProfile, setting: Setting, words: str) -> Answer:
@@ -209,26 +229,15 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     Raises:
         RunError: a job failed.
     """
-    plan_file, times_file = folder / "plan.json", folder / "times.json"
-    calibration, seconds = (QUICK_CALIBRATION_SECONDS, QUICK_SECONDS) if quick else (CALIBRATION_SECONDS, SECONDS)
-    calibrated = calibrate(setting, folder, calibration)
+    calibrated = calibrate(setting, folder, QUICK_CALIBRATION_SECONDS if quick else CALIBRATION_SECONDS)
     compute = known_of(calibrated, setting)
     configurations = EXTRAPOLATED_CONFIGURATIONS if setting.extrapolated else CONFIGURATIONS
     answers = {
         words: ask(calibrated, compute, setting, words) for words in (QUICK_CONFIGURATIONS if quick else configurations)
     }
     chosen = choose(answers)
-    cells = [
-        {
-            "words": f"{WORKLOADS[setting.workload]} {words}",
-            "iterations": int(np.clip(seconds / answer.iteration.total, LEAST_ITERATIONS, MOST_ITERATIONS)),
-        }
-        for words, answer in answers.items()
-    ]
-    plan_file.write_text(json.dumps([_turned(cells, number) for number in range(len(PASSES))]), encoding="utf-8")
-    with Testbed(nodes=setting.nodes, link=setting.link) as testbed:
-        run(testbed, setting, f"experiments.timed_configurations {plan_file} {times_file}", folder)
-    turned = [_turned(of_pass, number) for number, of_pass in enumerate(json.loads(times_file.read_text("utf-8")))]
+    predicted = {words: answer.iteration.total for words, answer in answers.items()}
+    turned = timed(setting, predicted, len(PASSES), folder, quick=quick)
     passes, products, stolen = (
         np.array([[cell[name] for cell in of_pass] for of_pass in turned])
         for name in ("seconds", "product_seconds", "stolen")
@@ -267,6 +276,36 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
             for index, (words, answer) in enumerate(answers.items())
         },
     )
+
+
+def judge(setting: Setting, measured: Measured, folder: Path, *, quick: bool = False) -> Measured:
+    """The same with its ``final``. Raises ``RunError`` if a job fails."""
+    finalists = dict.fromkeys((measured.chosen, measured.fastest))
+    if setting.extrapolated or len(finalists) == 1:
+        return dataclasses.replace(measured, final={})
+    predicted = {words: measured.cells[words]["predicted_s"] for words in finalists}
+    turned = timed(setting, predicted, FINAL_PASSES, folder, quick=quick)
+    seconds = ([cell["seconds"] for cell in passes] for passes in zip(*turned, strict=True))
+    return dataclasses.replace(measured, final=dict(zip(finalists, seconds, strict=True)))
+
+
+def timed(
+    setting: Setting, predicted: Mapping[str, float], passes: int, folder: Path, *, quick: bool
+) -> list[list[dict[str, float]]]:
+    """What ``timed_configurations`` says in every pass of these cells, which are predicted to take so many seconds."""
+    seconds = QUICK_SECONDS if quick else SECONDS
+    cells = [
+        {
+            "words": f"{WORKLOADS[setting.workload]} {words}",
+            "iterations": int(np.clip(seconds / iteration, LEAST_ITERATIONS, MOST_ITERATIONS)),
+        }
+        for words, iteration in predicted.items()
+    ]
+    plan_file, times_file = folder / "plan.json", folder / "times.json"
+    plan_file.write_text(json.dumps([_turned(cells, number) for number in range(passes)]), encoding="utf-8")
+    with Testbed(nodes=setting.nodes, link=setting.link) as testbed:
+        run(testbed, setting, f"experiments.timed_configurations {plan_file} {times_file}", folder)
+    return [_turned(of_pass, number) for number, of_pass in enumerate(json.loads(times_file.read_text("utf-8")))]
 
 
 def public(profile: Profile, file: Path) -> str:

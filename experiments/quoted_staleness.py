@@ -1,0 +1,84 @@
+"""What README and documentation quote of the staleness matrix: its tables."""
+
+from __future__ import annotations
+
+import itertools
+
+from experiments.markdown import table
+from experiments.results import RESULTS, Row, load
+from experiments.staleness_runs import BASELINE, METHODS, WORKLOADS
+
+TITLES = {
+    "sync": "synchronous, fp32",
+    "stale": "width 2, no prediction",
+    "stale, warm-up": "the same, the first tenth at width 1",
+    "local": "width 2, `--prediction local`",
+    "eager": "**width 2** (`eager`, the default)",
+    "eager, int8": "the same with int8",
+    "eager, int4": "the same with int4",
+    "eager, width 3": "width 3",
+}
+LEARNED = {"sgd": "SGD", "adamw": "AdamW", "adagrad": "Adagrad", "muon": "Muon"}
+HEADLINES = {"mlp": ("MLP", "sgd"), "convnet": ("convnet", "sgd"), "transformer": ("transformer", "adamw")}
+SHORT = {
+    "short-mlp": "MLP",
+    "short-convnet": "convnet",
+    "short-resnet18": "resnet18",
+    "short-transformer": "transformer (loss)",
+}
+
+
+def accuracies() -> str:
+    """What staleness costs in full trainings, and what predictions take away of it."""
+    rows = staleness()
+    heads = ["test accuracy, %", *(f"{title}, {LEARNED[optimizer]}" for title, optimizer in HEADLINES.values()), "loss"]
+    lines = []
+    for method, title in TITLES.items():
+        cells = [title]
+        for workload, (_, optimizer) in HEADLINES.items():
+            cells.append(with_change(rows.get((workload, optimizer, method)), by_loss=False))
+        lines.append([*cells, with_change(rows.get(("transformer", "adamw", method)), by_loss=True)])
+    return table(heads, lines)
+
+
+def short_accuracies() -> str:
+    """The same for short trainings with several optimizers: only the change."""
+    rows = staleness()
+    cells = [cell for cell in itertools.product(SHORT, LEARNED) if (*cell, BASELINE) in rows]
+    heads = ["", *(f"{SHORT[workload]}, {LEARNED[optimizer]}" for workload, optimizer in cells)]
+    lines = []
+    for method in METHODS:
+        if method != BASELINE:
+            name = f"**{method}**" if method == "eager" else method
+            lines.append([name, *(only_change(rows.get((*cell, method))) for cell in cells)])
+    return table(heads, lines)
+
+
+def staleness() -> dict[tuple[str, str, str], Row]:
+    """By workload, optimizer and method."""
+    summary = load(RESULTS / "staleness_summary.csv")
+    return {(row["workload"], row["optimizer"], row["method"]): row for row in summary}
+
+
+def with_change(row: Row | None, *, by_loss: bool) -> str:
+    """A mean over seeds, and in brackets how far it is from synchronous training's; nothing of what was not tried."""
+    if row is None:
+        return ""
+    mean = row["test_loss_mean"] if by_loss else row["accuracy_mean"]
+    if mean is None:
+        return "diverges"
+    value = f"{mean:.3f}" if by_loss else f"{100 * mean:.2f}"
+    return value if row["method"] == BASELINE else f"{value} ({change(row, by_loss=by_loss, digits=2)})"
+
+
+def only_change(row: Row | None) -> str:
+    """By what the workload is judged by; nothing of what was not tried."""
+    if row is None:
+        return ""
+    by_loss = WORKLOADS[row["workload"]].judged_by_loss
+    return "diverges" if row["accuracy_mean"] is None else change(row, by_loss=by_loss, digits=1)
+
+
+def change(row: Row, *, by_loss: bool, digits: int) -> str:
+    """In % of the loss, with so many ``digits``, or in points of accuracy."""
+    return f"{row['loss_to_sync_percent']:+.{digits}f} %" if by_loss else f"{row['accuracy_to_sync_points']:+.2f}"
