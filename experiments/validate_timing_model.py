@@ -25,6 +25,7 @@ that are missing. All of it takes two and a half hours.
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -272,7 +273,7 @@ def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> No
 def _cell_texts(row: Row) -> dict[str, str]:
     ms = {name: f"{1e3 * row[f'{name}_s']:.1f}" for name in ("predicted", "low", "high", "round_0", "round_1")}
     return {
-        "words": row["words"].replace("--", ""),
+        "": _brief(row["words"]),
         "predicted ms": f"{ms['predicted']} ({ms['low']}-{ms['high']})",
         "measured ms": f"{ms['round_0']}, {ms['round_1']}",
         "drift": f"{row['drift']:.2f}",
@@ -285,11 +286,16 @@ def _decision_texts(row: Row) -> dict[str, str]:
     gain = {name: f"{100 * row[f'codec_gain_{name}']:.0f}" for name in ("measured", "predicted")}
     return {
         "setting": row["setting"],
-        "chosen": row["chosen"].replace("--", ""),
-        "best": row["best"].replace("--", ""),
+        "chosen": _brief(row["chosen"]),
+        "fastest": _brief(row["best"]),
         "regret %": f"{100 * row['regret']:.1f}",
         "a codec gains %": f"{gain['measured']} ({gain['predicted']} predicted)",
     }
+
+
+def _brief(words: str) -> str:
+    """The values alone: width, codec and all-reduce, or a strategy."""
+    return ", ".join(shlex.split(words)[1::2])
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
