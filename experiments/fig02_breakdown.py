@@ -30,10 +30,9 @@ from experiments.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
 from experiments.testbed import Testbed
 from experiments.testbed_jobs import trained
 from experiments.traces import PARTS, breakdown, read_trace
-from experiments.validation_runs import Setting, ask, run
+from experiments.validation_runs import Setting, ask, calibrate, known_of
 from pipesgd.launch import Ranks
 from pipesgd.output import TRACE_FILE
-from timing_model.profile import Profile
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +50,7 @@ METHODS = {
 }
 ITERATIONS, QUICK_ITERATIONS, FIRST = 14, 8, 4
 """Of a run, and the first one that counts."""
-CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 40.0, 4.0
+CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 60.0, 4.0
 DEADLINE = 1800.0
 MEASURED, PREDICTED = "measured", "predicted"
 PREDICTED_PARTS = ("compute", "wire", "codec", "jitter")
@@ -97,14 +96,14 @@ def measure(workload: str, *, quick: bool) -> Measured:
     """Calibrate, predict, and only then measure."""
     setting, iterations = setting_of(workload, quick=quick), QUICK_ITERATIONS if quick else ITERATIONS
     seconds = QUICK_CALIBRATION_SECONDS if quick else CALIBRATION_SECONDS
-    words, measured = WORKLOADS[workload], {}
-    with Testbed(nodes=setting.nodes, link=setting.link) as testbed, tempfile.TemporaryDirectory() as name:
-        profile_file = Path(name) / "cluster.toml"
-        run(testbed, setting, f"pipesgd.calibrate --out {profile_file} --seconds {seconds} {words}", Path(name))
-        profile = Profile.load(profile_file)
-        predicted = {method: ask(profile, setting, own).iteration._asdict() for method, own in METHODS.items()}
+    with tempfile.TemporaryDirectory() as name:
+        profile = calibrate(setting, Path(name), seconds)
+    known = known_of(profile, setting)
+    predicted = {method: ask(profile, known, setting, own).iteration._asdict() for method, own in METHODS.items()}
+    measured = {}
+    with Testbed(nodes=setting.nodes, link=setting.link) as testbed:
         for method, own in METHODS.items():
-            line = f"{words} {own} --iterations {iterations} --trace --timeout 600"
+            line = f"{WORKLOADS[workload]} {own} --iterations {iterations} --trace --timeout 600"
             with trained(testbed, line, deadline=DEADLINE) as (folder, _):
                 measured[method] = breakdown(read_trace(folder / TRACE_FILE), range(FIRST, iterations - 1))
     return Measured(commit=code_state(), measured=measured, predicted=predicted)
