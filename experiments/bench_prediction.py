@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,7 @@ def compute(rounds: int, hidden: tuple[int, ...], console: Console) -> list[Row]
         for optimizer, make in OPTIMIZERS.items():
             contenders = {name: Contender(name, make, hidden) for name in (STEP, *PREDICTIONS)}
             seconds = paired.interleave_here(
-                contenders, rounds, warm_up=WARM_UP, after_round=lambda name=optimizer: advance(1, name)
+                contenders, rounds, warm_up=WARM_UP, after_round=partial(advance, 1, optimizer)
             )
             for name, times in seconds.items():
                 ratio = paired_ratio(times, seconds[STEP])

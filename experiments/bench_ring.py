@@ -46,7 +46,10 @@ TARGET_RATIO_SLOW_LINK, TARGET_RATIO_LINK = 1.03, 1.05
 TARGET_FROM_NBYTES = 1_000_000
 WARM_UP_ROUNDS = 3
 COLOURS = {"native": "#0072B2", "ring": "#D55E00"}  # Okabe and Ito: told apart by the colour-blind
-MARKERS = {"native": {"marker": "o", "markersize": 11, "fillstyle": "none"}, "ring": {"marker": "s"}}
+MARKERS: dict[str, dict[str, Any]] = {
+    "native": {"marker": "o", "markersize": 11, "fillstyle": "none"},
+    "ring": {"marker": "s"},
+}
 """Both show where they lie on each other."""
 
 

@@ -187,8 +187,9 @@ def summarize(planned: Sequence[Planned], runs: Mapping[str, Run], numel: Mappin
         wire = next((run.wire_bytes for run in own.values() if run.wire_bytes is not None), None)
         plain = ring_all_reduce_bytes(numel[model], WORLD_SIZE)  # values that a rank sends
         base = {seed: run.test_accuracy for seed in seeds if (run := kept.get((model, BASELINE, seed)))}
+        pairs = [(value, base.get(seed)) for seed, value in good.items()]
         # Rounded, so that what is on the target's very edge meets it.
-        lost = [round(100 * (value - base[seed]), 6) for seed, value in good.items() if base.get(seed) is not None]
+        lost = [round(100 * (ours - theirs), 6) for ours, theirs in pairs if theirs is not None]
         rows.append(
             {
                 "model": model,

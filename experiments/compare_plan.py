@@ -13,8 +13,8 @@ from typing import Any
 from experiments import command, contenders
 from experiments.contenders import CONTENDERS, NEVER, WORKLOADS, Contender
 from experiments.limits import Cluster, wire_seconds
-from experiments.testbed.cluster import MOST_NODES
 from experiments.testbed.links import Link, parse_latency, parse_loss, parse_rate, parse_slow_node
+from experiments.testbed.wiring import MOST_NODES
 from pipesgd.checks import check_one_of
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError

@@ -134,7 +134,9 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
     spans = [Span(*(row[name] for name in ("who", "what", "iteration", "start", "end"))) for row in rows]
     plot_timeline(spans, axes, title=rows[0]["panel"], end=rows[0]["shown_s"])
-    axes.get_legend().remove()
+    own = axes.get_legend()
+    assert own is not None
+    own.remove()
     axes.grid(visible=False)
     labels = {COMPUTATION: COMPUTATION, UPDATE: UPDATE, ALL_REDUCE: "all-reduce, or gradient", WEIGHTS: WEIGHTS}
     handles = [Patch(color=COLOURS[what], label=label) for what, label in labels.items()]

@@ -216,7 +216,7 @@ def _plot_widths(rows: list[Row], axes: Axes) -> None:
 
 
 def _plot_methods(
-    rows: list[Row], axes: Axes, *, title: str, xlabel: str, at: float | None, legend: str = "best"
+    rows: list[Row], axes: Axes, *, title: str, xlabel: str, at: float | None, legend: Any = "best"
 ) -> None:
     names = list(dict.fromkeys(row["series"] for row in rows))
     for name, look in method_styles(names).items():

@@ -106,7 +106,9 @@ class LayerWise(Plain):
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         self.buckets += 1
-        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+        group = dist.group.WORLD
+        assert group is not None
+        return default_hooks.allreduce_hook(group, bucket)
 
 
 def make_model() -> nn.Module:

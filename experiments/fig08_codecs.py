@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -37,6 +37,8 @@ NUMEL, QUICK_NUMEL = 1 << 18, 1 << 12
 BY_ERROR, BY_RANKS, BY_TIME, BY_ACCURACY = "error", "ranks", "time", "accuracy"
 LINEAR_POINTS = 0.5
 """Points of accuracy up to which the axis is linear; beyond, logarithmic."""
+HOLLOW: dict[str, Any] = {"fillstyle": "none"}
+"""Markers."""
 
 
 def error_of_sum(codec: str, world_size: int, numel: int, seed: int = 0) -> float:
@@ -155,9 +157,9 @@ def _plot_ranks(rows: list[Row], axes: Axes) -> None:
 def _plot_times(rows: list[Row], axes: Axes) -> None:
     for name, own in _of_codecs(rows):
         for row in own:
-            filled = {} if row["variant"] == "in memory" else {"fillstyle": "none"}
+            filled = {} if row["variant"] == "in memory" else HOLLOW
             axes.plot([row["x"]], [row["y"]], color=style.CODECS[name], marker="o", linestyle="", label="_", **filled)
-    for label, filled in (("values in memory", {}), ("values in the cache", {"fillstyle": "none"})):
+    for label, filled in (("values in memory", {}), ("values in the cache", HOLLOW)):
         axes.plot([], [], color=style.BLACK, marker="o", linestyle="", label=label, **filled)
     axes.set(
         title=f"CPU time around a ring of {RING}",

@@ -80,7 +80,9 @@ class PaperFigure:
         self, rows: Sequence[Row], only: Sequence[str] | None
     ) -> tuple[list[Callable[[Axes], Axes]], tuple[float, float], int]:
         names = list(dict.fromkeys(row["panel"] for row in rows)) if only is None else list(only)
-        panels = [partial(self.plot, [row for row in rows if row["panel"] == name]) for name in names]
+        panels: list[Callable[[Axes], Axes]] = [
+            partial(self.plot, [row for row in rows if row["panel"] == name]) for name in names
+        ]
         lines = -(-len(panels) // self.abreast)
         width, height = self.panel
         return panels, (width * min(self.abreast, len(panels)), height * lines), lines

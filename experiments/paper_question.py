@@ -170,8 +170,8 @@ def answers(rows: Sequence[Row]) -> list[Row]:
                 "claim_to_ratio_plain_server_apart": _last(plain, "speed_up_over_server_apart"),
                 "widest_gain": max(
                     two["iteration_s"] / three["iteration_s"] - 1
-                    for two, three in (("pipelined", "width 3"), ("pipelined + Q", "width 3 + Q"))
-                    for two, three in zip(_of(own, two), _of(own, three), strict=True)
+                    for narrow, wide in (("pipelined", "width 3"), ("pipelined + Q", "width 3 + Q"))
+                    for two, three in zip(_of(own, narrow), _of(own, wide), strict=True)
                 ),
             }
         )
@@ -194,7 +194,7 @@ def jitter_answers(rows: Sequence[Row]) -> list[Row]:
             third = gains(own, source)
             answer[f"enough_{source}"] = max(_enough(own, ratio, source) for ratio in third)
             answer[f"gain_{source}"] = max(third.values())
-            answer[f"gain_ratio_{source}"] = max(third, key=lambda ratio, third=third: third[ratio])
+            answer[f"gain_ratio_{source}"] = max(third, key=third.__getitem__)
         found.append(answer)
     return found
 
@@ -208,7 +208,7 @@ def gains(rows: Iterable[Row], source: str) -> dict[float, float]:
 
 
 def _enough(rows: Iterable[Row], ratio: float, source: str) -> int:
-    periods = {row["width"]: row[source] for row in rows if row["ratio"] == ratio}
+    periods: dict[int, float] = {row["width"]: row[source] for row in rows if row["ratio"] == ratio}
     return min(width for width, period in periods.items() if period <= min(periods.values()) * (1 + SATURATED))
 
 

@@ -103,8 +103,8 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
             continue
         base = [of.get((workload, optimizer, BASELINE, lr, seed)) for seed in seeds]
         accuracies, losses = [run.test_accuracy for run in own], [run.test_loss for run in own]
-        base_accuracies = [run and run.test_accuracy for run in base]
-        base_losses = [run and run.test_loss for run in base]
+        base_accuracies = [None if run is None else run.test_accuracy for run in base]
+        base_losses = [None if run is None else run.test_loss for run in base]
         rows.append(
             {
                 "workload": workload,
