@@ -10,7 +10,9 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from statistics import mean
 
+from experiments import fig03_convergence
 from experiments.markdown import table
 from experiments.quoted_staleness import accuracies, short_accuracies
 from experiments.results import RESULTS, Row, load
@@ -92,6 +94,21 @@ def times_to_accuracy() -> str:
     return table(heads, lines.values())
 
 
+def convergence() -> str:
+    """Of the same number of iterations, by the paper's methods and ours."""
+    of: dict[str, list[list[float]]] = {}
+    for row in load(RESULTS / fig03_convergence.FIGURE.file):
+        if row["panel"] == fig03_convergence.ACCURACY_BY_TIME:
+            of.setdefault(row["method"], []).append(row["points"][-1])
+    ends = {method: tuple(zip(*last, strict=True)) for method, last in of.items()}  # seconds and accuracies, by seed
+    shortest = min(mean(seconds) for seconds, _ in ends.values())
+    lines = []
+    for method, (seconds, finals) in ends.items():
+        reached = f"{100 * mean(finals):.2f} ({100 * min(finals):.2f} to {100 * max(finals):.2f})"
+        lines.append([method, f"{mean(seconds):.0f}", f"{mean(seconds) / shortest:.1f}", reached])
+    return table(["", "s of training", "times the shortest", "final accuracy, %"], lines)
+
+
 def paper_question() -> str:
     """What the model says of the paper's setting: speed-ups, and what a third width gains."""
 
@@ -132,7 +149,7 @@ def predictions() -> str:
             [name, *predicted([row for row in of_kind if row["setting"] == name], regrets.get(name))] for name in names
         ]
         own = [regrets[name] for name in names if name in regrets]
-        lines.append([f"**all {kind}**", *predicted(of_kind, sum(own) / len(own) if own else None)])
+        lines.append([f"**all {kind}**", *predicted(of_kind, mean(own) if own else None)])
     heads = ["", "cells", "mean error, %", "95 % within, %", "two rounds apart, %", "in the 90 % interval, %"]
     return table([*heads, "regret, %"], lines)
 
@@ -233,6 +250,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         accuracies,
         short_accuracies,
         times_to_accuracy,
+        convergence,
         other_figures,
         paper_question,
         predictions,
