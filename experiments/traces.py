@@ -49,7 +49,8 @@ def breakdown(spans: Sequence[Traced], iterations: range) -> dict[str, float]:
 
     "other" is what no span covers, like loading data and writing figures down; "communication" is in no sum. An
     iteration of a rank goes from one batch of data to the next. A wait belongs to the iteration that waits, not to
-    that of the gradient waited for: so spans are sorted by when they began.
+    that of the gradient waited for: so spans are sorted by when they began. One within another part, like that for
+    buckets at the end of a backward pass, is no time of that part.
     """
     found: dict[str, list[float]] = {name: [] for name in (*PARTS, "communication", "iteration")}
     for rank in sorted({span.rank for span in spans}):
@@ -58,10 +59,21 @@ def breakdown(spans: Sequence[Traced], iterations: range) -> dict[str, float]:
         for iteration in iterations:
             begin, end = begins[iteration], begins[iteration + 1]
             inside = [span for span in own if begin <= span.start < end]
+            waits = [span for span in inside if span.what in PARTS["waiting"]]
             for name, kinds in PARTS.items():
-                found[name].append(sum(span.seconds for span in inside if span.what in kinds))
+                of_part = [span for span in inside if span.what in kinds]
+                seconds = sum(span.seconds for span in of_part)
+                if name != "waiting":
+                    seconds -= sum(_shared(span, wait) for span in of_part for wait in waits)
+                found[name].append(seconds)
             exchange = [span.seconds for span in own if (span.what, span.iteration) == ("communication", iteration)]
             found["communication"].append(sum(exchange))
             found["iteration"].append(end - begin)
     means = {name: fmean(values) for name, values in found.items()}
     return means | {"other": means["iteration"] - sum(means[name] for name in PARTS)}
+
+
+def _shared(one: Traced, other: Traced) -> float:
+    """Seconds."""
+    ends = min(one.start + one.seconds, other.start + other.seconds)
+    return max(0.0, ends - max(one.start, other.start))

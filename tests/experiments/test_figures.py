@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import json
 import shutil
@@ -146,6 +147,16 @@ def test_an_iteration_is_cut_into_parts_that_sum_to_it() -> None:
     assert {name: parts[name] for name in expected} == pytest.approx(expected)
     assert parts["iteration"] == pytest.approx(sum(expected.values()))
     assert parts["communication"] == pytest.approx(1.5)
+
+
+def test_a_wait_within_a_backward_pass_is_no_part_of_it() -> None:
+    """As ddp has it, which waits for its last buckets there."""
+    spans = [one for one in trace_of(5, wait=0.0) if one.what != "wait"]
+    backward = [one for one in spans if one.what == "backward"]
+    waits = [dataclasses.replace(one, what="wait", start=one.start + 0.5, seconds=1.5) for one in backward]
+    parts = breakdown([*spans, *waits], range(1, 4))
+    expected = {"forward": 1.0, "backward": 0.5, "update": 1.0, "waiting": 1.5, "other": 0.25}
+    assert {name: parts[name] for name in expected} == pytest.approx(expected)
 
 
 def test_a_wait_counts_for_the_iteration_that_waits() -> None:
