@@ -34,7 +34,7 @@ from experiments import (
     staleness_figure,
     validate_timing_model,
 )
-from experiments.results import REPOSITORY, RESULTS, Row, load, save_figure
+from experiments.results import REPOSITORY, RESULTS, Row, command_of, load, save_figure
 from pipesgd.launch import Ranks
 from pipesgd.progress import say
 
@@ -128,7 +128,7 @@ def page(results: Path = RESULTS) -> str:
         parts += [
             f"![{one.title}]({PICTURES}/{one.name}.png)\n",
             f"{one.caption}\n",
-            f"`{made['made_by']}`, {made['started'][:10]}; `experiments/results/{one.file}`.\n",
+            f"`{command_of(made)}`, {made['started'][:10]}; `experiments/results/{one.file}`.\n",
         ]
     return "\n".join(parts)
 

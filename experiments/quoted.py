@@ -15,7 +15,7 @@ from statistics import mean
 from experiments import fig03_convergence
 from experiments.markdown import table
 from experiments.quoted_staleness import accuracies, short_accuracies
-from experiments.results import RESULTS, Row, load
+from experiments.results import RESULTS, Row, command_of, load
 from experiments.validate_timing_model import EXTRAPOLATED, HELD_OUT, RAW, accuracy
 
 RATES = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
@@ -42,11 +42,10 @@ def made_by(*names: str) -> str:
     lines = []
     for name in names:
         manifest = json.loads((RESULTS / f"{name}.manifest.json").read_text(encoding="utf-8"))
-        command = re.sub(r" --output \S+", "", manifest["made_by"])
         machine, day = manifest["machine"], manifest["started"][:10]
         lines.append(
-            f"- `{name}`: `{command}`, at commit `{manifest['git']['commit'][:7]}`, {day}, on {machine['cores']} cores "
-            f"({machine['cpu']})"
+            f"- `{name}`: `{command_of(manifest)}`, at commit `{manifest['git']['commit'][:7]}`, {day}, "
+            f"on {machine['cores']} cores ({machine['cpu']})"
         )
     return "\n".join(["Made by (results and manifests are in `experiments/results/`):", "", *lines])
 

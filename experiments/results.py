@@ -12,7 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,11 @@ def save(name: str, rows: list[Row], *, extra: dict[str, Any] | None = None, fol
     manifest = {"made_by": command_line(), **provenance(), **(extra or {})}
     (folder / f"{name}.manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def command_of(manifest: Mapping[str, Any]) -> str:
+    """That made a result, but for the folder that it was told to write into."""
+    return re.sub(r" --output \S+", "", manifest["made_by"])
 
 
 def load(path: Path) -> list[Row]:
