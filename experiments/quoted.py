@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from statistics import mean
 
-from experiments import fig03_convergence
+from experiments import fig03_convergence, figures
 from experiments.markdown import table
 from experiments.quoted_staleness import accuracies, short_accuracies
 from experiments.results import RESULTS, Row, command_of, load
@@ -41,7 +40,7 @@ def made_by(*names: str) -> str:
     """Which command made these results, from which code, on which machine: each one's manifest says it."""
     lines = []
     for name in names:
-        manifest = json.loads((RESULTS / f"{name}.manifest.json").read_text(encoding="utf-8"))
+        manifest = figures.manifest(name)
         machine, day = manifest["machine"], manifest["started"][:10]
         lines.append(
             f"- `{name}`: `{command_of(manifest)}`, at commit `{manifest['git']['commit'][:7]}`, {day}, "
@@ -112,8 +111,7 @@ def paper_question() -> str:
     """What the model says of the paper's setting: speed-ups, and what a third width gains."""
 
     def answers(name: str) -> list[Row]:
-        manifest = json.loads((RESULTS / f"{name}.manifest.json").read_text(encoding="utf-8"))
-        return list(manifest["answers"])
+        return list(figures.manifest(name)["answers"])
 
     speed_ups = [
         [
@@ -174,7 +172,7 @@ def other_figures() -> str:
     kills, testbeds = load(RESULTS / "kill_and_resume.csv"), load(RESULTS / "kill_testbed.csv")
     same = sum(row["identical"] is True for row in kills)
     clean = sum(all(int(row[name]) == 0 for name in row if name.endswith("_left")) for row in testbeds)
-    figures = {
+    found = {
         "width 2 / the longer of computation and wire, 100 and 200 Mbit/s, MLP and convnet": (
             to_limit(("mlp", "convnet"), SLOW),
             "compare",
@@ -216,7 +214,7 @@ def other_figures() -> str:
             "kill_testbed",
         ),
     }
-    lines = [[what, figure, f"`experiments.{command}`"] for what, (figure, command) in figures.items()]
+    lines = [[what, figure, f"`experiments.{command}`"] for what, (figure, command) in found.items()]
     return table(["what", "figure", "made by"], lines)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import doctest
 import json
 import shutil
 from collections.abc import Callable
@@ -27,13 +25,12 @@ from experiments import (
     fig08_codecs,
     style,
 )
-from experiments.contenders import CONTENDERS
 from experiments.figures import PaperFigure
 from experiments.limits import Cluster, ring_limit
 from experiments.results import RESULTS, Row, load, save
 from experiments.testbed import Link
-from experiments.traces import Traced, breakdown, read_trace
 from pipesgd.command_line import parse as parse_training
+from tests.experiments._traces import trace_of
 from timing_model.spans import COMPUTATION, UPDATE
 
 DERIVED: dict[str, tuple[PaperFigure, Callable[[], list[Row]]]] = {
@@ -84,95 +81,7 @@ def test_the_saved_table_is_what_comes_out_of_the_results_now(name: str) -> None
                 assert before[column] == value, (column, before, after)
 
 
-# Style.
-
-
-def test_a_method_has_one_colour_and_a_codec_one_line_wherever_they_are_drawn() -> None:
-    styles = style.method_styles(list(CONTENDERS))
-    assert all(style.method_of(name) for name in CONTENDERS)
-    for name, look in styles.items():
-        assert look == style.method_styles([name])[name] | {"marker": look["marker"]}
-    looks = [(look["color"], str(look["linestyle"]), look["marker"]) for look in styles.values()]
-    assert len(set(looks)) == len(looks)
-    assert len(set(style.METHODS.values())) == len(style.METHODS)
-    assert styles["width 2, int8"]["color"] == styles["width 2, ring"]["color"]
-    assert styles["width 2, int8"]["linestyle"] != styles["width 2, int4"]["linestyle"]
-
-
-def test_the_examples_of_the_style() -> None:
-    result = doctest.testmod(style)
-    assert result.attempted > 0
-    assert result.failed == 0
-
-
-def test_who_is_unknown_gets_a_colour_that_is_nobody_elses() -> None:
-    styles = style.method_styles(["width 2", "width 20", "mine"])
-    colours = [look["color"] for look in styles.values()]
-    assert len(set(colours)) == 3
-    assert not set(colours[1:]) & set(style.METHODS.values())
-
-
-def test_the_style_is_the_projects_whatever_the_users_is() -> None:
-    import matplotlib
-
-    with matplotlib.rc_context({"axes.grid": False, "font.size": 30}):
-        with style.styled():
-            assert matplotlib.rcParams["axes.grid"]
-            assert matplotlib.rcParams["font.size"] == 9
-        assert matplotlib.rcParams["font.size"] == 30
-
-
 # fig01: schedules.
-
-
-def trace_of(iterations: int, wait: float) -> list[Traced]:
-    """Of two ranks: 1 s forward, 2 s backward, 0.5 s to pack, a wait, and 0.5 s to update."""
-    spans = []
-    for rank in range(2):
-        now = 0.1 * rank
-        for iteration in range(iterations):
-            exchange = Traced(rank=rank, what="communication", iteration=iteration, start=now + 3.5, seconds=wait)
-            spans.append(exchange)
-            parts = (("data", 0.0), ("forward", 1.0), ("backward", 2.0), ("pack", 0.5), ("wait", wait), ("update", 0.5))
-            for what, seconds in parts:
-                spans.append(Traced(rank=rank, what=what, iteration=iteration, start=now, seconds=seconds))
-                now += seconds
-            now += 0.25
-    return spans
-
-
-def test_an_iteration_is_cut_into_parts_that_sum_to_it() -> None:
-    parts = breakdown(trace_of(5, wait=1.5), range(1, 4))
-    expected = {"forward": 1.0, "backward": 2.0, "update": 1.0, "waiting": 1.5, "other": 0.25}
-    assert {name: parts[name] for name in expected} == pytest.approx(expected)
-    assert parts["iteration"] == pytest.approx(sum(expected.values()))
-    assert parts["communication"] == pytest.approx(1.5)
-
-
-def test_a_wait_within_a_backward_pass_is_no_part_of_it() -> None:
-    """As ddp has it, which waits for its last buckets there."""
-    spans = [one for one in trace_of(5, wait=0.0) if one.what != "wait"]
-    backward = [one for one in spans if one.what == "backward"]
-    waits = [dataclasses.replace(one, what="wait", start=one.start + 0.5, seconds=1.5) for one in backward]
-    parts = breakdown([*spans, *waits], range(1, 4))
-    expected = {"forward": 1.0, "backward": 0.5, "update": 1.0, "waiting": 1.5, "other": 0.25}
-    assert {name: parts[name] for name in expected} == pytest.approx(expected)
-
-
-def test_a_wait_counts_for_the_iteration_that_waits() -> None:
-    spans = [one for one in trace_of(5, wait=1.5) if one.what != "wait"]
-    late = [Traced(rank=r, what="wait", iteration=1, start=0.1 * r + 3.5 + 2 * 5.75, seconds=1.5) for r in range(2)]
-    assert breakdown([*spans, *late], range(2, 3))["waiting"] == pytest.approx(1.5)
-    assert breakdown([*spans, *late], range(1, 2))["waiting"] == 0.0
-
-
-def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
-    events = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
-        {"ph": "X", "name": "pack", "pid": 1, "tid": 0, "ts": 2e6, "dur": 5e5, "args": {"iteration": 3}},
-    ]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-    assert read_trace(tmp_path / "trace.json") == [Traced(rank=1, what="pack", iteration=3, start=2.0, seconds=0.5)]
 
 
 def test_a_rank_that_waits_between_two_updates_has_two() -> None:

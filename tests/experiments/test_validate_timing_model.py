@@ -207,14 +207,14 @@ def test_a_real_setting_is_predicted_and_then_measured(tmp_path: Path) -> None:
     assert sum(row["chosen"] for row in rows) == 1
     assert (tmp_path / "validate_timing_model.png").exists()
     assert "2 held out cells" in done.stdout
-    [run] = json.loads((tmp_path / "validate_timing_model.runs.json").read_text()).values()
+    kept = tmp_path / "validate_timing_model.runs.json"
+    [run] = json.loads(kept.read_text()).values()
     (tmp_path / "kept.toml").write_text(run["profile"])
     assert Profile.load(tmp_path / "kept.toml").provenance.keys().isdisjoint(PRIVATE)
     assert str(tmp_path.parent) not in run["profile"]
     # As if it had been cut off before the choice was judged, with another cell the fastest.
     fastest = next(cell for cell in run["cells"].values() if not cell["chosen"])
     fastest |= {"round_0_s": 1e-6, "round_1_s": 1e-6}
-    kept = tmp_path / "validate_timing_model.runs.json"
     kept.write_text(json.dumps({QUICK.name: run | {"final": None}}))
     judged = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert judged.returncode == 0, judged.stderr
