@@ -8,52 +8,68 @@ TORCH ?= torch==2.13.0
 
 export OMP_NUM_THREADS ?= 1
 
+# make cuts names at blanks; a backslash keeps those of a folder together. In a shell's line, quotes do.
+empty :=
+STAMPS := $(subst $(empty) $(empty),\ ,$(VENV))
+BIN := "$(VENV)/bin"
+SOURCES := $(shell find pipesgd timing_model -type f -not -name '*.pyc')
+
 .PHONY: train test figures quotes docs experiments clean
+.NOTPARALLEL:
 
-train: $(VENV)/train.stamp
-	$(VENV)/bin/torchrun --nproc-per-node 4 -m pipesgd.train --config experiments/digits.toml --overwrite
+train: $(STAMPS)/train.stamp $(STAMPS)/wheel.stamp
+	$(BIN)/torchrun --nproc-per-node 4 -m pipesgd.train --config experiments/digits.toml --overwrite
 
-test: $(VENV)/test.stamp
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest
+test: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
 
 # Every figure, from the results that are there: nothing is measured.
-figures: $(VENV)/test.stamp
-	PYTHONPATH=. $(VENV)/bin/python -m experiments.gallery
+figures: $(STAMPS)/test.stamp
+	PYTHONPATH=. $(BIN)/python -m experiments.gallery
 
 # What README and documentation quote of results and code, written into them anew.
-quotes: $(VENV)/test.stamp
-	PYTHONPATH=. $(VENV)/bin/python -m experiments.quotes
+quotes: $(STAMPS)/test.stamp
+	PYTHONPATH=. $(BIN)/python -m experiments.quotes
 
 # The documentation as a site, in site/.
-docs: $(VENV)/test.stamp
-	$(VENV)/bin/mkdocs build --strict
+docs: $(STAMPS)/test.stamp
+	$(BIN)/mkdocs build --strict
 
 # Every experiment, again: many hours; the same command goes on where it was stopped. Those on emulated links need root or
 # namespaces. ARGUMENTS="--list" says what there is.
-experiments: $(VENV)/test.stamp
-	PYTHONPATH=. $(VENV)/bin/python -m experiments $(ARGUMENTS)
+experiments: $(STAMPS)/test.stamp
+	PYTHONPATH=. $(BIN)/python -m experiments $(ARGUMENTS)
 
 clean:
-	rm -rf $(VENV) dist runs site
+	rm -rf "$(VENV)" dist runs site
 
-$(VENV)/torch.stamp:
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --upgrade pip
-	$(VENV)/bin/pip install --quiet "$(TORCH)"
-	touch $@
+# ---- set-up ----
 
-$(VENV)/train.stamp: $(VENV)/torch.stamp pyproject.toml
-	$(VENV)/bin/pip install --quiet --editable .
-	touch $@
+$(STAMPS)/torch.stamp:
+	@echo "Set-up, only this first time: installs $(TORCH) and what pipesgd needs into $(VENV)."
+	@echo "About 400 MB to download with a CPU build of torch, 3 GB with a CUDA build, which pip takes from PyPI on Linux;"
+	@echo "it takes some minutes."
+	$(PYTHON) -m venv "$(VENV)"
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install "$(TORCH)"
+	touch "$@"
 
-# Tests run against the wheel that is built here: a file missing from it must show.
-$(VENV)/test.stamp: $(VENV)/torch.stamp pyproject.toml $(shell find pipesgd timing_model -name '*.py')
+# What runs is the wheel that is built here: a file missing from it must show.
+$(STAMPS)/wheel.stamp: $(STAMPS)/torch.stamp pyproject.toml $(SOURCES)
 	rm -rf dist
-	$(VENV)/bin/pip wheel --quiet --no-deps --wheel-dir dist .
-	$(VENV)/bin/pip install --quiet --force-reinstall --no-deps dist/pipesgd-*.whl
-	$(VENV)/bin/pip install --quiet "pipesgd[dev] @ file://$(CURDIR)/$$(ls dist/pipesgd-*.whl)"
-	rm -f $(VENV)/train.stamp
-	touch $@
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/pip install --quiet --force-reinstall --no-deps dist/pipesgd-*.whl
+	touch "$@"
+
+# What it needs, and what its tests need: again where that has changed, not where the sources have.
+$(STAMPS)/train.stamp: pyproject.toml | $(STAMPS)/wheel.stamp
+	$(BIN)/pip install "$$(ls dist/pipesgd-*.whl)"
+	touch "$@"
+
+$(STAMPS)/test.stamp: pyproject.toml | $(STAMPS)/wheel.stamp
+	@echo "Installs what the tests need: about 400 MB more to download."
+	$(BIN)/pip install "$$(ls dist/pipesgd-*.whl)[dev]"
+	touch "$@"

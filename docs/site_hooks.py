@@ -7,11 +7,8 @@ options stand where ``<!-- options of COMMAND -->`` does, made from the code.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import html
-import inspect
-import itertools
 import posixpath
 import re
 from collections.abc import Iterator, Sequence
@@ -23,6 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from pipesgd.calibration.options import CalibrateConfig
+from pipesgd.command_line import help_texts
 from pipesgd.config import TrainConfig, options_of
 from timing_model import cli
 from timing_model.words import Parser
@@ -105,16 +103,6 @@ def options(command: str) -> Iterator[str]:
             ]
             if rows:
                 yield table(f"{group.title}.".capitalize(), "value", rows)
-
-
-def help_texts(section: type) -> dict[str, str]:
-    """The text under each field."""
-    body = ast.parse(inspect.getsource(section)).body[0].body
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
 
 
 def shown(value: object) -> str:

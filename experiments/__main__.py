@@ -60,7 +60,18 @@ class Experiment:
         return [sys.executable, "-m", f"experiments.{module}", *options]
 
 
-KEEP_RUNS = ("codec_accuracy", "compare", "fig02_breakdown", "fig03_convergence", "staleness", "validate_timing_model")
+KEEP_RUNS = (
+    "codec_accuracy",
+    "compare",
+    "compare_commits",
+    "faults",
+    "fig02_breakdown",
+    "fig03_convergence",
+    "kill_anywhere",
+    "fuzz",
+    "staleness",
+    "validate_timing_model",
+)
 """Modules that have ``--fresh``."""
 
 
@@ -80,8 +91,13 @@ def _raced(workload: str, rate: str, target: float, iterations: int, minutes: fl
 EXPERIMENTS = (
     Experiment(name="bench_ring", words="bench_ring --all", minutes=10),
     Experiment(name="bench_pipelined", words="bench_pipelined", minutes=10, ranks=4),
+    Experiment(name="compare_commits", words="compare_commits --baseline d3936b5", minutes=70),
     Experiment(name="kill_and_resume", words="kill_and_resume", minutes=15),
+    Experiment(name="faults", words="faults", minutes=20),
+    Experiment(name="kill_anywhere", words="kill_anywhere", minutes=5),
+    Experiment(name="fuzz", words="fuzz", minutes=20),
     Experiment(name="kill_testbed", words="kill_testbed", minutes=3),
+    Experiment(name="encrypted_network", words="encrypted_network", minutes=5),
     Experiment(name="bench_ring_200mbit", words="bench_ring --all --rate 200mbit", minutes=10),
     Experiment(name="bench_ring_1gbit", words="bench_ring --all --rate 1gbit", minutes=8),
     Experiment(name="bench_all_reduce_100mbit", words="bench_all_reduce --rate 100mbit", minutes=20),

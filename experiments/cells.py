@@ -85,7 +85,7 @@ class Cells:
     """The cells in a folder, whose name is a hash of everything that their figures depend on."""
 
     def __init__(self, parent: Path, key: Any):
-        text = json.dumps([key, _sources(), _machine()], sort_keys=True, default=repr)
+        text = json.dumps([key, sources(), _machine()], sort_keys=True, default=repr)
         self.folder = parent / hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def stem(self, contender: Contender, index: int) -> Path:
@@ -123,11 +123,11 @@ class Cells:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _sources() -> str:
-    """A hash of the code that is measured and of the links that it is measured on, committed or not."""
+def sources(*own: Path) -> str:
+    """A hash of the measured code and links, and of ``own``, an experiment's files and folders; committed or not."""
     digest = hashlib.sha256()
-    for root in (Path(pipesgd.__file__).parent, REPOSITORY / "experiments" / "testbed"):
-        for path in sorted(root.rglob("*.py")):
+    for root in (Path(pipesgd.__file__).parent, REPOSITORY / "experiments" / "testbed", *own):
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()
 

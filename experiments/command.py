@@ -62,12 +62,13 @@ def parse(options: Parser, words: Sequence[str]) -> argparse.Namespace:
 
     Raises:
         HelpRequested: ``--help`` is among the words.
-        UserInputError: a value is wrong, or a quick run would overwrite the results of a full one.
+        UserInputError: a value is wrong, or a part of the experiment would overwrite the results of the whole.
     """
     arguments = options.parse_args(words)
     folder: Path = arguments.output
-    if arguments.quick and folder.resolve() == RESULTS:
-        raise UserInputError("--output must name another folder than that of the full results with --quick")
+    for option in ("quick", "only"):
+        if getattr(arguments, option, None) and folder.resolve() == RESULTS:
+            raise UserInputError(f"--output must name another folder than that of the full results with --{option}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
@@ -81,7 +82,7 @@ def at_least(least: int) -> Callable[[str], int]:
     """The type of an option that is a whole number, not below ``least``."""
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
+        if not (text.isascii() and text.isdecimal() and len(text) < 19) or int(text) < least:
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
         return int(text)
 

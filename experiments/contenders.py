@@ -34,7 +34,6 @@ CONTENDERS = {
     "D-Sync, ring": "--width 1 --all-reduce ring",
     "ddp": "--strategy ddp",
     "ddp fp16": "--strategy ddp --ddp-hook fp16",
-    "ddp powersgd": "--strategy ddp --ddp-hook powersgd",
     "width 2, native": "--width 2 --all-reduce native",
     "width 2, ring": "--width 2 --all-reduce ring",
     "width 3, ring": "--width 3 --all-reduce ring",

@@ -95,7 +95,8 @@ DRAWN: dict[str, Draw] = {
 }
 """By the beginning of a result's name."""
 WITHOUT = (
-    *("bench_timing_model", "kill_", "paper_question_jitter", "staleness_summary", "tutorial"),
+    *("bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
+    *("paper_question_jitter", "staleness_summary", "tutorial"),
     "validate_timing_model_decisions",
 )
 """Results that have no figure, likewise."""

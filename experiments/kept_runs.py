@@ -29,6 +29,7 @@ class KeptRuns(Generic[Run]):
 
     def add(self, words: str, run: Run) -> None:
         kept = {words: dataclasses.asdict(run) for words, run in (self.load() | {words: run}).items()}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         aside = self._path.with_suffix(".tmp")
         aside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         aside.replace(self._path)  # whole or not there, whenever this process is killed

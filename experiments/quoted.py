@@ -151,6 +151,26 @@ def predictions() -> str:
     return table([*heads, "regret, %"], lines)
 
 
+def third_width() -> str:
+    """What width 3 was predicted to gain over width 2 with the same codec and all-reduce, and what it gained."""
+    cells = {(row["setting"], row["words"]): row for row in load(RESULTS / "validate_timing_model.csv")}
+    pairs = [
+        (cells[setting, words.replace("--width 3", "--width 2")], row)
+        for (setting, words), row in cells.items()
+        if row["kind"] == HELD_OUT and "--width 3" in words
+    ]
+    gains = [
+        tuple(100 * (narrow[name] / wide[name] - 1) for name in ("predicted_s", "measured_s")) for narrow, wide in pairs
+    ]
+    lines = []
+    for title, least in (("all pairs", -100.0), ("predicted to gain more than 3 %", 3.0)):
+        own = [pair for pair in gains if pair[0] > least]
+        found = sum(measured > 3 for _, measured in own)
+        lines.append([title, str(len(own)), *(f"{mean(side):.1f}" for side in zip(*own, strict=True)), str(found)])
+    heads = ["width 3 over width 2", "pairs", "predicted gain, %", "measured gain, %", "that gained more than 3 %"]
+    return table(heads, lines)
+
+
 def predicted(rows: Sequence[Row], regret: float | None) -> list[str]:
     """Of these cells."""
     found = accuracy(rows)
@@ -251,6 +271,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         other_figures,
         paper_question,
         predictions,
+        third_width,
         equation,
         output,
     )

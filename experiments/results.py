@@ -57,8 +57,12 @@ def save(name: str, rows: list[Row], *, extra: dict[str, Any] | None = None, fol
 
 
 def command_of(manifest: Mapping[str, Any]) -> str:
-    """That made a result, but for the folder that it was told to write into."""
-    return re.sub(r" --output \S+", "", manifest["made_by"])
+    """The command that made a result, as a shell takes it, without the folder that it wrote to."""
+    words = shlex.split(manifest["made_by"])
+    folders = [place + 1 for place, word in enumerate(words) if word == "--output"]
+    return shlex.join(
+        word for place, word in enumerate(words) if place not in folders and word.partition("=")[0] != "--output"
+    )
 
 
 def load(path: Path) -> list[Row]:
@@ -119,7 +123,7 @@ def command_line() -> str:
     by_torchrun = dist.is_torchelastic_launched() and dist.is_initialized()
     start = f"torchrun --nproc-per-node {dist.get_world_size()}" if by_torchrun else "python"
     spec = sys.modules["__main__"].__spec__
-    module = "-" if spec is None else f"-m {spec.name}"
+    module = "-" if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
     words = [shlex.quote(re.sub(r"(^|=)/.*/", r"\1", word)) for word in sys.argv[1:]]
     return " ".join([start, module, *words])
 

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.contenders import NEVER
 from experiments.testbed import Testbed
@@ -21,14 +22,16 @@ WRAPPED_BY_TORCH = "Got the following error when running the callback: RuntimeEr
 
 
 def run_job(
-    testbed: Testbed, words: Sequence[str], log: Path, *, deadline: float, nproc_per_node: int = 1
+    testbed: Testbed, words: Sequence[str], log: Path, *, deadline: float, nproc_per_node: int = 1, **options: Any
 ) -> str | None:
     """Run ``words`` by torchrun on every node, for ``deadline`` seconds at most; what they print goes to ``log``.
+
+    ``options`` are those of ``subprocess.Popen``.
 
     Returns why it failed, None if it did not.
     """
     with log.open("wb") as file:
-        job = testbed.torchrun(words, nproc_per_node=nproc_per_node, stdout=file, stderr=subprocess.STDOUT)
+        job = testbed.torchrun(words, nproc_per_node=nproc_per_node, stdout=file, stderr=subprocess.STDOUT, **options)
         try:
             codes = job.wait(deadline)
         except subprocess.TimeoutExpired:

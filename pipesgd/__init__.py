@@ -1,6 +1,53 @@
 """pipesgd: decentralized, pipelined, ring-all-reduce training on torch.distributed."""
 
-from pipesgd.strategies.pipelined import Pipelined
+from __future__ import annotations
 
-__all__ = ["Pipelined"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipesgd.codecs.options import CodecOptions
+    from pipesgd.errors import (
+        CommunicationError,
+        DeadlineExceeded,
+        DisagreementError,
+        NonFiniteGradientError,
+        OutOfStepError,
+        PipesgdError,
+        RunError,
+        UserInputError,
+    )
+    from pipesgd.launch import Ranks
+    from pipesgd.strategies.pipelined import Pipelined
+
+__all__ = [
+    "CodecOptions",
+    "CommunicationError",
+    "DeadlineExceeded",
+    "DisagreementError",
+    "NonFiniteGradientError",
+    "OutOfStepError",
+    "Pipelined",
+    "PipesgdError",
+    "Ranks",
+    "RunError",
+    "UserInputError",
+]
 __version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "CodecOptions": "pipesgd.codecs.options",
+    "Pipelined": "pipesgd.strategies.pipelined",
+    "Ranks": "pipesgd.launch",
+}
+"""The modules of public names; exceptions are in ``pipesgd.errors``."""
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are first asked for.
+
+    They import torch, which takes seconds, and a command has something to do before (``pipesgd.process.begin``).
+    """
+    if name not in __all__:
+        raise AttributeError(f"module 'pipesgd' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "pipesgd.errors")), name)

@@ -57,7 +57,7 @@ class Agreement:
 def compare(mean: Sequence[Tensor], guess: Sequence[Tensor]) -> Comparison:
     """How well ``guess``, of real numbers, stood for ``mean``."""
     dots = [
-        torch.dot(one.reshape(-1), other.reshape(-1))
+        torch.dot(_wide(one), _wide(other))
         for a, b in ((mean, guess), (mean, mean), (guess, guess))
         for one, other in zip(a, b, strict=True)
     ]
@@ -70,3 +70,9 @@ def compare(mean: Sequence[Tensor], guess: Sequence[Tensor]) -> Comparison:
         cosine=round(both / math.sqrt(means * guesses), COMPARED_DIGITS),
         relative_error=math.sqrt(max(squared_error, 0.0)),
     )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The values in one dimension, of float32 at least: sums of shorter floats overflow, or lose nearly all digits."""
+    flat = tensor.reshape(-1)
+    return flat.float() if flat.itemsize < torch.float32.itemsize else flat

@@ -6,6 +6,11 @@ it happens.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch is imported, which takes seconds
+    from pipesgd import process
+
+    process.begin()
+
 import os
 import sys
 from collections.abc import Sequence
@@ -34,11 +39,16 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         UserInputError: before anything is measured, or when the file cannot be written.
         RunError: a rank was lost.
     """
+
     # 1. What to measure: the same on all ranks.
-    config = ranks.agree("options", lambda: parse_as(CalibrateConfig, "calibrate", words))
+    def own() -> CalibrateConfig:
+        config = parse_as(CalibrateConfig, "calibrate", words)
+        ranks.timeout = config.calibration.timeout  # the first exchange already waits for this long
+        return config
+
+    config = ranks.agree("options", own)
     launch.check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
     options, training = config.calibration, config.training()
-    ranks.timeout = options.timeout
     ranks.agree("files", lambda: check_files(config, ranks.rank))
     ranks.agree("ranks", lambda: check_ranks(ranks.world_size))
     data, batches, model, _ = ranks.agree("data and model", lambda: load(training, ranks))

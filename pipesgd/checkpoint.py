@@ -1,158 +1,192 @@
-"""Checkpoints: written whole or not at all, and found again by agreement of all ranks.
+"""Checkpoints: written whole or not at all, found again by agreement of all ranks, and never lost in between.
 
-A checkpoint of iteration t is a folder ``iteration-<t>``: ``shared.pt``, the same on every rank, written by
-the first rank of each machine; and ``rank-<r>.pt``, what only rank r knows. Machines need no common disk:
-every rank reads what its own machine wrote.
+A checkpoint of iteration t is a folder ``iteration-<t>`` on every machine, with the files of ``checkpoint_files``.
+Machines need no common disk: every rank reads what its own machine wrote. All ranks first write into a hidden folder,
+which gets its name once they all have succeeded. A machine that was stopped before that has a whole hidden folder; it
+counts when checkpoints are loaded.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import re
-import shutil
-import sys
-from dataclasses import dataclass
+import platform
+import uuid
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from pipesgd.checkpoint_files import Checkpoint, UnusableCheckpointError, ranks_in, read_checkpoint, write_checkpoint
+from pipesgd.checkpoint_folder import CheckpointFolder
+from pipesgd.errors import CheckpointError, warn
+from pipesgd.files import reason
 from pipesgd.launch import Ranks
 
-_FOLDER = re.compile(r"iteration-(\d+)")
-
-
-def save_atomically(state: Any, path: Path, *, writer: int = 0) -> None:
-    """Write ``state`` with ``torch.save``, so that ``path`` is the old file or the whole new one, never a part.
-
-    Beside it goes ``<path>.sha256``, in the format of sha256sum: a zip archive, which is what torch writes, can be
-    changed in ways that neither torch nor its own checksums notice.
-
-    ``writer`` tells apart ranks that write the same file to one disk.
-    """
-    aside = path.with_name(f".{path.name}.{writer}.tmp")
-    with aside.open("w+b") as file:
-        torch.save(state, file)
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    _publish(aside, path)
-    aside.write_text(f"{digest}  {path.name}\n", encoding="ascii")
-    _publish(aside, _checksum_of(path))
-
-
-def what_is_wrong_with(path: Path) -> str | None:
-    """Why ``path`` is not what ``save_atomically`` wrote; None if it is."""
-    try:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        meant = _checksum_of(path).read_bytes().split()[:1]
-    except FileNotFoundError as missing:
-        return f"not whole ({Path(missing.filename).name} is missing)"
-    return None if meant == [found.encode()] else "truncated or corrupt (its SHA-256 is not the one beside it)"
-
-
-def _checksum_of(path: Path) -> Path:
-    return path.with_name(path.name + ".sha256")
-
-
-def _publish(aside: Path, path: Path) -> None:
-    """Give ``aside`` the name ``path``, once its content is on the disk; then see that the name is, too."""
-    _sync(aside)
-    aside.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint read back: what all ranks had in common, and what was this rank's own."""
-
-    iteration: int
-    shared: dict[str, Any]
-    own: dict[str, Any]
+Check = Callable[[dict[str, Any], dict[str, Any]], str | None]
 
 
 class Checkpoints:
     """The newest ``keep`` checkpoints of a run, below ``folder``. All ranks call every method together."""
 
     def __init__(self, folder: Path, ranks: Ranks, *, keep: int):
-        self._folder = folder
+        self._folder = CheckpointFolder(folder)
         self._ranks = ranks
         self._keep = keep
+        self._loaded_from: Path | None = None
+        self.newest: int | None = None
+        """Iteration of the newest checkpoint that all ranks have, as far as is known."""
 
-    def save(self, iteration: int, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Write the checkpoint of ``iteration``, then delete old ones.
+    def save(self, iteration: int, shared: dict[str, Any], own: dict[str, Any]) -> bool:
+        """Write the checkpoint of ``iteration``, then delete old ones; true if all ranks have written it.
+
+        If a rank could not, one warning says which and why, what was written is deleted, and older checkpoints stay.
 
         Args:
             iteration: how many iterations the run has done.
             shared: tensors, numbers, strings, lists and dicts that are equal on all ranks.
             own: the same kinds, of this rank.
         """
-        folder = self._path(iteration)
-        folder.mkdir(parents=True, exist_ok=True)
-        if self._ranks.local_rank == 0:
-            save_atomically(shared, folder / "shared.pt", writer=self._ranks.rank)
-        save_atomically(own, folder / f"rank-{self._ranks.rank}.pt")
-        # Old ones may go only when every rank has the new one.
-        self._ranks.exchange("a saved checkpoint", iteration)
-        if self._ranks.local_rank == 0:
-            for old in sorted(self._iterations())[: -self._keep]:
-                shutil.rmtree(self._path(old), ignore_errors=True)
+        save: str = self._ranks.exchange("a checkpoint's name", uuid.uuid4().hex)[0]
+        place = self._folder.place_for(iteration, save)
+        newest = "none is whole yet" if self.newest is None else f"the newest is that of iteration {self.newest}"
+        warning = f"the checkpoint of iteration {iteration} could not be written ({{}}); training continues, {newest}"
 
-    def load_newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole on every rank; None if there is none.
+        def write() -> None:
+            if self._first_of_machine:
+                self._folder.remove_unfinished(but={place, self._loaded_from})
+            write_checkpoint(place, Checkpoint(iteration, save, shared, own), self._ranks)
 
-        Files that are not whole are named in a warning on stderr. Later checkpoints are deleted: the run that
-        continues will write them anew.
+        if not self._everywhere("a written checkpoint", warning, write):
+            if self._first_of_machine:
+                self._folder.remove_unfinished(but={self._loaded_from})
+            return False
+        if not self._everywhere("a named checkpoint", warning, lambda: self._publish(place, iteration)):
+            return False
+        self.newest = iteration
+        if self._first_of_machine:
+            self._folder.prune(self._keep, iteration)
+        return True
+
+    def load_newest(self, what_is_wrong: Check = lambda shared, own: None) -> Checkpoint | None:
+        """The newest checkpoint that is whole on every rank; None if no rank has any. Nothing is deleted.
+
+        Checkpoints that cannot be used are named in a warning on stderr. Those newer than the one returned are moved
+        aside: the run that continues will write checkpoints of the same iterations.
+
+        Args:
+            what_is_wrong: why a run cannot be restored from (shared, own); None if it can.
+
+        Raises:
+            CheckpointError: ranks have checkpoints, but none in common.
         """
-        whole = {iteration for iteration in self._iterations() if self._is_whole(iteration)}
-        common = set.intersection(*map(set, self._ranks.exchange("checkpoints at hand", sorted(whole))))
-        newest = max(common, default=None)
-        if self._ranks.local_rank == 0:
-            for iteration in self._iterations():
-                if newest is None or iteration > newest:
-                    shutil.rmtree(self._path(iteration), ignore_errors=True)
-        # Nobody may write a checkpoint before these are gone.
-        self._ranks.exchange("a clean folder", newest)
+        trouble, published, unfinished = None, [], []
+        try:
+            published, unfinished = self._folder.published(), self._folder.unfinished()
+        except OSError as failure:
+            trouble = reason(failure, self._folder.path)
+        whole = self._usable(unfinished, what_is_wrong, warns=False) | self._usable(published, what_is_wrong)
+        here = {
+            "whole": sorted(whole),
+            "published": [iteration for iteration, _ in published],
+            "files of": sorted({rank for _, path in published for rank in ranks_in(path)}),
+            "machine": platform.node(),
+            "trouble": trouble,
+        }
+        newest = self._newest_in_common(self._ranks.exchange("checkpoints at hand", here, close_by=True))
         if newest is None:
             return None
-        folder = self._path(newest)
-        shared, own = (
-            torch.load(folder / name, map_location="cpu", weights_only=True)
-            for name in ("shared.pt", f"rank-{self._ranks.rank}.pt")
-        )
-        return Checkpoint(newest, shared, own)
+        self.newest, found = newest[0], whole[newest]
+        warning = "checkpoints could not be put in order ({}); training continues"
+        self._everywhere("checkpoints in order", warning, lambda: self._make_newest(found))
+        self._loaded_from = found if found.exists() else self._folder.name_of(self.newest)
+        return read_checkpoint(self._loaded_from, self.newest, self._ranks)
 
-    def _is_whole(self, iteration: int) -> bool:
-        whole = True
-        for name in ("shared.pt", f"rank-{self._ranks.rank}.pt"):
-            path = self._path(iteration) / name
-            if problem := what_is_wrong_with(path):
-                print(
-                    f"warning: rank {self._ranks.rank}: checkpoint skipped, since {path} is {problem}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                whole = False
-        return whole
+    def _usable(
+        self, folders: Iterable[tuple[int, Path]], what_is_wrong: Check, *, warns: bool = True
+    ) -> dict[tuple[int, str], Path]:
+        """(iteration, save) -> folder, for those ``folders`` that this rank could continue from."""
+        usable = {}
+        for iteration, folder in folders:
+            try:
+                checkpoint = read_checkpoint(folder, iteration, self._ranks)
+                if problem := what_is_wrong(checkpoint.shared, checkpoint.own):
+                    raise UnusableCheckpointError(f"{folder} is not of this run ({problem})")
+                usable[iteration, checkpoint.save] = folder
+            except UnusableCheckpointError as unusable:
+                if warns:
+                    warn(f"rank {self._ranks.rank}: checkpoint skipped, since {unusable}")
+        return usable
 
-    def _iterations(self) -> list[int]:
-        with contextlib.suppress(FileNotFoundError):
-            matches = [_FOLDER.fullmatch(path.name) for path in self._folder.iterdir()]
-            return [int(match[1]) for match in matches if match]
-        return []
+    def _newest_in_common(self, everybody: list[dict[str, Any]]) -> tuple[int, str] | None:
+        """(iteration, save) of the newest checkpoint that is whole on all ranks; None if no rank has any."""
+        common = set.intersection(*({(iteration, save) for iteration, save in one["whole"]} for one in everybody))
+        if common:
+            return max(common)
+        if not any(one["published"] or one["trouble"] for one in everybody):
+            return None
+        raise CheckpointError.on_all_ranks(_nothing_in_common(everybody))
 
-    def _path(self, iteration: int) -> Path:
-        return self._folder / f"iteration-{iteration}"
+    def _make_newest(self, found: Path) -> None:
+        """Let ``found`` count, and newer checkpoints no longer."""
+        assert self.newest is not None
+        if found != self._folder.name_of(self.newest):
+            self._publish(found, self.newest)
+        if self._first_of_machine and (moved := self._folder.set_newer_aside(self.newest)):
+            names = ", ".join(path.name for path in moved)
+            warn(
+                f"rank {self._ranks.rank}: checkpoints newer than that of iteration {self.newest}, which all ranks "
+                f"have, were moved aside in {self._folder.path}: {names}"
+            )
+
+    def _publish(self, place: Path, iteration: int) -> None:
+        if self._first_of_machine:
+            self._folder.publish(place, iteration)
+
+    def _everywhere(self, what: str, warning: str, attempt: Callable[[], None]) -> bool:
+        """Whether ``attempt`` succeeded on all ranks; if not, rank 0 warns of which have which ``OSError``."""
+        failure = None
+        try:
+            attempt()
+        except OSError as error:
+            failure = f"{self._folder.path}: {error.strerror or error}"
+        said = self._ranks.exchange(what, failure, close_by=True)
+        failures = {rank: text for rank, text in enumerate(said) if text is not None}
+        if failures and self._ranks.rank == 0:
+            warn(warning.format("; ".join(f"rank {rank}: {text}" for rank, text in failures.items())))
+        return not failures
+
+    @property
+    def _first_of_machine(self) -> bool:
+        return self._ranks.local_rank == 0
+
+
+def _nothing_in_common(everybody: list[dict[str, Any]]) -> str:
+    """The line that says which ranks have which iterations, and what to do."""
+    ranks_with: dict[str, list[int]] = {}
+    for rank, one in enumerate(everybody):
+        ranks_with.setdefault(_what_it_has(one), []).append(rank)
+    parts = [f"{what} on rank {', '.join(map(str, ranks))}" for what, ranks in ranks_with.items()]
+    line = f"checkpoints must have an iteration that is whole on every rank; got {'; '.join(parts)}"
+    if set.intersection(*({iteration for iteration, _ in one["whole"]} for one in everybody)):
+        line += " (the same iterations, of different saves)"
+    misplaced = [
+        f"those of rank {rank} are where rank {holder} runs now ({other['machine']})"
+        for rank, one in enumerate(everybody)
+        for holder, other in enumerate(everybody)
+        if rank not in one["files of"] and rank in other["files of"]
+    ]
+    if misplaced:
+        return f"{line}; {misplaced[0]}: start every machine with the --node-rank it had (nothing was deleted)"
+    return f"{line}. Nothing was deleted: bring back what is missing, or begin again with --overwrite"
+
+
+def _what_it_has(one: dict[str, Any]) -> str:
+    """The checkpoints of one rank in a few words."""
+    if one["trouble"]:
+        return f"an unreadable folder ({one['trouble']})"
+    if one["whole"]:
+        return ", ".join(map(str, sorted({iteration for iteration, _ in one["whole"]})))
+    if one["published"]:
+        return f"none whole of {', '.join(map(str, one['published']))}"
+    return "none"
 
 
 class CheckpointSchedule:

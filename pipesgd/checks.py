@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipesgd.errors import UserInputError
 
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.1, 1_000_000.0
+"""Seconds. torch counts whole milliseconds, and cannot count as many as a float can hold."""
+
+
+MOST = 1e15
+"""The largest value of an option: what is larger is a mistake, and could overflow."""
+
 
 def check_at_least(name: str, value: float, least: float) -> None:
-    """Raise ``UserInputError`` unless ``value`` is a finite number of at least ``least``."""
-    if not math.isfinite(value) or value < least:
+    """Raise ``UserInputError`` unless ``value`` is a number of at least ``least`` and at most ``MOST``."""
+    if not value >= least:  # a NaN compares false
         raise UserInputError(f"{name} must be at least {least:g}; got {value}")
+    _check_at_most(name, value, MOST)
 
 
-def check_above_zero(name: str, value: float) -> None:
-    """Raise ``UserInputError`` unless ``value`` is a finite number above zero."""
-    if not math.isfinite(value) or value <= 0:
+def check_above_zero(name: str, value: float, most: float = MOST) -> None:
+    """Raise ``UserInputError`` unless ``value`` is a number above zero and at most ``most``."""
+    if not value > 0:
         raise UserInputError(f"{name} must be above 0; got {value}")
+    _check_at_most(name, value, most)
+
+
+def _check_at_most(name: str, value: float, most: float) -> None:
+    if value > most:
+        raise UserInputError(f"{name} must be at most {most:g}; got {_shortened(str(value))}")
+
+
+def _shortened(text: str) -> str:
+    """``text``, with its middle left out if it is long."""
+    return text if len(text) <= 60 else f"{text[:30]}...{text[-20:]} ({len(text)} characters)"
+
+
+def check_timeout(value: float) -> None:
+    """Raise ``UserInputError`` unless ``value`` is a number of seconds that torch and gloo can wait."""
+    if not SHORTEST_TIMEOUT <= value <= LONGEST_TIMEOUT:
+        raise UserInputError(
+            f"timeout must be from {SHORTEST_TIMEOUT:g} to {LONGEST_TIMEOUT:,.0f} seconds; got {value}"
+        )
 
 
 def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:

@@ -6,20 +6,26 @@ options; it is put in front of the words, so that an option on the command line 
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import dataclasses
+import inspect
 import io
 import itertools
 import json
+import platform
 import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
+import torch
 import tyro
 
+from pipesgd import __version__
 from pipesgd.checks import did_you_mean
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import AUTO, AUTO_OPTIONS, TrainConfig
@@ -27,8 +33,17 @@ from pipesgd.errors import UserInputError
 
 CONFIG_HELP = """
 --config FILE reads options from a TOML file, one `name = value` a line, as --dry-run prints them;
-options on the command line win. torchrun's own options stand before -m.
+options on the command line win. torchrun's own options stand before -m. --version prints the versions.
 """
+
+FOR_ONE_RUN = ("dry-run", "overwrite", "resume")
+"""Options that say what is done this time. A file that --dry-run prints leaves them out: read back, it trains."""
+
+OTHER_NAMES = {"learning-rate": "lr", "bs": "batch-size", "output-dir": "output", "max-steps": "iterations"}
+"""What other trainers call our options, where the spelling alone gives no hint."""
+
+MOST_CONFIG_BYTES = 16 * 1024
+"""Size of a --config file; one with every option takes a quarter of it."""
 
 
 class Config(Protocol):
@@ -48,8 +63,6 @@ def parse(words: Sequence[str]) -> TrainConfig:
     _check_names(words, defaults)
     rest, auto = _take_autos(words)
     config = parse_as(TrainConfig, "train", rest)
-    if config.planning.replan and not auto:
-        raise UserInputError(f"replan must be left out where none of {', '.join(AUTO_OPTIONS)} is auto; got it")
     return dataclasses.replace(config, planning=dataclasses.replace(config.planning, auto=auto)) if auto else config
 
 
@@ -57,17 +70,21 @@ def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
     """The configuration of ``pipesgd.<command>`` that ``words`` ask for.
 
     Raises:
-        HelpRequested: ``--help`` is among the words.
+        HelpRequested: ``--help`` or ``--version`` is among the words.
         UserInputError: one line that names what is wrong.
     """
+    if "--version" in words:
+        raise HelpRequested(version())
     defaults = kind().options()
     words = _expand_config_file(list(words), defaults)
     _check_names(words, defaults)
+    if "--help" in words:
+        _give_help_texts(kind)
     out, err = io.StringIO(), io.StringIO()
     try:
         # tyro prints a box and exits; every rank would print one. Rank 0 shall print one line.
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            return tyro.cli(
+            config = tyro.cli(
                 kind,
                 args=words,
                 prog=f"torchrun [options of torchrun] -m pipesgd.{command}",
@@ -77,16 +94,52 @@ def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
         if stop.code in (0, None):
             raise HelpRequested(out.getvalue() + CONFIG_HELP) from None
         raise UserInputError(_one_line(err.getvalue() or out.getvalue())) from None
+    _check_digits(words, config)
+    return config
 
 
 class HelpRequested(Exception):  # noqa: N818 (a request, not an error)
-    """``--help`` was among the words; the text is the message."""
+    """``--help`` or ``--version`` was among the words; the text is the message."""
+
+
+def version() -> str:
+    """The versions of this package and of what it runs on."""
+    return f"pipesgd {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
+
+
+def help_texts(section: type) -> dict[str, str]:
+    """The docstring under each field of the dataclass ``section``, on one line."""
+    body = ast.parse(inspect.getsource(section)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(body.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def _give_help_texts(kind: type[Config]) -> None:
+    """Put the help texts where tyro looks first. Those that it finds by itself keep the line breaks of the source."""
+    for section in vars(kind()).values():
+        texts = help_texts(type(section))
+        for field in dataclasses.fields(section):
+            if field.name in texts:
+                field.metadata = MappingProxyType({"help": texts[field.name]})
 
 
 def as_toml(config: TrainConfig) -> str:
-    """``config`` as a file that ``--config`` reads back; options without a value are commented out."""
+    """``config`` as a file that ``--config`` reads back; options without a value are commented out.
+
+    Those in ``FOR_ONE_RUN`` are left out.
+    """
     lines = []
     for name, value in config.options().items():
+        if name in FOR_ONE_RUN:
+            continue
         # Strings, numbers, booleans and lists of them are written alike in JSON and TOML.
         lines.append(f"# {name} =" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
@@ -110,9 +163,17 @@ def _expand_config_file(words: list[str], defaults: dict[str, Any]) -> list[str]
 def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
     """The options of a TOML file, each as the words that would have said it on the command line."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(MOST_CONFIG_BYTES + 1)
+        if len(content) > MOST_CONFIG_BYTES:  # tomllib takes very long for some long files
+            raise UserInputError(f"config must have at most {MOST_CONFIG_BYTES} bytes; got a longer file: {path}")
+        table = tomllib.loads(content.decode())
     except OSError as error:
         raise UserInputError(f"config must be a readable file; got {path}: {error.strerror}") from None
+    except RecursionError:
+        raise UserInputError(f"config must be a TOML file; got {path}: it is nested too deeply") from None
+    except UserInputError:
+        raise
     except ValueError as error:  # not UTF-8, not TOML, or a path that no file can have
         raise UserInputError(f"config must be a TOML file; got {path}: {error}") from None
     options = []
@@ -122,7 +183,12 @@ def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
             raise UserInputError(
                 f"every key in {path} must be an option; got {key!r}{did_you_mean(name, list(defaults))}"
             )
-        options.append(_as_words(name, value, is_flag=isinstance(defaults[name], bool)))
+        try:
+            options.append(_as_words(name, value, is_flag=isinstance(defaults[name], bool)))
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, UserInputError):
+                raise
+            raise UserInputError(f"config must be a TOML file; got {path}: {key} is too long, or nested") from None
     return [option for option in options if option]
 
 
@@ -136,13 +202,35 @@ def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
 
 
 def _check_names(words: list[str], defaults: dict[str, Any]) -> None:
+    for word in words:
+        if "\0" in word:
+            raise UserInputError(f"options must not hold a NUL character; got {word!r}")
     known = [*defaults, "help"]
     names = [word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     for name in names:
         if name not in known:
-            raise UserInputError(f"every option must be one that --help lists; got --{name}{did_you_mean(name, known)}")
+            other = OTHER_NAMES.get(name)
+            hint = f" (did you mean {other}?)" if other in known else did_you_mean(name, known)
+            raise UserInputError(f"every option must be one that --help lists; got --{name}{hint}")
         if names.count(name) > 1:  # which of the values was meant should not be guessed
             raise UserInputError(f"{name} must be given once; got it {names.count(name)} times")
+
+
+def _check_digits(words: list[str], config: Config) -> None:
+    """Refuse numbers in digits of other scripts, which Python reads and hardly anybody means."""
+    texts = [value for value in config.options().values() if isinstance(value, str)]
+    for word in words:
+        value = word.partition("=")[2] if word.startswith("--") else word
+        if not value.isascii() and value not in texts and _is_number(value):
+            raise UserInputError(f"numbers must be written in the digits 0 to 9; got {value!r}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:

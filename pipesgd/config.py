@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
 from pipesgd.clipping import Clipping
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
 
 TEXTS = ("python-stdlib", "text:PATH")
-DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images", *TEXTS)
+IMAGE_DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
+DATASETS = (*IMAGE_DATASETS, *TEXTS)
 IMAGE_MODELS = ("mlp", "convnet", "resnet18", "alexnet")
 TEXT_MODELS = ("transformer",)
 MODELS = (*IMAGE_MODELS, *TEXT_MODELS)
@@ -28,7 +29,7 @@ SERVER_STRATEGIES = ("ps-sync", "ps-async")
 ALL_REDUCES = ("ring", "halving-doubling", "recursive-doubling", "all-to-all", "hierarchical", "native")
 PREDICTIONS = ("eager", "local", "previous", "nesterov", "spectrain", "dc", "none")
 SERVER_PLACEMENTS = ("beside", "own")
-DDP_HOOKS = ("none", "fp16", "bf16", "powersgd")
+DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
 SCHEDULES = ("constant", "cosine", "one-cycle")
 DEVICES = ("cpu", "cuda")
@@ -49,6 +50,8 @@ MAX_LOSS_SCALE = 2.0**127
 """The largest power of two in float32."""
 
 DEFAULT_TIMEOUT = 120.0
+DEFAULT_STALL_SECONDS = 30.0
+DEFAULT_FAREWELL_SECONDS = 20.0
 DEFAULT_SEGMENT_BYTES = 1 << 20
 """Measured: smaller segments pay a rendezvous each, larger ones leave gaps on a slow link while ranks compute."""
 
@@ -195,7 +198,7 @@ class OptimizationConfig:
         check_at_least("accumulation", self.accumulation, 1)
         Clipping(norm=self.clip_norm, value=self.clip_value)  # checks them
         check_one_of("precision", self.precision, PRECISIONS)
-        check_above_zero("loss-scale", self.loss_scale)
+        check_above_zero("loss-scale", self.loss_scale, MAX_LOSS_SCALE)
         if self.loss_scale > MAX_LOSS_SCALE:
             raise UserInputError(f"loss-scale must be at most {MAX_LOSS_SCALE:g}; got {self.loss_scale:g}")
         check_read(self, "precision", self.precision, {"loss_scale": ("fp16",)})
@@ -226,6 +229,9 @@ class PipelineConfig:
     but corrected gradients), or none. Width 1 has none in flight."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is how harmful staleness shows."""
+    allow_drift: bool = False
+    """Train on processors that compute other bits, such as ARM with x86, which is refused by default: replicas drift
+    apart by roundings, and get rank 0's weights at every evaluation and checkpoint."""
     buffers: str = "average"
     """What evaluations and the trained model get of buffers (batch norm's statistics), which are each rank's own in
     training: average (their mean over ranks), rank-0 (rank 0's), or own."""
@@ -237,7 +243,7 @@ class PipelineConfig:
     streams: int = 1
     """Connections to each rank, on which messages take turns: one TCP stream may not fill a fast or a long link."""
     ddp_hook: str = "none"
-    """What --strategy ddp does to gradients on their way: none, or torch's fp16, bf16 or powersgd."""
+    """What --strategy ddp does to gradients on their way: none, or torch's fp16 or bf16."""
     servers: int = 1
     """Parameter servers, each with its share of the weights (ps-sync, ps-async)."""
     server_placement: str = "beside"
@@ -296,6 +302,7 @@ _READ_BY_STRATEGY = {
     "warmup_iterations": ("pipelined",),
     "prediction": ("pipelined",),
     "guard": ("pipelined",),
+    "allow_drift": ("pipelined",),
     "all_reduce": ("pipelined",),
     "segment_bytes": ("pipelined",),
     "streams": ("pipelined",),
@@ -314,8 +321,6 @@ class PlanningConfig:
     cluster: Path | None = None
     """What pipesgd.calibrate wrote of this cluster and this model: by it the time of an iteration is predicted, and
     what is auto is chosen. Rank 0's file counts. Without it, a run with an auto calibrates for some seconds first."""
-    replan: bool = False
-    """Measure and choose again what is auto when iterations take another time than was predicted, for long."""
     auto: Annotated[tuple[str, ...], tyro.conf.Suppress, tyro.conf.Fixed] = ()
     """Those of ``AUTO_OPTIONS`` that are to be chosen, whose own fields hold defaults until they are. No option: on the
     command line, each of them says it itself."""
@@ -341,11 +346,16 @@ class RunConfig:
     overwrite: bool = False
     """Delete the run that --output holds, and start anew."""
     dry_run: bool = False
-    """Print the resolved configuration (a valid --config file) and stop."""
+    """Print the resolved configuration as a file for --config, without dry-run, overwrite and resume, and stop."""
     device: str = "cpu"
     """Where the model computes: cpu or cuda."""
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds that a rank waits for another one, whatever it waits for, before the run fails."""
+    """Seconds that a rank waits for another one, whatever it waits for, before the run fails: from 0.1 to 1,000,000.
+    Where ranks meet, one that gives heartbeats while it computes, loads or writes may take ten times as long."""
+    stall_seconds: float = DEFAULT_STALL_SECONDS
+    """Seconds of waiting after which rank 0 says for whom, and again after as many: at least 1."""
+    farewell_seconds: float = DEFAULT_FAREWELL_SECONDS
+    """Seconds that the ranks may take to write a last checkpoint after Ctrl-C or SIGTERM; 0 ends them at once."""
     on_nonfinite: str = "stop"
     """When an averaged gradient holds a NaN or an infinity: stop the run, or skip that update."""
     check_replicas: int | None = None
@@ -363,7 +373,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_one_of("device", self.device, DEVICES)
-        check_above_zero("timeout", self.timeout)
+        check_timeout(self.timeout)
+        check_at_least("stall-seconds", self.stall_seconds, 1)
+        check_at_least("farewell-seconds", self.farewell_seconds, 0)
         check_one_of("on-nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.check_replicas is not None:
             check_at_least("check-replicas", self.check_replicas, 1)
@@ -435,6 +447,11 @@ class TrainConfig:
                 f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "
                 f"got {self.run.check_replicas}"
             )
+        if self.run.check_replicas is not None and self.pipeline.allow_drift:
+            raise UserInputError(
+                f"check-replicas must be left out with --allow-drift, which lets replicas differ; "
+                f"got {self.run.check_replicas}"
+            )
 
     def _check_planning(self) -> None:
         """Raise ``UserInputError`` if the timing model is asked for what it does not know."""
@@ -473,7 +490,7 @@ class TrainConfig:
             self,
             pipeline=dataclasses.replace(self.pipeline, **fields),
             compression=dataclasses.replace(self.compression, **codec),
-            planning=dataclasses.replace(self.planning, auto=(), replan=False),
+            planning=dataclasses.replace(self.planning, auto=()),
         )
 
     @property
@@ -506,8 +523,8 @@ FREE_BETWEEN_RANKS = frozenset({"data-dir", "output", "loader-workers", "log-mes
 since what they resume from is agreed, and rank 0's cluster counts."""
 
 FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
-    "overwrite", "dry-run", "timeout", "on-nonfinite", "check-replicas", "checkpoint-seconds",
-    "checkpoint-iterations", "keep-checkpoints", "trace",
+    "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
+    "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace",
 }  # fmt: skip
 """Options that may change when a run is continued, since no weight depends on them."""
 

@@ -15,16 +15,16 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import AUTO_OPTIONS, TrainConfig
 from pipesgd.errors import UserInputError
 from timing_model.advice import advice, reason, words_for_training
-from timing_model.choices import SEGMENTS, Space
+from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Space
 from timing_model.plan import Plan, plan
 from timing_model.predict import predict
 from timing_model.profile import UNCOMPRESSED, ComputeProfile, Profile
 from timing_model.question import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Question, support_of
+from timing_model.rehearsal import median_share
 from timing_model.units import format_seconds
 
-AUTO_WIDTHS = (1, 2, 3)
-AUTO_CODECS = (UNCOMPRESSED, "bf16", "int8", "int4")
-"""What is chosen from: what was found to cost next to no accuracy. Others are to be asked for by name."""
+AUTO_CODECS = tuple(one for one in ACCURATE if one != "fp16")
+"""Codecs to choose from: those that cost next to no accuracy. bf16 takes as long as fp16, and cannot overflow."""
 
 Known = tuple[Profile, ComputeProfile]
 """What is known of a cluster, and of the model on it."""
@@ -54,39 +54,46 @@ class Planned:
     """The choice in words; empty if nothing was to be chosen."""
     iterations: int
     """Of the job."""
+    median_share: float = 1.0
+    """Median of an iteration over its mean: below 1 where a few are long. 1 in a run of an older version."""
 
     def lines(self) -> list[str]:
         """For the person who waits."""
+        interval = _interval(self.low, self.iteration_seconds, self.high)
         far = "" if self.support == INTERPOLATED else f"; {self.support}: {', '.join(self.reasons)}"
         return [
             *self.why,
-            f"predicted by {self.source}: {self._interval()} an iteration, {format_seconds(self.job_seconds)} for all "
+            f"predicted by {self.source}: {interval} an iteration, {format_seconds(self.job_seconds)} for all "
             f"{self.iterations}{far}",
         ]
 
+    @property
+    def median(self) -> tuple[float, float, float]:
+        """The median iteration as predicted, in s: the low end of its interval, the middle, and the high end."""
+        low, middle, high = (self.median_share * one for one in (self.low, self.iteration_seconds, self.high))
+        return low, middle, high
+
     def compare(self, measured: float) -> str:
-        """The prediction beside the median of what iterations took, in s."""
-        if self.low <= measured <= self.high:
+        """The predicted median next to the median of what iterations took, in s."""
+        low, middle, high = self.median
+        if low <= measured <= high:
             place = "inside the interval"
         else:
-            place = "above the interval" if measured > self.high else "below the interval"
-        off = measured / self.iteration_seconds - 1 if self.iteration_seconds > 0 else 0.0
-        return f"an iteration took {format_seconds(measured)}, predicted {self._interval()}: {off:+.1%}, {place}"
+            place = "above the interval" if measured > high else "below the interval"
+        off = measured / middle - 1 if middle > 0 else 0.0
+        predicted = _interval(*self.median)
+        return f"the median iteration took {format_seconds(measured)}, predicted {predicted}: {off:+.1%}, {place}"
 
     def contradicted(self, measured: float) -> str:
-        """What to say when iterations take as long as ``measured``, in s, and not as predicted."""
-        word = "slower" if measured > self.high else "faster"
+        """What to say when the median of iterations is ``measured``, in s, and not as predicted."""
+        word = "slower" if measured > self.median[2] else "faster"
         return (
-            f"iterations take {format_seconds(measured)}, predicted {self._interval()}: the cluster is {word} than the "
-            "calibration found it, or the model is wrong"
+            f"the median iteration takes {format_seconds(measured)}, predicted {_interval(*self.median)}: the cluster "
+            f"is {word} than the calibration found it, or the model is wrong"
         )
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-    def _interval(self) -> str:
-        low, middle, high = map(format_seconds, (self.low, self.iteration_seconds, self.high))
-        return f"{middle} ({low} to {high})"
 
 
 def of_file(path: Path, config: TrainConfig, tensors: Sequence[int]) -> Known:
@@ -176,6 +183,7 @@ def decide(
         reasons=reasons,
         why=why(found, auto),
         iterations=iterations,
+        median_share=median_share(question),
     )
 
 
@@ -186,7 +194,7 @@ def space_of(profile: Profile, config: TrainConfig) -> Space:
     all_reduces = [one for one in profile.calibrated.all_reduces if one != "hierarchical" and goes_with(config, one)]
     return Space(
         strategies=("pipelined",),
-        widths=AUTO_WIDTHS if "width" in auto else (pipeline.width,),
+        widths=WIDTHS if "width" in auto else (pipeline.width,),
         codecs=tuple(codecs) if "codec" in auto else (config.compression.codec,),
         all_reduces=tuple(all_reduces) if "all-reduce" in auto else (pipeline.all_reduce,),
         segments=SEGMENTS if "segment-bytes" in auto else (pipeline.segment_bytes,),
@@ -220,6 +228,10 @@ def why(found: Plan, auto: Sequence[str]) -> list[str]:
         found = dataclasses.replace(found, uncompressed=None)  # nothing to be said of codecs
     chosen = f"chosen of {found.considered}: {words_for_training(found.best.question)}; {reason(found.best)}"
     return [chosen, " ".join(advice(found))] if advice(found) else [chosen]
+
+
+def _interval(low: float, middle: float, high: float) -> str:
+    return f"{format_seconds(middle)} ({format_seconds(low)} to {format_seconds(high)})"
 
 
 def choices_of(config: TrainConfig) -> dict[str, Any]:

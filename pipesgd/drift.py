@@ -32,8 +32,8 @@ class Drift:
         self._window.append(seconds)
         if len(self._window) < WINDOW:
             return None
-        median = statistics.median(self._window)
-        above, below = median > self._planned.high * (1 + TOLERANCE), median < self._planned.low / (1 + TOLERANCE)
+        median, (low, _, high) = statistics.median(self._window), self._planned.median
+        above, below = median > high * (1 + TOLERANCE), median < low / (1 + TOLERANCE)
         self._sides.append(int(above) - int(below))
         self._window = []
         if abs(sum(self._sides[-WINDOWS:])) < WINDOWS:

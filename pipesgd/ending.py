@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NoReturn
@@ -13,11 +16,41 @@ from rich.console import Console
 
 from pipesgd import launch
 from pipesgd.command_line import HelpRequested
-from pipesgd.errors import DisagreementError, PipesgdError, UserInputError
+from pipesgd.errors import (
+    CommunicationError,
+    DisagreementError,
+    PeerFailed,
+    PipesgdError,
+    RunError,
+    StoppedBySignal,
+    UserInputError,
+    named,
+)
+from pipesgd.farewell import Farewell
+from pipesgd.heartbeat import no_word_from
 from pipesgd.launch import Ranks
+from pipesgd.process import (
+    EXIT_TERMINATED,
+    begin,
+    claim_the_end,
+    end_if_orphan,
+    say,
+    write_error_file,
+)
 from pipesgd.progress import screen
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+SIGNAL_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+SAME_SIGNAL_SECONDS = 2.0
+"""How long another signal counts as the first one: torchrun passes on what a terminal has sent to its ranks, too."""
+
+STORE_BEFORE_AGENT_SECONDS = 0.3
+"""How long the store of an agent that has died may be lost before its death can be seen."""
+
+END_SECONDS = 10.0
+"""How long the main thread waits for another thread to say why this process ends, and to end it."""
 
 
 class Terminated(BaseException):
@@ -39,13 +72,26 @@ class _Signals:
     def __init__(self) -> None:
         self.first: type[BaseException] | None = None
         self.ignored = False
+        self.farewell = Farewell()
+        self._noted = 0.0
         for number in self._RAISES:
             signal.signal(number, self._raise)
 
     def _raise(self, number: int, frame: object) -> None:
-        if not self.ignored:
-            self.first = self.first or self._RAISES[number]
-            raise self.first
+        if self.ignored or self._is_noted(number):
+            return
+        self.first = self.first or self._RAISES[number]
+        raise self.first
+
+    def _is_noted(self, number: int) -> bool:
+        """True if the training loop ends for this signal, with a checkpoint. Takes no lock: the loop may hold it."""
+        farewell, now = self.farewell, time.monotonic()
+        if not farewell.is_open:
+            return False
+        if farewell.requested is None or not self._noted:
+            farewell.requested = farewell.requested or SIGNAL_NAMES[number]
+            self._noted = now
+        return now - self._noted < SAME_SIGNAL_SECONDS
 
 
 def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str]) -> NoReturn:
@@ -54,8 +100,7 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words
     Exit codes: 0 done, 2 the input was wrong, 1 the run failed, 130 Ctrl-C, 143 SIGTERM.
     """
     code = _run(command, words, _Signals())
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     if code:
         # The other ranks may be gone: a normal exit would wait for the communication thread and for
         # torch's groups, which wait for them.
@@ -65,19 +110,57 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words
 
 def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str], signals: _Signals) -> int:
     ranks: Ranks | None = None
+    begin()  # where the command's module has not, as in a program of one's own that calls it
     try:
         ranks = launch.join()
-        if ranks.by_torchrun:
-            launch.die_with_parent()
-        command(words, ranks, screen(ranks))
+        signals.farewell = ranks.standing.farewell
+        console = screen(ranks)
+        # The main thread may be in a wait of gloo's, which nothing ends: the watcher's thread ends this process then.
+        stop_watching = ranks.watch(lambda error: _end(error, ranks, console))
+        command(words, ranks, console)
+        ranks.need_not_speak()
+        stop_watching()
         ranks.leave()
     except HelpRequested as request:
         if ranks is None or ranks.rank == 0:
             print(request)
     except BaseException as failure:  # noqa: BLE001 (told apart, and said, below)
         signals.ignored = True  # one end is enough; and no call, between whose instructions a signal could come
+        _end_if_orphan(failure)
+        if not claim_the_end():
+            threading.Event().wait(END_SECONDS)  # another thread is saying why this process ends, and ends it
+            os._exit(EXIT_FAILED)
         return _explain(failure if signals.first is None else signals.first(), ranks)
     return 0
+
+
+def _end(error: RunError, ranks: Ranks, console: Console) -> None:
+    """End this process for ``error``, whatever its main thread is waiting for, unless it is already at its end."""
+    _end_if_orphan(error)
+    if not claim_the_end():
+        return
+    code = EXIT_FAILED
+    try:
+        if console.is_terminal:
+            with contextlib.suppress(Exception):  # the terminal may be gone
+                console.show_cursor()  # a progress bar has hidden it
+        code = _explain(error, ranks)
+        _flush()
+    finally:
+        os._exit(code)  # the main thread waits for this
+
+
+def _flush() -> None:
+    """Write out what was printed, as far as somebody is left to read it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _end_if_orphan(failure: BaseException) -> None:
+    """End this process if torchrun's agent has died; its sockets close first, so that may be how the store was lost."""
+    store_lost = isinstance(failure, CommunicationError) and failure.peer is None
+    end_if_orphan(within=STORE_BEFORE_AGENT_SECONDS if store_lost else 0.0)
 
 
 def _explain(failure: BaseException, ranks: Ranks | None) -> int:
@@ -86,26 +169,49 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
     where = "" if ranks is None or ranks.iteration is None else f" in iteration {ranks.iteration}"
     if isinstance(failure, KeyboardInterrupt):
         if rank == 0:
-            _say(f"interrupted{where}" + ("; --resume continues from the last checkpoint" if where else ""))
+            say(f"interrupted{where}" + ("; --resume continues from the last checkpoint" if where else ""))
         return EXIT_INTERRUPTED
+    if isinstance(failure, StoppedBySignal):
+        if rank == 0 or failure.without is not None:
+            say(str(failure))
+        write_error_file(str(failure), "", cause=True)
+        if ranks is not None:
+            ranks.wait_until_all_have_spoken()
+        return EXIT_INTERRUPTED if failure.signal == SIGNAL_NAMES[signal.SIGINT] else EXIT_TERMINATED
     if isinstance(failure, UserInputError) and (ranks is None or failure.known_to_all):
         if rank == 0 or isinstance(failure, DisagreementError):
-            _say(f"error: {failure}")
+            say(f"error: {failure}")
         if ranks is not None:
             ranks.wait_until_all_have_spoken()
         return EXIT_BAD_INPUT
+    trace = ""
     if not isinstance(failure, PipesgdError | Terminated):
-        traceback.print_exception(failure)  # a defect of ours: the line alone would not help to mend it
+        trace = "".join(traceback.format_exception(failure))
+        sys.stderr.write(trace)  # a defect of ours: the line alone would not help to mend it
     text = str(failure) if isinstance(failure, PipesgdError) else repr(failure)
     if isinstance(failure, Terminated):
         text = f"told to stop (SIGTERM){where}: another rank has failed, or somebody has stopped the job"
     text = text if text.startswith("rank ") else f"rank {rank}: {text}"
-    _say("error: " + (text if ranks is None else ranks.diagnose(text)))
+    silent = {} if ranks is None else ranks.silent()
+    if silent and not isinstance(failure, PeerFailed) and "no word from" not in text:
+        text += f"; {no_word_from(silent)}"
+    say(f"error: {text}")  # before the store is asked, which may hang
+    write_error_file(text, trace, cause=not isinstance(failure, CommunicationError | Terminated))
+    if ranks is not None:
+        _hear_the_others(ranks, text, failure, known=list(silent))
     if isinstance(failure, Terminated):
         return EXIT_TERMINATED
     return EXIT_BAD_INPUT if isinstance(failure, UserInputError) else EXIT_FAILED
 
 
-def _say(line: str) -> None:
-    sys.stderr.write(line.replace("\n", " ") + "\n")  # in one piece: other ranks write to the same screen
-    sys.stderr.flush()
+def _hear_the_others(ranks: Ranks, text: str, failure: BaseException, *, known: list[int]) -> None:
+    """Tell the other ranks, give them a moment to say why they end, and name those that do not."""
+    is_victim = isinstance(failure, PeerFailed)
+    peer = failure.peer if isinstance(failure, CommunicationError) else None
+    try:
+        silent = ranks.report_and_wait("" if is_victim else text, peer)
+    except RuntimeError:
+        say(f"error: rank {ranks.rank}: nobody can be told (the store that the ranks share is gone or hangs)")
+        return
+    if silent and not is_victim and silent != known:
+        say(f"error: rank {ranks.rank}: no word from {named(silent)}")

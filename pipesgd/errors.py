@@ -9,12 +9,28 @@
     │   └── DisagreementError                      the ranks were started with different options
     └── RunError (RuntimeError)                    the run failed: exit code 1
         ├── CommunicationError (ConnectionError)   a peer was lost
-        │   └── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
+        │   ├── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
+        │   └── PeerFailed                         a peer has reported that it failed
+        ├── OutOfStepError                         the ranks are in different calls or iterations
+        ├── StoppedBySignal                        Ctrl-C or SIGTERM, noted, has ended it: exit code 130 or 143
         ├── NonFiniteGradientError                 NaN or infinity in an averaged gradient
         └── ReplicasDivergedError                  the true weights differ between ranks
 """
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Self
+
+
+def named(ranks: Sequence[int]) -> str:
+    """These ranks, as people read it.
+
+    >>> named([3]), named([0, 2])
+    ('rank 3', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 
 class PipesgdError(Exception):
@@ -27,13 +43,20 @@ class UserInputError(PipesgdError, ValueError):
     known_to_all: bool = False
     """Whether all ranks raise it together, so that rank 0 alone needs to say it."""
 
+    @classmethod
+    def on_all_ranks(cls, text: str) -> Self:
+        """The error with this message, which all ranks raise together."""
+        error = cls(text)
+        error.known_to_all = True
+        return error
+
 
 class DatasetError(UserInputError):
     """Data files are missing, truncated, or not what they should be."""
 
 
 class CheckpointError(UserInputError):
-    """The run that is to be continued had another model, world size or configuration."""
+    """The run that is to be resumed is another one, or its checkpoints are not whole on every rank."""
 
 
 class DisagreementError(UserInputError):
@@ -73,19 +96,91 @@ class DeadlineExceeded(CommunicationError, TimeoutError):  # noqa: N818 (the nam
     """The peer is there as far as we know, but was silent for the whole deadline."""
 
 
-class NonFiniteGradientError(RunError, ArithmeticError):
-    """The averaged gradient of ``iteration`` holds a NaN or an infinity, on every rank alike."""
+class PeerFailed(CommunicationError):  # noqa: N818 (named as DeadlineExceeded is)
+    """Rank ``peer`` has failed, and has said why; this rank is well."""
 
-    def __init__(self, iteration: int):
+    def __str__(self) -> str:
+        where = "" if self.iteration is None else f" in iteration {self.iteration}"
+        return f"rank {self.rank}: stopped in {self.operation}{where}: rank {self.peer} has failed: {self.reason}"
+
+
+class StoppedBySignal(RunError):  # noqa: N818 (named after what happened)
+    """A rank was told to stop by ``signal``: "SIGTERM" or "Ctrl-C".
+
+    ``without`` is why no farewell checkpoint could be written; None if this rank's ``iteration`` has one.
+    ``newest`` is the iteration after which the newest checkpoint was written; None if there is none.
+    """
+
+    def __init__(self, signal: str, *, iteration: int | None, newest: int | None, without: str | None = None):
+        self.signal = signal
         self.iteration = iteration
-        super().__init__(iteration)
+        self.newest = newest
+        self.without = without
+        super().__init__(signal, iteration, newest, without)
+
+    def __str__(self) -> str:
+        if self.without is None:
+            return f"stopped by {self.signal} after iteration {self.iteration}; --resume continues from its checkpoint"
+        where = "" if self.iteration is None else f" in iteration {self.iteration}"
+        last = (
+            "there is no checkpoint yet" if self.newest is None else f"--resume continues after iteration {self.newest}"
+        )
+        return f"stopped by {self.signal}{where} without a farewell checkpoint, since {self.without}; {last}"
+
+
+class OutOfStepError(RunError):
+    """Rank ``rank`` is at ``call`` of ``iteration``, while ``peer`` is at ``peer_call`` of ``peer_iteration``."""
+
+    def __init__(self, rank: int, call: str, iteration: int, peer: int, peer_call: str, peer_iteration: int):
+        self.rank = rank
+        self.call = call
+        self.iteration = iteration
+        self.peer = peer
+        self.peer_call = peer_call
+        self.peer_iteration = peer_iteration
+        super().__init__(rank, call, iteration, peer, peer_call, peer_iteration)
 
     def __str__(self) -> str:
         return (
-            f"the averaged gradient of iteration {self.iteration} holds a NaN or an infinity: lower --lr, "
+            f"rank {self.rank} is at {self.call} in iteration {self.iteration}, but rank {self.peer} is at "
+            f"{self.peer_call} in iteration {self.peer_iteration}: all ranks must make the same calls in the same "
+            "order, and need the same number of batches for that (drop_last=True)"
+        )
+
+
+class NonFiniteGradientError(RunError, ArithmeticError):
+    """The averaged gradient of ``iteration`` holds a NaN or an infinity, on every rank alike.
+
+    ``ranks`` are those of the ``world_size`` ranks whose own gradient does; None if that is not known.
+    """
+
+    def __init__(self, iteration: int, ranks: Sequence[int] | None = None, world_size: int = 1):
+        self.iteration = iteration
+        self.ranks = ranks
+        self.world_size = world_size
+        super().__init__(iteration, ranks, world_size)
+
+    def __str__(self) -> str:
+        return f"the averaged gradient of iteration {self.iteration} holds a NaN or an infinity: {self._advice()}"
+
+    def _advice(self) -> str:
+        if self.ranks is None or self.world_size == 1:
+            return "lower --lr, or leave such gradients out with --on-nonfinite skip"
+        if not self.ranks:
+            return "every rank's own gradient is finite, so their sum overflows: lower --lr, or take a codec of float32"
+        if len(self.ranks) == self.world_size:
+            return "so does every rank's own gradient, so training has diverged: lower --lr, or try --clip-norm"
+        return (
+            f"so does the own gradient of {named(self.ranks)}, and of no other rank: look at the data there, "
             "or leave such gradients out with --on-nonfinite skip"
         )
 
 
 class ReplicasDivergedError(RunError):
     """The true weights are not bit-identical on all ranks."""
+
+
+def warn(text: str) -> None:
+    """Print ``warning: text`` on stderr, in one piece: other ranks write to the same screen."""
+    sys.stderr.write(f"warning: {text}\n")
+    sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,33 @@ class FlatBuffer:
             torch._foreach_copy_(list(tensors), self.views)
 
 
+def rearranged(flats: Sequence[Tensor], old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
+    """float32 values laid out as a ``FlatBuffer`` of the parameters ``old``, as one of ``new``; of new ones, zeros."""
+    before, after = _places(old), _places(new)
+    sizes = {number: stop for number, _, stop in after}  # the last one of each
+    moved = [torch.zeros(size, dtype=torch.float32, device=new[0].device) for size in sizes.values()]
+    origins = {id(tensor): place for tensor, place in zip(old, before, strict=True)}
+    for tensor, (number, start, stop) in zip(new, after, strict=True):
+        if (origin := origins.get(id(tensor))) is not None:
+            moved[number][start:stop] = flats[origin[0]][origin[1] : origin[2]]
+    return moved
+
+
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """For each of ``tensors``: which of a ``FlatBuffer``'s flat tensors it is in, and from where to where, in reals."""
+    kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+    stops: list[int] = []
+    places = []
+    for tensor in tensors:
+        number = kinds.setdefault((tensor.dtype, tensor.device), len(kinds))
+        if number == len(stops):
+            stops.append(0)
+        start = stops[number]
+        stops[number] += tensor.numel() * (2 if tensor.is_complex() else 1)
+        places.append((number, start, stops[number]))
+    return places
+
+
 def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Tensor | None]:
     """Copy every parameter's ``.grad`` into ``buffer``; a parameter without one counts as zero.
 
@@ -72,6 +100,15 @@ def give_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
     """Let these be the parameters' ``.grad``; nothing is copied."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+
+
+def on_device(state: Any, device: torch.device) -> Any:
+    """Return ``state``, of dicts, lists, tensors and numbers, with all tensors on ``device``."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {name: on_device(value, device) for name, value in state.items()}
+    return [on_device(value, device) for value in state] if isinstance(state, list) else state
 
 
 def take_mean(flat: Tensor, world_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,17 +33,22 @@ class Guard:
         return iteration < self._synchronous_until
 
     def saw(self, norm: float, iteration: int) -> bool:
-        """Take note of the ``norm`` of a gradient applied in ``iteration``; whether a fallback begins with that."""
+        """Note the ``norm`` of a gradient applied in ``iteration``; return True if a fallback begins with it.
+
+        Nothing is judged before a mean above zero has settled. Only finite norms enter the mean. During a fallback
+        they enter up to ``FACTOR`` times the mean, so that the mean follows a lasting change of level.
+        """
         settled = self._seen >= SETTLE
         blows_up = settled and not norm <= FACTOR * self._mean  # NaN does
-        if not blows_up:
+        if blows_up and not self.is_synchronous(iteration):
+            self._synchronous_until = iteration + SYNCHRONOUS_ITERATIONS
+            return True
+        if math.isfinite(norm) and (self._mean or norm):
+            norm = min(norm, FACTOR * self._mean) if blows_up else norm
             weight = max(1 - DECAY, 1 / (self._seen + 1))
             self._mean += weight * (norm - self._mean)
             self._seen += 1
-        if not blows_up or self.is_synchronous(iteration):
-            return False
-        self._synchronous_until = iteration + SYNCHRONOUS_ITERATIONS
-        return True
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """What it has seen."""

@@ -23,10 +23,9 @@ def current(optimizer: torch.optim.Optimizer) -> Hyperparameters:
 
 @contextlib.contextmanager
 def set_to(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> Iterator[None]:
-    """While it is open, ``values`` are set."""
-    before = [
-        {name: group[name] for name in of_group} for group, of_group in zip(optimizer.param_groups, values, strict=True)
-    ]
+    """While it is open, ``values`` are set; groups that were added after these have none, and keep their own."""
+    groups = optimizer.param_groups[: len(values)]
+    before = [{name: group[name] for name in of_group} for group, of_group in zip(groups, values, strict=True)]
     _update(optimizer, values)
     try:
         yield
@@ -34,8 +33,26 @@ def set_to(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> Iterato
         _update(optimizer, before)
 
 
+def as_numbers(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Those that are set now, one after the other."""
+    return [
+        float(number)
+        for of_group in current(optimizer)
+        for value in of_group.values()
+        for number in (value if isinstance(value, list | tuple) else (value,))
+    ]
+
+
+def set_numbers(optimizer: torch.optim.Optimizer, numbers: Sequence[float]) -> None:
+    """Set what ``as_numbers`` gave, of an optimizer with the same groups."""
+    left = iter(numbers)
+    for of_group, group in zip(current(optimizer), optimizer.param_groups, strict=True):
+        for name, value in of_group.items():
+            group[name] = tuple(next(left) for _ in value) if isinstance(value, list | tuple) else next(left)
+
+
 def _update(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> None:
-    for group, of_group in zip(optimizer.param_groups, values, strict=True):
+    for group, of_group in zip(optimizer.param_groups[: len(values)], values, strict=True):
         group.update(of_group)
 
 

@@ -8,11 +8,10 @@ run fails, to find out who is missing. Gradients never pass through it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
-import signal
+import reprlib
 import socket
 import struct
 import sys
@@ -27,12 +26,27 @@ import torch
 import torch.distributed as dist
 
 from pipesgd.config import DEFAULT_TIMEOUT, differing_options
-from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError, UserInputError
+from pipesgd.errors import (
+    CommunicationError,
+    DeadlineExceeded,
+    DisagreementError,
+    PeerFailed,
+    RunError,
+    UserInputError,
+    named,
+)
+from pipesgd.heartbeat import LONGEST_PHASE, Beat, Patience, Standing
+from pipesgd.process import say
+from pipesgd.store import BoundedStore, MalformedValue, decode, decode_text, present, same_kind
+from pipesgd.watcher import FAILURE, Watcher, report_key, root_cause
 
 T = TypeVar("T")
 
 HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.train ..."
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks, in an exchange, at what the ranks that are missing do."""
 
 LONGEST_PAUSE = 0.02
 """Seconds between two looks into the store, at most."""
@@ -60,25 +74,98 @@ class Ranks:
     restart_count: int = 0
     """How often torchrun has restarted this job (``--max-restarts``)."""
     by_torchrun: bool = True
-    timeout: float = DEFAULT_TIMEOUT
-    iteration: int | None = None
-    """What this rank is at: for its last words."""
+    standing: Standing = field(default_factory=Standing)
+    before_exchange: Callable[[str], None] | None = field(default=None, init=False, repr=False)
+    """Called before each exchange that is not ``close_by``, with its name; it waits for ranks that may rightly be far
+    behind."""
+    job_store: dist.Store | None = None
+    """The store as all attempts of the job share it, where ``store`` is the part of this attempt."""
     job_size: int = 0
     """All ranks of the job, where these are only its ``first``; by default these are all."""
     _exchanges: int = field(default=0, init=False)
     _process_groups: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
     _first: dict[int, Ranks] = field(default_factory=dict, init=False, repr=False)
+    _calls: BoundedStore = field(init=False, repr=False)
+    _all_attempts: BoundedStore = field(init=False, repr=False)
+    _job: Ranks = field(init=False, repr=False)
+    _watcher: Watcher | None = field(default=None, init=False, repr=False)
+    _listeners: list[Callable[[RunError], None]] = field(default_factory=list, init=False, repr=False)
+    _failure: RunError | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.job_size = self.job_size or self.world_size
         self._first[self.world_size] = self
+        self._calls = BoundedStore(self.store, lambda: self.timeout)
+        self._all_attempts = BoundedStore(self.job_store or self.store, lambda: self.timeout)
+        self._job = self
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that this rank waits for another one."""
+        return self.standing.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.standing.timeout = seconds
+
+    @property
+    def iteration(self) -> int | None:
+        """The iteration that this rank is in; None before training."""
+        return self.standing.iteration
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self.standing.iteration = iteration
+
+    def enter(self, phase: str, *, waiting: bool = False) -> None:
+        """Say what this rank does from now on, and whether it waits for others in it; heartbeats tell it."""
+        self.standing.enter(phase, time.monotonic(), waiting=waiting)
 
     def first(self, number: int) -> Ranks:
         """The first ``number`` of these ranks, who exchange among themselves from now on; the others take no part."""
         if number not in self._first:  # the same object every time, since it counts its exchanges
             self._first[number] = dataclasses.replace(self, world_size=number)
+            self._first[number]._job = self._job
         return self._first[number]
+
+    def watch(self, on_failure: Callable[[RunError], None]) -> Callable[[], None]:
+        """Call ``on_failure``, in a thread of its own, when another rank of the job is lost or has failed.
+
+        From the first call on this rank gives heartbeats, until every function that was returned has been called.
+
+        Returns:
+            The function that ends this.
+        """
+        job = self._job
+        if job.world_size == 1:
+            return lambda: None
+        if job._failure is not None:
+            on_failure(job._failure)
+        job._listeners.append(on_failure)
+        if job._watcher is None:
+            store = job._calls.clone(lambda: job.timeout)
+            job._watcher = Watcher(
+                store, job.rank, job.world_size, job.standing, on_failure=job._tell_listeners, on_stall=say
+            )
+
+        def stop() -> None:
+            if on_failure in job._listeners:
+                job._listeners.remove(on_failure)
+            if not job._listeners and job._watcher is not None:
+                job._watcher.close()
+                job._watcher = None
+
+        return stop
+
+    def _tell_listeners(self, error: RunError) -> None:
+        self._failure = error
+        for listener in list(self._listeners):
+            listener(error)
+
+    def silent(self) -> dict[int, float]:
+        """Seconds since the last heartbeat of each rank that is known to be silent. Without input or output."""
+        return {} if self._job._watcher is None else self._job._watcher.silent()
 
     def per_node(self) -> int:
         """Ranks on each node. Collective.
@@ -87,55 +174,102 @@ class Ranks:
             UserInputError: nodes differ in it, or a node's ranks have no adjoining numbers, as torchrun gives them.
         """
         places = self.exchange("ranks on each node", [self.local_world_size, self.local_rank])
+        for rank, place in enumerate(places):
+            if not _is_place(place):
+                raise CommunicationError(
+                    rank=self.rank,
+                    peer=rank,
+                    operation="exchange of ranks on each node",
+                    reason=f"it must be a number of ranks and a place among them; got {reprlib.repr(place)}",
+                )
         numbers = sorted({number for number, _ in places})
         number: int = numbers[0]
         if len(numbers) > 1 or self.world_size % number or any(r % number != p for r, (_, p) in enumerate(places)):
-            failure = UserInputError(
+            raise UserInputError.on_all_ranks(
                 "all-reduce must not be hierarchical unless all nodes have the same number of ranks, and those of a "
                 f"node adjoining numbers; got {self.world_size} ranks on nodes of {' and '.join(map(str, numbers))}"
             )
-            failure.known_to_all = True
-            raise failure
+        if number == 1 < self.world_size:
+            raise UserInputError.on_all_ranks(
+                "all-reduce must not be hierarchical with one rank on each node, where it would be a ring; got "
+                f"{self.world_size} nodes of one rank (torchrun's LOCAL_WORLD_SIZE says how many ranks a node has)"
+            )
         return number
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
+    def exchange(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
         """Every rank's ``value`` (anything JSON can write), in rank order.
 
+        Args:
+            what: its name, for messages.
+            value: this rank's.
+            within: seconds to wait for, if that is longer than ``timeout``.
+            close_by: true where all ranks have just met elsewhere, so that none is iterations behind: then
+                ``before_exchange`` is not called.
+
         Raises:
-            DeadlineExceeded: some ranks did not come to this exchange within ``timeout`` seconds.
-            CommunicationError: a rank has failed meanwhile.
+            DeadlineExceeded: some ranks did not come to this exchange, and showed no sign that they get on, within
+                ``timeout`` seconds, or ``within`` seconds if that is longer.
+            CommunicationError: a rank has failed meanwhile, or is lost, as far as ``watch`` has found.
         """
+        if self.before_exchange is not None and not close_by:
+            self.before_exchange(what)
         self._exchanges += 1
         key = f"exchange of {self.world_size}/{self._exchanges}/{what}/{{}}"
+        phase = self.standing.enter(f"exchange of {what}", time.monotonic(), waiting=True)
         try:
-            self.store.set(key.format(self.rank), json.dumps(value))
-            missing = self._missing(key, self.timeout, until_a_failure=True)
+            self._calls.set(key.format(self.rank), json.dumps(value))
+            seconds = max(self.timeout, within)
+            missing = self._missing(key, seconds, until_a_failure=True)
             if missing:
-                self._raise_missing(missing, f"exchange of {what}")
-            values = [json.loads(self.store.get(key.format(rank))) for rank in range(self.world_size)]
+                self._raise_missing(missing, f"exchange of {what}", seconds)
+            answers = self._calls.get([key.format(rank) for rank in range(self.world_size)])
             # Who has come to this exchange has read the one before: its key can go, so the store stays small.
             self._own_keys.append(key.format(self.rank))
             if len(self._own_keys) > 2:
-                self.store.delete_key(self._own_keys.pop(0))
+                self._calls.delete(self._own_keys.pop(0))
         except dist.DistError as failure:
             raise lost(failure, self.rank, None, f"exchange of {what} through the store", self.timeout) from failure
-        return values
+        self.standing.resume(phase)
+        return [self._decoded(answer, rank, what, key.format(rank), value) for rank, answer in enumerate(answers)]
 
-    def _raise_missing(self, missing: list[int], operation: str) -> NoReturn:
-        failed = [rank for rank in range(self.job_size) if self.store.check([f"failure/{rank}"])]
-        if failed:
-            report = self.store.get(f"failure/{failed[0]}").decode()
+    def _decoded(self, answer: bytes, rank: int, what: str, key: str, own: Any) -> Any:
+        """Rank ``rank``'s value, which must be of the same kind as this rank's ``own``."""
+        try:
+            value = decode(answer)
+            if not same_kind(value, own):
+                raise MalformedValue(f"it must be of the same kind as this rank's own; got {reprlib.repr(value)}")
+        except MalformedValue as problem:
             raise CommunicationError(
-                rank=self.rank, peer=failed[0], operation=operation, reason=report, iteration=self.iteration
-            )
-        raise DeadlineExceeded(
+                rank=self.rank,
+                peer=rank,
+                operation=f"exchange of {what}",
+                reason=f"the store's value of {key!r} cannot be read: {problem}",
+                iteration=self.iteration,
+            ) from problem
+        return value
+
+    def _raise_missing(self, missing: list[int], operation: str, seconds: float) -> NoReturn:
+        reports = self._calls.run(lambda store: present(store, [report_key(rank) for rank in range(self.job_size)]))
+        cause = root_cause({rank: reports.get(report_key(rank), b"") for rank in range(self.job_size)})
+        beats = self._beats(missing)
+        silent = self.silent()
+        alive = [f"rank {rank} is alive: {beat.place()}" for rank, beat in beats.items() if rank not in silent]
+        text = f"no word within {seconds:g} s from {named(missing)}" + "".join(f"; {one}" for one in alive)
+        if cause is None and self._job._failure is not None:
+            raise self._job._failure
+        raise (PeerFailed if cause else DeadlineExceeded)(
             rank=self.rank,
-            peer=missing[0],
+            peer=cause[0] if cause else missing[0],
             operation=operation,
-            reason=f"no word within {self.timeout:g} s from rank{'s' if len(missing) > 1 else ''} "
-            + ", ".join(map(str, missing)),
+            reason=cause[1] if cause else text,
             iteration=self.iteration,
         )
+
+    def _beats(self, ranks: list[int]) -> dict[int, Beat]:
+        """The newest heartbeats of those of ``ranks`` that have given one."""
+        found = self._calls.run(lambda store: present(store, [f"beat/{rank}" for rank in ranks]))
+        beats = {rank: Beat.decode(found.get(f"beat/{rank}", b"")) for rank in ranks}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def agree(self, what: str, attempt: Callable[[], T]) -> T:
         """This rank's ``attempt()``; if it raises ``UserInputError`` on any rank, all ranks raise that.
@@ -152,18 +286,47 @@ class Ranks:
         if not errors:
             return result
         rank, text = errors[0]
-        agreed = UserInputError(text if said.count(text) == self.world_size else f"rank {rank}: {text}")
-        agreed.known_to_all = True
-        raise agreed from failure
+        agreed = text if said.count(text) == self.world_size else f"rank {rank}: {text}"
+        raise UserInputError.on_all_ranks(agreed) from failure
+
+    def mark_job(self, name: str) -> None:
+        """Note ``name`` for this job's later attempts: torchrun keeps the store when it restarts the ranks.
+
+        Raises:
+            CommunicationError: the store is gone, or hangs.
+        """
+        try:
+            self._all_attempts.set(f"mark/{name}", "")
+        except dist.DistError as failure:
+            raise lost(failure, self.rank, None, "note in the store", self.timeout) from failure
+
+    def job_has(self, name: str) -> bool:
+        """True if this attempt of the job or an earlier one has marked it with ``name``.
+
+        Raises:
+            CommunicationError: the store is gone, or hangs.
+        """
+        try:
+            return self._all_attempts.check([f"mark/{name}"])
+        except dist.DistError as failure:
+            raise lost(failure, self.rank, None, "look into the store", self.timeout) from failure
 
     def wait_until_all_have_spoken(self) -> None:
-        """Return once all ranks have called this, or after some seconds.
+        """Return once all ranks have called this or ``need_not_speak``, or after some seconds.
 
         torchrun ends all ranks as soon as one exits: nobody may exit before the others have said why.
         """
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to wait for
-            self.store.set(f"spoken/{self.rank}", "")
+            self._calls.set(f"spoken/{self.rank}", "")
             self._missing("spoken/{}", SPEECH_SECONDS)
+
+    def need_not_speak(self) -> None:
+        """Say that this rank ends as it should, so that nobody waits for it to say why.
+
+        A parameter server on a rank of its own does when its workers are told to stop.
+        """
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left who waits
+            self._calls.set(f"spoken/{self.rank}", "")
 
     def start_process_group(self, device: str, timeout: float) -> None:
         """Start torch's default process group with this deadline for every operation; there must be none.
@@ -188,36 +351,58 @@ class Ranks:
         except RuntimeError as failure:
             raise lost(failure, self.rank, None, "connection to all ranks", timeout) from failure
 
-    def report(self, error: str) -> None:
-        """Tell the other ranks that this one has failed."""
-        self.store.set(f"failure/{self.rank}", error)
-        self.store.set("a failure", "")
+    def report(self, error: str, peer: int | None = None) -> None:
+        """Tell the other ranks why this one has failed, and which ``peer`` it has lost, if that is why.
 
-    def diagnose(self, error: str) -> str:
-        """``error``, and which ranks have no word to say about the failure: they are dead or hang.
-
-        Every failing rank leaves its report in the store and waits a moment for the others'.
+        An empty text says that another rank's failure has ended it.
         """
-        try:
-            self.report(error)
-            silent = self._missing("failure/{}", REPORT_GRACE_SECONDS)
-        except RuntimeError:
-            return f"{error} (the store that the ranks share is gone too)"
-        if not silent:
-            return error
-        names = ", ".join(str(rank) for rank in silent)
-        return f"{error}; no word from rank{'s' if len(silent) > 1 else ''} {names}"
+        calls = self._calls if self._job._watcher is None else self._job._watcher.store
+        calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line shall not wait for it
+        calls.set(report_key(self.rank), json.dumps([error, peer]))
+        if error:
+            calls.set(FAILURE, "")
+
+    def report_and_wait(self, error: str, peer: int | None = None) -> list[int]:
+        """``report`` it, and wait a moment for the other ranks to say that they end, too; those that do not say it.
+
+        Raises:
+            RuntimeError: the store is gone, or hangs.
+        """
+        calls = self._calls if self._job._watcher is None else self._job._watcher.store
+        self.report(error, peer)
+        keys = [report_key(rank) for rank in range(self.world_size)]
+        if _poll(lambda: calls.check(keys), REPORT_GRACE_SECONDS):
+            return []
+        return [rank for rank, key in enumerate(keys) if not calls.check([key])]
 
     def leave(self) -> None:
         """End torch's process groups of this process."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _knows_a_failure(self) -> bool:
+        """True if a rank has reported a failure, or this job's watcher has found that one is lost."""
+        return self._job._failure is not None or self._calls.check([FAILURE])
+
     def _missing(self, key: str, timeout: float, *, until_a_failure: bool = False) -> list[int]:
-        """The ranks whose ``key`` is not in the store, once there are none, or ``timeout`` has passed."""
+        """The ranks whose ``key`` is not in the store, once there are none, or ``timeout`` has passed.
+
+        With ``until_a_failure`` a rank that is missing and gets on is waited for longer (``Patience``), and a failure
+        of any rank ends the wait.
+        """
         keys = [key.format(rank) for rank in range(self.world_size)]
-        _poll(lambda: self.store.check(keys) or (until_a_failure and self.store.check(["a failure"])), timeout)
-        return [rank for rank, one in enumerate(keys) if not self.store.check([one])]
+        check = self._calls.check
+        longest = max(timeout, LONGEST_PHASE * self.timeout)
+        patience = Patience(timeout=timeout, longest=longest, now=time.monotonic())
+        while True:
+            until = min(LOOK_SECONDS, max(0.0, patience.end - time.monotonic()))
+            if _poll(lambda: check(keys) or (until_a_failure and self._knows_a_failure()), until) and check(keys):
+                return []
+            missing = [rank for rank, one in enumerate(keys) if not check([one])]
+            if until_a_failure:
+                patience.saw(self._beats(missing), time.monotonic())
+            if time.monotonic() >= patience.end or (until_a_failure and self._knows_a_failure()):
+                return missing
 
 
 def join() -> Ranks:
@@ -239,6 +424,7 @@ def join() -> Ranks:
     rank = int(os.environ["RANK"])
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
+        store = dist.PrefixStore("pipesgd", store)
         session = _open_session(store, rank, world_size, DEFAULT_TIMEOUT)
     except dist.DistError as failure:
         raise lost(failure, rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
@@ -246,8 +432,9 @@ def join() -> Ranks:
         rank=rank,
         world_size=world_size,
         store=session,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        job_store=store,
+        local_rank=_local_rank(),
+        local_world_size=_local_world_size(),
         restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
@@ -257,14 +444,20 @@ def alone() -> Ranks:
     return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False)
 
 
+def _is_place(place: Any) -> bool:
+    """True of a number of ranks and a place among them."""
+    numbers = isinstance(place, list) and len(place) == 2 and all(type(one) is int for one in place)
+    return numbers and 0 <= place[1] < place[0]
+
+
 def check_same_options(ranks: Ranks, options: dict[str, Any], *, free: frozenset[str]) -> None:
     """Raise ``DisagreementError`` if ``options``, but those in ``free``, differ between the ranks. Collective."""
-    everybody = ranks.exchange("configuration", options)
+    everybody = [others or {} for others in ranks.exchange("configuration", options)]
     for rank, others in enumerate(everybody):
         for name in differing_options(everybody[0], others, free=free):
             raise DisagreementError(
-                f"--{name} must be the same on all ranks; got {everybody[0][name]!r} on rank 0, "
-                f"{others[name]!r} on rank {rank}"
+                f"--{name} must be the same on all ranks; got {everybody[0].get(name)!r} on rank 0, "
+                f"{others.get(name)!r} on rank {rank}"
             )
 
 
@@ -275,10 +468,28 @@ def current(timeout: float) -> Ranks:
         ranks.start_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout)
         return ranks
     # torch offers no public way to the store of a group that somebody else has started.
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore("pipesgd", dist.distributed_c10d._get_default_store())
     rank, world_size = dist.get_rank(), dist.get_world_size()
     session = _open_session(store, rank, world_size, timeout)
-    return Ranks(rank=rank, world_size=world_size, store=session, timeout=timeout)
+    started = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
+    by_torchrun = started == [str(rank), str(world_size)]  # else torchrun's variables are not those of this group
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        store=session,
+        job_store=store,
+        standing=Standing(timeout),
+        local_rank=_local_rank() if by_torchrun else 0,
+        local_world_size=_local_world_size() if by_torchrun else 1,
+    )
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.Store:
@@ -288,23 +499,24 @@ def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float)
     differ between machines. So every process takes a name of its own, and rank 0 answers each name that it
     finds with its own, which is the session's: an answer to a dead process is read by nobody.
     """
-    store = dist.PrefixStore("pipesgd", store)
+    calls = BoundedStore(store, lambda: timeout)
     me = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"name of rank {rank}", me)
-        if not _poll(lambda: store.check([f"answer to {me}"]), timeout):
+        calls.set(f"name of rank {rank}", me)
+        if not _poll(lambda: calls.check([f"answer to {me}"]), timeout):
             raise DeadlineExceeded(rank=rank, peer=0, operation="start", reason=f"no answer within {timeout:g} s")
-        session = store.get(f"answer to {me}").decode()
-        store.set(f"{session}/joined by {rank}", "")
+        session = decode_text(calls.get([f"answer to {me}"])[0])
+        calls.set(f"{session}/joined by {rank}", "")
         return dist.PrefixStore(session, store)
 
     missing = list(range(1, world_size))
 
     def answer() -> bool:
-        missing[:] = [other for other in missing if not store.check([f"{me}/joined by {other}"])]
+        missing[:] = [other for other in missing if not calls.check([f"{me}/joined by {other}"])]
         for other in missing:
-            if store.check([f"name of rank {other}"]):
-                store.set(f"answer to {store.get(f'name of rank {other}').decode()}", me)
+            if calls.check([f"name of rank {other}"]):
+                name = decode_text(calls.get([f"name of rank {other}"])[0])
+                calls.set(f"answer to {name}", me)
         return not missing
 
     if not _poll(answer, timeout):
@@ -372,13 +584,3 @@ def _interface_addresses() -> dict[str, str]:
                 answer = fcntl.ioctl(any_socket, get_interface_address, struct.pack("256s", name.encode()))
                 found[name] = socket.inet_ntoa(answer[20:24])
     return found
-
-
-def die_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when torchrun's agent dies: no orphan keeps training.
-
-    Linux only; elsewhere a rank whose agent died fails at its next exchange instead.
-    """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

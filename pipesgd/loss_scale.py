@@ -44,13 +44,20 @@ class LossScale:
 
     def divide(self, parameters: Sequence[Tensor]) -> float:
         """Divide the gradients of ``parameters`` by the scale that their losses were multiplied by, and return it."""
-        if self._scaler is None:
-            return 1.0
-        scale: float = self._scaler.get_scale()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if gradients:
-            torch._foreach_div_(gradients, scale)
+        scale = self.scale
+        if self._scaler is not None:
+            _divide(parameters, scale)
         return scale
+
+    @property
+    def scale(self) -> float:
+        """What losses are multiplied by now; 1 without scaling."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def rescale(self, parameters: Sequence[Tensor], before: float) -> None:
+        """Bring the gradients of ``parameters``, of losses at the scale ``before``, to the scale of now."""
+        if self.scale != before:
+            _divide(parameters, before / self.scale)
 
     def saw(self, finite: bool, scale: float) -> None:
         """A mean of gradients that were computed at ``scale`` has arrived."""
@@ -84,3 +91,9 @@ class LossScale:
         assert self._scaler is not None
         # Not by ``update``, which works only after a first loss was scaled.
         self._scaler.load_state_dict(self._scaler.state_dict() | {"scale": scale})
+
+
+def _divide(parameters: Sequence[Tensor], divisor: float) -> None:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_div_(gradients, divisor)

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipesgd.errors import UserInputError
-from pipesgd.hyperparameters import Hyperparameters, set_to
+from pipesgd.hyperparameters import Hyperparameters, current, set_to
 
 
 class OptimizerCopy:
     """A copy of an optimizer: it updates the same parameters, with options and a state of its own.
 
+    Args:
+        optimizer: the original.
+        stand_ins: what the copy updates in place of some of the parameters, by ``id`` of the parameter.
+
     Raises:
         UserInputError: the optimizer cannot be copied.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
+    def __init__(self, optimizer: torch.optim.Optimizer, stand_ins: Mapping[int, Tensor] | None = None):
         self._original = optimizer
+        self._stand_ins = stand_ins or {}
         memo = self._parameters_themselves()
         try:
             self._copy = copy.deepcopy(optimizer, memo)
             # torch's Optimizer leaves the attributes of subclasses out of copies. ``step`` stays out: it would be a
             # scheduler's wrapper, which steps the original.
-            known = vars(self._copy).keys() | vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys() | {"step"}
-            self._left_out = [name for name in vars(optimizer) if name not in known]
+            self._known = vars(self._copy).keys() | vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys() | {"step"}
             self._follow_attributes()
         except Exception as failure:
             raise UserInputError(
@@ -41,6 +46,9 @@ class OptimizerCopy:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for key, values in self._original.state.items():
+            if not isinstance(values, dict):  # a value of the optimizer's own, of no parameter
+                own[key] = copy.deepcopy(values)
+                continue
             kept = own[key]
             for name, value in values.items():
                 target = kept.get(name)
@@ -62,19 +70,33 @@ class OptimizerCopy:
     @property
     def nbytes(self) -> int:
         """Memory of its state."""
-        tensors = (value for values in self._copy.state.values() for value in values.values())
+        tensors = (
+            value for values in self._copy.state.values() if isinstance(values, dict) for value in values.values()
+        )
         return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
 
-    def step(self, hyperparameters: Hyperparameters) -> None:
-        """Update the parameters with their ``.grad``."""
-        with set_to(self._copy, hyperparameters):
+    def begin(self, lr: float) -> None:
+        """Forget all state, as before the first step, and take this learning rate, which schedules may begin at 0."""
+        self._copy.state.clear()
+        for group in self._copy.param_groups:
+            group["params"] = list({id(parameter): parameter for parameter in group["params"]}.values())
+            group["lr"] = torch.full_like(group["lr"], lr) if isinstance(group["lr"], Tensor) else lr
+
+    def step(self, hyperparameters: Hyperparameters | None = None) -> None:
+        """Update the parameters with their ``.grad``, under these options or those that the copy has."""
+        with set_to(self._copy, current(self._copy) if hyperparameters is None else hyperparameters):
             self._copy.step()
 
     def _follow_attributes(self) -> None:
-        memo = self._parameters_themselves()
-        for name in self._left_out:
-            setattr(self._copy, name, copy.deepcopy(getattr(self._original, name), memo))
+        # What refers to the original, as its own methods do, is to refer to the copy.
+        memo = self._parameters_themselves() | {id(self._original): self._copy}
+        for name, value in vars(self._original).items():
+            if name not in self._known:  # a subclass may make attributes as late as in its first step
+                setattr(self._copy, name, copy.deepcopy(value, memo))
+        for name in vars(self._copy).keys() - vars(self._original).keys() - self._known:
+            delattr(self._copy, name)
 
     def _parameters_themselves(self) -> dict[int, Any]:
         """For deepcopy: parameters are not copied."""
-        return {id(parameter): parameter for group in self._original.param_groups for parameter in group["params"]}
+        parameters = (parameter for group in self._original.param_groups for parameter in group["params"])
+        return {id(parameter): self._stand_ins.get(id(parameter), parameter) for parameter in parameters}

@@ -118,9 +118,8 @@ def share_cluster(path: Path | None, ranks: Ranks, console: Console) -> bool:
     given, own = everybody[0]
     if not given and any(other for other, _ in everybody):
         rank = next(rank for rank, (other, _) in enumerate(everybody) if other)
-        failure = UserInputError(f"cluster must be given to rank 0, whose file counts; got it on rank {rank} only")
-        failure.known_to_all = True
-        raise failure
+        text = f"cluster must be given to rank 0, whose file counts; got it on rank {rank} only"
+        raise UserInputError.on_all_ranks(text)
     if given and own is not None:
         without = [str(rank) for rank, (_, other) in enumerate(everybody) if other is None]
         unlike = [str(rank) for rank, (_, other) in enumerate(everybody) if other not in (None, own)]

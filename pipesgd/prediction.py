@@ -34,6 +34,7 @@ from torch import Tensor
 from pipesgd.agreement import Agreement, Comparison, compare
 from pipesgd.checks import check_one_of
 from pipesgd.config import PREDICTIONS
+from pipesgd.errors import UserInputError
 from pipesgd.gradients import give_gradients
 from pipesgd.hyperparameters import Hyperparameters
 from pipesgd.optimizer_copy import OptimizerCopy
@@ -68,6 +69,9 @@ class Prediction:
     The base of the others. Between ``predict`` and ``restore`` the parameters may hold other weights than the true
     ones; what changes hands is their storage, so that nothing is copied back.
     """
+
+    keeps_gradients = False
+    """Whether what it keeps of a gradient is the gradient itself."""
 
     def __init__(self, parameters: Sequence[Tensor]):
         self._parameters = parameters
@@ -164,14 +168,17 @@ class Replayed(Prediction, abc.ABC):
             return
         self._begin([parameter.data for parameter in self._parameters])
         self._copy.follow()
-        for number, (guess, options) in enumerate(guesses):
-            # A copy, since optimizers (and clipping) may change gradients in place.
-            torch._foreach_copy_(self._gradients, list(guess))
-            self._adapt(self._gradients, agreement, oldest=number == 0)
-            self._prepare(self._gradients)
-            give_gradients(self._parameters, self._gradients)
-            self._copy.step(options)
-        give_gradients(self._parameters, [None] * len(self._parameters))
+        try:
+            for number, (guess, options) in enumerate(guesses):
+                # A copy, since optimizers (and clipping) may change gradients in place.
+                torch._foreach_copy_(self._gradients, list(guess))
+                self._adapt(self._gradients, agreement, oldest=number == 0)
+                self._prepare(self._gradients)
+                give_gradients(self._parameters, self._gradients)
+                self._copy.step(options)
+        finally:  # also when interrupted: the next gradient would be added to a guess
+            give_gradients(self._parameters, [None] * len(self._parameters))
+        self._predicted = [parameter.data for parameter in self._parameters]  # an optimizer may give them other storage
 
     @property
     def nbytes(self) -> int:
@@ -187,6 +194,8 @@ class Replayed(Prediction, abc.ABC):
 
 class Local(Replayed):
     """This rank's own gradients stand for the means."""
+
+    keeps_gradients = True
 
     def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
         return [
@@ -323,11 +332,20 @@ def make_prediction(
     """The prediction called ``name``, for the ``parameters`` that ``optimizer`` updates.
 
     Raises:
-        UserInputError: there is none of this name, or the optimizer cannot be copied for it.
+        UserInputError: there is none of this name, the optimizer cannot be copied for it, or the prediction
+            would step parameters that share memory apart.
     """
     check_one_of("prediction", name, PREDICTIONS)
     kind = _PREDICTIONS[name]
-    return kind(parameters, optimizer, prepare) if issubclass(kind, Replayed) else kind(parameters)
+    if not issubclass(kind, Replayed):
+        return kind(parameters)
+    places = [(p.untyped_storage()._cdata, p.storage_offset()) for p in parameters if p.numel()]
+    if len(set(places)) < len(places):
+        raise UserInputError(
+            "prediction must be none, spectrain or dc where parameters share memory (tie them by assigning the "
+            f"Parameter itself, b.weight = a.weight); got {name}"
+        )
+    return kind(parameters, optimizer, prepare)
 
 
 _PREDICTIONS: dict[str, type[Prediction]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from pipesgd.launch import Ranks
-from pipesgd.metrics import IterationMetrics, hidden_share
+from pipesgd.metrics import IterationMetrics, hidden_share, slowest_rank
 
 PLAIN_LINE_SECONDS = 10.0
 """Where output is no terminal (a log file), a line this often instead of a bar."""
+
+LEAST_BAR = 10
+"""Columns of the bar itself, at least: on a narrow terminal, figures make room for it."""
 
 SMOOTHING = 0.05
 """Weight of the newest iteration in the figures that the bar shows."""
@@ -45,9 +49,9 @@ class ProgressBar:
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -73,7 +77,9 @@ class ProgressBar:
         if metrics.test_accuracy is not None:
             self._accuracy = metrics.test_accuracy
         if self._console.is_terminal:
-            self._progress.update(self._task, completed=done, figures=self._figures())
+            others = f"training {self._total}/{self._total} 0:00:00  "
+            room = self._console.width - len(others) - LEAST_BAR - 1
+            self._progress.update(self._task, completed=done, figures=self._figures(room))
         elif time.monotonic() - self._spoke > PLAIN_LINE_SECONDS:
             self._spoke = time.monotonic()
             left = (self._total - done) * self._smooth["iteration"]
@@ -82,14 +88,17 @@ class ProgressBar:
     def flush(self) -> None:
         """Nothing is kept back."""
 
-    def _figures(self) -> str:
+    def _figures(self, room: float = math.inf) -> str:
+        """The figures, the most important ones first, as far as they fit into ``room`` columns."""
         figures = [f"loss {self._smooth['loss']:.3f}"]
         if self._accuracy is not None:
             figures.append(f"accuracy {self._accuracy:.1%}")
-        figures.append(f"{self._smooth['samples_per_second']:,.0f} samples/s")
         hidden = hidden_share(self._smooth["communication"], self._smooth["exposed"])
         if hidden is not None:
-            figures.append(f"{hidden:.0%} of communication hidden")
+            figures.append(f"{hidden:.0%} hidden")
+        figures.append(f"{self._smooth['samples_per_second']:,.0f} samples/s")
+        while figures and len(", ".join(figures)) > room:
+            figures.pop()
         return ", ".join(figures)
 
 
@@ -107,10 +116,16 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
         if seconds[name]["median"] is not None:
             figures = f"{seconds[name]['median'] * 1e3:.2f} ms median, {seconds[name]['p95'] * 1e3:.2f} ms p95"
             table.add_row(name, figures)
+    slow = slowest_rank(summary["compute_seconds_of_ranks"], seconds["iteration"]["median"] or 0.0)
+    if slow is not None:
+        rank, extra = slow
+        share = f"{extra / seconds['iteration']['median']:.0%} of an iteration"
+        table.add_row("slowest rank", f"rank {rank}: {extra * 1e3:.2f} ms more computation, {share}")
     hidden = hidden_share(seconds["communication"]["mean"] or 0.0, seconds["exposed"]["mean"] or 0.0)
     if hidden is not None and ranks > 1:
         table.add_row("hidden", f"{hidden:.0%} of communication")
-    table.add_row("sent per iteration", f"{summary['wire_bytes_per_iteration'] / 1e6:.2f} MB by rank 0")
+    if summary["wire_bytes_per_iteration"] is not None:
+        table.add_row("sent per iteration", f"{summary['wire_bytes_per_iteration'] / 1e6:.2f} MB by rank 0")
     table.add_row("replicas", "bit-identical" if summary["replicas_identical"] else "each rank has its own weights")
     console.print(table)
     say(console, *(f"wrote {path}" for path in written))

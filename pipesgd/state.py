@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipesgd.errors import CheckpointError, PipesgdError
 from pipesgd.strategies.base import Strategy
 
 
@@ -49,8 +50,50 @@ class RunState:
         }
         return shared, own
 
+    def what_is_wrong_with(self, shared: dict[str, Any], own: dict[str, Any]) -> str | None:
+        """Why (``shared``, ``own``) is no ``snapshot`` of these parts; None if it is one."""
+        replica = shared if self.strategy.replicated else own
+        for part, kind, there in [
+            *((name, dict, replica.get(name)) for name in ("parameters", "optimizer", "schedule")),
+            *((name, dict, own.get(name)) for name in ("buffers", "strategy")),
+            *(("losses", list, own.get("losses")), ("seconds", float, own.get("seconds"))),
+            ("rng", torch.Tensor, own.get("rng")),
+        ]:
+            if not isinstance(there, kind):
+                return f"its {part} must be a {kind.__name__}; got {type(there).__name__}"
+        tensors = (
+            ("parameters", dict(self.model.named_parameters()), replica["parameters"]),
+            ("buffers", dict(self.model.named_buffers()), own["buffers"]),
+        )
+        for part, expected, found in tensors:
+            if found.keys() != expected.keys():
+                return f"its {part} are others than the model's"
+            for name, tensor in expected.items():
+                if not isinstance(found[name], torch.Tensor) or found[name].shape != tensor.shape:
+                    return f"{name} must be of shape {tuple(tensor.shape)}"
+        groups = replica["optimizer"].get("param_groups")
+        if not isinstance(groups, list) or len(groups) != len(self.optimizer.param_groups):
+            return "its optimizer has other groups of parameters"
+        return None if all(isinstance(loss, float) for loss in own["losses"]) else "its losses must be numbers"
+
     def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Go back to a ``snapshot``."""
+        """Go back to a ``snapshot``.
+
+        Raises:
+            CheckpointError: these are no snapshot of these parts, in spite of what ``what_is_wrong_with`` has checked.
+        """
+        try:
+            self._restore(shared, own)
+        except PipesgdError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as failure:
+            reason = f"{type(failure).__name__}: {failure}"
+            raise CheckpointError(
+                f"a checkpoint must be of this run; got one that cannot be restored ({reason}). Nothing was deleted: "
+                "move it away, or begin again with --overwrite"
+            ) from failure
+
+    def _restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         replica = shared if self.strategy.replicated else own
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():

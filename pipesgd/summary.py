@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import platform
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class Result:
     test_loss: float
     iteration_seconds: list[float | None]
     """Median of every rank's iterations."""
+    compute_seconds: list[float | None]
+    """Median of what every rank's iterations computed, without waiting for others."""
     weights_sha256: str
     """Of rank 0."""
     replicas_identical: bool
@@ -49,8 +52,16 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[
     if not ranks.by_torchrun:
         text += f"\nnot started by torchrun, hence one rank; for four: {launch.HOW_TO_START}"
     if config.run.resume or ranks.restart_count:
-        text += f"\ncontinuing after iteration {start} of {total}" if start else "\nno checkpoint yet: starting anew"
+        text += "\n" + _where_it_resumes(start, total)
     return text
+
+
+def _where_it_resumes(start: int, total: int) -> str:
+    if start == 0:
+        return "no checkpoint yet: starting anew"
+    if start == total:
+        return f"all {total} iterations are done: evaluating, and writing the results again"
+    return f"continuing after iteration {start} of {total}"
 
 
 def summarize(
@@ -72,8 +83,12 @@ def summarize(
         "wall_seconds": result.wall_seconds,
         "seconds": {name: statistics(line["seconds"][name] for line in lines) for name in SECONDS},
         "iteration_seconds_of_ranks": result.iteration_seconds,
-        "wire_bytes_per_iteration": lines[-1]["wire_bytes"],
+        "compute_seconds_of_ranks": result.compute_seconds,
+        "wire_bytes_per_iteration": lines[-1]["wire_bytes"] if lines else None,
         "skipped_updates": sum(line["skipped"] for line in lines),
+        "nonfinite_gradients_of_ranks": dict(
+            collections.Counter(rank for line in lines for rank in line.get("nonfinite_ranks", ()))
+        ),
         "final": {
             "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
             "test_accuracy": result.test_accuracy,

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipesgd.errors import warn
+from pipesgd.files import reason, write_text_atomically
 from pipesgd.launch import Ranks
 from pipesgd.strategies.base import Span
 
@@ -44,7 +46,10 @@ class Trace:
         rows = [(span.what, span.iteration, span.start - zero, span.seconds) for span in self._spans]
         all_rows = self._ranks.exchange("trace", rows)
         if self._ranks.rank == 0:
-            path.write_text(json.dumps({"traceEvents": chrome_events(all_rows)}), encoding="utf-8")
+            try:
+                write_text_atomically(path, json.dumps({"traceEvents": chrome_events(all_rows)}))
+            except OSError as failure:
+                warn(f"the trace could not be written ({reason(failure, path)})")
 
 
 def chrome_events(rows_of_ranks: list[list[tuple[str, int, float, float]]]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipesgd.launch import Ranks
+from pipesgd.launch import Ranks, Standing
 
 TIMEOUT = 20.0
 """Seconds that a rank waits for another one, in tests that are not about that."""
@@ -106,7 +106,7 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
-        ranks = Ranks(rank=rank, world_size=world_size, store=store, local_rank=rank, timeout=timeout)
+        ranks = Ranks(rank=rank, world_size=world_size, store=store, local_rank=rank, standing=Standing(timeout))
         if process_group:
             ranks.start_process_group("cpu", timeout)
         value = function(ranks, *args)

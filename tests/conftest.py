@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -25,6 +27,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ranks and threads take the time they take on a busy machine; pytest-timeout watches over hangs.
 settings.register_profile("pipesgd", deadline=None, print_blob=True)
 settings.load_profile("pipesgd")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 100 kB, to be full at once."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small disk")
+    disk = tmp_path / "small disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", disk], check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
 
 
 @pytest.fixture(autouse=True)

@@ -301,7 +301,8 @@ def test_one_ring_serves_buffers_of_many_sizes_and_dtypes() -> None:
 
 
 def _beside_torch(ranks: Ranks, sizes: tuple[int, ...], streams: int) -> list[tuple[str, bool, bool]]:
-    ranks.local_world_size, ranks.local_rank = (2, ranks.rank % 2) if ranks.world_size % 2 == 0 else (1, 0)
+    ranks.local_world_size = 2 if ranks.world_size % 2 == 0 else ranks.world_size
+    ranks.local_rank = ranks.rank % ranks.local_world_size
     outcomes = []
     for name in ALL_REDUCES:
         extra = {} if name == "native" else {"segment_bytes": 1024, "streams": streams}

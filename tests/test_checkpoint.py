@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 from pathlib import Path
@@ -13,8 +14,12 @@ from _ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesgd.checkpoint import Checkpoints, CheckpointSchedule, save_atomically, what_is_wrong_with
+from pipesgd.checkpoint import Checkpoints, CheckpointSchedule
+from pipesgd.checkpoint_files import save_atomically, what_is_wrong_with
+from pipesgd.errors import CheckpointError
 from pipesgd.launch import Ranks, join
+from pipesgd.state import RunState
+from pipesgd.strategies.local import Local
 
 
 def test_a_file_is_the_old_one_or_the_whole_new_one(tmp_path: Path) -> None:
@@ -56,6 +61,17 @@ def test_a_file_without_its_checksum_is_not_whole(tmp_path: Path) -> None:
     assert what_is_wrong_with(path) == "not whole (state.pt.sha256 is missing)"
 
 
+def test_no_meeting_at_a_parameter_server_ends_a_slow_write(tmp_path: Path) -> None:
+    """A meeting waits for gradients; who writes a checkpoint gives heartbeats, for which an exchange itself waits."""
+    ranks, meetings = join(), []
+    ranks.before_exchange = meetings.append
+    checkpoints = Checkpoints(tmp_path, ranks, keep=1)
+    assert checkpoints.save(1, {}, {})
+    assert meetings == ["a checkpoint's name"]
+    assert checkpoints.load_newest() is not None
+    assert meetings == ["a checkpoint's name"]
+
+
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_truncated_file_is_seen(tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
     path = tmp_path_factory.mktemp("truncated") / "state.pt"
@@ -78,7 +94,10 @@ def _save_and_spoil(ranks: Ranks, folder: str, spoilt: dict[int, str]) -> tuple[
             path.write_bytes(path.read_bytes()[:-20])
     ranks.exchange("spoilt", None)
     with contextlib.redirect_stderr(io.StringIO()) as warned:
-        found = checkpoints.load_newest()
+        try:
+            found = checkpoints.load_newest()
+        except CheckpointError as failure:
+            return str(failure), kept, warned.getvalue(), kept
     left = sorted(path.name for path in Path(folder).iterdir())
     return found and (found.iteration, int(found.shared["x"]), found.own), kept, warned.getvalue(), left
 
@@ -99,11 +118,15 @@ def test_the_newest_checkpoint_that_is_whole_on_all_ranks_is_found(
     for rank, (found, kept, _, left) in enumerate(results):
         assert kept == ["iteration-3", "iteration-4", "iteration-5"]
         if expected is None:
-            assert found is None
-            assert left == []
+            assert found == (
+                "checkpoints must have an iteration that is whole on every rank; got 4, 5 on rank 0; 3 on rank 1. "
+                "Nothing was deleted: bring back what is missing, or begin again with --overwrite"
+            )
+            assert left == kept
         else:
             assert found == (expected, expected, {"rank": rank, "iteration": expected})
-            assert left == [f"iteration-{i}" for i in range(3, expected + 1)]
+            aside = [f"aside-1-of-iteration-{i}" for i in range(expected + 1, 6)]
+            assert left == aside + [f"iteration-{i}" for i in range(3, expected + 1)]
     warnings = "".join(warned for *_, warned, _ in results)
     for iteration, name in spoilt.items():
         assert f"iteration-{iteration}/{name} is truncated or corrupt" in warnings
@@ -125,3 +148,25 @@ def _due(ranks: Ranks) -> list[int]:
 
 def test_a_schedule_in_seconds_is_the_same_on_all_ranks_by_the_slowest_ones_pace() -> None:
     assert run_ranks(2, _due, process_group=False) == [[40, 70]] * 2
+
+
+def test_what_looks_like_a_snapshot_and_is_none_is_one_line() -> None:
+    """Anybody who may write to the folder can forge a file whose parts have the right kinds."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = Local(model, optimizer)
+    state = RunState(
+        model=model,
+        optimizer=optimizer,
+        schedule=torch.optim.lr_scheduler.ConstantLR(optimizer),
+        strategy=strategy,
+        losses=collections.deque(),
+    )
+    shared, own = state.snapshot(1.0)
+    forged = own | {"strategy": {}}
+    assert state.what_is_wrong_with(shared, forged) is None
+    line = r"^a checkpoint must be of this run; got one that cannot be restored \(KeyError"
+    with pytest.raises(CheckpointError, match=line):
+        state.restore(shared, forged)
+    state.restore(shared, own)
+    strategy.close()

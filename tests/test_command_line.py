@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import platform
+import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesgd.command_line import HelpRequested, as_toml, parse
+from pipesgd import __version__
+from pipesgd.calibration.options import CalibrateConfig
+from pipesgd.command_line import CONFIG_HELP, HelpRequested, as_toml, parse, parse_as, version
 from pipesgd.config import ALL_REDUCES, FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
 from pipesgd.errors import UserInputError
 
@@ -26,11 +33,16 @@ from pipesgd.errors import UserInputError
         ("--width", "Missing value for argument '--width'. Expected 1 values."),
         ("--width 2 --width 3", "width must be given once; got it 2 times"),
         ("--widht 2", "every option must be one that --help lists; got --widht (did you mean width?)"),
+        ("--learning-rate 0.1", "every option must be one that --help lists; got --learning-rate (did you mean lr?)"),
+        (
+            "--num_workers 2",
+            "every option must be one that --help lists; got --num-workers (did you mean loader-workers?)",
+        ),
         ("width", "Unrecognized options: width"),
         ("--warmup-iterations -5", "warmup-iterations must be at least 0; got -5"),
         ("--lr fast", "lr must be a number; got 'fast'"),
         ("--lr nan", "lr must be above 0; got nan"),
-        ("--lr inf", "lr must be above 0; got inf"),
+        ("--lr inf", "lr must be at most 1e+15; got inf"),
         ("--lr 0", "lr must be above 0; got 0.0"),
         ("--momentum 1", "momentum must be below 1; got 1.0"),
         ("--optimizer nesterov --momentum 0", "momentum must be above 0 with --optimizer nesterov; got 0"),
@@ -103,7 +115,7 @@ from pipesgd.errors import UserInputError
             "strategy must be one of pipelined, ddp, ps-sync, ps-async, local; "
             "got 'pipeline' (did you mean pipelined?)",
         ),
-        ("--strategy ddp --ddp-hook fp8", "ddp-hook must be one of none, fp16, bf16, powersgd; got 'fp8'"),
+        ("--strategy ddp --ddp-hook fp8", "ddp-hook must be one of none, fp16, bf16; got 'fp8'"),
         (
             "--strategy ddp --width 3",
             "width must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); got 3",
@@ -192,7 +204,8 @@ from pipesgd.errors import UserInputError
         ("--epochs 0", "epochs must be at least 1; got 0"),
         ("--iterations 0", "iterations must be at least 1; got 0"),
         ("--batch-size 0", "batch-size must be at least 1; got 0"),
-        ("--timeout 0", "timeout must be above 0; got 0.0"),
+        ("--timeout 0", "timeout must be from 0.1 to 1,000,000 seconds; got 0.0"),
+        ("--timeout 1e15", "timeout must be from 0.1 to 1,000,000 seconds; got 1000000000000000.0"),
         ("--on-nonfinite ignore", "on-nonfinite must be stop or skip; got 'ignore'"),
         ("--check-replicas 0", "check-replicas must be at least 1; got 0"),
         ("--checkpoint-iterations 0", "checkpoint-iterations must be at least 1; got 0"),
@@ -202,6 +215,15 @@ from pipesgd.errors import UserInputError
             "--resume --overwrite",
             "resume and overwrite must not both be given: one keeps what the other deletes",
         ),
+        ("--accumulation 1" + "0" * 30, "accumulation must be at most 1e+15; got 1" + "0" * 30),
+        (
+            "--batch-size " + "9" * 400,
+            "batch-size must be at most 1e+15; got " + "9" * 30 + "..." + "9" * 20 + " (400 characters)",
+        ),
+        ("--lr 1e300", "lr must be at most 1e+15; got 1e+300"),
+        ("--width \u0663", "numbers must be written in the digits 0 to 9; got '\u0663'"),
+        ("--lr=\uff11", "numbers must be written in the digits 0 to 9; got '\uff11'"),
+        ("--output a\0b", "options must not hold a NUL character; got 'a\\x00b'"),
         ("--config", "config must be a TOML file; got nothing after --config"),
         ("--config nowhere.toml", "config must be a readable file; got nowhere.toml: No such file or directory"),
     ],
@@ -239,6 +261,10 @@ def test_any_words_are_a_configuration_or_one_error_of_ours(words: list[str]) ->
         ("width = true", "width must be a value, not true or false in a config file; got true"),
         ("trace = 1", "trace must be true or false in a config file; got 1"),
         ("width = ", "config must be a TOML file; got {}: Invalid value (at end of document)"),
+        ("lr = " + "[" * 5000, "config must be a TOML file; got {}: it is nested too deeply"),
+        (".".join(["a"] * 20_000) + " = 1", "config must have at most 16384 bytes; got a longer file: {}"),
+        ("# a comment\n" * 2000, "config must have at most 16384 bytes; got a longer file: {}"),
+        ("seed = 0x" + "f" * 5000, "config must be a TOML file; got {}: seed is too long, or nested"),
         ("[pipeline]\nwidth = 2", "every key in {} must be an option; got 'pipeline'"),
     ],
 )
@@ -281,9 +307,52 @@ def test_a_dry_run_prints_a_config_file_that_says_the_same(
     assert parse(["--config", str(path)]) == config
 
 
+@pytest.mark.parametrize("once", ["--dry-run", "--dry-run --overwrite", "--dry-run --resume"])
+def test_a_dry_runs_file_trains_when_it_is_read_back(tmp_path: Path, once: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(as_toml(parse(["--width", "3", *once.split()])), encoding="utf-8")
+    assert parse(["--config", str(path)]) == parse(["--width", "3"])
+    assert parse(["--config", str(path), "--resume"]).run.resume
+
+
 @pytest.mark.parametrize("all_reduce", ALL_REDUCES)
 def test_a_gpu_goes_with_every_all_reduce(all_reduce: str) -> None:
     assert parse(["--device", "cuda", "--all-reduce", all_reduce]).run.device == "cuda"
+
+
+@pytest.mark.parametrize(("kind", "command"), [(TrainConfig, "train"), (CalibrateConfig, "calibrate")])
+def test_the_text_of_an_option_is_broken_only_where_the_line_is_full(
+    kind: type[TrainConfig] | type[CalibrateConfig], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(HelpRequested) as caught:
+        parse_as(kind, command, ["--help"])
+    _, _, options = str(caught.value).partition("show this help message and exit")
+    options, _, _ = options.partition(CONFIG_HELP)
+    texts = re.split(r"^ +--", options, flags=re.MULTILINE)[1:]
+    assert len(texts) == len(kind().options())
+    assert [text for text in texts if len(re.findall(r"\S *\n *\S", text.partition("  ")[2])) > 0] == []
+
+
+@pytest.mark.parametrize(("kind", "command"), [(TrainConfig, "train"), (CalibrateConfig, "calibrate")])
+def test_versions_are_said(kind: type[TrainConfig] | type[CalibrateConfig], command: str) -> None:
+    with pytest.raises(HelpRequested) as caught:
+        parse_as(kind, command, ["--version"])
+    assert str(caught.value) == f"pipesgd {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"), [("", 0, "-m pipesgd.train "), ("--version", 0, version()), ("train", 2, "got 'train'")]
+)
+def test_the_package_lists_its_commands(
+    words: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pipesgd", *words.split()])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("pipesgd", run_name="__main__")
+    out, err = capsys.readouterr()
+    assert stop.value.code == code
+    assert said in (err if code else out)
 
 
 def test_help_explains_every_option_with_its_default() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
 import pytest
 import torch
 from _ranks import run_ranks
@@ -10,7 +13,7 @@ from torch import nn
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.collectives.worker import CommunicationThread
-from pipesgd.config import ALL_REDUCES
+from pipesgd.config import ALL_REDUCES, PREDICTIONS
 from pipesgd.launch import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -63,9 +66,63 @@ def _weights(ranks: Ranks, device: str, all_reduce: str, codec: str) -> tuple[to
 @pytest.mark.parametrize("all_reduce", [name for name in ALL_REDUCES if name != "native"])
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "ternary", "qsgd", "sign"])
 def test_training_on_a_gpu_leaves_the_weights_of_training_on_a_cpu(all_reduce: str, codec: str) -> None:
+    _assert_same_weights(all_reduce, codec)
+
+
+def test_training_on_a_gpu_with_topk_leaves_the_weights_of_training_on_a_cpu() -> None:
+    _assert_same_weights("ring", "topk")
+
+
+def _assert_same_weights(all_reduce: str, codec: str) -> None:
     here = run_ranks(4, _weights, "cpu", all_reduce, codec)
     there = run_ranks(4, _weights, "cuda", all_reduce, codec)
     for (expected, nbytes), (weights, counted) in zip(here, there, strict=True):
         assert torch.equal(weights, expected)
         assert torch.equal(weights, here[0][0])
         assert counted == nbytes
+
+
+def _resumed(ranks: Ranks, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights after ten iterations, and after as many with a restart from a file after the sixth."""
+    ends = []
+    for restart in (None, 6):
+        torch.manual_seed(0)
+        model = nn.Linear(20, 30, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        pipeline = Pipelined(model, optimizer, width=3, ranks=ranks, **options)
+        for iteration in range(10):
+            if iteration == restart:
+                with pipeline.true_weights():
+                    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+                file = io.BytesIO()
+                torch.save([weights, optimizer.state_dict(), pipeline.state_dict()], file)
+                file.seek(0)
+                weights, of_optimizer, of_pipeline = torch.load(file, map_location="cpu", weights_only=True)
+                pipeline.flush()
+                pipeline.close()
+                model = nn.Linear(20, 30, device="cuda")
+                model.load_state_dict(weights)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+                optimizer.load_state_dict(of_optimizer)
+                pipeline = Pipelined(model, optimizer, width=3, ranks=ranks, **options)
+                pipeline.load_state_dict(of_pipeline)
+            generator = torch.Generator().manual_seed(10 * iteration + ranks.rank)
+            model(torch.randn(4, 20, generator=generator).to("cuda")).square().mean().backward()
+            pipeline.step()
+        pipeline.flush()
+        pipeline.close()
+        ends.append(model.weight.detach().cpu())
+    return ends[0], ends[1]
+
+
+RESUMED: list[dict[str, Any]] = [
+    *({"prediction": prediction} for prediction in PREDICTIONS),
+    *({"codec": codec} for codec in ("topk", "powersgd", "int4", "sign")),
+    {"guard": True},
+]
+
+
+@pytest.mark.parametrize("options", RESUMED, ids=str)
+def test_a_resumed_run_on_a_gpu_is_the_uninterrupted_one(options: dict[str, Any]) -> None:
+    for uninterrupted, resumed in run_ranks(2, _resumed, options):
+        assert torch.equal(uninterrupted, resumed)

@@ -16,6 +16,7 @@ from experiments.quotes import QUOTE
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.config import TrainConfig
 from timing_model.cli import COMMANDS
+from timing_model.profile import FORMAT
 from timing_model.words import Parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -38,10 +39,35 @@ def test_the_options_page_has_every_option(site: Path) -> None:
     assert [name for name in names if f"<code>--{name}</code>" not in page] == []
 
 
+def test_it_can_be_read_and_searched_from_a_folder(site: Path) -> None:
+    pages = {path: path.read_text(encoding="utf-8") for path in site.rglob("*.html") if path.name != "404.html"}
+    scripts = {
+        (path, script) for path, text in pages.items() for script in re.findall(r'<script src="?([^ ">]+)', text)
+    }
+    assert [script for path, script in scripts if not (path.parent / script).is_file()] == []  # none from elsewhere
+    assert site / "iframe-worker.js" in {(path.parent / script).resolve() for path, script in scripts}
+    index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert index.startswith("var __index = {")
+
+
 def test_every_equation_is_drawn(site: Path) -> None:
     pages = {path.name: path.read_text(encoding="utf-8") for path in site.glob("*.html")}
     assert [name for name, text in pages.items() if "arithmatex" in text] == []
     assert "<math" in pages["equations.html"]
+
+
+def test_a_sentence_that_begins_with_a_number_is_not_a_list() -> None:
+    """Markdown takes "2. A larger one ..." for a list, and shows it as 1."""
+    pages = [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")]
+    begins = [
+        (page.name, line) for page in pages for line in re.findall(r"\n\n(\d+)\. ", page.read_text(encoding="utf-8"))
+    ]
+    assert [(name, number) for name, number in begins if number != "1"] == []
+
+
+def test_the_changelog_names_the_format_of_profiles() -> None:
+    text = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"The format of `cluster.toml` is (\d+)", text) == [str(FORMAT)]
 
 
 def test_examples_give_what_they_say() -> None:

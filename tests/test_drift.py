@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from _plans import prediction
 
@@ -19,6 +21,17 @@ def test_a_drift_is_told_once_and_only_when_it_lasts(factor: float, word: str) -
     [line] = [one for one in said if one]
     assert said.index(line) == SETTLING + WINDOW * WINDOWS - 1
     assert f"the cluster is {word} than" in line
+
+
+def test_medians_are_compared_with_the_median() -> None:
+    """Of iterations with a few long ones, whose mean is as predicted."""
+    planned = dataclasses.replace(prediction(low=0.99, high=1.01), median_share=0.8)
+    as_predicted, at_the_mean = Drift(planned), Drift(planned)
+    for _ in range(SETTLING + WINDOW * WINDOWS - 1):
+        assert as_predicted.saw(0.8) is None
+        assert at_the_mean.saw(1.0) is None
+    assert as_predicted.saw(0.8) is None
+    assert at_the_mean.saw(1.0) is not None
 
 
 def test_a_hiccup_is_no_drift() -> None:

@@ -1,4 +1,4 @@
-"""How a rank ends when it is told to, and its way out fails in turn."""
+"""How a rank ends: as it should, or when it is told to and its way out fails in turn."""
 
 import subprocess
 import sys
@@ -6,6 +6,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from pipesgd import ending, launch
+from pipesgd.launch import Ranks
 
 INTERRUPTED = (130, "interrupted\n")
 TERMINATED = (143, "error: rank 0: told to stop (SIGTERM): another rank has failed, or somebody has stopped the job\n")
@@ -38,12 +42,70 @@ def test_the_first_signal_says_how_a_rank_ends(
 
         run_and_exit(command, [])
     """
+    assert _run(script, tmp_path) == end
+
+
+def test_a_rank_whose_terminal_is_gone_says_its_error_and_ends(tmp_path: Path) -> None:
+    script = """
+        import io, sys, threading
+        from rich.console import Console
+        from pipesgd import ending
+        from pipesgd.errors import PeerFailed
+
+        class Gone(io.StringIO):
+            def write(self, text):
+                raise OSError(5, "Input/output error")
+
+            def flush(self):
+                raise OSError(5, "Input/output error")
+
+        def command(words, ranks, console):
+            error = PeerFailed(rank=0, peer=1, operation="all-reduce", reason="rank 1: died")
+            sys.stdout = Gone()
+            screen = Console(file=Gone(), force_terminal=True)
+            threading.Thread(target=ending._end, args=(error, ranks, screen)).start()
+            threading.Event().wait()
+
+        ending.run_and_exit(command, [])
+    """
+    code, said = _run(script, tmp_path)
+    assert (code, said.count("rank 1 has failed: rank 1: died"), "Traceback" in said) == (1, 1, False)
+
+
+def test_a_rank_does_not_wait_for_ever_for_the_thread_that_ends_it(tmp_path: Path) -> None:
+    script = """
+        from pipesgd import ending, process
+
+        def command(words, ranks, console):
+            process.claim_the_end()
+            raise KeyError("the thread that claimed the end is gone")
+
+        ending.END_SECONDS = 0.1
+        ending.run_and_exit(command, [])
+    """
+    assert _run(script, tmp_path) == (1, "")
+
+
+def _run(script: str, folder: Path) -> tuple[int, str]:
+    """The exit code of a Python script, and what it writes to stderr."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stderr) == end
+    return done.returncode, done.stderr
+
+
+def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter server on a rank of its own ends so when its workers are told to stop."""
+    store = dist.HashStore()
+    server, worker = (Ranks(rank=rank, world_size=2, store=store) for rank in (1, 0))
+    monkeypatch.setattr(launch, "join", lambda: server)
+    monkeypatch.setattr(ending, "begin", lambda: None)  # this process is pytest's
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    assert ending._run(lambda words, ranks, console: None, [], ending._Signals()) == 0
+    monkeypatch.setattr(launch, "SPEECH_SECONDS", 1000.0)
+    worker.wait_until_all_have_spoken()

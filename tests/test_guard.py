@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from _ranks import run_ranks
 from hypothesis import given
@@ -33,6 +36,72 @@ def test_a_blow_up_begins_a_time_at_width_1_which_ends() -> None:
     other = Guard()
     other.load_state_dict(guard.state_dict())
     assert other.saw(FACTOR * mean * 1.01, SETTLE + SYNCHRONOUS_ITERATIONS)
+
+
+def _fallbacks(norms: list[float]) -> list[int]:
+    guard = Guard()
+    return [iteration for iteration, norm in enumerate(norms) if guard.saw(norm, iteration)]
+
+
+@pytest.mark.parametrize("level", [6.0, 100.0, 1000.0])
+def test_norms_that_stay_at_another_level_cost_one_fallback(level: float) -> None:
+    assert _fallbacks([1.0] * 50 + [level] * 1000) == [50]
+
+
+def test_zero_norms_at_the_start_say_nothing_about_the_level() -> None:
+    assert _fallbacks([0.0] * 2 * SETTLE + [1.0] * 200) == []
+    assert _fallbacks([0.0] * 2 * SETTLE + [1.0] * SETTLE + [2 * FACTOR]) == [3 * SETTLE]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_never_enters_the_mean(bad: float) -> None:
+    guard = Guard()
+    for iteration in range(SETTLE + 3):
+        assert not guard.saw(bad if iteration < 3 else 1.0, iteration)
+    assert guard.saw(bad, SETTLE + 3)
+    assert not guard.saw(bad, SETTLE + 4)
+    assert guard.state_dict()["mean"] == 1.0
+
+
+def _infinite_now_and_then(ranks: Ranks) -> tuple[list[int], list[int]]:
+    """Gradients of 1, but infinite ones on rank 1, as loss scaling makes them: when who fell back, what was skipped."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    pipeline = Pipelined(model, optimizer, width=2, prediction="none", guard=True, scaler=scaler, ranks=ranks)
+    fell_back, skipped = [], []
+    for iteration in range(3 * SETTLE):
+        infinite = ranks.rank == 1 and iteration in (0, 1, SETTLE + 10)
+        scaler.scale(model(torch.ones(1, 1)).sum() * (math.inf if infinite else 1.0)).backward()
+        report = pipeline.step()
+        skipped += report.skipped
+        if report.fell_back:
+            fell_back.append(iteration)
+    pipeline.flush()
+    pipeline.close()
+    return fell_back, skipped
+
+
+def test_gradients_that_are_skipped_are_no_blow_up() -> None:
+    assert run_ranks(2, _infinite_now_and_then) == [([], [0, 1, SETTLE + 10])] * 2
+
+
+def _norms_of_complex_parameters(ranks: Ranks) -> float:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    pipeline = Pipelined(
+        nn.ParameterList([parameter]), torch.optim.SGD([parameter], lr=0.1), guard=True, prediction="none", ranks=ranks
+    )
+    for _ in range(2):
+        parameter.grad = torch.tensor([3.0, 4.0j])
+        pipeline.step()
+    mean: float = pipeline.state_dict()["guard"]["mean"]
+    pipeline.flush()
+    pipeline.close()
+    return mean
+
+
+def test_the_norm_of_complex_gradients_is_that_of_their_real_and_imaginary_parts() -> None:
+    assert run_ranks(2, _norms_of_complex_parameters) == [5.0, 5.0]
 
 
 def _blow_up(ranks: Ranks, width: int) -> tuple[list[int], list[int], str]:

@@ -5,51 +5,66 @@ from __future__ import annotations
 import ast
 import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from conftest import REPOSITORY
 
 import pipesgd
+import timing_model
 
 LAYERS = [
-    {"errors"},
+    {"errors", "process"},
     {"checks"},
     {"codecs.options"},
     {"clipping"},
-    {"config", "muon"},
+    {"config", "muon", "store", "farewell"},
+    {"heartbeat"},
+    {"watcher"},
     {"command_line", "collectives.schedule", "workloads", "launch", "codecs.kernels"},
-    {"gradients", "hyperparameters", "loss_scale", "guard", "agreement"},
+    {"gradients", "hyperparameters", "loss_scale", "guard", "agreement", "replicas"},
     {"optimizer_copy"},
-    {"prediction"},
+    {"prediction", "same_bits"},
     {
         *("collectives.base", "collectives.transport", "codecs.base", "codecs.keys"),
         *("collectives.ring", "collectives.halving_doubling", "collectives.recursive_doubling"),
         *("collectives.all_to_all", "collectives.hierarchical"),
     },
     {"codecs"},
-    {"collectives.scheduled", "collectives.native", "collectives.pinned", "collectives.worker"},
+    {"collectives.scheduled", "collectives.native", "collectives.pinned", "collectives.worker", "collectives.headers"},
     {"collectives.make", "strategies.base", "strategies.staleness"},
     {"exchanges"},
-    {"strategies.replication"},
+    {"strategies.replication", "strategies.sameness"},
+    {"strategies.meetings", "strategies.server_messages", "strategies.shard_layout"},
+    {"strategies.shard_state"},
     {"strategies.shard", "strategies.late_updates"},
     {"strategies.server"},
     {"strategies.server_stubs"},
     {"strategies.pipelined", "strategies.ddp", "strategies.local", "strategies.parameter_server"},
     {"strategies.make"},
-    {"checkpoint", "metrics", "trace", "replicas", "evaluation", "optimization", "state", "output"},
-    {"progress", "computation"},
+    {"files"},
+    {"checkpoint_files", "checkpoint_folder", "event_file", "folder_lock"},
+    {"checkpoint", "metrics", "trace", "evaluation", "optimization", "state", "output"},
+    {"progress", "computation", "swap"},
     {"calibration"},
     {"decision"},
     {"planning", "drift"},
-    {"replanning", "ending", "summary"},
-    {"train", "calibrate"},
+    {"ending", "summary"},
+    {"train", "calibrate", "__main__"},
 ]
 """From the bottom up: a module imports from layers below its own, or from its own package."""
 
 MAY_NAME_THE_TIMING_MODEL = {"calibration.profile", "decision"}
 """What the trainer knows of the timing model: what it measures for it, and what it leaves to it."""
 
-MAY_NAME_TORCH_DISTRIBUTED = {"launch", "collectives.transport", "collectives.native", "strategies.ddp"}
+MAY_NAME_TORCH_DISTRIBUTED = {
+    "store",
+    "watcher",
+    "launch",
+    "collectives.transport",
+    "collectives.native",
+    "strategies.ddp",
+}
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -107,6 +122,18 @@ def test_the_trainer_knows_no_experiments_and_the_timing_model_in_one_place(modu
     assert ("timing_model" in names) == (module in MAY_NAME_THE_TIMING_MODEL)
 
 
+@pytest.mark.parametrize("package", [pipesgd, timing_model])
+def test_a_type_checker_reads_its_types(package: ModuleType) -> None:
+    assert (Path(str(package.__file__)).parent / "py.typed").is_file()
+
+
 @pytest.mark.skipif("CI" not in os.environ, reason="a developer may test an editable installation")
 def test_ci_tests_the_installed_wheel() -> None:
     assert "site-packages" in Path(pipesgd.__file__).parts
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in pipesgd.__all__:
+        assert getattr(pipesgd, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'Piplined'"):
+        _ = pipesgd.Piplined

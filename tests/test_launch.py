@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Any
 
@@ -75,11 +76,11 @@ def test_a_missing_rank_is_named_when_the_deadline_has_passed() -> None:
 
 def _one_fails(ranks: Ranks) -> Any:
     if ranks.rank == 1:
-        return ranks.diagnose("rank 1: the disk is full")
+        return ranks.report_and_wait("rank 1: the disk is full")
     try:
         ranks.exchange("a value", 1)
     except CommunicationError as error:
-        return str(error), error.peer, ranks.diagnose("rank 0: x")
+        return str(error), error.peer, ranks.report_and_wait("rank 0: x")
 
 
 def test_a_failure_elsewhere_ends_the_wait_with_its_reason() -> None:
@@ -87,18 +88,17 @@ def test_a_failure_elsewhere_ends_the_wait_with_its_reason() -> None:
     text, peer, own = answer
     assert peer == 1
     assert "rank 1: the disk is full" in text
-    assert own == "rank 0: x", "all ranks have spoken: nobody is missing"
-    assert report == "rank 1: the disk is full"
+    assert own == [], "all ranks have spoken: nobody is missing"
+    assert report == []
 
 
-def _two_of_four_report(ranks: Ranks) -> str:
-    return ranks.diagnose(f"rank {ranks.rank}: x") if ranks.rank in (0, 3) else ""
+def _two_of_four_report(ranks: Ranks) -> list[int]:
+    return ranks.report_and_wait(f"rank {ranks.rank}: x") if ranks.rank in (0, 3) else []
 
 
 def test_who_does_not_report_is_named() -> None:
     reports = run_ranks(4, _two_of_four_report, process_group=False)
-    assert reports[0] == "rank 0: x; no word from ranks 1, 2"
-    assert reports[3] == "rank 3: x; no word from ranks 1, 2"
+    assert reports[0] == reports[3] == [1, 2]
 
 
 def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +145,27 @@ def test_the_network_address_is_that_of_the_interface_that_gloo_is_told(monkeypa
     assert launch.network_address() == "127.0.0.1 (lo)"
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
     assert launch.network_address() == "127.0.0.1 (lo)"  # as gloo does
+
+
+def _place_in_a_group_of_the_users_own(ranks: Ranks, per_node: int, started: int) -> tuple[int, int] | str:
+    os.environ.update(RANK=str(ranks.rank), WORLD_SIZE=str(started))
+    os.environ.update(LOCAL_RANK=str(ranks.rank % per_node), LOCAL_WORLD_SIZE=str(per_node))
+    found = launch.current(ranks.timeout)
+    try:
+        return found.local_rank, found.per_node()
+    except UserInputError as error:
+        return str(error)
+
+
+def test_in_a_process_group_of_the_users_own_torchrun_still_says_who_is_on_a_node() -> None:
+    assert run_ranks(4, _place_in_a_group_of_the_users_own, 2, 4) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(("per_node", "started"), [(1, 4), (2, 8)])
+def test_hierarchical_is_refused_where_every_node_has_one_rank(per_node: int, started: int) -> None:
+    """Variables of another job than that of the process group say nothing about it."""
+    for found in run_ranks(4, _place_in_a_group_of_the_users_own, per_node, started):
+        assert found == (
+            "all-reduce must not be hierarchical with one rank on each node, where it would be a ring; got 4 nodes of "
+            "one rank (torchrun's LOCAL_WORLD_SIZE says how many ranks a node has)"
+        )

@@ -190,6 +190,33 @@ def test_a_resumed_pipeline_has_its_scale_and_its_infinities_in_flight(width: in
         assert scales[0] == scales[1]
 
 
+def _flush_between_micro_batches(ranks: Ranks, infinite: bool) -> tuple[float, float]:
+    """Gradients of 1 in flight (or an infinity), 2 before a flush, and 3 after it: the weight, from 0 at rate 1."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    scaler = gradscaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    pipeline = Pipelined(model, optimizer, scaler=scaler, prediction="none", ranks=ranks)
+
+    def backward(gradient: float) -> None:
+        scaler.scale(model(torch.full((1, 1), gradient)).sum()).backward()
+
+    backward(math.inf if infinite else 1.0)
+    pipeline.step()
+    backward(2.0)
+    pipeline.flush()
+    backward(3.0)
+    pipeline.step()
+    pipeline.flush()
+    pipeline.close()
+    return model.weight.item(), scaler.get_scale()
+
+
+def test_a_flush_between_micro_batches_keeps_their_gradients_at_one_scale() -> None:
+    assert run_ranks(1, _flush_between_micro_batches, False) == [(-6.0, 1024.0)]
+    assert run_ranks(1, _flush_between_micro_batches, True) == [(-5.0, 512.0)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_scaler_is_refused_unless_parameters_are_float32(dtype: torch.dtype) -> None:
     model = nn.Linear(2, 1).to(dtype)

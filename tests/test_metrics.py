@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from pipesgd.files import Appender
 from pipesgd.launch import join
 from pipesgd.metrics import IterationMetrics, MetricsWriter, hidden_share, read_metrics, statistics, step_seconds
 from pipesgd.strategies.base import Span, StepReport
@@ -66,6 +71,156 @@ def test_lines_events_and_what_an_interrupted_run_left(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("train/loss")][-1] == (2, 20.0)
     assert [(event.step, event.value) for event in events.Scalars("test/loss")][-1] == (2, 3.0)
     assert "seconds/exposed" in events.Tags()["scalars"]
+
+
+GOOD = json.dumps(asdict(metrics(7)))
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "\0" * 50,
+        GOOD[:40],
+        GOOD[: GOOD.index("}") + 1],  # cut right after the inner brace: it ends as a line does
+        "[" * 100_000,
+        "null",
+        "{}",
+        '"a string"',
+        GOOD.replace('"skipped": 0', '"skipped": 1e400'),
+        GOOD.replace('"iteration": 7', '"iteration": "7"'),
+        GOOD.replace('"wire_bytes"', '"wire_bytgs"'),
+        GOOD.replace('"exposed": 1.0', '"exposed": NaN'),
+    ],
+)
+def test_a_damaged_line_costs_only_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = [json.dumps(asdict(metrics(iteration))) for iteration in range(3)]
+    path.write_text("\n".join([good[0], damaged, good[1], good[2]]) + "\n")
+    assert [line["iteration"] for line in read_metrics(path)] == [0, 1, 2]
+    assert capsys.readouterr().err == f"warning: 1 damaged line of {path} left out\n"
+    with MetricsWriter(tmp_path, start=2) as writer:
+        writer.record(metrics(2))
+    capsys.readouterr()
+    assert [line["iteration"] for line in read_metrics(path)] == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+
+
+def test_metrics_that_cannot_be_read_in_full_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    damaged, unreadable = f"{GOOD}\n{GOOD[:40]}\n{GOOD}\n", f"{GOOD}\n"
+    path.write_text(damaged)
+    with MetricsWriter(tmp_path, start=9):
+        pass
+    assert (tmp_path / "metrics.jsonl.aside-1").read_text() == damaged
+    assert path.read_text() == unreadable
+
+    def fail(self: Path, **options: Any) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_text", fail)
+        with MetricsWriter(tmp_path, start=9) as writer:
+            writer.record(metrics(9))
+    assert (tmp_path / "metrics.jsonl.aside-2").read_text() == unreadable
+    assert [line["iteration"] for line in read_metrics(path)] == [9]
+    warned = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" ")[2] for line in warned if " is kept as " in line] == [
+        "metrics.jsonl.aside-1",
+        "metrics.jsonl.aside-2",
+    ]
+
+
+def test_metrics_that_cannot_be_written_are_written_when_there_is_room(
+    tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MetricsWriter(small_disk, start=0) as writer:
+        writer.record(metrics(0))
+        writer.flush()
+        ballast = small_disk / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        for iteration in range(1, 130):
+            writer.record(metrics(iteration))
+        writer.flush()
+        warned = sorted(capsys.readouterr().err.splitlines())
+        ballast.unlink()
+    rest = "training continues, and what is missing is written once it can be"
+    assert len(warned) == 2
+    assert warned[0] == f"warning: {small_disk}/metrics.jsonl: {os.strerror(errno.ENOSPC)}; {rest}"
+    assert warned[1].startswith(f"warning: {small_disk}/tensorboard/events.out.tfevents.")
+    assert [line["iteration"] for line in read_metrics(small_disk / "metrics.jsonl")] == list(range(130))
+    events = EventAccumulator(str(small_disk / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(130))
+
+
+def test_metrics_that_stay_unwritten_are_said_to_be_lost(
+    tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is resumed on a full disk, and ends on it."""
+    (small_disk / "metrics.jsonl").write_text(json.dumps(asdict(metrics(0))) + "\n")
+    with contextlib.suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    with MetricsWriter(small_disk, start=1) as writer:
+        for iteration in range(1, 100):
+            writer.record(metrics(iteration))
+    warned = capsys.readouterr().err
+    assert f"{small_disk}/metrics.jsonl lacks its last " in warned
+    assert read_metrics(small_disk / "metrics.jsonl")[0]["iteration"] == 0
+
+
+def test_a_file_that_is_removed_under_a_run_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lines"
+    file = Appender(path)
+    file.write(b"old\n")
+    file.flush()
+    path.unlink()
+    file.write(b"new\n")
+    file.flush()
+    file.write(b"newer\n")
+    file.close()
+    assert path.read_bytes() == b"new\nnewer\n"
+    assert capsys.readouterr().err == f"warning: {path} was removed; it is made again, without what was in it\n"
+
+
+def test_a_file_that_a_server_no_longer_knows_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lines"
+    file = Appender(path)
+    file.write(b"old\n")
+    file.flush()
+    stale = file._descriptor
+    real = os.write
+
+    def write(descriptor: int, data: bytes) -> int:
+        if descriptor == stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    file.write(b"new\n")
+    file.flush()
+    other = os.open(os.devnull, os.O_RDONLY)  # takes the stale descriptor's number
+    file.flush()
+    os.close(other)
+    file.close()
+    assert path.read_bytes() == b"old\nnew\n"
+    assert capsys.readouterr().err.count("Stale file handle; training continues") == 1
+
+
+def test_a_link_in_place_of_the_metrics_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("two years of work")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").symlink_to(victim)
+    with MetricsWriter(tmp_path / "run", start=0) as writer:
+        writer.record(metrics(0))
+    assert victim.read_text() == "two years of work"
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))

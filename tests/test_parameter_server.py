@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.strategies.parameter_server import ParameterServers, serve_shard
-from pipesgd.strategies.shard import ShardLayout
+from pipesgd.strategies.shard_layout import ShardLayout
 
 Options = dict[str, Any]
 
@@ -373,6 +374,129 @@ def test_schedules_follow_all_updates_and_evaluations_see_all_weights() -> None:
     assert others_own == others_true == true
 
 
+def _one_waits_long(ranks: Ranks) -> int:
+    """Rank 0 is done at once; rank 1 takes longer than the timeout, but no iteration of it does."""
+    model = Counter()
+    options = {"staleness_bound": None, "timeout": 2.0}
+    ranks.timeout = 2.0
+    strategy = start(ranks, model, torch.optim.SGD(model.parameters(), lr=2.0), options)
+    assert strategy is not None
+    if ranks.rank == 0:
+        ranks.store.set("rank 0 waits", "")
+    else:
+        ranks.store.wait(["rank 0 waits"])
+        end = time.monotonic() + 3.0
+        while time.monotonic() < end:  # no event: that it is slow is what is tested
+            time.sleep(0.2)
+            model.loss(1.0).backward()
+            strategy.step()
+    own = strategy.iteration
+    with strategy.true_weights():
+        pass
+    ranks.exchange("pace", own)  # any other exchange may find workers far apart, too
+    strategy.combine_buffers("average")
+    strategy.flush()
+    strategy.close()
+    return own
+
+
+def test_a_worker_waits_longer_than_the_timeout_for_one_that_makes_progress() -> None:
+    first, second = run_ranks(2, _one_waits_long)
+    assert first == 0
+    assert second > 1
+
+
+def _never_comes(ranks: Ranks, folder: Path) -> None:
+    """Rank 2 trains no further; without a bound its absence is found by the next collective call."""
+    model = Counter()
+    options = {"staleness_bound": None, "timeout": 0.5, "placement": "own"}
+    strategy = None
+    seen: Any = None
+    try:
+        strategy = start(ranks, model, torch.optim.SGD(model.parameters(), lr=2.0), options)
+        if strategy is not None:
+            model.loss(1.0).backward()
+            strategy.step()
+            if ranks.rank == 2:
+                ranks.store.wait(["failed 0", "failed 1", "failed 3"])
+            else:
+                strategy.flush()
+    except CommunicationError as error:
+        seen = [error.peer, str(error)]
+    (folder / f"rank-{ranks.rank}.json").write_text(json.dumps(seen))
+    ranks.store.set(f"failed {ranks.rank}", "")
+    if strategy is not None:
+        strategy.close()
+    wait_for_threads()
+
+
+def test_a_worker_that_hangs_is_named_by_all_who_wait_for_it_in_a_collective_call(tmp_path: Path) -> None:
+    run_ranks(4, _never_comes, tmp_path)
+    assert [seen_by(tmp_path, rank)[0] for rank in (0, 1, 3)] == [2, 2, 2]
+    assert "failed: nothing was heard of it for 0.5 s" in seen_by(tmp_path, 3)[1]
+
+
+def _change_weights(ranks: Ranks, options: Options) -> Any:
+    model = Counter()
+    strategy = start(ranks, model, torch.optim.SGD(model.parameters(), lr=float(ranks.world_size)), options)
+    assert strategy is not None
+    hashes = []
+    for _ in range(2):
+        model.loss(1.0).backward()
+        strategy.step()
+        with strategy.true_weights():
+            for parameter in model.parameters():
+                parameter.data.fill_(40.0)
+        hashes.append(weights_sha256(model))
+    model.loss(1.0).backward()
+    strategy.step()
+    strategy.flush()
+    state = strategy.state_dict()
+    strategy.load_state_dict(state)
+    with strategy.true_weights():
+        pass  # nothing is changed: the next line would wait for ever if this were collective on one rank alone
+    strategy.close()
+    return model.wide.tolist(), hashes
+
+
+@pytest.mark.parametrize("bound", [0, None])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_weights_that_are_changed_within_true_weights_stay(servers: int, bound: int | None) -> None:
+    results = run_ranks(2, _change_weights, {"servers": servers, "staleness_bound": bound})
+    for wide, hashes in results:
+        assert wide == [40.0 - 2.0] * 5
+        assert hashes == results[0][1]
+        assert hashes[0] == hashes[1]
+
+
+def _schedule_options(ranks: Ranks, names: str) -> Any:
+    """Momentum, betas and weight decay change from one iteration to the next; the weights, and those of plain torch."""
+    model, optimizer = build("odd", names, seed=3)
+    strategy = start(ranks, model, optimizer, {"staleness_bound": 0})
+    assert strategy is not None
+    plain, its_optimizer = build("odd", names, seed=3)
+    for iteration in range(5):
+        for one, of in ((model, optimizer), (plain, its_optimizer)):
+            for group in of.param_groups:
+                group["weight_decay"] = 0.01 * iteration
+                if "momentum" in group:
+                    group["momentum"] = 0.9 - 0.1 * iteration
+                if "betas" in group:
+                    group["betas"] = (0.9 - 0.1 * iteration, 0.99)
+            loss_of(one, batch(iteration, 0)).backward()
+        strategy.step()
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+    strategy.close()
+    return weights_sha256(model), weights_sha256(plain)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "two groups"])
+def test_schedules_of_momentum_betas_and_weight_decay_are_followed(optimizer: str) -> None:
+    [(ours, plain)] = run_ranks(1, _schedule_options, optimizer)
+    assert ours == plain
+
+
 # ---- Gradients that are not finite
 
 
@@ -628,11 +752,13 @@ def _count_bytes(ranks: Ranks, cases: list[Options]) -> list[Any]:
         for iteration in range(4):
             loss_of(model, batch(iteration, ranks.rank)).backward()
             announced += strategy.step().wire_bytes
-        # All workers have their replies then: none is sent any more.
-        everybody = ranks if options["placement"] == "beside" else ranks.first(ranks.world_size - options["servers"])
-        everybody.exchange(f"replies are there {index}", None)
+        # All workers have their replies then: none is sent any more. An exchange would bring more requests.
+        ranks.store.set(f"replies {index} are at {ranks.rank}", "")
+        workers = workers_of(options, ranks.world_size)
+        ranks.store.wait([f"replies {index} are at {worker}" for worker in range(workers)])
         counts.append((announced, strategy.bytes_sent))
-        everybody.exchange(f"counted {index}", None)
+        ranks.store.set(f"counted {index} at {ranks.rank}", "")
+        ranks.store.wait([f"counted {index} at {worker}" for worker in range(workers)])
         strategy.flush()
         strategy.close()
     return counts
@@ -648,7 +774,7 @@ def test_bytes_counted_are_bytes_announced() -> None:
         counts = [results[rank][index] for rank in range(workers)]
         for announced, counted in counts:
             assert announced == counted > 0
-        headers = 4 * 8 * (3 + 2)  # of four requests; two learning rates
+        headers = 4 * 8 * (4 + 6)  # of four requests; of two groups, lr, momentum and weight decay
         if options["placement"] == "own":
             assert {announced for announced, _ in counts} == {4 * weights + headers * options["servers"]}
         elif options["servers"] == 1:
@@ -688,7 +814,7 @@ def test_buffers_are_averaged_over_workers_who_start_from_rank_0s_values(options
         ({"placement": "besides"}, "did you mean beside"),
         ({"staleness_bound": -1}, "staleness-bound must be at least 0; got -1"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite must be stop or skip; got 'ignore'"),
-        ({"timeout": 0}, "timeout must be above 0; got 0"),
+        ({"timeout": 0}, "timeout must be from 0.1 to 1,000,000 seconds; got 0"),
     ],
 )
 def test_values_out_of_range_are_refused(options: Options, message: str) -> None:

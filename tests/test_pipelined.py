@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from typing import Any
 
 import pytest
 import torch
+from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
 from _reference import pipe_sgd
 from _small_problem import (
@@ -25,7 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd import Pipelined
+from pipesgd import Pipelined, gradients
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
@@ -33,7 +35,7 @@ from pipesgd.workloads import ShardedBatches, build_model, load_dataset
 
 
 def fashion_mnist_batches(rank: int, world_size: int, iterations: int, dtype: torch.dtype) -> list[Batch]:
-    data = load_dataset("fashion-mnist", None, image_size=28)
+    data = load_dataset("fashion-mnist", FASHION_MNIST, image_size=28)
     shards = ShardedBatches(data.train, batch_size=32, rank=rank, world_size=world_size, seed=1)
     first = itertools.islice(shards.from_iteration(0), iterations)
     return [(images.to(dtype), labels) for images, labels in first]
@@ -257,6 +259,48 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_in_the_same_iteration(val
         assert len(skipped) == 4
 
 
+def _whose_gradient(
+    ranks: Ranks, prediction: str, width: int, on_nonfinite: str, culprits: list[int]
+) -> tuple[Any, list[tuple[int, ...]]]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = Pipelined(model, optimizer, width=width, prediction=prediction, on_nonfinite=on_nonfinite, ranks=ranks)
+    error, named = None, []
+    for iteration in range(4):
+        scale = float("nan") if ranks.rank in culprits and iteration == 1 else 1.0
+        (model(torch.ones(1, 2)).sum() * scale).backward()
+        try:
+            named.append(pipeline.step().nonfinite_ranks)
+        except NonFiniteGradientError as failure:
+            error = failure.iteration, failure.ranks, str(failure)
+            break
+    pipeline.close()
+    return error, named
+
+
+@pytest.mark.parametrize(
+    ("culprits", "advice"),
+    [
+        ([1], "so does the own gradient of rank 1, and of no other rank: look at the data there, or leave such"),
+        ([0, 2], "so does the own gradient of ranks 0, 2, and of no other rank: look at the data there"),
+        ([0, 1, 2], "so does every rank's own gradient, so training has diverged: lower --lr"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_traced_to_the_ranks_that_brought_it(culprits: list[int], advice: str) -> None:
+    for prediction, width in (("none", 1), ("none", 2), ("eager", 2)):
+        for error, _ in run_ranks(3, _whose_gradient, prediction, width, "stop", culprits):
+            iteration, ranks, text = error
+            assert (iteration, ranks) == (1, tuple(culprits))
+            assert advice in text
+        for error, named in run_ranks(3, _whose_gradient, prediction, width, "skip", culprits):
+            assert error is None
+            assert [ranks for ranks in named if ranks] == [tuple(culprits)]
+
+
+def test_a_sum_that_overflows_is_no_ranks_own() -> None:
+    assert "every rank's own gradient is finite, so their sum overflows" in str(NonFiniteGradientError(3, (), 4))
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
     results = run_ranks(3, _one_rank_computes_nan, "skip", float("nan"))
     for skipped, error, sha256 in results:
@@ -353,7 +397,7 @@ def test_without_torchrun_one_rank_trains_alone() -> None:
         ({"warmup_iterations": -1}, "warmup-iterations must be at least 0; got -1"),
         ({"all_reduce": "rign"}, "did you mean ring"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite must be stop or skip; got 'ignore'"),
-        ({"timeout": 0}, "timeout must be above 0; got 0"),
+        ({"timeout": 0}, "timeout must be from 0.1 to 1,000,000 seconds; got 0"),
     ],
 )
 def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -375,3 +419,22 @@ def test_sparse_gradients_are_refused() -> None:
     with pytest.raises(UserInputError, match="sparse=False"):
         pipeline.step()
     pipeline.close()
+
+
+@pytest.mark.parametrize("prediction", ["none", "previous", "dc"])
+def test_gradients_that_are_not_kept_are_looked_at_beside_the_computation(
+    prediction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller's thread made one more pass over all gradients in every step."""
+    threads = []
+
+    def all_finite(buffer: gradients.FlatBuffer) -> bool:
+        threads.append(threading.current_thread().name)
+        return gradients.all_finite(buffer)
+
+    monkeypatch.setattr("pipesgd.strategies.pipelined.all_finite", all_finite)
+    model = torch.nn.Linear(1, 1)
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), prediction=prediction) as pipeline:
+        model(torch.ones(1, 1)).sum().backward()
+        pipeline.step()
+    assert threads == ["pipesgd-communication"]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from experiments.simulation import SimulatedRanks
 from pipesgd import Pipelined
-from pipesgd.agreement import COMPARED_DIGITS
+from pipesgd.agreement import COMPARED_DIGITS, compare
 from pipesgd.clipping import Clipping
 from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
@@ -57,6 +57,32 @@ class Counting(torch.optim.Optimizer):
                 parameter.add_(parameter.grad + state["sum"] / state["times"], alpha=-group["lr"])
 
 
+class OddState(torch.optim.SGD):
+    """Has a number of its own in its state, an attribute that its first step makes, and gives parameters new storage.
+
+    The attribute is a method of its own: a copy's must be of the copy.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]):
+        super().__init__(parameters, lr=0.05)
+        self.lazy: Any
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not hasattr(self, "lazy"):
+            self.lazy, self.warmth = self.rate, 0.5
+        self.warmth += 0.1
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - self.lazy() * group["lr"] * parameter.grad
+
+    def rate(self) -> float:
+        rate: float = self.warmth / self.state["steps"]
+        return rate
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -75,7 +101,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=0.01),
     "muon": lambda ps: torch.optim.Muon(list(ps), lr=0.01),
     "a user's own": Counting,
+    "a user's own, odder": OddState,
 }
+
 
 IN_MIND: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -101,6 +129,8 @@ def weights_after(
     for of_ranks in batches:
         regress(model, of_ranks[0]).backward()
         pipeline.step()
+        with pipeline.true_weights():  # changes nothing
+            pass
         schedule.step()
     pipeline.flush()
     pipeline.close()
@@ -284,3 +314,34 @@ def test_eager_keeps_ranks_together_where_local_lets_them_swing_apart(prediction
     ranks.flush()
     assert (losses[-1] > 1e6) == swings
     assert max(losses[:10]) < 1e3
+
+
+def _share_memory(ranks: Ranks, prediction: str) -> str:
+    one, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    other.weight.data = one.weight.data
+    model = nn.Sequential(one, other)
+    try:
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), prediction=prediction, ranks=ranks).close()
+    except UserInputError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_that_share_memory_are_refused_where_they_would_be_predicted_apart() -> None:
+    assert run_ranks(1, _share_memory, "eager") == [
+        "prediction must be none, spectrain or dc where parameters share memory (tie them by assigning the Parameter "
+        "itself, b.weight = a.weight); got eager"
+    ]
+    assert run_ranks(1, _share_memory, "spectrain") == [""]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.01])
+def test_comparisons_of_16_bit_gradients_have_the_digits_of_float32(dtype: torch.dtype, scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean = (scale * torch.randn(1_000_000, generator=generator)).to(dtype)
+    guess = (mean + 0.05 * scale * torch.randn(1_000_000, generator=generator)).to(dtype)
+    exact = torch.nn.functional.cosine_similarity(mean.double(), guess.double(), dim=0).item()
+    comparison = compare([mean], [guess])
+    assert comparison == compare([mean.float()], [guess.float()])
+    assert comparison.cosine == pytest.approx(exact, abs=1e-4)

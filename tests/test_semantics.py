@@ -574,13 +574,14 @@ def test_micro_batches_clipping_16_bits_and_buffers_go_together_in_a_run_that_is
     """The first losses are too large for float16: infinities are in flight when the checkpoint is written."""
     words = (
         "--hidden-sizes 20 --batch-size 8 --iterations 20 --lr 0.05 --width 3 --checkpoint-iterations 5 "
-        "--accumulation 2 --clip-norm 0.5 --precision fp16 --loss-scale 1e6 --buffers rank-0 --schedule one-cycle"
+        "--accumulation 2 --clip-norm 0.5 --precision fp16 --loss-scale 1e6 --buffers rank-0 --schedule one-cycle "
+        "--keep-checkpoints 4"
     )
     whole = succeed(2, words, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for later in (10, 15):
+    for later in (10, 15, 20):
         shutil.rmtree(tmp_path / "checkpoints" / f"iteration-{later}")
-    in_flight = torch.load(tmp_path / "checkpoints" / "iteration-5" / "rank-0.pt")["strategy"]["in_flight"]
+    in_flight = torch.load(tmp_path / "checkpoints" / "iteration-5" / "rank-0.pt")["state"]["strategy"]["in_flight"]
     assert not all(gradient["finite"] for gradient in in_flight)
     resumed = succeed(2, words + " --resume", tmp_path)
     again = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -111,6 +111,11 @@ def errors_of(job: Job) -> list[str]:
     return [line for line in job.lines if line.startswith("error: ")]
 
 
+def silent_ranks(job: Job) -> set[str]:
+    """The ranks that any error line calls silent."""
+    return {found for line in errors_of(job) for found in re.findall(r"no word from (ranks? [\d, ]*\d)", line)}
+
+
 def gone(pid: int) -> bool:
     """Whether the process has ended; one that nobody has waited for yet (a zombie) has."""
     try:
@@ -143,14 +148,25 @@ def test_a_killed_rank_ends_the_job_and_is_named(job: Any) -> None:
     os.kill(pids[1], signal.SIGKILL)
     assert running.finish() == 1
     errors = errors_of(running)
-    assert len(errors) == 2, running.lines
-    assert all(line.endswith("no word from rank 1") for line in errors), errors
-    # Each names the iteration and what it was doing; or torchrun, who had seen it sooner, has told it to stop.
-    lost = r"error: rank \d: (receive|send|exchange) of .* with rank \d in iteration \d+ failed: "
-    told = r"error: rank \d: told to stop \(SIGTERM\) in iteration \d+: "
-    assert all(re.match(lost, line) or re.match(told, line) for line in errors), errors
+    assert silent_ranks(running) == {"rank 1"}, errors
+    # Both that are left say where they were: in a message, stopped by the other one's report, or told by torchrun.
+    ends = {line[len("error: ") :].split(":")[0] for line in errors if re.search(r" in iteration \d+", line)}
+    assert ends == {"rank 0", "rank 2"}, errors
     assert not any("Traceback" in line for line in running.lines[: running.lines.index(errors[-1])])
     wait_until_gone(list(pids.values()))
+
+
+def test_a_healthy_rank_is_not_accused_when_one_is_told_to_stop(job: Any) -> None:
+    running = job(f"{LONG} --farewell-seconds 0")
+    wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
+    os.kill(running.rank_pids()[1], signal.SIGTERM)
+    assert running.finish() == 1
+    errors = errors_of(running)
+    assert silent_ranks(running) == set(), errors
+    assert sum("rank 1 has failed: rank 1: told to stop (SIGTERM)" in line for line in errors) == 2, errors
+    # torchrun's own report names the cause, too.
+    causes = [line for line in running.lines if "told to stop (SIGTERM)" in line and "error: " not in line]
+    assert causes, running.lines
 
 
 @pytest.mark.parametrize("all_reduce", ["ring", "native"])
@@ -160,12 +176,11 @@ def test_a_rank_that_hangs_ends_the_job_within_the_deadline(job: Any, all_reduce
     pids = running.rank_pids()
     os.kill(pids[2], signal.SIGSTOP)
     begin = time.monotonic()
-    line = running.wait_for("error: ")
+    running.wait_for("no word from rank 2")
     assert time.monotonic() - begin < 15
     os.kill(pids[2], signal.SIGCONT)  # torchrun's SIGTERM takes effect; its SIGKILL would come after 30 s
     assert running.finish() == 1
-    assert "no word from rank 2" in line
-    assert "iteration" in line
+    assert silent_ranks(running) == {"rank 2"}, errors_of(running)
     wait_until_gone(list(pids.values()))
 
 
@@ -189,21 +204,63 @@ def test_killed_ranks_with_restarts_give_the_same_weights(job: Any, tmp_path: Pa
     assert result["final"] == expected["final"]
 
 
-def test_ranks_do_not_outlive_torchrun(job: Any) -> None:
+def test_ranks_do_not_outlive_torchrun_not_even_a_stopped_one(job: Any) -> None:
     running = job(LONG)
     wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
+    pids = running.rank_pids()
+    os.kill(pids[1], signal.SIGSTOP)
+    running.process.kill()
+    wait_until_gone(list(pids.values()))
+    running.wait_for("has died")
+
+
+def test_ranks_that_are_still_importing_torch_do_not_outlive_torchrun(job: Any) -> None:
+    running = job(LONG)
+    wait_until(lambda: len(running.rank_pids()) == 3, 60)
+    running.wait_for("starting rank 0 of 3")  # said before torch is imported
     pids = list(running.rank_pids().values())
     running.process.kill()
     wait_until_gone(pids)
 
 
-def test_ctrl_c_says_one_line_and_leaves_nobody(job: Any) -> None:
+def test_a_store_that_hangs_ends_all_ranks_within_the_deadline(job: Any) -> None:
+    running = job(f"{LONG} --timeout 3")
+    wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
+    pids = list(running.rank_pids().values())
+    running.process.send_signal(signal.SIGSTOP)  # torchrun's agent holds the store
+    begin = time.monotonic()
+    running.wait_for("the store that the ranks share has not answered within 3 s")
+    assert time.monotonic() - begin < 15
+    wait_until_gone(pids)
+    running.process.kill()
+
+
+def interrupt(job: Job) -> None:
+    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to torchrun and all its ranks
+
+
+def terminate(job: Job) -> None:
+    job.process.terminate()  # torchrun passes it on to all ranks
+
+
+def terminate_one(job: Job) -> None:
+    os.kill(job.rank_pids()[1], signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("end", "name"), [(interrupt, "Ctrl-C"), (terminate, "SIGTERM"), (terminate_one, "SIGTERM")])
+def test_a_signal_writes_a_checkpoint_on_all_ranks_and_says_one_line(
+    job: Any, end: Callable[[Job], None], name: str
+) -> None:
     running = job(LONG)
     wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
     pids = list(running.rank_pids().values())
-    os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does: to torchrun and all its ranks
+    end(running)
     assert running.finish() != 0
-    assert sum("--resume continues from the last checkpoint" in line for line in running.lines) == 1
+    line = running.wait_for("; --resume continues from its checkpoint")
+    found = re.match(f"stopped by {name} after iteration (\\d+); --resume", line)
+    assert found, line
+    assert newest_checkpoint(running) == int(found[1])
+    assert not errors_of(running), running.lines
     wait_until_gone(pids)
 
 

@@ -8,16 +8,20 @@ import json
 import math
 import os
 import random
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
 
 from pipesgd.collectives.scheduled import ScheduledAllReduce
-from pipesgd.errors import DisagreementError, NonFiniteGradientError, ReplicasDivergedError, UserInputError
+from pipesgd.errors import DisagreementError, RunError, UserInputError
 from pipesgd.launch import Ranks
+from pipesgd.output import TAKEN
 from pipesgd.progress import screen
 from pipesgd.train import train
 
@@ -27,18 +31,21 @@ SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
 def _train(ranks: Ranks, words: list[str], restart_count: int = 0) -> tuple[str, str, str]:
     """(kind and text of the error, stdout, stderr) of one run."""
     ranks.restart_count = restart_count
+    if restart_count:
+        ranks.mark_job(TAKEN)
     out = io.StringIO()
     with contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             train(words, ranks, screen(ranks, out))
             error = ""
-        except (UserInputError, NonFiniteGradientError, ReplicasDivergedError) as failure:
+        except (UserInputError, RunError) as failure:
             error = f"{type(failure).__name__}: {failure}"
     return error, out.getvalue(), err.getvalue()
 
 
 def run(world_size: int, words: str, output: Path, restart_count: int = 0) -> list[tuple[str, str, str]]:
-    return run_ranks(world_size, _train, [*words.split(), "--output", str(output)], restart_count, process_group=False)
+    options = [*shlex.split(words), "--output", str(output)]
+    return run_ranks(world_size, _train, options, restart_count, process_group=False)
 
 
 def summary(output: Path) -> dict[str, Any]:
@@ -54,7 +61,7 @@ def succeed(world_size: int, words: str, output: Path, restart_count: int = 0) -
 
 def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
     words = "--dataset fashion-mnist --width 2 --batch-size 64 --iterations 150 --lr 0.02 --trace --check-replicas 50"
-    results = run(4, words, tmp_path)
+    results = run(4, f"{words} --data-dir {shlex.quote(str(FASHION_MNIST))}", tmp_path)
     assert [error for error, _, _ in results] == [""] * 4
     result = summary(tmp_path)
     assert result["world_size"] == 4
@@ -189,7 +196,9 @@ def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, worker
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 30
     assert all(line["seconds"]["exposed"] > 0 for line in lines) == ("local" not in words)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["iteration-10", "iteration-20"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        f"iteration-{i}" for i in (10, 20, 30)
+    ]
     resumed = succeed(3, f"{words} --resume", tmp_path)
     assert resumed["final"]["test_accuracy"] > 0.5
 
@@ -219,6 +228,7 @@ def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, wo
     assert first["weights_sha256"] == whole["weights_sha256"], "the same command gives the same weights"
     (tmp_path / "cut" / "summary.json").unlink()
     (tmp_path / "cut" / "model.pt").unlink()
+    lose_the_last_checkpoint(tmp_path / "cut")
     results = run(2, words + " --resume", tmp_path / "cut")
     assert "continuing after iteration" in results[0][1]
     resumed = summary(tmp_path / "cut")
@@ -231,9 +241,16 @@ def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, wo
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def lose_the_last_checkpoint(output: Path) -> None:
+    """As if the run had been interrupted before its end."""
+    last = max((output / "checkpoints").iterdir(), key=lambda path: int(path.name.partition("-")[2]))
+    shutil.rmtree(last)
+
+
 def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
     words = f"{SHORT} --checkpoint-iterations 3"
     whole = succeed(2, words, tmp_path)
+    lose_the_last_checkpoint(tmp_path)
     path = tmp_path / "checkpoints" / "iteration-9" / "rank-1.pt"
     path.write_bytes(path.read_bytes()[:-100])
     results = run(2, words + " --resume", tmp_path)
@@ -246,9 +263,36 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_it_taken(tmp_path: Pat
 def test_torchruns_restart_continues_without_being_asked(tmp_path: Path) -> None:
     words = f"{SHORT} --checkpoint-iterations 5"
     whole = succeed(2, words, tmp_path)
+    lose_the_last_checkpoint(tmp_path)
     results = run(2, words, tmp_path, restart_count=1)
     assert "continuing after iteration 10 of 12" in results[0][1]
     assert summary(tmp_path)["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_finished_run_that_is_resumed_does_its_end_again(tmp_path: Path) -> None:
+    """As after a full disk: the weights are in the last checkpoint, though model.pt could not be written."""
+    whole = succeed(2, f"{SHORT} --width 2", tmp_path)
+    (tmp_path / "model.pt").unlink()
+    (tmp_path / "summary.json").unlink()
+    results = run(2, f"{SHORT} --width 2 --resume", tmp_path)
+    assert [error for error, _, _ in results] == ["", ""]
+    assert "all 12 iterations are done: evaluating, and writing the results again" in results[0][1]
+    resumed = summary(tmp_path)
+    assert resumed["final"] == whole["final"]
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_trained_weights_that_cannot_be_written_are_in_the_last_checkpoint(tmp_path: Path) -> None:
+    whole = succeed(1, SHORT, tmp_path)
+    (tmp_path / "model.pt").unlink()
+    (tmp_path / "model.pt").mkdir()  # as good as a full disk, at this moment
+    assert run(1, f"{SHORT} --resume", tmp_path)[0][0] == (
+        f"RunError: rank 0: training is done, but {tmp_path / 'model.pt'} could not be written: Is a directory. "
+        "The newest checkpoint is that of iteration 12 of 12: --resume ends the run once there is room"
+    )
+    (tmp_path / "model.pt").rmdir()
+    assert succeed(1, f"{SHORT} --resume", tmp_path)["weights_sha256"] == whole["weights_sha256"]
 
 
 def test_resume_without_a_checkpoint_starts_anew_and_says_so(tmp_path: Path) -> None:
@@ -281,7 +325,7 @@ def test_another_run_is_not_touched_unless_asked_to(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
     succeed(2, SHORT + " --overwrite", tmp_path)
-    assert not (tmp_path / "checkpoints").exists()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iteration-12"]
 
 
 def test_a_folder_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
@@ -373,15 +417,16 @@ def test_a_dry_run_prints_the_configuration_and_writes_nothing(tmp_path: Path) -
 
 
 def test_a_diverging_run_stops_everywhere_and_says_what_to_do(tmp_path: Path) -> None:
-    results = run(2, "--hidden-sizes 50 --iterations 60 --lr 1e30", tmp_path)
+    results = run(2, "--hidden-sizes 50 --iterations 60 --lr 1e15", tmp_path)
     texts = {error for error, _, _ in results}
     assert len(texts) == 1
-    assert "holds a NaN or an infinity: lower --lr, or leave such gradients out with --on-nonfinite skip" in texts.pop()
+    assert "holds a NaN or an infinity: so does every rank's own gradient, so training has diverged" in texts.pop()
 
 
 def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
-    result = succeed(2, "--hidden-sizes 50 --iterations 20 --lr 1e30 --on-nonfinite skip", tmp_path)
+    result = succeed(2, "--hidden-sizes 50 --iterations 20 --lr 1e15 --on-nonfinite skip", tmp_path)
     assert result["skipped_updates"] > 0
+    assert set(result["nonfinite_gradients_of_ranks"]) == {"0", "1"}
     assert result["final"]["train_loss"] is None or math.isfinite(result["final"]["train_loss"])
     assert result["final"]["test_loss"] is None or math.isfinite(result["final"]["test_loss"])
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)

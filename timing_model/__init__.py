@@ -15,6 +15,8 @@ from timing_model.params import CodecCost, ComputeTimes, LinkParams, Noise, unco
 from timing_model.servers import parameter_server_time
 from timing_model.simulate import simulate_iterations
 
+__version__ = "0.1.0.dev0"
+
 __all__ = [
     "ALL_REDUCES",
     "CodecCost",

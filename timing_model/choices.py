@@ -12,9 +12,17 @@ from timing_model.presets import CODECS
 from timing_model.profile import UNCOMPRESSED, Profile
 from timing_model.question import STRATEGIES, Question
 
-TIE = 0.01
-"""Configurations that are nearer than this to the fastest one are as fast: the simplest of them is chosen."""
-WIDTHS = (1, 2, 3, 4)
+TIE = 0.03
+"""Configurations that are nearer than this to the fastest one are as fast: the simplest of them is chosen. So a width,
+or a codec, is recommended only where it gains more."""
+WIDTHS = (1, 2, 3)
+ACCURATE = (UNCOMPRESSED, "bf16", "fp16", "int8", "int4")
+"""Codecs that were found to cost next to no accuracy. Others must be asked for."""
+ALL = "all"
+"""Every codec, in place of a name."""
+LARGEST_ALL_TO_ALL = 32
+"""Ranks up to which all-to-all is searched unasked, unless more were measured: the formulas know neither of the
+connections nor of the losses where all send to one."""
 SEGMENTS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 SIMPLEST = ("ddp", "pipelined", "ps-sync")
 """Strategies of width 1 in this order."""
@@ -44,12 +52,25 @@ class Space:
                 check_count(name, number)
 
     @classmethod
-    def of(cls, cluster: Profile) -> Space:
-        """All that was measured; of a cluster that is written by hand, all that there is."""
-        codecs = (UNCOMPRESSED, *cluster.codecs)
-        if cluster.calibrated.world_sizes:
-            return cls(codecs=codecs, all_reduces=cluster.calibrated.all_reduces)
-        return cls(codecs=tuple(dict.fromkeys((*codecs, *CODECS))), all_reduces=ALL_REDUCES)
+    def of(cls, base: Question) -> Space:
+        """What is searched for a job unasked: the all-reduces that were measured, or all on a cluster that is typed in;
+        and of the codecs that are ``ACCURATE`` likewise."""
+        ranges, codecs = base.cluster.calibrated, all_codecs(base.cluster)
+        most = max(LARGEST_ALL_TO_ALL, *ranges.world_sizes, 0)
+        return cls(
+            codecs=tuple(one for one in ACCURATE if one in codecs),
+            all_reduces=tuple(
+                one
+                for one in (ranges.all_reduces if ranges.world_sizes else ALL_REDUCES)
+                if one != "all-to-all" or base.world_size <= most
+            ),
+        )
+
+
+def all_codecs(cluster: Profile) -> tuple[str, ...]:
+    """Every codec that was measured; on a cluster that is typed in, every one there is."""
+    known = () if cluster.calibrated.world_sizes else CODECS
+    return tuple(dict.fromkeys((UNCOMPRESSED, *cluster.codecs, *known)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +87,14 @@ class Choice:
 def simplicity(question: Question) -> tuple[float, ...]:
     """To sort by, the simplest first: less late and less lossy, then less that differs from the defaults.
 
-    Half the bits count as half a width more.
+    Half the bits count as half a width more. Of codecs with equal bits the first of ``presets.CODECS`` is the simplest.
     """
+    codecs = [UNCOMPRESSED, *CODECS]
     bits = 32.0 if question.codec_profile is None else question.codec_profile.bits
     return (
         round(question.width - 1 + math.log2(32 / bits) / 2, 1),
         -bits,
+        codecs.index(question.codec) if question.codec in codecs else len(codecs),
         SIMPLEST.index(question.strategy),
         0 if question.all_reduce is None else ALL_REDUCES.index(question.all_reduce),
         abs(math.log2(question.segment_bytes / SEGMENT_BYTES)),

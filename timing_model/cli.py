@@ -12,9 +12,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from timing_model import __version__
 from timing_model.advice import advice, describe, reason, words_for_training
 from timing_model.checks import check_one_of
-from timing_model.choices import Choice, Space
+from timing_model.choices import (
+    ACCURATE,
+    ALL,
+    LARGEST_ALL_TO_ALL,
+    SEGMENTS,
+    WIDTHS,
+    Choice,
+    Space,
+    all_codecs,
+)
 from timing_model.costs import costs_of, iteration_time
 from timing_model.fit import fit, fit_text
 from timing_model.options import add_configuration, add_job, add_nodes, add_output, base_of, question_of
@@ -22,6 +32,7 @@ from timing_model.plan import plan
 from timing_model.plots import check_plot, plot_parts, save_plot
 from timing_model.predict import Answer, predict
 from timing_model.profile import Profile
+from timing_model.question import STRATEGIES
 from timing_model.rehearsal import plot_rehearsal, rehearse
 from timing_model.report import answer_text, job_line, plan_text
 from timing_model.words import Parser, whole
@@ -41,7 +52,7 @@ Ask of a cluster that was measured (torchrun ... -m pipesgd.calibrate --out clus
 or of one that is written by hand:
   timing-model predict --latency 50us --bandwidth 10Gbit/s --world-size 4 --compute 0.3s --parameters 61.1M
 
-timing-model COMMAND --help lists a command's options."""
+timing-model COMMAND --help lists a command's options; timing-model --version says which version this is."""
 PLOTTED_WIDTHS = (1, 2, 3, 4)
 
 
@@ -65,6 +76,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> str:
     if not words or words[0] in ("-h", "--help"):
         return HELP
+    if words == ["--version"]:
+        return f"timing-model {__version__}"
     check_one_of("command", words[0], list(COMMANDS))
     add_options, answer = COMMANDS[words[0]]
     options = Parser(
@@ -104,12 +117,30 @@ def _plot_widths(answer: Answer, axes: Axes) -> Axes:
 
 def _add_plan(options: Parser) -> None:
     add_job(options)
-    searched = options.add_argument_group("what is searched; by default, all that was measured")
-    searched.add_argument("--strategies", nargs="+", metavar="NAME")
-    searched.add_argument("--widths", nargs="+", type=whole(), metavar="K")
-    searched.add_argument("--codecs", nargs="+", metavar="NAME")
-    searched.add_argument("--all-reduces", nargs="+", metavar="NAME")
-    searched.add_argument("--segments", nargs="+", type=whole(), metavar="N", help="bytes of the largest message")
+    searched = options.add_argument_group("what is searched")
+    searched.add_argument("--strategies", nargs="+", metavar="NAME", help=f"({' '.join(STRATEGIES)})")
+    searched.add_argument(
+        "--widths", nargs="+", type=whole(), metavar="K", help=f"of pipelines ({' '.join(map(str, WIDTHS))})"
+    )
+    searched.add_argument(
+        "--codecs",
+        nargs="+",
+        metavar="NAME",
+        help=f"or {ALL}; some cost accuracy (those that cost next to none: {' '.join(ACCURATE)})",
+    )
+    searched.add_argument(
+        "--all-reduces",
+        nargs="+",
+        metavar="NAME",
+        help=f"(those that were measured; by hand all, all-to-all up to {LARGEST_ALL_TO_ALL} ranks)",
+    )
+    searched.add_argument(
+        "--segments",
+        nargs="+",
+        type=whole(),
+        metavar="N",
+        help=f"bytes of the largest message ({' '.join(map(str, SEGMENTS))})",
+    )
     add_nodes(searched)
     searched.add_argument(
         "--accuracy-cost",
@@ -124,9 +155,11 @@ def _add_plan(options: Parser) -> None:
 def _plan(given: Namespace) -> str:
     """The best strategy, width, codec, all-reduce and segment size, and why."""
     base = base_of(given)
-    space = Space.of(base.cluster)
+    space = Space.of(base)
     names = ("strategies", "widths", "codecs", "all_reduces", "segments")
     asked = {name: tuple(dict.fromkeys(getattr(given, name))) for name in names if getattr(given, name)}
+    if ALL in asked.get("codecs", ()):
+        asked["codecs"] = all_codecs(base.cluster)
     found = plan(
         base,
         dataclasses.replace(space, **asked),
@@ -134,7 +167,7 @@ def _plan(given: Namespace) -> str:
         extrapolate=given.extrapolate,
     )
     if given.plot:
-        shown = found.kinds[: given.top]
+        shown = found.shown(given.top)
         labels, iterations = [describe(one.question) for one in shown], [one.iteration for one in shown]
         save_plot(
             given.plot,
@@ -150,7 +183,7 @@ def _plan(given: Namespace) -> str:
         "synchronous": found.synchronous and _choice(found.synchronous),
         "uncompressed": found.uncompressed and _choice(found.uncompressed),
         "advice": advice(found),
-        "ranking": [_choice(one) for one in found.kinds[: given.top]],
+        "ranking": [_choice(one) | {"tie": one in found.tied} for one in found.kinds[: given.top]],
         "considered": found.considered,
     }
     return json.dumps(values, indent=1)
@@ -208,3 +241,6 @@ COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Namespace], str]]]
     "simulate": (_add_simulate, _simulate),
     "fit": (_add_fit, _fit),
 }
+
+if __name__ == "__main__":
+    sys.exit(main())

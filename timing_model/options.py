@@ -10,8 +10,7 @@ from pathlib import Path
 from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.checks import check_one_of
 from timing_model.measured import MOST, Calibrated, ComputeProfile, LinkProfile
-from timing_model.params import LinkParams
-from timing_model.presets import MODELS, NETWORKS, SUMS
+from timing_model.presets import MODELS, NETWORKS, ethernet
 from timing_model.profile import UNCOMPRESSED, Profile
 from timing_model.question import OWN_ALL_REDUCE, STRATEGIES, Question, compute_of
 from timing_model.units import parse_bandwidth, parse_count, parse_seconds
@@ -29,7 +28,10 @@ def add_job(options: Parser) -> None:
     cluster.add_argument("--network", metavar="NAME", help=f"a typical one: {', '.join(NETWORKS)}")
     cluster.add_argument("--latency", type=quantity(parse_seconds, "latency"), metavar="50us", help="of a message")
     cluster.add_argument(
-        "--bandwidth", type=quantity(parse_bandwidth, "bandwidth"), metavar="10Gbit/s", help="of each rank"
+        "--bandwidth",
+        type=quantity(parse_bandwidth, "bandwidth"),
+        metavar="10Gbit/s",
+        help="of each rank's link, headers included",
     )
     cluster.add_argument("--world-size", type=whole(), required=True, metavar="P", help="ranks")
     job = options.add_argument_group("model and job")
@@ -70,7 +72,9 @@ def add_configuration(options: Parser) -> None:
 
 
 def add_nodes(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--ranks-per-node", type=whole(), default=1, metavar="G", help="for hierarchical (1)")
+    group.add_argument(
+        "--ranks-per-node", type=whole(), default=1, metavar="G", help="for hierarchical; no effect on ring, native (1)"
+    )
     group.add_argument("--cards", type=whole(), default=1, metavar="R", help="of a node, for hierarchical (1)")
 
 
@@ -118,17 +122,17 @@ def _cluster(given: Namespace) -> Profile:
     if given.network is not None:
         check_one_of("network", given.network, list(NETWORKS))
         link = NETWORKS[given.network]
+        if given.latency is not None:
+            link = dataclasses.replace(link, alpha=given.latency)
+        if given.bandwidth is not None:
+            link = dataclasses.replace(link, beta=ethernet(given.bandwidth, 0.0).beta)
     elif given.latency is None and given.bandwidth is None:
         raise ValueError("cluster must be given, or --network, or --latency and --bandwidth; got none")
     else:
         for name in ("latency", "bandwidth"):
             if getattr(given, name) is None:
                 raise ValueError(f"{name} must be given, too, without --cluster or --network; got none")
-        link = LinkParams(alpha=0.0, beta=0.0, gamma=SUMS, sync=0.0)
-    if given.latency is not None:
-        link = dataclasses.replace(link, alpha=given.latency)
-    if given.bandwidth is not None:
-        link = dataclasses.replace(link, beta=1 / given.bandwidth)
+        link = ethernet(given.bandwidth, given.latency)
     return Profile(calibrated=NOTHING, link=LinkProfile.exact(link))
 
 

@@ -11,6 +11,9 @@ from timing_model.costs import costs_of, iteration_time
 from timing_model.question import Question, support_of
 from timing_model.search import Search
 
+REFERENCES = ("ddp", "ps-sync")
+"""Strategies that are shown, however slow they are."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -22,7 +25,8 @@ class Plan:
     """All that were not ruled out by bounds, each with its best segment size; the best of each codec is among them. The
     fastest come first, and where times are in a tie, the simplest."""
     synchronous: Choice | None
-    """The best one of width 1, ddp, or parameter servers; None if none was searched, as below."""
+    """The best one of width 1, ddp, or parameter servers, with a codec that torch has, too (``NATIVE_CODECS``), if one
+    of these is searched; None if none was, as below."""
     uncompressed: Choice | None
     """The best one without a codec."""
     considered: int
@@ -35,6 +39,27 @@ class Plan:
         for one in self.ranking:
             first.setdefault((one.question.strategy, one.question.width, one.question.codec), one)
         return tuple(first.values())
+
+    @property
+    def fastest(self) -> float:
+        """The smallest score in the ranking."""
+        return min(one.score for one in self.ranking)
+
+    @property
+    def tied(self) -> tuple[Choice, ...]:
+        """Those of ``kinds`` that are as fast as ``best``, up to a tie, and less simple."""
+        return tuple(one for one in self.kinds if one is not self.best and one.score <= self.fastest * (1 + TIE))
+
+    def shown(self, top: int) -> tuple[Choice, ...]:
+        """The simplest of each tie, at most ``top``, the best first; and what people compare with: the best synchronous
+        one, the best without a codec, ddp, and a parameter server."""
+        others = [next((one for one in self.ranking if one.question.strategy == name), None) for name in REFERENCES]
+        references = [one for one in (self.best, self.synchronous, self.uncompressed, *others) if one is not None]
+        simplest: dict[float, Choice] = {}
+        for one in self.kinds:
+            simplest.setdefault(_ties(one.score, self.fastest), one)
+        shown = {id(one) for one in [*references, *list(simplest.values())[:top]]}
+        return tuple(one for one in self.ranking if id(one) in shown)
 
 
 def plan(
@@ -51,7 +76,7 @@ def plan(
 
     Args:
         base: the job.
-        space: what is searched; by default all that was measured.
+        space: what is searched; by default ``Space.of`` the job.
         accuracy_cost: by what share more iterations it takes to the same accuracy: ``width`` for each one above 1, or
             a codec's name.
         extrapolate: also search outside of what was measured.
@@ -59,7 +84,7 @@ def plan(
     Raises:
         ValueError: nothing is left to be searched.
     """
-    space = space or Space.of(base.cluster)
+    space = space or Space.of(base)
     search = Search(base, space, accuracy_cost or {}, extrapolate)
     for question in search.whole():
         search.add(question, *iteration_time(question, costs_of(question)))

@@ -10,10 +10,15 @@ from typing import Any
 from timing_model.all_reduce import CollectiveTime
 from timing_model.costs import Costs, correction_of, costs_of, estimates_of, iteration_time
 from timing_model.iteration import IterationTime, job_time
+from timing_model.jitter import lasting_period
 from timing_model.question import OUTSIDE, Question, Support, support_of
 
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
 LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER)
+BALANCE = "balance"
+"""No single limit: several of them take about equally long."""
+LEAST_GAIN = 0.05
+"""Gain of the best of the ``LIMITS`` below which none of them is the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class Answer:
     low: float
     """Where the iteration's 90 % interval begins, by the intervals of all estimates and the profile's residual."""
     high: float
+    lasting: float
+    """Mean of an iteration if ranks stay slow or fast for many iterations, not for one: the most that jitter costs."""
     collective: CollectiveTime
     """The whole of one, hidden or not; with ddp, of all buckets."""
     support: Support
@@ -38,23 +45,24 @@ class Answer:
     job: float | None
     """Time of the whole job; None if neither its iterations nor its epochs are given."""
     limit: str
-    """One of ``LIMITS``: what the iteration would gain most from, if it took half as long."""
+    """The one of ``LIMITS`` with the largest gain, or ``BALANCE`` if none gains ``LEAST_GAIN``."""
     gains: dict[str, float]
-    """How many times faster an iteration is with half of each of the ``LIMITS``: 1 if that changes nothing."""
+    """How many times faster an iteration is with half of each of the ``LIMITS``, and without any jitter and slow ranks:
+    1 if that changes nothing."""
 
     def as_json(self) -> dict[str, Any]:
         """For programs; times in s."""
         question, iteration = self.question, self.iteration
         return {
             "iteration_seconds": iteration._asdict()
-            | {"exposed": iteration.exposed, "low": self.low, "high": self.high},
+            | {"exposed": iteration.exposed, "low": self.low, "high": self.high, "lasting": self.lasting},
             "collective_seconds": self.collective._asdict(),
             "epoch_seconds": self.epoch,
             "job_seconds": self.job,
             "samples_per_second": self.samples_per_second,
             "efficiency": self.efficiency,
             "limited_by": self.limit,
-            "gains_of_half": self.gains,
+            "gains": self.gains,
             "support": self.support.kind,
             "reasons": list(self.support.reasons),
             "question": {
@@ -74,8 +82,7 @@ def predict(question: Question, *, extrapolate: bool = False) -> Answer:
         ValueError: it is outside of what was measured, and ``extrapolate`` does not say that this is known.
     """
     support = support_of(question)
-    if support.kind == OUTSIDE and not extrapolate:
-        raise ValueError(f"extrapolate must be asked for outside of what was measured; got {support.reasons[0]}")
+    refuse_outside(support, extrapolate)
     costs = costs_of(question)
     iteration, collective = iteration_time(question, costs)
     below, above = _spread(question, costs, iteration.total)
@@ -90,15 +97,24 @@ def predict(question: Question, *, extrapolate: bool = False) -> Answer:
         iteration=iteration,
         low=max(0.0, iteration.total - below),
         high=iteration.total + above,
+        lasting=_lasting(question, costs, iteration, collective),
         collective=collective,
         support=support,
         efficiency=workers / question.world_size * (alone / iteration.total if iteration.total > 0 else 1.0),
         samples_per_second=workers * batch_size / iteration.total if batch_size and iteration.total > 0 else None,
         epoch=None if per_epoch is None else per_epoch * iteration.total,
         job=None if iterations is None else job_time(iteration, iterations, in_flight),
-        limit=max(gains, key=lambda name: gains[name]),
+        limit=_limit(gains),
         gains=gains,
     )
+
+
+def refuse_outside(support: Support, extrapolate: bool) -> None:
+    """Raise ``ValueError`` if a question is outside of what was measured or checked, unless it is to be answered."""
+    if support.kind == OUTSIDE and not extrapolate:
+        raise ValueError(
+            f"extrapolate must be asked for outside of what was measured or checked; got {support.reasons[0]}"
+        )
 
 
 def _spread(question: Question, costs: Costs, total: float) -> tuple[float, float]:
@@ -129,7 +145,11 @@ def _spread(question: Question, costs: Costs, total: float) -> tuple[float, floa
 
 
 def _gains(question: Question, costs: Costs, iteration: IterationTime) -> dict[str, float]:
-    """How many times faster an iteration is with half of each limit."""
+    """How many times faster an iteration is with half of each limit, and without any jitter.
+
+    Jitter and slow ranks are shares of the computation: half of the computation is half of them, too, and would always
+    gain more than half of them alone.
+    """
 
     def half(value: Any, *names: str) -> Any:
         return dataclasses.replace(value, **{name: getattr(value, name) / 2 for name in names})
@@ -144,5 +164,17 @@ def _gains(question: Question, costs: Costs, iteration: IterationTime) -> dict[s
         ),
     }
     times = {name: iteration_time(question, one)[0].total for name, one in changed.items()}
-    times[JITTER] = iteration.total - iteration.jitter / 2
+    times[JITTER] = iteration.total - iteration.jitter
     return {name: iteration.total / time if time > 0 else 1.0 for name, time in times.items()}
+
+
+def _lasting(question: Question, costs: Costs, iteration: IterationTime, collective: CollectiveTime) -> float:
+    if question.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
+        return iteration.total
+    t_compute, t_comm = costs.times.at_width(question.width, collective.total)
+    return max(iteration.total, lasting_period(t_compute, t_comm, question.width, question.workers, question.noise))
+
+
+def _limit(gains: dict[str, float]) -> str:
+    largest = max(gains, key=lambda name: gains[name])
+    return largest if gains[largest] >= 1 + LEAST_GAIN else BALANCE

@@ -9,18 +9,25 @@ PAYLOAD_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14)
 timestamps are the 12) inside, and of Ethernet in front."""
 SUMS = 1e-10
 """Seconds to add up a byte of float32 in memory: 10 GB/s, one core. What ``pipesgd.calibrate`` measures."""
+OVERHEAD = 3e-5
+"""CPU time of a message, in s, where nothing was measured: near the least of what the calibrations of
+``experiments.validate_timing_model`` found where they could tell it, 27 to 390 us on cores that ranks share."""
+FASTEST_CHECKED = 10e9 / 8
+"""Bytes a second of payload above which answers without a calibration are optimistic: one core sends about as much."""
 
 
-def _ethernet(gigabits: float, alpha: float) -> LinkParams:
-    return LinkParams(alpha=alpha, beta=8 / (gigabits * 1e9 * PAYLOAD_SHARE), gamma=SUMS, sync=0.0)
+def ethernet(bytes_per_second: float, alpha: float) -> LinkParams:
+    """An Ethernet link of this rate, headers included, and this latency in s."""
+    beta = 1 / (bytes_per_second * PAYLOAD_SHARE)
+    return LinkParams(alpha=alpha, beta=beta, gamma=SUMS, sync=0.0, overhead=OVERHEAD)
 
 
 NETWORKS: dict[str, LinkParams] = {
-    "1GbE": _ethernet(1, 50e-6),
-    "10GbE": _ethernet(10, 30e-6),
-    "25GbE": _ethernet(25, 20e-6),
-    "100GbE": _ethernet(100, 15e-6),
-    "infiniband": LinkParams(alpha=2e-6, beta=8 / 200e9, gamma=SUMS, sync=0.0),
+    "1GbE": ethernet(1e9 / 8, 50e-6),
+    "10GbE": ethernet(10e9 / 8, 30e-6),
+    "25GbE": ethernet(25e9 / 8, 20e-6),
+    "100GbE": ethernet(100e9 / 8, 15e-6),
+    "infiniband": LinkParams(alpha=2e-6, beta=8 / 200e9, gamma=SUMS, sync=0.0, overhead=OVERHEAD),
 }
 """Latencies are typical ones of TCP through a switch, and of 200 Gbit/s InfiniBand; measure your own."""
 
@@ -47,9 +54,9 @@ def _codec(name: str, bits: float, encode: float, decode: float, hop: float) -> 
 CODECS: dict[str, CodecCost] = {
     codec.name: codec
     for codec in (
-        _codec("truncate16", 16.0, 2.4e-10, 2.8e-10, 3.1e-10),
         _codec("bf16", 16.0, 2.5e-10, 2.8e-10, 3.2e-10),
         _codec("fp16", 16.0, 2.6e-10, 2.8e-10, 3.1e-10),
+        _codec("truncate16", 16.0, 2.4e-10, 2.8e-10, 3.1e-10),
         _codec("int8", 8.03, 2.0e-10, 2.5e-10, 2.7e-10),
         _codec("int4", 4.13, 2.8e-10, 2.4e-10, 3.1e-10),
         _codec("ternary", 2.03, 3.1e-10, 1.9e-10, 3.6e-10),
@@ -57,5 +64,6 @@ CODECS: dict[str, CodecCost] = {
         _codec("sign", 1.06, 2.7e-10, 1.9e-10, 3.4e-10),
     )
 }
-"""What this project's codecs cost on one core of a server, in memory (``experiments/results/bench_codecs.csv``; adding
+"""What this project's codecs cost on one core of a server; of equal bits, the more accurate first (biased truncation
+comes after both roundings). Measured in memory (``experiments/results/bench_codecs.csv``; adding
 was not measured apart, and is taken to cost what decoding does); measure your own."""

@@ -11,7 +11,7 @@ from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES, messages_meet
 from timing_model.checks import check_count, check_one_of
 from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile
 from timing_model.params import FLOAT_BYTES, Noise
-from timing_model.presets import CODECS
+from timing_model.presets import CODECS, FASTEST_CHECKED
 from timing_model.profile import UNCOMPRESSED, Profile
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
@@ -19,6 +19,11 @@ NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
 """Those that torch's own all-reduce can add up."""
 OWN_ALL_REDUCE = {"pipelined": "ring", "ddp": "native", "ps-sync": None}
 """What a strategy reduces by if nothing is said."""
+ON_NODES = ("ring", "native", "hierarchical")
+"""All-reduces whose time is known where adjoining ranks share a node and its network card. On a ring only one of them
+sends to another node, so nothing changes; with the others all would send at once."""
+CHECKED_CV = 0.6
+"""Spread of the computation up to which ``jitter.steady_state_period`` was held to the simulator."""
 REACH = 8.0
 """How many times more, or less, than what was measured is extrapolated; further is outside."""
 LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
@@ -31,6 +36,11 @@ TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items(
 
 WITH_BATCH = ("forward", "backward")
 """What grows with the batch, of a ``ComputeProfile``."""
+
+FAST = (
+    "above 10 Gbit/s these times are too short by an unknown factor: the CPU time of every byte and copies from a GPU "
+    "were never measured and are left out; ddp is torch's over gloo, not NCCL"
+)
 
 GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE = "as given", "interpolated", "extrapolated", "outside"
 SUPPORTS = (GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
@@ -61,8 +71,9 @@ class Question:
     """One of ``ALL_REDUCES``; native with ddp, None with ps-sync."""
     segment_bytes: int = SEGMENT_BYTES
     ranks_per_node: int = 1
-    """For hierarchical, as ``cards``, of a node."""
+    """Adjoining ranks that share a node; those of ``ON_NODES`` only."""
     cards: int = 1
+    """Network cards of a node, which hierarchical's ranks share."""
     servers: int = 1
     """For ps-sync, as ``placement``: beside workers, or on ranks of their own."""
     placement: str = "beside"
@@ -82,11 +93,27 @@ class Question:
         if self.strategy != "pipelined" and self.width != 1:
             raise ValueError(f"width must be 1 with strategy {self.strategy}, which has no pipeline; got {self.width}")
         self._check_all_reduce()
+        self._check_nodes()
         self._check_codec()
         if self.epochs is not None and self.iterations is not None:
             raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
         if self.epochs is not None and self.iterations_per_epoch is None:
-            raise ValueError(f"epochs must be left out where samples are not known; got {self.epochs}")
+            raise ValueError(
+                "epochs must be left out where the samples or the batch size are not known (give both, or iterations); "
+                f"got {self.epochs}"
+            )
+
+    def _check_nodes(self) -> None:
+        g = self.ranks_per_node
+        if self.world_size % g:
+            raise ValueError(f"ranks_per_node must divide {self.world_size} ranks; got {g}")
+        if self.cards > g:
+            raise ValueError(f"cards must be at most as many as ranks_per_node, {g}; got {self.cards}")
+        if g > 1 and self.all_reduce not in ON_NODES:
+            raise ValueError(
+                f"ranks_per_node must be 1 with {self.measured_as}, whose ranks would share their node's card, which "
+                f"the model cannot tell; got {g}"
+            )
 
     def _check_all_reduce(self) -> None:
         if self.strategy == "ps-sync":
@@ -96,11 +123,11 @@ class Question:
         check_one_of("all_reduce", self.all_reduce or "none", ALL_REDUCES)
         if self.strategy == "ddp" and self.all_reduce != "native":
             raise ValueError(f"all_reduce must be native with strategy ddp; got {self.all_reduce}")
-        if self.all_reduce == "hierarchical":
-            if self.cluster.inner is None:
-                raise ValueError("all_reduce must not be hierarchical: the cluster has no inner link; got hierarchical")
-            if self.world_size % self.ranks_per_node:
-                raise ValueError(f"ranks_per_node must divide {self.world_size} ranks; got {self.ranks_per_node}")
+        if self.all_reduce == "hierarchical" and self.cluster.inner is None:
+            raise ValueError(
+                "all_reduce must not be hierarchical without an inner link, a table [inner] in the cluster's file; "
+                "got hierarchical"
+            )
         p = self.world_size
         if self.meets and p > LARGEST_SIMULATED:
             raise ValueError(
@@ -219,12 +246,17 @@ def support_of(question: Question) -> Support:
     Interpolated: world size and bytes are within what was measured, and so is everything that has a name. Extrapolated:
     numbers are up to ``REACH`` times beyond, or a world size was not measured where ranks share cores, or an all-reduce
     was not, which has the ring's link then, or the computation is as given. Outside: further, or a codec or servers
-    that never ran.
+    that never ran, or a spread of the computation above ``CHECKED_CV``.
     """
     cluster, ranges = question.cluster, question.cluster.calibrated
-    if not ranges.world_sizes:
-        return Support(GIVEN, ())
     reasons: list[tuple[str, str]] = []
+    if question.compute.cv > CHECKED_CV:
+        checked = f"cv {question.compute.cv:g}; the formulas were checked up to {CHECKED_CV:g}"
+        reasons.append((OUTSIDE, f"{checked} (timing-model simulate needs no formula)"))
+    if not ranges.world_sizes:
+        if question.world_size > 1 and cluster.link.beta.value < 1 / FASTEST_CHECKED:
+            reasons.append((GIVEN, FAST))
+        return Support(reasons[0][0] if reasons else GIVEN, tuple(reason for _, reason in reasons))
 
     def beyond(value: float, low: float, high: float, what: str, measured: str) -> None:
         if not low <= value <= high:

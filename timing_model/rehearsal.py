@@ -10,8 +10,8 @@ import numpy as np
 
 from timing_model.advice import describe
 from timing_model.costs import costs_of
-from timing_model.predict import Answer, predict
-from timing_model.question import Question
+from timing_model.predict import Answer, predict, refuse_outside
+from timing_model.question import Question, support_of
 from timing_model.report import job_line, support_lines, table
 from timing_model.simulate import simulate_iterations
 from timing_model.spans import timeline
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ITERATIONS = 1000
+MEDIAN_ITERATIONS = 5000
+"""Iterations for a median that varies by less than a percent with the seed."""
 MOST_DRAWS = 10**10
 """Ranks times iterations: minutes."""
 DRAWN_RANKS, DRAWN_ITERATIONS = 6, 6
@@ -74,7 +76,9 @@ def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) ->
     """
     if question.strategy == "ddp":
         raise ValueError("strategy must be pipelined or ps-sync to be simulated; got ddp")
-    answer = predict(question, extrapolate=extrapolate)
+    calm = dataclasses.replace(question, compute=dataclasses.replace(question.compute, cv=0.0))
+    refuse_outside(support_of(calm), extrapolate)  # the simulation needs none of the formulas that cv limits
+    answer = predict(question, extrapolate=True)
     iterations = question.job_iterations or ITERATIONS
     if iterations * question.world_size > MOST_DRAWS:
         most = MOST_DRAWS // question.world_size
@@ -89,7 +93,7 @@ def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) ->
         noise=question.noise,
         seed=seed,
     )
-    each = np.diff(simulation.ends, prepend=0.0)
+    each = simulation.each
     return Rehearsal(
         answer=answer,
         iterations=iterations,
@@ -99,6 +103,14 @@ def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) ->
         slowest=float(each.max()),
         job=float(simulation.ends[-1]),
     )
+
+
+def median_share(question: Question) -> float:
+    """Median of an iteration over its mean, as simulated: what people measure of a run is its median."""
+    if question.noise.cv == 0:
+        return 1.0
+    rehearsal = rehearse(dataclasses.replace(question, iterations=MEDIAN_ITERATIONS, epochs=None), extrapolate=True)
+    return rehearsal.median / rehearsal.period if rehearsal.period > 0 else 1.0
 
 
 def plot_rehearsal(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:

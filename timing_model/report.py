@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from timing_model.advice import advice, describe, ratio, reason, words_for_training
-from timing_model.choices import Choice
+from timing_model.choices import TIE, Choice
 from timing_model.plan import Plan
-from timing_model.predict import CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
+from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
 from timing_model.question import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Question, Support
 from timing_model.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 BAR = 30
 """Characters of a whole bar."""
+NAMED = 4
+"""Configurations of a tie that are named."""
+SHOWN = 0.01
+"""Share by which lasting jitter must make an iteration longer to be mentioned."""
 CHANGES = {
     COMPUTATION: "with computation twice as fast",
     NETWORK: "with a network twice as fast",
     LATENCY: "with half the latency",
+    JITTER: "without slow ranks",
 }
 LIMIT_WORDS = {
     COMPUTATION: "the computation",
     NETWORK: "the network's bandwidth",
     LATENCY: "latency",
     CODEC: "the codec and sums",
-    JITTER: "ranks that wait for the slowest one",
+    JITTER: "slow ranks, which the others wait for",
+    BALANCE: "several parts that take equally long",
 }
 
 
@@ -43,7 +49,7 @@ def job_line(question: Question) -> str:
     """The cluster and the model."""
     compute, link = question.compute, question.cluster.link
     batch = f", batch of {compute.batch_size} a rank" if compute.batch_size else ""
-    rate = "no limit of bandwidth" if link.beta.value == 0 else format_bandwidth(1 / link.beta.value)
+    rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
     model = "a model" if compute.model == "given" else compute.model
     ranks = "1 rank" if question.world_size == 1 else f"{question.world_size} ranks"
     return (
@@ -70,6 +76,8 @@ def answer_text(answer: Answer) -> str:
     facts = [("all communication, hidden or not", format_seconds(answer.collective.total))]
     if answer.samples_per_second is not None:
         facts.append(("samples a second", f"{answer.samples_per_second:,.0f}"))
+    if answer.lasting > iteration.total * (1 + SHOWN):
+        facts.append(("an iteration, if slow phases of a rank last", format_seconds(answer.lasting)))
     facts.append(("scaling efficiency", f"{answer.efficiency:.1%} of {question.world_size} times one rank"))
     if answer.epoch is not None:
         facts.append(("an epoch", format_seconds(answer.epoch)))
@@ -103,18 +111,15 @@ def plan_text(plan: Plan, answer: Answer, top: int) -> str:
     considered = f"{plan.considered:,} configurations searched, {len(plan.ranking):,} of them computed to the end"
     lines = [job_line(best.question), considered, ""]
     rows = [("", "configuration", "iteration", "", "why")]
-    others = [next((one for one in plan.ranking if one.question.strategy == name), None) for name in ("ddp", "ps-sync")]
-    references = (best, plan.synchronous, plan.uncompressed, *others)
-    shown = [
-        one
-        for number, one in enumerate(plan.kinds)
-        if number < top or any(one is reference for reference in references)
-    ]
-    for one in shown:
+    for one in plan.shown(top):
         mark = "*" if one is best else ""
-        slower = "" if one is best else compared(one, best)
+        slower = "" if one is best else "tie" if one in plan.tied else compared(one, best)
         rows.append((mark, describe(one.question), format_seconds(one.iteration.total), slower, reason(one)))
     lines += [*table(rows, right=(2, 3)), ""]
+    if plan.tied:
+        named = [describe(one.question) for one in plan.tied]
+        more = f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
+        lines += [f"As fast, within {TIE:.0%}, but less simple: {'; '.join(named[:NAMED])}{more}."]
     lines += [f"Choose {describe(best.question)}: {words_for_training(best.question)}"]
     if answer.low < answer.high:
         lines += [f"An iteration will take {format_seconds(answer.low)} to {format_seconds(answer.high)} (90 %)."]

@@ -14,7 +14,7 @@ from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.costs import collective_time, costs_of, pipelined_time
 from timing_model.iteration import IterationTime
 from timing_model.profile import UNCOMPRESSED
-from timing_model.question import OUTSIDE, OWN_ALL_REDUCE, Question, support_of
+from timing_model.question import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Question, support_of
 
 LARGEST_MEETING = 32
 """Ranks up to which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and it
@@ -64,8 +64,9 @@ class Search:
             check_at_least("accuracy_cost", share, 0)
         for codec in space.codecs:
             dataclasses.replace(self._base, codec=codec)  # refuses one that is not known
+        usual = [codec for codec in space.codecs if codec in NATIVE_CODECS] or space.codecs
         self.all = Group(lambda question: True)
-        self.synchronous = Group(lambda question: question.width == 1)
+        self.synchronous = Group(lambda question: question.width == 1 and question.codec in usual)
         self.uncompressed = Group(lambda question: question.codec == UNCOMPRESSED)
         self._groups = [self.all, self.synchronous, self.uncompressed]
         # So that the ranking compares codecs:

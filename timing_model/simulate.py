@@ -34,6 +34,12 @@ class Simulation:
             return float(self.ends[-1])
         return float((self.ends[-1] - self.ends[first]) / (len(self.ends) - 1 - first))
 
+    @property
+    def each(self) -> Values:
+        """Time of each iteration in the steady state, in s."""
+        first = int(len(self.ends) * SETTLING)
+        return np.diff(self.ends[first:]) if first < len(self.ends) - 1 else self.ends[-1:]
+
 
 def simulate_iterations(
     *,

@@ -146,7 +146,7 @@ def read_tables(path: Path) -> Table:
     try:
         return Table(path.name, "", tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as failure:
-        raise ValueError(f"{path} must be a file to read; {failure.strerror}") from None
+        raise ValueError(f"{path} must be a file to read, which pipesgd.calibrate writes; {failure.strerror}") from None
     except (ValueError, RecursionError) as failure:  # a byte that is no UTF-8 is a ValueError, too
         reason = "it is nested too deeply" if isinstance(failure, RecursionError) else str(failure)
         raise ValueError(f"{path.name} must be whole and of TOML's form; {reason.splitlines()[0]}") from None

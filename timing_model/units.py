@@ -6,7 +6,6 @@ A unit is never guessed: 10Gb may be bits or bytes, an eightfold difference, so 
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Mapping
 
@@ -22,7 +21,9 @@ NBYTES = {
     **{f"{prefix}B": factor for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))},
     **{f"{prefix}iB": factor for prefix, factor in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30))},
 }
-_NUMBER = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*(\D*?)\s*", re.IGNORECASE)
+MOST = 1e18
+"""The largest quantity, in its base unit: what is larger is a mistake, and could overflow."""
+_NUMBER = re.compile(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)\s*(\D*?)\s*", re.IGNORECASE)
 _MISSPELT = {
     **{f"{prefix}bit": f"{prefix}bit/s" for prefix in "kMGT"},
     "µs": "us",
@@ -136,10 +137,12 @@ def _parse(name: str, text: str, units: Mapping[str, float], example: str) -> fl
         raise ValueError(f"{name} must be a number with a unit such as {example}; got {text!r}")
     number, unit = match.groups()
     if unit not in units:
+        if not unit and "us" in units:  # seconds are so different that no example fits all
+            example = f"{number}us, {number}ms or {number}s"
         raise ValueError(f"{name} must have a unit such as {example}; got {text!r}{_did_you_mean(number, unit, units)}")
     value = float(number) * units[unit]
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} must be at least 0 and finite; got {text!r}")
+    if not 0 <= value <= MOST:
+        raise ValueError(f"{name} must be from 0 to {MOST:g}; got {text!r}")
     return value
 
 

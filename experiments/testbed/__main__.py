@@ -29,8 +29,9 @@ from experiments.testbed.links import (
     time_text,
 )
 from pipesgd.command_line import HelpRequested
-from pipesgd.ending import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated
+from pipesgd.ending import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Terminated
 from pipesgd.errors import PipesgdError, RunError, UserInputError
+from pipesgd.process import EXIT_TERMINATED
 
 FAR = 0.2
 """A measured rate or latency that differs by more than this share from what was asked is worth a warning."""

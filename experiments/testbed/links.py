@@ -81,6 +81,10 @@ def packets_at_once(rate: float) -> int:
     return burst(rate) // 2 // (MTU + ETHERNET)
 
 
+MOST = 1e18
+"""The largest rate in bit/s, or latency in seconds: what is larger is a mistake."""
+
+
 def parse_rate(text: str) -> float:
     """bit/s. Raises ``UserInputError``."""
     value = _quantity("rate", text.lower().removesuffix("/s"), RATE_UNITS, "200mbit", text)
@@ -96,7 +100,7 @@ def parse_latency(text: str) -> float:
 
 def parse_loss(text: str) -> float:
     """A probability, from ``0.1%`` or ``0.001``. Raises ``UserInputError``."""
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(%?)", text.strip())
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)", text.strip())
     value = math.nan if match is None else float(match[1]) / (100 if match[2] else 1)
     if not 0 <= value <= 1:
         raise UserInputError(f"loss must be a percentage or a probability, e.g. 0.1% or 0.001; got {text!r}")
@@ -106,20 +110,23 @@ def parse_loss(text: str) -> float:
 def parse_slow_node(text: str) -> tuple[int, float]:
     """A node's number and the rate of its link in bit/s, from ``3:100mbit``. Raises ``UserInputError``."""
     node, colon, rate = text.partition(":")
-    if not colon or not node.isdecimal():
+    if not colon or not (node.isascii() and node.isdecimal()):
         raise UserInputError(f"slow-node must be the number of a node and a rate, e.g. 3:100mbit; got {text!r}")
     return int(node), parse_rate(rate)
 
 
 def _quantity(name: str, text: str, units: Mapping[str, float], example: str, given: str) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*)", text.strip())
     if match is None or match[2] not in units:
         *others, last = units
         hint = "" if match is None else did_you_mean(match[2], list(units))
         raise UserInputError(
             f"{name} must be a number and a unit, {', '.join(others)} or {last}, e.g. {example}; got {given!r}{hint}"
         )
-    return float(match[1]) * units[match[2]]
+    value = float(match[1]) * units[match[2]]
+    if value > MOST:
+        raise UserInputError(f"{name} must be at most {MOST:g} in its base unit; got {given!r}")
+    return value
 
 
 def rate_text(rate: float) -> str:

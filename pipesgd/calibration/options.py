@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from pipesgd.checks import check_above_zero, check_at_least, check_one_of
+from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_timeout
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.config import (
     DEFAULT_TIMEOUT,
@@ -77,7 +77,7 @@ class CalibrationOptions:
                 f"all-reduces must have {RING}, whose link others have; got {' '.join(self.all_reduces)}"
             )
         check_one_of("prediction", self.prediction, PREDICTIONS)
-        check_above_zero("timeout", self.timeout)
+        check_timeout(self.timeout)
         if self.plot is not None and self.plot == self.out:
             raise UserInputError(f"plot must be another file than --out; got {self.plot}")
 

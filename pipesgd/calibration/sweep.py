@@ -82,7 +82,7 @@ class Sweep:
                 if ranks.rank not in members:
                     continue
                 if group is not None:
-                    own[name] = NativeAllReduce(group, timeout)
+                    own[name] = NativeAllReduce([group], members.index(ranks.rank), len(members), timeout)
                     continue
                 schedule = SCHEDULES[name](members.index(ranks.rank), len(members))
                 own[name] = ScheduledAllReduce(Part(transport, members), schedule, Uncompressed())

@@ -9,6 +9,7 @@ from pipesgd.codecs.floats import Uncompressed
 from pipesgd.collectives.all_to_all import all_to_all
 from pipesgd.collectives.base import AllReduce
 from pipesgd.collectives.halving_doubling import halving_doubling
+from pipesgd.collectives.headers import Headers
 from pipesgd.collectives.hierarchical import hierarchical
 from pipesgd.collectives.native import NativeAllReduce
 from pipesgd.collectives.pinned import PinnedTransport
@@ -16,7 +17,13 @@ from pipesgd.collectives.recursive_doubling import recursive_doubling
 from pipesgd.collectives.ring import gather_ring, ring
 from pipesgd.collectives.schedule import Schedule
 from pipesgd.collectives.scheduled import ScheduledAllReduce
-from pipesgd.collectives.transport import TorchTransport, Transport, communication_group
+from pipesgd.collectives.transport import (
+    TorchTransport,
+    Transport,
+    communication_group,
+    destroy,
+    wait_for_all,
+)
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 from pipesgd.launch import Ranks
 
@@ -64,20 +71,62 @@ class Connections:
         ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 0
         backend = None if all_reduce == "native" else "gloo"
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(streams)]
+        on_host = all_reduce != "native" or device == "cpu"  # nccl knows no tensors on the host
+        self._control = self._groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
+        if ranks.rank >= ranks.world_size:  # ``ranks`` are the first of the job's, and this one is none of them
+            return
+        self.control = TorchTransport(self._control, timeout)
+        """What the headers travel on, and counts them."""
+        self._headers = Headers(self.control)
         if all_reduce == "native":
             return
-        transport = TorchTransport(self._groups, timeout)
-        self.transport: Transport = PinnedTransport(transport) if device == "cuda" else transport
+        self._transport = TorchTransport(self._groups, timeout, before_arrivals=self._headers.check)
+        self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
         if all_reduce == "hierarchical":
             self._schedule = hierarchical(ranks.rank, ranks.world_size, ranks_per_node)
         else:
             self._schedule = SCHEDULES[all_reduce](ranks.rank, ranks.world_size)
 
+    def begin(self, call: str, iteration: int) -> None:
+        """What is summed until the next ``begin`` is of ``call`` (one of ``headers.CALLS``) in ``iteration``.
+
+        Collectives fail from now on if the previous rank around the ring is at something else.
+        """
+        self._headers.begin(call, iteration)
+        if self._name != "native":
+            self._transport.tag = self._headers.tag
+
+    def check(self) -> None:
+        """Wait until the previous rank around the ring has begun the same.
+
+        Raises:
+            OutOfStepError: it has begun something else.
+            CommunicationError: it was lost, or silent for longer than the deadline.
+        """
+        self._headers.check()
+
+    def wait_for_all(self) -> None:
+        """Return when all ranks have called this, and none has a message for another one any more.
+
+        Raises:
+            CommunicationError: a rank was lost, or silent for longer than the deadline.
+        """
+        self.check()
+        wait_for_all(self._control[0], self._timeout)
+
+    def close(self) -> None:
+        """Destroy the process groups, and with them the connections: the collectives cannot be used any more."""
+        destroy({*self._groups, *self._control})
+        self._groups.clear()  # transports and collectives look here, so nobody holds a group any more
+        self._control.clear()
+
     def all_reduce(self, codec: Codec | None = None) -> AllReduce:
         """The all-reduce with this codec on the wire; exact without one."""
         codec = codec or Uncompressed()
         if self._name == "native":
-            return NativeAllReduce(self._groups[0], self._timeout, codec.name)
+            return NativeAllReduce(
+                self._groups, self.ranks.rank, self.ranks.world_size, self._timeout, codec.name, self.check
+            )
         return self._scheduled(self._schedule, codec)
 
     def all_gather(self) -> AllReduce:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -17,14 +18,27 @@ NATIVE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NativeAllReduce:
-    """Sums a flat tensor over the ranks of ``group``, in place, by ``torch.distributed.all_reduce``.
+    """Sums a flat tensor over the ranks of the first of ``groups``, in place, by ``torch.distributed.all_reduce``.
+
+    Whoever is no member of that group may make one, since all ranks of a job make groups together, but not call it.
 
     With the codec bf16 or fp16 the values are rounded to that dtype first, and every sum on the way is.
+    ``before`` is called before each sum.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float, codec: str = "fp32"):
-        self._group = group
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        rank: int,
+        world_size: int,
+        timeout: float,
+        codec: str = "fp32",
+        before: Callable[[], None] = lambda: None,
+    ):
+        self._groups = groups
+        self._rank, self._world_size = rank, world_size
         self._timeout = timeout
+        self._before = before
         self._dtype = NATIVE_DTYPES[codec]
         self._rounded: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -45,13 +59,14 @@ class NativeAllReduce:
     def wire_bytes(self, flat: Tensor) -> int:
         """What a ring sends. torch does not count; gloo's real ring rounds chunks up a little."""
         element_size = flat.element_size() if self._dtype is None else self._dtype.itemsize
-        return ring_wire_bytes(self._group.rank(), self._group.size(), flat.numel(), element_size)
+        return ring_wire_bytes(self._rank, self._world_size, flat.numel(), element_size)
 
     def _sum(self, flat: Tensor) -> None:
+        self._before()
         try:
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            work = dist.all_reduce(flat, group=self._groups[0], async_op=True)
             work.wait(timedelta(seconds=self._timeout))
             if flat.is_cuda:  # nccl's wait only makes the stream wait: here the sum must be there
                 torch.cuda.current_stream().synchronize()
         except RuntimeError as failure:
-            raise lost(failure, self._group.rank(), None, "native all-reduce", self._timeout) from failure
+            raise lost(failure, self._rank, None, "native all-reduce", self._timeout) from failure

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -55,6 +56,8 @@ class Transport(Protocol):
 class TorchTransport:
     """Transport over process groups of torch.distributed, of messages that bear ``tag``, used by no other thread.
 
+    ``before_arrivals`` is called whenever a message that is to arrive is about to be waited for.
+
     Each group has connections of its own; the messages between two ranks take turns on them, in the same order at both
     ends: one TCP stream may not fill a fast or a long link. The groups are of the same ranks.
 
@@ -63,16 +66,23 @@ class TorchTransport:
     gloo keeps the tags of a connection apart, and lets any thread send and receive.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], timeout: float, tag: int = 0):
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        timeout: float,
+        tag: int = 0,
+        before_arrivals: Callable[[], None] = lambda: None,
+    ):
+        self.tag = tag
         self.rank = groups[0].rank()
         self.world_size = groups[0].size()
         self.bytes_sent = 0
         self.bytes_received = 0
-        self._groups = list(groups)
+        self._groups = groups
         self._sends: Counter[int] = Counter()  # so far, to each rank
         self._receives: Counter[int] = Counter()
         self._timeout = timeout
-        self._tag = tag
+        self._before_arrivals = before_arrivals
         self._logging = log.isEnabledFor(logging.DEBUG)
 
     def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
@@ -80,38 +90,48 @@ class TorchTransport:
         self.bytes_sent += nbytes
         if self._logging:
             log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)
-        return self._begin(self._next(self._sends, peer).send, tensor, peer, f"send of {what}")
+        return self._begin(self._next(self._sends, peer).send, tensor, peer, f"send of {what}", lambda: None)
 
     def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
         nbytes = tensor.nbytes
         self.bytes_received += nbytes
         if self._logging:
             log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
-        return self._begin(self._next(self._receives, peer).recv, tensor, peer, f"receive of {what}")
+        receive = self._next(self._receives, peer).recv
+        return self._begin(receive, tensor, peer, f"receive of {what}", self._before_arrivals)
 
     def _next(self, messages: Counter[int], peer: int) -> dist.ProcessGroup:
         messages[peer] += 1
         return self._groups[messages[peer] % len(self._groups)]
 
     def _begin(
-        self, begin: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, peer: int, operation: str
+        self,
+        begin: Callable[[list[Tensor], int, int], dist.Work],
+        tensor: Tensor,
+        peer: int,
+        operation: str,
+        before: Callable[[], None],
     ) -> Pending:
         try:
-            work = begin([tensor], peer, self._tag)
+            work = begin([tensor], peer, self.tag)
         except RuntimeError as failure:
             raise lost(failure, self.rank, peer, operation, self._timeout) from failure
-        return _TorchPending(work, self.rank, peer, operation, self._timeout)
+        return _TorchPending(work, self.rank, peer, operation, self._timeout, before)
 
 
 class _TorchPending:
-    def __init__(self, work: dist.Work, rank: int, peer: int, operation: str, timeout: float):
+    def __init__(
+        self, work: dist.Work, rank: int, peer: int, operation: str, timeout: float, before: Callable[[], None]
+    ):
         self._work = work
         self._rank = rank
         self._peer = peer
         self._operation = operation
         self._timeout = timeout
+        self._before = before
 
     def wait(self) -> None:
+        self._before()
         try:
             self._work.wait(timedelta(seconds=self._timeout))
         except RuntimeError as failure:
@@ -137,3 +157,22 @@ def communication_group(
     except RuntimeError as failure:
         raise lost(failure, ranks.rank, None, "connection to all ranks", timeout) from failure
     return group
+
+
+def wait_for_all(group: dist.ProcessGroup, timeout: float) -> None:
+    """Return when all ranks of ``group`` have called this.
+
+    Raises:
+        CommunicationError: a rank was lost, or silent for longer than ``timeout`` seconds.
+    """
+    try:
+        group.barrier().wait(timedelta(seconds=timeout))
+    except RuntimeError as failure:
+        raise lost(failure, group.rank(), None, "last meeting of all ranks", timeout) from failure
+
+
+def destroy(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End these process groups. Their connections end when nobody holds one of them any more."""
+    for group in groups:
+        with contextlib.suppress(Exception):  # the default group was destroyed, and took all others with it
+            dist.destroy_process_group(group)

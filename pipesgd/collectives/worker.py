@@ -10,13 +10,16 @@ from typing import Any, TypeVar
 
 import torch
 
+from pipesgd.errors import UserInputError
+
 T = TypeVar("T")
 
 CLOSE_SECONDS = 1.0
+"""How long ``close`` waits for the thread, after a failure."""
 
 
 class CommunicationThread:
-    """One thread that runs the jobs submitted to it in order, until one of them fails.
+    """One thread that runs the jobs submitted to it in order, until one of them fails or ``fail`` is called.
 
     After a failure the ranks no longer agree on what travels, so nothing more is run: every later job
     gets the same failure. It is a daemon thread, so that a process whose peers are gone can exit while
@@ -31,20 +34,74 @@ class CommunicationThread:
     def __init__(self, device: torch.device):
         self._device = device
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()  # a signal handler may call ``fail`` in the middle of ``submit``
+        self._waiting: set[Future[Any]] = set()
         self._failure: BaseException | None = None
+        self._closed = False
+        self._at_the_end: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="pipesgd-communication", daemon=True)
         self._thread.start()
 
+    def check(self) -> None:
+        """Raise what keeps the thread from running more jobs, if anything does.
+
+        Raises:
+            UserInputError: the thread was closed.
+            BaseException: a job has failed, or ``fail`` was called: that error.
+        """
+        self._check_open()
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def failed(self) -> bool:
+        """Whether a job has failed, or ``fail`` was called."""
+        return self._failure is not None
+
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have ``job`` run after those submitted before; the future holds its result or failure."""
+        """Have ``job`` run after those submitted before; the future holds its result or failure.
+
+        Raises:
+            UserInputError: the thread was closed.
+        """
         future: Future[T] = Future()
-        self._jobs.put((self._in_order(job), future))
+        with self._lock:
+            self._check_open()
+            if self._failure is not None:
+                future.set_exception(self._failure)
+            else:
+                self._waiting.add(future)
+                self._jobs.put((self._in_order(job), future))
         return future
 
-    def close(self) -> None:
-        """End the thread after the jobs submitted so far; do not wait long for a job that waits for a lost peer."""
-        self._jobs.put(None)
-        self._thread.join(CLOSE_SECONDS)
+    def fail(self, error: BaseException) -> None:
+        """End all waits with ``error`` at once: every future that is not done, and every later one, gets it.
+
+        Any thread may call this, for example one that has learned of another rank's failure. A job that is running is
+        not interrupted, but what comes of it is dropped. After a first failure further ones change nothing.
+        """
+        with self._lock:
+            self._failure = self._failure or error
+            waiting, self._waiting = self._waiting, set()
+            for future in waiting:
+                future.set_exception(self._failure)
+
+    def close(self, at_the_end: Callable[[], None] = lambda: None, within: float | None = CLOSE_SECONDS) -> None:
+        """End the thread after the jobs submitted so far, and wait for its end, but no longer than ``within`` seconds.
+
+        A job may be waiting for a lost peer; without a limit all jobs must be known to end. The last thing that the
+        thread does is to call ``at_the_end``, also after a failure.
+        """
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._at_the_end = at_the_end
+                self._jobs.put(None)
+        self._thread.join(within)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UserInputError("a strategy must not be used after close(); make a new one")
 
     def _in_order(self, job: Callable[[], T]) -> Callable[[], T]:
         """``job``, begun when the GPU has done what it was given so far, and done when what the job gave it is."""
@@ -71,10 +128,15 @@ class CommunicationThread:
     def _run_jobs(self) -> None:
         while (entry := self._jobs.get()) is not None:
             job, future = entry
-            if self._failure is None:
-                try:
-                    future.set_result(job())
-                    continue
-                except BaseException as failure:  # noqa: BLE001 (whoever waits for the future gets it)
-                    self._failure = failure
-            future.set_exception(self._failure)
+            if self._failure is not None:
+                continue
+            try:
+                result = job()
+            except BaseException as failure:  # noqa: BLE001 (whoever waits for the future gets it)
+                self.fail(failure)
+                continue
+            with self._lock:
+                if future in self._waiting:
+                    self._waiting.remove(future)
+                    future.set_result(result)
+        self._at_the_end()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from pipesgd.collectives.base import Finish, leave
 from pipesgd.gradients import FlatBuffer
@@ -28,6 +31,12 @@ class Exchange(Protocol):
         """Bytes that this rank sends in the ``sum`` of ``iteration`` for a buffer like this one.
 
         Headers of the network are apart. It may be asked for while the communication thread sums.
+        """
+
+    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        """Buffers are of the parameters ``new`` from now on, after those of ``old``.
+
+        What is remembered of parameters that stay goes over; what is remembered of the others is dropped.
         """
 
     def state_dict(self) -> dict[str, Any]:

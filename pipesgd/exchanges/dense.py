@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from pipesgd.codecs.keys import mixed
 from pipesgd.collectives.base import AllReduce, Finish, leave
 from pipesgd.exchanges.float32 import Float32Places, real
-from pipesgd.gradients import FlatBuffer
+from pipesgd.gradients import FlatBuffer, rearranged
 
 
 class DenseExchange:
@@ -53,6 +54,10 @@ class DenseExchange:
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         return sum(self._all_reduce.wire_bytes(self._float32(number, flat)) for number, flat in enumerate(buffer.flats))
+
+    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        self._residuals = rearranged(self._residuals, old, new) if self._residuals else []
+        self._places = Float32Places()
 
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": [residual.clone() for residual in self._residuals]}

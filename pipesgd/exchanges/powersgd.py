@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,17 @@ class PowerSgdExchange:
         device = buffer.flats[0].device
         return sum(self._all_reduce.wire_bytes(torch.empty(numel, device=device)) for numel in (lefts, rights))
 
+    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        if not self._ready:
+            return
+        before = {id(old[matrix.index]): matrix for matrix in self._matrices}
+        self._right = torch.empty(0)
+        self._make_room(FlatBuffer(new))
+        for matrix in self._matrices:
+            if (origin := before.get(id(new[matrix.index]))) is not None:
+                matrix.residual.copy_(origin.residual)
+                matrix.right.copy_(origin.right)
+
     def state_dict(self) -> dict[str, Any]:
         return {"residuals": self._residuals.clone(), "right": self._right.clone()}
 
@@ -143,13 +155,13 @@ class PowerSgdExchange:
         of_lefts = [rows * low_rank for _, rows, _ in matrices]
         of_rights = [columns * low_rank for _, _, columns in matrices]
         of_residuals = [rows * columns for _, rows, columns in matrices]
+        # From integers, which are the same on all processors where torch's normal numbers are not.
         generator = torch.Generator().manual_seed(self._seed)
-        first_right = torch.randn(sum(of_rights), generator=generator).to(device)
+        integers = torch.randint(-(2**23), 2**23, (sum(of_rights),), generator=generator)
+        first_right = integers.float().mul_(2**-23).to(device)
         if not self._right.numel():
             self._right = first_right.clone()
-            self._residuals = torch.zeros(sum(of_residuals))
-        self._right = self._right.to(device)
-        self._residuals = self._residuals.to(device)
+            self._residuals = torch.zeros(sum(of_residuals), device=device)
         self._left = torch.zeros(sum(of_lefts) + sum(numel for _, numel in uncompressed), device=device)
         lefts, whole = self._left.split([sum(of_lefts), self._left.numel() - sum(of_lefts)])
         self._uncompressed = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesgd.collectives.base import AllReduce, Finish, leave
 from pipesgd.errors import UserInputError
 from pipesgd.exchanges.float32 import Float32Places, real
-from pipesgd.gradients import FlatBuffer
+from pipesgd.gradients import FlatBuffer, rearranged
 
 WARMUP_DENSITY = 0.25
 """Where a warm-up begins, as in the paper."""
@@ -77,7 +77,7 @@ class TopKExchange:
         if self._momentum and not self._velocities:
             self._velocities = [torch.zeros_like(residual) for residual in self._residuals]
         counts = self._counts(buffer, iteration)
-        message = self._message_of(NUMBERS_PER_VALUE * sum(counts))
+        message = self._message_of(NUMBERS_PER_VALUE * sum(counts), self._residuals[0].device)
         for number, (indices, values) in enumerate(_parts(message[self._rank], counts)):
             self._accumulate(number, real(buffer.flats[number]))
             self._take(number, indices, values)
@@ -94,6 +94,11 @@ class TopKExchange:
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         return 4 * NUMBERS_PER_VALUE * sum(self._counts(buffer, iteration)) * (self._world_size - 1)
 
+    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        self._residuals = rearranged(self._residuals, old, new) if self._residuals else []
+        self._velocities = rearranged(self._velocities, old, new) if self._velocities else []
+        self._sums = Float32Places()
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "velocities": [velocity.clone() for velocity in self._velocities],
@@ -109,10 +114,10 @@ class TopKExchange:
         density = density_in(iteration, self._density, self._density_warmup)
         return [count_of(real(flat).numel(), density) for flat in buffer.flats]
 
-    def _message_of(self, numbers: int) -> Tensor:
+    def _message_of(self, numbers: int, device: torch.device) -> Tensor:
         """int32 (world_size, ``numbers``), to be overwritten: the same memory as long as the density is the same."""
         if self._message.numel() != self._world_size * numbers:
-            self._message = torch.empty(self._world_size * numbers, dtype=torch.int32)
+            self._message = torch.empty(self._world_size * numbers, dtype=torch.int32, device=device)
         return self._message.view(self._world_size, numbers)
 
     def _accumulate(self, number: int, gradient: Tensor) -> None:

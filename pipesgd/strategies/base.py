@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from torch import nn
 
@@ -34,6 +35,8 @@ class StepReport:
     """Iterations whose gradients were applied: none while the pipeline fills, all in flight in a flush."""
     skipped: tuple[int, ...] = ()
     """Iterations whose averaged gradients were not finite, and left out."""
+    nonfinite_ranks: tuple[int, ...] = ()
+    """Ranks whose own gradients were not finite in the iterations skipped, once for each; empty if not known."""
     spans: tuple[Span, ...] = ()
     """pack, wait, update and predict in this step; and the communication of what arrived, which may have run beside
     earlier steps."""
@@ -55,6 +58,7 @@ class Strategy(Protocol):
     """Turns the gradients that a backward pass left in ``.grad`` into weight updates.
 
     A strategy owns ``.grad`` from ``step`` on: there is no ``zero_grad`` in a loop that uses one.
+    As a context manager it is closed at the end of the block.
     """
 
     iteration: int
@@ -63,6 +67,8 @@ class Strategy(Protocol):
     """What the forward pass calls: the model, or a wrapper of it."""
     replicated: bool
     """Whether all ranks hold the same weights, bit for bit, after every step."""
+    drifts: bool = False
+    """Whether replicas drift apart, since the ranks' processors compute other bits (``pipesgd.same_bits``)."""
 
     def step(self) -> StepReport:
         """Take the gradients over and apply those that are due."""
@@ -72,6 +78,10 @@ class Strategy(Protocol):
 
     def true_weights(self) -> AbstractContextManager[None]:
         """While it is open, the model holds the weights that all ranks agree on."""
+
+    def share_weights(self) -> None:
+        """Give all ranks rank 0's true weights, if replicas drift. Collective then; by default nothing."""
+        return
 
     def accumulating(self) -> AbstractContextManager[None]:
         """While it is open, backward passes add to the gradients of this rank, and nothing is exchanged."""
@@ -87,4 +97,12 @@ class Strategy(Protocol):
         """Continue from a ``state_dict``; the model and the optimizer have theirs already."""
 
     def close(self) -> None:
-        """End what runs beside the training loop."""
+        """End what runs beside the training loop. Closing twice is harmless."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -8,17 +8,16 @@ import functools
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.checks import check_above_zero, check_one_of
+from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.clipping import Clipping
 from pipesgd.collectives.make import make_all_reduce
 from pipesgd.collectives.ring import ring_wire_bytes
@@ -28,7 +27,7 @@ from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks, lost
-from pipesgd.strategies.base import Span, StepReport
+from pipesgd.strategies.base import Span, StepReport, Strategy
 from pipesgd.strategies.replication import SynchronousUpdate, combine_buffers, sum_buffer
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
@@ -36,11 +35,8 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 OPERATION = "all-reduce by DistributedDataParallel"
 """As errors name it."""
 
-POWERSGD_FROM_ITERATION = 2
-"""The first that torch allows: in the first two, its buckets may still change. (Its default is 1000.)"""
 
-
-class Ddp:
+class Ddp(Strategy):
     """Synchronous: buckets of gradients are all-reduced under the backward pass, by torch.
 
     torch runs the hook named by ``hook`` for every bucket; ours only goes around it, to learn when it began and
@@ -48,13 +44,12 @@ class Ddp:
     by ``step``, before anything is applied: torch itself would wait for ever.
 
     A resumed run sums its first gradients in the buckets that torch starts with, which it cuts anew after one
-    iteration. Where that changes them, the first sums differ in their last bit from those of the undisturbed run,
-    and PowerSGD draws its low-rank guesses anew; its residuals are kept.
+    iteration. Where that changes them, the first sums differ in their last bit from those of the undisturbed run.
 
     Args:
         model: the module whose parameters ``optimizer`` updates.
         optimizer: any ``torch.optim.Optimizer``.
-        hook: "none", or torch's communication hook "fp16", "bf16" or "powersgd" (rank 1, from iteration 2 on).
+        hook: "none", or torch's communication hook "fp16" or "bf16".
         clip: how the averaged gradients are clipped.
         scaler: of the losses, with float16 (``pipesgd.loss_scale``).
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
@@ -77,7 +72,7 @@ class Ddp:
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
     ):
-        check_above_zero("timeout", timeout)
+        check_timeout(timeout)
         check_hook(hook)
         self.iteration = 0
         self.replicated = True
@@ -87,7 +82,6 @@ class Ddp:
         self._timeout = timeout
         self._all_reduce = make_all_reduce("native", ranks, timeout=timeout)
         group = communication_group(ranks, timeout, backend=None)
-        self._powersgd = _PowerSGD(group, self._update.parameters) if hook == "powersgd" else None
         self._element_size = {"fp16": 2, "bf16": 2}.get(hook)
         try:
             module = _Module(model, process_group=group)  # gives all ranks rank 0's values
@@ -95,8 +89,7 @@ class Ddp:
             raise lost(failure, ranks.rank, None, "start of DistributedDataParallel", timeout) from failure
         module.name_failure = self._name_failure
         self._buckets = _Buckets(ranks, timeout, self._wire_bytes)
-        state = group if self._powersgd is None else self._powersgd.state
-        module.register_comm_hook(state, self._buckets.around(_hook_named(hook)))
+        module.register_comm_hook(group, self._buckets.around(_hook_named(hook)))
         self.module: nn.Module = module
         self._ddp = module
         self._thread = CommunicationThread(self._update.parameters[0].device)
@@ -109,6 +102,7 @@ class Ddp:
             CommunicationError: a rank was lost, or silent for longer than the timeout, or torch's hook failed.
             NonFiniteGradientError: an averaged gradient holds a NaN or an infinity.
         """
+        self._update.check_parameters("ddp")
         iteration = self.iteration
         communication, wait, wire_bytes = self._buckets.take(iteration)
         self.iteration += 1
@@ -133,18 +127,13 @@ class Ddp:
         combine_buffers(self._model, how, self._ranks.rank, self._ranks.world_size, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration, the loss scale, and what PowerSGD has not sent yet of each parameter."""
-        state: dict[str, Any] = {"iteration": self.iteration, "loss_scale": self._update.loss_scale.state_dict()}
-        if self._powersgd is not None:
-            state["powersgd"] = self._powersgd.state_dict()
-        return state
+        """The iteration and the loss scale."""
+        return {"iteration": self.iteration, "loss_scale": self._update.loss_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``."""
         self.iteration = state["iteration"]
         self._update.loss_scale.load_state_dict(state["loss_scale"])
-        if self._powersgd is not None:
-            self._powersgd.load_state_dict(state["powersgd"])
 
     def close(self) -> None:
         """End the thread that watches over the deadline."""
@@ -159,71 +148,11 @@ class Ddp:
     def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
         sum_buffer(buffer, self._all_reduce)
 
-    def _wire_bytes(self, bucket: GradBucket, run_hook: Callable[[], Any]) -> tuple[Any, int]:
-        """What the hook returns, and the bytes that this rank sends for this bucket if each all-reduce is a ring."""
-        numel = bucket.buffer().numel()
-        if self._powersgd is None:
-            returned = run_hook()
-        else:
-            self._powersgd.follow(bucket)
-            before = self._powersgd.state.total_numel_after_compression
-            returned = run_hook()
-            numel = self._powersgd.state.total_numel_after_compression - before or numel
-        element_size = self._element_size or bucket.buffer().element_size()
-        return returned, ring_wire_bytes(self._ranks.rank, self._ranks.world_size, numel, element_size)
-
-
-class _PowerSGD:
-    """What torch's PowerSGD hook keeps between iterations, followed when torch cuts its buckets anew.
-
-    The hook keeps residuals by the number of a bucket, and would add them to other parameters' gradients.
-    """
-
-    def __init__(self, group: Any, parameters: Sequence[Tensor]):
-        self.state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=POWERSGD_FROM_ITERATION)
-        self._parameters = parameters
-        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._buckets: dict[int, list[int]] = {}
-        self._residuals: dict[int, Tensor] = {}  # of parameters whose bucket is not known yet
-
-    def follow(self, bucket: GradBucket) -> None:
-        """Before the hook runs: see that what it keeps for this bucket is of the parameters in it."""
-        index, numbers = bucket.index(), [self._numbers[id(parameter)] for parameter in bucket.parameters()]
-        if self._buckets.get(index) != numbers:
-            self._residuals = self._residuals_of_parameters()
-            self._buckets.clear()
-            for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
-                kept.clear()
-        if index not in self._buckets:
-            self._buckets[index] = numbers
-            if self._residuals.keys() & set(numbers):
-                parts = [self._residuals.pop(n, torch.zeros(self._parameters[n].numel())) for n in numbers]
-                self.state.error_dict[index] = torch.cat([part.to(bucket.buffer()) for part in parts])
-
-    def state_dict(self) -> dict[str, Any]:
-        kind, keys, position, has_gauss, gauss = self.state.rng.get_state()
-        return {
-            "iteration": self.state.iter,
-            "residuals": self._residuals_of_parameters(),
-            "rng": [str(kind), np.asarray(keys).tolist(), int(position), int(has_gauss), float(gauss)],
-        }
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.state.iter = saved["iteration"]
-        kind, keys, position, has_gauss, gauss = saved["rng"]
-        self.state.rng.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        for kept in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict, self._buckets):
-            kept.clear()
-        self._residuals = dict(saved["residuals"])
-
-    def _residuals_of_parameters(self) -> dict[int, Tensor]:
-        """Number of the parameter -> what is still to be sent of it, (numel,)."""
-        found = dict(self._residuals)
-        for index, residual in self.state.error_dict.items():
-            numbers = self._buckets[index]
-            parts = residual.split([self._parameters[number].numel() for number in numbers])
-            found.update({number: part.clone() for number, part in zip(numbers, parts, strict=True)})
-        return found
+    def _wire_bytes(self, bucket: GradBucket) -> int:
+        """Bytes that this rank sends for this bucket if its all-reduce is a ring."""
+        buffer = bucket.buffer()
+        element_size = self._element_size or buffer.element_size()
+        return ring_wire_bytes(self._ranks.rank, self._ranks.world_size, buffer.numel(), element_size)
 
 
 class _Module(DistributedDataParallel):
@@ -245,10 +174,10 @@ class _Buckets:
     gradient: so the backward pass returns, and ``take`` raises what has happened.
     """
 
-    def __init__(self, ranks: Ranks, timeout: float, counted: Callable[..., tuple[Any, int]]):
+    def __init__(self, ranks: Ranks, timeout: float, wire_bytes_of: Callable[[GradBucket], int]):
         self._ranks = ranks
         self._timeout = timeout
-        self._counted = counted
+        self._wire_bytes_of = wire_bytes_of
         self._changed = threading.Condition()
         self._pending: dict[int, tuple[torch.futures.Future[Tensor], Tensor]] = {}
         self._failure: BaseException | None = None
@@ -273,8 +202,8 @@ class _Buckets:
                 self._finish(index, None)
                 return result
             try:
-                future, nbytes = self._counted(bucket, lambda: hook(state, bucket))
-                self._wire_bytes += nbytes
+                future = hook(state, bucket)
+                self._wire_bytes += self._wire_bytes_of(bucket)
                 future.then(functools.partial(self._arrived, index))
             except BaseException as failure:  # noqa: BLE001 (raised by take)
                 self._fail(failure)
@@ -367,6 +296,5 @@ def _hook_named(name: str) -> Hook:
         "none": default_hooks.allreduce_hook,
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
-        "powersgd": powerSGD_hook.powerSGD_hook,
     }
     return hooks[name]

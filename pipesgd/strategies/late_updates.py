@@ -45,11 +45,21 @@ class LateUpdates:
     ):
         self.width = width
         self.warmup_iterations = warmup_iterations
-        self.prediction = make_prediction(prediction if width > 1 else "none", parameters, optimizer, clip)
+        self._prediction_name = prediction if width > 1 else "none"
+        self.prediction = make_prediction(self._prediction_name, parameters, optimizer, clip)
         self.guard = Guard() if guard and width > 1 else None
         self._optimizer = optimizer
         self._parameters = parameters
         self._clip = clip
+
+    def follow(self, parameters: Sequence[Tensor]) -> None:
+        """Update these parameters from now on, when no gradient of the others is in flight. The prediction begins anew.
+
+        Raises:
+            UserInputError: the optimizer cannot be copied for the prediction.
+        """
+        self.prediction = make_prediction(self._prediction_name, parameters, self._optimizer, self._clip)
+        self._parameters = parameters
 
     def width_after(self, iterations: int) -> int:
         """The width at which gradients are applied once those of so many iterations are handed over."""

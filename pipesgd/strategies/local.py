@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from pipesgd.clipping import Clipping
-from pipesgd.strategies.base import StepReport
+from pipesgd.strategies.base import StepReport, Strategy
 from pipesgd.strategies.replication import SynchronousUpdate
 
 
-class Local:
+class Local(Strategy):
     """Every rank trains a model of its own, from the same initial values, on its own samples.
 
     Not a way to train: the physical limit of an iteration's time, to compare the others with. An evaluation
@@ -41,6 +41,7 @@ class Local:
         Raises:
             NonFiniteGradientError: they hold a NaN or an infinity.
         """
+        self._update.follow_parameters()
         iteration = self.iteration
         self.iteration += 1
         return self._update.apply(iteration)

@@ -49,6 +49,7 @@ def make_strategy(
         warmup_iterations=pipeline.warmup_iterations,
         prediction=pipeline.prediction,
         guard=pipeline.guard,
+        allow_drift=pipeline.allow_drift,
         clip_norm=clip.norm,
         clip_value=clip.value,
         scaler=scaler,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from pipesgd import launch
-from pipesgd.checks import check_above_zero, check_one_of
+from pipesgd import hyperparameters, launch
+from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.collectives.base import AllReduce
 from pipesgd.collectives.make import make_all_reduce
 from pipesgd.collectives.transport import Pending, communication_group
@@ -19,18 +20,21 @@ from pipesgd.collectives.worker import CLOSE_SECONDS, CommunicationThread
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, PipelineConfig
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
 from pipesgd.gradients import FlatBuffer, all_finite, pack_gradients
-from pipesgd.strategies.base import Span, StepReport
+from pipesgd.strategies.base import Span, StepReport, Strategy
 from pipesgd.strategies.replication import (
+    check_unchanged,
     combine_buffers,
     count_as_stepped,
-    learning_rates,
     share_rank_0s_values,
     sum_buffer,
+    trainable_identities,
     trainable_parameters,
 )
 from pipesgd.strategies.server import Links, ShardServer
+from pipesgd.strategies.server_messages import Reply
 from pipesgd.strategies.server_stubs import Answer, RemoteServer, Server, ServerBeside
-from pipesgd.strategies.shard import Reply, Shard, ShardLayout
+from pipesgd.strategies.shard import Shard
+from pipesgd.strategies.shard_layout import ShardLayout
 
 T = TypeVar("T")
 
@@ -41,14 +45,15 @@ FAREWELL_SECONDS = 5.0
 """How long a server beside a worker that closes waits for the other workers to close, too."""
 
 
-class ParameterServers:
+class ParameterServers(Strategy):
     """Workers push gradients to servers, which own the weights, and pull the weights back.
 
     The ranks that compute are the first w. The flat buffer of the weights is cut into ``servers`` ranges of elements;
     each server updates its own with a copy of ``optimizer``. Each ``step`` of iteration t is
 
     1. pack: the gradients move from ``.grad`` into a flat buffer;
-    2. push: every server gets its range, the learning rates, and whether the whole is finite;
+    2. push: every server gets its range, the options that schedules change (learning rates, momentum, betas, weight
+       decay), and whether the whole is finite;
     3. wait: until every server has answered with the weights of its range;
     4. update: the weights move into the parameters.
 
@@ -61,11 +66,15 @@ class ParameterServers:
 
     A gradient that is not finite on its worker is left out: with bound 0 with all of its round, otherwise alone.
     Optimizers must update each element on its own if there is more than one server, since ranges cut parameters
-    anywhere. The constructor gives all ranks, servers included, rank 0's parameters and buffers.
+    anywhere. Of the optimizer, only the options that are pushed are read after the constructor.
+
+    Collective calls begin with a wait for the workers that have not come yet. It lasts as long as their gradients keep
+    arriving, however far they are behind: only a worker of which nothing was heard for ``timeout`` seconds ends it.
+    The constructor gives all ranks, servers included, rank 0's parameters and buffers.
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on the CPU.
-        optimizer: any ``torch.optim.Optimizer``. Only its learning rates are read from now on.
+        optimizer: any ``torch.optim.Optimizer``.
         servers: how many.
         placement: "beside": in threads beside the first workers; "own": on the last ranks, which call ``serve_shard``.
         staleness_bound: iterations by which the fastest worker may lead the slowest; None is no bound.
@@ -105,13 +114,16 @@ class ParameterServers:
         self.module = model
         self.replicated = staleness_bound == 0
         self._optimizer = optimizer
+        self._identities = trainable_identities(optimizer)
         self._skip_nonfinite = on_nonfinite == "skip"
         self._job = job
         self._parameters = job.parameters
         self._schedule_steps = 0
         self._gradient = FlatBuffer(self._parameters)
         self._weights = FlatBuffer(self._parameters)
-        self._links = Links(job.group, timeout, replies=timeout + REPLY_GRACE_SECONDS)
+        self._weights.fill_from([parameter.detach() for parameter in self._parameters])
+        self._meetings = 0
+        self._links = Links.over(job.group, timeout, replies=timeout + REPLY_GRACE_SECONDS)
         self._failed = False
         self._servers: list[Server] = [
             ServerBeside(job.server, job.rank)
@@ -123,10 +135,12 @@ class ParameterServers:
                 links=self._links,
                 group=job.group,
                 own_rank=job.rank,
-                groups=job.groups,
+                ranks=job.world_size,
+                options=job.options,
             )
             for index, rank in enumerate(job.server_ranks)
         ]
+        job.workers.before_exchange = self._meet
 
     @property
     def bytes_sent(self) -> int:
@@ -141,18 +155,19 @@ class ParameterServers:
             CommunicationError: a rank was lost, or silent for longer than the timeout.
             NonFiniteGradientError: a gradient holds a NaN or an infinity.
         """
+        check_unchanged(self._optimizer, self._identities, "a parameter server")
         iteration = self.iteration
         self._job.workers.iteration = iteration
         # 1. Pack.
         begin = time.perf_counter()
         pack_gradients(self._parameters, self._gradient)
         finite = all_finite(self._gradient)
-        lrs = learning_rates(self._optimizer)
+        options = hyperparameters.as_numbers(self._optimizer)
         count_as_stepped(self._optimizer)
         self.iteration += 1
         # 2. and 3. Push and wait.
         packed = time.perf_counter()
-        replies = self._ask(lambda server: server.push(self._gradient, finite, lrs, self._weights))
+        replies = self._ask(lambda server: server.push(self._gradient, finite, options, self._weights))
         arrived = time.perf_counter()
         # 4. Update.
         applied = replies[0].applied
@@ -189,20 +204,26 @@ class ParameterServers:
     def true_weights(self) -> Iterator[None]:
         """While it is open, the model holds the servers' weights, when all gradients pushed so far are in them.
 
-        Collective, unless the bound is 0: then the model always does.
+        Weights that are changed meanwhile, on all workers alike, are the servers' from then on, and every model's.
+
+        Collective, unless the bound is 0 and no weight is changed: then the model always holds these weights.
         """
-        if self.replicated:
-            yield
-            return
-        own = FlatBuffer(self._parameters)
-        own.fill_from([parameter.detach() for parameter in self._parameters])
-        with self._at_rest():
-            self._pull()
-            self._take_weights()
+        own = None
+        if not self.replicated:
+            own = FlatBuffer(self._parameters)
+            own.fill_from([parameter.detach() for parameter in self._parameters])
+            with self._at_rest():
+                self._pull()
+                self._take_weights()
+        changed = False
         try:
             yield
+            changed = self._weights_were_changed()
         finally:
-            own.copy_to([parameter.detach() for parameter in self._parameters])
+            if changed:
+                self._store_weights()
+            elif own is not None:
+                own.copy_to([parameter.detach() for parameter in self._parameters])
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Nothing leaves before ``step``."""
@@ -211,6 +232,8 @@ class ParameterServers:
     def combine_buffers(self, how: str) -> None:
         """Give floating-point buffers their average over workers, or rank 0's values, or leave them. Collective."""
         workers = self._job.workers
+        if how != "own":
+            self._meet("combining buffers")
         combine_buffers(self.module, how, workers.rank, workers.world_size, self._job.sum_over_workers)
 
     def state_dict(self) -> dict[str, Any]:
@@ -227,11 +250,13 @@ class ParameterServers:
             if self._job.rank == 0:
                 saved = dict(zip(self._servers, state["servers"], strict=True))
                 self._ask(lambda server: server.load(saved[server]))
+        self._pull()
         self.iteration = state["iteration"]
         self._schedule_steps = state["schedule_steps"]
 
     def close(self) -> None:
         """Take leave of the servers; one beside this worker goes on for some seconds, until all workers have."""
+        self._job.workers.before_exchange = None
         byes: list[Pending] = []
         for server in self._servers:
             with contextlib.suppress(CommunicationError):  # it is gone
@@ -243,13 +268,14 @@ class ParameterServers:
                 bye.wait()
         self._job.thread.close()
 
-    def _ask(self, question: Callable[[Server], Answer[T]]) -> list[T]:
-        """Ask all servers, and wait for their answers, in their order."""
+    def _ask(self, question: Callable[[Server], Answer[T]], servers: Sequence[Server] | None = None) -> list[T]:
+        """Ask all servers, or those given, and wait for their answers, in their order."""
+        asked = self._servers if servers is None else servers
 
         def ask() -> list[T]:
             # The one beside this worker may keep it waiting for the others, who need what goes to other servers.
-            answers = {server: question(server) for server in sorted(self._servers, key=lambda one: one.is_beside)}
-            return [answers[server]() for server in self._servers]
+            answers = {server: question(server) for server in sorted(asked, key=lambda one: one.is_beside)}
+            return [answers[server]() for server in asked]
 
         try:
             return self._job.thread.submit(ask).result()
@@ -265,17 +291,38 @@ class ParameterServers:
     def _take_weights(self) -> None:
         self._weights.copy_to([parameter.detach() for parameter in self._parameters])
 
+    def _weights_were_changed(self) -> bool:
+        views = zip(self._parameters, self._weights.views, strict=True)
+        return not all(torch.equal(parameter.detach(), view) for parameter, view in views)
+
+    def _store_weights(self) -> None:
+        """Give the servers the weights that worker 0's model holds, and all models the same. Collective."""
+        with self._at_rest("changed weights"):
+            if self._job.rank == 0:
+                self._weights.fill_from([parameter.detach() for parameter in self._parameters])
+                self._ask(lambda server: server.store(self._weights))
+        with self._at_rest():
+            self._pull()
+            self._take_weights()
+
     def _count_schedule_steps(self, reply: Reply) -> int:
         """How often a schedule is to be stepped now, so that it follows the updates of all workers."""
         steps = reply.arrivals // self._job.workers.world_size - self._schedule_steps
         self._schedule_steps += steps
         return steps
 
+    def _meet(self, what: str) -> None:
+        """Wait until all workers have come to the collective call ``what``."""
+        self._meetings += 1
+        place = zlib.crc32(what.encode())
+        while not self._ask(lambda server: server.meet(self._meetings, place), self._servers[:1])[0].applied:
+            pass  # the server has waited for a moment
+
     @contextlib.contextmanager
-    def _at_rest(self) -> Iterator[None]:
+    def _at_rest(self, what: str = "rest") -> Iterator[None]:
         """While it is open, all workers are here and have their replies: no gradient is on its way."""
         # The name of the group tells these exchanges from those of another strategy of the same job.
-        self._job.workers.exchange(f"workers at rest (group {self._job.group.group_name})", None)
+        self._job.workers.exchange(f"workers at {what} (group {self._job.group.group_name})", None)
         yield
         self._job.workers.exchange(f"workers going on (group {self._job.group.group_name})", None)
 
@@ -324,18 +371,19 @@ class _Job:
         config = PipelineConfig(
             strategy="ps-async", servers=servers, server_placement=placement, staleness_bound=bound
         )  # checks them
-        check_above_zero("timeout", timeout)
+        check_timeout(timeout)
         self.parameters = trainable_parameters(optimizer)
         device = self.parameters[0].device
         if device.type != "cpu":
             raise UserInputError(f"parameters must be on the CPU, where the servers are; got {device}")
         ranks = ranks or launch.current(timeout)
         self.rank = ranks.rank
+        self.world_size = ranks.world_size
         self.workers = ranks.first(config.workers(ranks.world_size))
         workers = self.workers.world_size
         first_server = 0 if placement == "beside" else workers
         self.server_ranks = range(first_server, first_server + servers)
-        self.groups = len(optimizer.param_groups)
+        self.options = len(hyperparameters.as_numbers(optimizer))
         # Waiting in a thread of its own leaves the main one free for signals.
         self.thread = CommunicationThread(device)
         self.group = communication_group(ranks, timeout, backend="gloo")
@@ -349,7 +397,7 @@ class _Job:
                 self.parameters, optimizer, layout, workers=workers, bound=bound, rank=self.rank, timeout=timeout
             )
             elsewhere = [worker for worker in range(workers) if worker != self.rank]
-            self.server = ShardServer(shard, self.group, elsewhere, self.groups, timeout)
+            self.server = ShardServer(shard, self.group, elsewhere, self.options, timeout)
 
     def sum_over_workers(self, buffer: FlatBuffer) -> None:
         self._sum(buffer, self._over_workers)

@@ -5,23 +5,26 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipesgd import launch
 from pipesgd.agreement import Agreement, Comparison
-from pipesgd.checks import check_above_zero, check_one_of
+from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.clipping import Clipping
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.collectives.make import Connections
-from pipesgd.collectives.worker import CommunicationThread
+from pipesgd.collectives.worker import CLOSE_SECONDS, CommunicationThread
 from pipesgd.config import (
     ALL_REDUCES,
     DEFAULT_SEGMENT_BYTES,
@@ -30,20 +33,34 @@ from pipesgd.config import (
     check_connections,
     check_width,
 )
-from pipesgd.errors import CommunicationError, NonFiniteGradientError
-from pipesgd.exchanges.make import make_exchange
-from pipesgd.gradients import FlatBuffer, all_finite, are_finite, pack_gradients, take_mean
+from pipesgd.errors import CommunicationError, NonFiniteGradientError, OutOfStepError, RunError, UserInputError
+from pipesgd.exchanges.float32 import real
+from pipesgd.exchanges.make import check_exchange, make_exchange
+from pipesgd.gradients import FlatBuffer, all_finite, are_finite, on_device, pack_gradients, take_mean
 from pipesgd.hyperparameters import Hyperparameters
 from pipesgd.loss_scale import LossScale
-from pipesgd.prediction import Unapplied
-from pipesgd.strategies.base import Span, StepReport
+from pipesgd.prediction import Prediction, Unapplied
+from pipesgd.same_bits import check_same_bits
+from pipesgd.strategies.base import Span, StepReport, Strategy
 from pipesgd.strategies.late_updates import LateUpdates
 from pipesgd.strategies.replication import (
     combine_buffers,
+    drop_gradients_of_frozen,
+    set_aside_gradients,
     share_rank_0s_values,
     sum_buffer,
+    trainable_identities,
     trainable_parameters,
 )
+from pipesgd.strategies.sameness import (
+    check_same_settings,
+    describe_buffers,
+    describe_parameters,
+    optimizer_settings,
+    plain,
+)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,10 +86,12 @@ class _InFlight:
     hyperparameters: Hyperparameters
     scale: float
     """That its loss was multiplied by."""
+    own_is_finite: Callable[[], bool]
+    """Whether this rank's own gradient is finite; asked only if the mean is not."""
     reduction: Future[_Reduction]
 
 
-class Pipelined:
+class Pipelined(Strategy):
     """Pipe-SGD of width K (Li et al., NeurIPS 2018): staleness is exactly K-1, on every rank, always.
 
     ``w[t+1] = w[t] - Opt(mean over ranks of g[t-K+1])``, with no update for a negative index. Width 1 is
@@ -91,7 +110,10 @@ class Pipelined:
 
     A gradient that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
     in the same iteration. The optimizer, its state and a learning-rate scheduler stay the caller's.
-    The constructor gives all ranks rank 0's parameters and buffers.
+    The constructor gives all ranks rank 0's parameters and buffers. It, ``step``, ``flush``, ``combine_buffers`` and
+    ``close`` are collective: all ranks make these calls in the same order, and fail if they do not.
+
+    As a context manager it is closed at the end of the block: see ``close``.
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on one device.
@@ -112,6 +134,8 @@ class Pipelined:
         segment_bytes: largest message; native cuts as torch does.
         streams: connections to each rank, on which messages take turns.
         seed: of the random numbers of stochastic rounding, and of those that powersgd begins with.
+        allow_drift: whether to train on processors that compute other bits (``pipesgd.same_bits``), which are refused
+            by default. ``share_weights`` then brings the replicas together again: call it before weights are saved.
         ranks: the ranks to work with; by default those of torch's process group, which is started from
             torchrun's variables where there is none yet.
 
@@ -120,11 +144,10 @@ class Pipelined:
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
-        >>> pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2)
-        >>> model(torch.ones(4, 2)).sum().backward()
-        >>> pipeline.step().applied, pipeline.flush().applied
+        >>> with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2) as pipeline:
+        ...     model(torch.ones(4, 2)).sum().backward()
+        ...     pipeline.step().applied, pipeline.flush().applied
         ((), (0,))
-        >>> pipeline.close()
     """
 
     def __init__(
@@ -146,6 +169,7 @@ class Pipelined:
         segment_bytes: int = DEFAULT_SEGMENT_BYTES,
         streams: int = 1,
         seed: int = 0,
+        allow_drift: bool = False,
         ranks: launch.Ranks | None = None,
     ):
         check_width(width, warmup_iterations)
@@ -154,8 +178,11 @@ class Pipelined:
         options = CodecOptions(codec=codec) if isinstance(codec, str) else codec
         options.check_all_reduce(all_reduce)
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
-        check_above_zero("timeout", timeout)
-        self._parameters = trainable_parameters(optimizer)
+        check_timeout(timeout)
+        self.module = model
+        self._optimizer = optimizer
+        self._parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
+        clip = Clipping(norm=clip_norm, value=clip_value)
         self._updates = LateUpdates(
             optimizer,
             self._parameters,
@@ -163,12 +190,12 @@ class Pipelined:
             warmup_iterations=warmup_iterations,
             prediction=prediction,
             guard=guard,
-            clip=Clipping(norm=clip_norm, value=clip_value),
+            clip=clip,
         )
-        self._prediction, self._guard = self._updates.prediction, self._updates.guard
+        check_exchange(options, optimizer, self._parameters, seed)
+        self._guard = self._updates.guard
         device = self._parameters[0].device
         self.iteration = 0
-        self.module = model
         self.replicated = True
         self._agreement = Agreement()
         self._loss_scale = LossScale(scaler, self._parameters)
@@ -176,10 +203,38 @@ class Pipelined:
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._pool: list[FlatBuffer] = []
         self.buffers_allocated = 0
-        """Gradient copies made so far: at most ``width``."""
+        """Gradient copies made so far for the parameters that are trained now: at most ``width``."""
+        self._true_weights_changed = 0
+        """How often the true weights were changed, or may have been."""
+        self._error: BaseException | None = None
+        """What the last ``step`` or ``flush`` raised."""
+        self._half_done: str | None = None
+        """What was interrupted halfway, if anything was."""
+        self._meeting: Future[None] | None = None
+        """Of a flush that has begun and not ended."""
+        self._closed = False
+        self._settings = {
+            "width": width,
+            "warmup_iterations": warmup_iterations,
+            "prediction": prediction,
+            "guard": guard,
+            "clip_norm": clip_norm,
+            "clip_value": clip_value,
+            "scaler": plain(scaler.state_dict() if scaler is not None else {}),
+            "all_reduce": all_reduce,
+            "on_nonfinite": on_nonfinite,
+            "segment_bytes": segment_bytes,
+            "streams": streams,
+            "seed": seed,
+            "allow_drift": allow_drift,
+            "device": device.type,
+            **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
+        }
         self._ranks = ranks or launch.current(timeout)
-        self._thread = CommunicationThread(device)
-        connections = Connections(
+        self._check_same_on_all_ranks()
+        self.drifts = not check_same_bits(self._ranks, optimizer, clip, allow_drift=allow_drift)
+        """True if the ranks' processors compute other bits, so that replicas drift apart (``allow_drift``)."""
+        self._connections = Connections(
             all_reduce,
             self._ranks,
             timeout=timeout,
@@ -187,9 +242,23 @@ class Pipelined:
             streams=streams,
             device=device.type,
         )
-        self._exact = connections.all_reduce()
-        self._exchange = make_exchange(options, connections, device=device.type, seed=seed)
-        share_rank_0s_values(model, self._parameters, self._ranks.rank, self._sum_over_ranks)
+        self._thread = CommunicationThread(device)
+        self._stop_watching: Callable[[], None] = lambda: None
+        try:
+            # Before the exchange, in which a rank may wait long for others that compile a codec.
+            self._stop_watching = self._ranks.watch(self._thread.fail)
+            self._exact = self._connections.all_reduce()
+            self._exchange = make_exchange(options, self._connections, device=device.type, seed=seed)
+            share_rank_0s_values(
+                model, self._parameters, self._ranks.rank, functools.partial(self._sum_over_ranks, "Pipelined")
+            )
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    @property
+    def _prediction(self) -> Prediction:
+        return self._updates.prediction
 
     @property
     def width(self) -> int:
@@ -206,37 +275,74 @@ class Pipelined:
 
         Raises:
             CommunicationError: a rank was lost, or silent for longer than the timeout.
-            NonFiniteGradientError: the gradient that is due holds a NaN or an infinity.
+            OutOfStepError: another rank is in another call, or in another iteration.
+            NonFiniteGradientError: the gradient that is due holds a NaN or an infinity. It is dropped.
+            UserInputError: the pipeline was closed, or parameters were frozen, unfrozen or added while gradients were
+                in flight.
+            DisagreementError: the parameters that are trained now are not the same on all ranks.
+
+        After an error, the parameters hold the true weights. No gradient is lost: who goes on after an interruption
+        (Ctrl-C, a signal) finds all in flight that were not applied, and so does ``state_dict``.
         """
+        self._check_usable()
+        self._follow_parameters()
         begin = time.perf_counter()
-        buffer = self._take_buffer()
-        # 1. Pack.
-        scale = self._loss_scale.divide(self._parameters)
-        local = pack_gradients(self._parameters, buffer)
-        pack = Span("pack", self.iteration, begin, time.perf_counter())
-        # 2. Hand over.
-        self._in_flight.append(self._hand_over(buffer, local, scale))
-        self.iteration += 1
+        with self._whole(f"taking over the gradients of iteration {self.iteration}"):
+            # 1. Pack.
+            buffer = self._free_buffer()
+            scale = self._loss_scale.divide(self._parameters)
+            local = pack_gradients(self._parameters, buffer)
+            pack = Span("pack", self.iteration, begin, time.perf_counter())
+            # 2. Hand over.
+            self._in_flight.append(self._hand_over(buffer, local, scale))
+            self._pool.pop()
+            self.iteration += 1
         # 3. to 5. Wait, apply and predict.
         report = self._apply_until(self._updates.width_after(self.iteration) - 1)
         wire_bytes = self._exchange.wire_bytes(buffer, pack.iteration)
         return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
-        """Wait for and apply all gradients in flight. Further steps may follow: the pipeline fills again."""
-        return self._apply_until(0)
+        """Wait for and apply all gradients in flight. Collective. Further steps may follow: the pipeline fills again.
+
+        What is in ``.grad`` stays there for the next step, at the loss scale of what is added to it.
+
+        Raises what ``step`` does.
+        """
+        self._check_usable()
+        if self._meeting is None:  # else an earlier call was interrupted
+            self._meeting = self._meet("flush", lambda: None)
+        scale = self._loss_scale.scale
+        with set_aside_gradients(self._optimizer):
+            report = self._apply_until(0)
+        self._loss_scale.rescale(self._parameters, scale)
+        self._meeting.result()
+        self._meeting = None
+        return report
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
         """While it is open, the model holds the weights that all ranks agree on; what changes them then is kept."""
         predicted = self._prediction.holds_predicted
+        changed = self._true_weights_changed
         self._prediction.restore()
         try:
             yield
         finally:
             # Unless a ``flush`` or a ``step`` in between has left other weights.
-            if predicted and self._in_flight and not self._prediction.holds_predicted:
+            if predicted and self._true_weights_changed == changed:
                 self._prediction.return_to_predicted()
+
+    def share_weights(self) -> None:
+        """Give all ranks rank 0's true weights and state of the optimizer, if replicas drift. Collective."""
+        if not self.drifts:
+            return
+        device = self._parameters[0].device
+        values = [value for of in self._optimizer.state.values() if isinstance(of, dict) for value in of.values()]
+        state = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.device == device]
+        with self.true_weights():
+            sum_over_ranks = functools.partial(self._sum_over_ranks, "share_weights")
+            share_rank_0s_values(torch.nn.Module(), [*self._parameters, *state], self._ranks.rank, sum_over_ranks)
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Nothing leaves before ``step``: backward passes before it add up, as ever."""
@@ -244,10 +350,13 @@ class Pipelined:
 
     def combine_buffers(self, how: str = "average") -> None:
         """Give floating-point buffers their "average" over ranks or "rank-0"'s values, or leave "own". Collective."""
-        combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, self._sum_over_ranks)
+        self._check_usable()
+        sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
+        combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """The gradients in flight, averaged, and what the codec owes: waits for them, applies none, and copies them."""
+        self._check_usable()
         in_flight = [
             {
                 "iteration": gradient.iteration,
@@ -258,6 +367,7 @@ class Pipelined:
                 "flats": [flat.clone() for flat in gradient.buffer.flats],
                 "scale": gradient.scale,
                 "kept": [tensor.clone() for tensor in gradient.kept],
+                "own_is_finite": gradient.reduction.result().finite or gradient.own_is_finite(),
             }
             for gradient in self._in_flight
         ]
@@ -274,116 +384,277 @@ class Pipelined:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``, of when the model's weights were the true ones; what is in flight is dropped."""
+        self._thread.check()
+        self._error = self._half_done = self._meeting = None
+        self._true_weights_changed += 1
         self._prediction.adopt()
         while self._in_flight:
-            dropped = self._in_flight.popleft()
-            dropped.reduction.result()
-            self._pool.append(dropped.buffer)
+            self._in_flight[0].reduction.result()
+            self._pool.append(self._in_flight.popleft().buffer)
         self.iteration = state["iteration"]
-        self._exchange.load_state_dict(state["exchange"])
-        self._prediction.load_state_dict(state["prediction"])
-        self._agreement.load_state_dict(state["agreement"])
+        device = self._parameters[0].device
+        self._exchange.load_state_dict(on_device(state["exchange"], device))
+        self._prediction.load_state_dict(on_device(state["prediction"], device))
+        self._agreement.load_state_dict(on_device(state["agreement"], device))
         self._loss_scale.load_state_dict(state["loss_scale"])
         if self._guard is not None and state["guard"] is not None:
             self._guard.load_state_dict(state["guard"])
         for entry in state["in_flight"]:
-            buffer = self._take_buffer()
-            for flat, saved in zip(buffer.flats, entry["flats"], strict=True):
-                flat.copy_(saved)
+            buffer = self._free_buffer()
+            self._pool.pop()
+            torch._foreach_copy_(buffer.flats, entry["flats"])
             now = time.perf_counter()
             span = Span("communication", entry["iteration"], now, now)
             arrived: Future[_Reduction] = Future()
             comparison = Comparison(*entry["comparison"]) if entry["comparison"] else None
             arrived.set_result(_Reduction(entry["finite"], span, comparison, entry["norm"]))
-            options = entry["hyperparameters"]
+            kept, options = on_device(entry["kept"], device), entry["hyperparameters"]
+            own_is_finite = functools.partial(bool, entry["own_is_finite"])
             self._in_flight.append(
-                _InFlight(entry["iteration"], buffer, entry["kept"], options, entry["scale"], arrived)
+                _InFlight(entry["iteration"], buffer, kept, options, entry["scale"], own_is_finite, arrived)
             )
         self._predict()
 
-    def close(self) -> None:
-        """End the communication thread, after what it is doing."""
-        self._thread.close()
+    def fail(self, error: BaseException) -> None:
+        """End every wait of this pipeline with ``error`` at once. Any thread may call this: another rank has failed."""
+        self._thread.fail(error)
 
-    def _take_buffer(self) -> FlatBuffer:
-        if self._pool:
-            return self._pool.pop()
-        self.buffers_allocated += 1
-        return FlatBuffer(self._parameters)
+    def close(self) -> None:
+        """Apply what is in flight, and end the communication thread and its connections. Closing twice is harmless.
+
+        It returns when all ranks have called it, or after ``timeout`` seconds without one of them.
+
+        After an error it waits for no other rank: it drops what is in flight, says so in a warning, and leaves the true
+        weights in the model.
+
+        Raises what ``flush`` does; the pipeline is closed then, too.
+        """
+        if self._closed:
+            return
+        failure: BaseException | None = None
+        together = False
+        try:
+            if self._error is None and self._half_done is None and not self._thread.failed:
+                if self._in_flight:
+                    self.flush()
+                # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
+                failure = self._meet("close", self._connections.wait_for_all).exception()
+                together = failure is None
+        finally:
+            self._closed = True
+            self._stop_watching()
+            self._drop_in_flight()
+            # Peers may still read what this rank has sent them: the connections end when all have come to this point.
+            self._thread.close(at_the_end=self._connections.close, within=None if together else CLOSE_SECONDS)
+        if isinstance(failure, OutOfStepError):  # a rank that is lost now is missed by nobody: all is applied
+            raise failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._error = self._error or error
+        self.close()
+
+    def _drop_in_flight(self) -> None:
+        self._prediction.restore()
+        if self._in_flight:
+            iterations = ", ".join(str(gradient.iteration) for gradient in self._in_flight)
+            warnings.warn(
+                f"the pipeline was closed after an error: gradients in flight are dropped (iterations {iterations}), "
+                "and the model holds the weights without them",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._in_flight.clear()
+        self._pool.clear()
+
+    def _check_usable(self) -> None:
+        self._thread.check()
+        if self._half_done is not None:
+            raise RunError(
+                f"{self._half_done} was interrupted halfway, so this rank's weights are no other rank's: "
+                "load a state_dict, or continue from a checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        """Is done as a whole, or else nothing can be built upon it."""
+        self._half_done = what
+        try:
+            yield
+        except UserInputError:  # refused before anything was changed
+            self._half_done = None
+            raise
+        self._half_done = None
+
+    def _check_same_on_all_ranks(self) -> None:
+        check_same_settings(
+            self._ranks,
+            self._settings | optimizer_settings(self._optimizer),
+            {
+                "parameters": describe_parameters(self.module, trainable_parameters(self._optimizer)),
+                "buffers": describe_buffers(self.module),
+            },
+        )
+
+    def _follow_parameters(self) -> None:
+        """Train what the optimizer holds now, if parameters were frozen, unfrozen or added. Collective, if so."""
+        identities = trainable_identities(self._optimizer)
+        if identities == self._identities:
+            return
+        if self._in_flight:
+            raise UserInputError(
+                "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
+            )
+        self._meet("change of parameters", lambda: None).result()
+        try:
+            self._check_same_on_all_ranks()
+            old, new = self._parameters, trainable_parameters(self._optimizer)
+            self._parameters, self._identities = new, identities
+            self._updates.follow(new)
+            self._agreement.missed = []
+            self._exchange.rearrange(old, new)
+            self._pool.clear()
+            self.buffers_allocated = 0
+            drop_gradients_of_frozen(self._optimizer)
+            rank_0s = functools.partial(self._sum_over_ranks, "change of parameters")
+            share_rank_0s_values(nn.Module(), new, self._ranks.rank, rank_0s)
+        except BaseException as error:  # this rank has other parameters than the rest
+            self.fail(error)
+            raise
+
+    def _free_buffer(self) -> FlatBuffer:
+        """A buffer of the pool; it stays in it until what is in the buffer is in flight."""
+        if not self._pool:
+            self.buffers_allocated += 1
+            self._pool.append(FlatBuffer(self._parameters))
+        return self._pool[-1]
+
+    def _meet(self, call: str, job: Callable[[], T]) -> Future[T]:
+        """Have the communication thread do ``job`` after a header, which says that this rank is at ``call``."""
+        iteration = self.iteration
+        self._meeting = None  # a flush that was interrupted before this call is not taken up again
+
+        def run() -> T:
+            try:
+                self._connections.begin(call, iteration)
+                result = job()
+                self._connections.check()
+            except CommunicationError as failure:
+                failure.iteration = iteration
+                raise
+            return result
+
+        return self._thread.submit(run)
 
     def _hand_over(self, buffer: FlatBuffer, local: Sequence[Tensor | None], scale: float) -> _InFlight:
         iteration = self.iteration
         kept = self._prediction.keep(local)
+        # At width 1 ``step`` keeps the gradients until their mean is there.
+        kept_anyway = self._prediction.keeps_gradients or self.width == 1
+        present = [gradient for gradient in local if gradient is not None] if kept_anyway else []
+        looked_at: list[bool] = []
+
+        def own_is_finite() -> bool:
+            return are_finite(present) if kept_anyway else looked_at[0]
+
         if self._skip_nonfinite and kept and not all_finite(buffer):
-            kept = []  # no update will come of it
+            kept, present, kept_anyway = [], [], False  # no update will come of it
 
         def reduce() -> _Reduction:
             start = time.perf_counter()
             finite = True
+            if not kept_anyway:  # here, beside the computation, and not in the caller's thread
+                looked_at.append(all_finite(buffer))
 
             def finish(part: Tensor) -> None:
                 nonlocal finite
-                take_mean(part, self._ranks.world_size)
+                if part.dtype != torch.float16:
+                    take_mean(part, self._ranks.world_size)
                 finite = finite and are_finite([part])
 
-            try:
-                self._exchange.sum(buffer, iteration, finish)
-                norm = None if self._guard is None else self._agreed_norm(buffer)
-            except CommunicationError as failure:
-                failure.iteration = iteration
-                raise
+            for flat in buffer.flats:
+                if flat.dtype == torch.float16:  # their sum would be infinite before that of longer floats is
+                    take_mean(flat, self._ranks.world_size)
+            self._exchange.sum(buffer, iteration, finish)
+            norm = None if self._guard is None else self._agreed_norm(buffer)
             comparison = self._prediction.compare(buffer.views, kept)
             return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)
 
         options = self._updates.hand_over()
-        return _InFlight(iteration, buffer, kept, options, scale, self._thread.submit(reduce))
+        return _InFlight(iteration, buffer, kept, options, scale, own_is_finite, self._meet("step", reduce))
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict from these."""
-        applied: list[int] = []
-        skipped: list[int] = []
-        spans: list[Span] = []
-        comparison = None
-        fell_back = False
+        self._true_weights_changed += 1
         self._prediction.restore()
-        while len(self._in_flight) > remaining:
-            gradient = self._in_flight.popleft()
+        arrivals: list[StepReport] = []
+        try:
+            while len(self._in_flight) > remaining:
+                arrivals.append(self._apply_oldest())
             begin = time.perf_counter()
-            reduction = gradient.reduction.result()
-            arrived = time.perf_counter()
-            comparison = reduction.comparison
-            self._loss_scale.saw(reduction.finite, gradient.scale)
-            if self._guard is not None and reduction.norm is not None:
-                fell_back |= self._guard.saw(reduction.norm, self.iteration)
-            if reduction.finite:
-                self._prediction.learn(gradient.buffer.views, gradient.kept, comparison, self._agreement)
-                self._updates.apply(gradient.buffer.views, gradient.kept, gradient.hyperparameters)
-                applied.append(gradient.iteration)
-            elif self._skip_nonfinite:
-                skipped.append(gradient.iteration)
-            else:
-                raise NonFiniteGradientError(gradient.iteration)
-            self._pool.append(gradient.buffer)
-            spans += [
-                reduction.span,
-                Span("wait", gradient.iteration, begin, arrived),
-                Span("update", gradient.iteration, arrived, time.perf_counter()),
-            ]
-        begin = time.perf_counter()
-        self._predict()
+            self._predict()
+        except BaseException as error:
+            self._prediction.restore()
+            self._error = error
+            raise
+        self._error = None
+        spans = [span for arrival in arrivals for span in arrival.spans]
         if self._prediction.holds_predicted:
             spans.append(Span("predict", self.iteration, begin, time.perf_counter()))
         return StepReport(
-            applied=tuple(applied),
-            skipped=tuple(skipped),
+            applied=tuple(iteration for arrival in arrivals for iteration in arrival.applied),
+            skipped=tuple(iteration for arrival in arrivals for iteration in arrival.skipped),
+            nonfinite_ranks=tuple(rank for arrival in arrivals for rank in arrival.nonfinite_ranks),
             spans=tuple(spans),
-            comparison=comparison,
+            comparison=arrivals[-1].comparison if arrivals else None,
+            fell_back=any(arrival.fell_back for arrival in arrivals),
+        )
+
+    def _apply_oldest(self) -> StepReport:
+        """Wait for the oldest gradient in flight; apply it, or leave it out. An interrupted wait changes nothing."""
+        gradient = self._in_flight[0]
+        begin = time.perf_counter()
+        reduction = gradient.reduction.result()
+        arrived = time.perf_counter()
+        fell_back = False
+        culprits = () if reduction.finite else self._who_is_not_finite(gradient)
+        with self._whole(f"the update of iteration {gradient.iteration}"):
+            self._loss_scale.saw(reduction.finite, gradient.scale)
+            if self._guard is not None and reduction.finite and reduction.norm is not None:
+                fell_back = self._guard.saw(reduction.norm, self.iteration)
+            if reduction.finite:
+                views = gradient.buffer.views
+                self._prediction.learn(views, gradient.kept, reduction.comparison, self._agreement)
+                self._updates.apply(views, gradient.kept, gradient.hyperparameters)
+            self._in_flight.popleft()
+            self._pool.append(gradient.buffer)
+        if not (reduction.finite or self._skip_nonfinite):
+            raise NonFiniteGradientError(gradient.iteration, culprits, self._ranks.world_size)
+        return StepReport(
+            applied=(gradient.iteration,) if reduction.finite else (),
+            skipped=() if reduction.finite else (gradient.iteration,),
+            nonfinite_ranks=culprits,
+            spans=(
+                reduction.span,
+                Span("wait", gradient.iteration, begin, arrived),
+                Span("update", gradient.iteration, arrived, time.perf_counter()),
+            ),
+            comparison=reduction.comparison,
             fell_back=fell_back,
         )
 
+    def _who_is_not_finite(self, gradient: _InFlight) -> tuple[int, ...]:
+        """The ranks whose own gradients are not finite, of a mean that is not: all ranks ask this in the same step."""
+        finite = self._ranks.exchange("finite gradients", gradient.own_is_finite())
+        return tuple(rank for rank, own in enumerate(finite) if not own)
+
     def _agreed_norm(self, buffer: FlatBuffer) -> float:
         """The mean's norm, to the last bit the same on all ranks, whatever processors they have. Collective."""
-        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in buffer.flats]
+        norms = [torch.linalg.vector_norm(real(flat), dtype=torch.float64) for flat in buffer.flats]
         total = torch.stack(norms).square().sum().reshape(1)
         self._exact(total)
         return math.sqrt(total.item() / self._ranks.world_size)
@@ -392,5 +663,5 @@ class Pipelined:
         in_flight = [Unapplied(gradient.kept, gradient.hyperparameters) for gradient in self._in_flight]
         self._prediction.predict(in_flight, self._agreement)
 
-    def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
-        self._thread.submit(lambda: sum_buffer(buffer, self._exact)).result()
+    def _sum_over_ranks(self, call: str, buffer: FlatBuffer) -> None:
+        self._meet(call, lambda: sum_buffer(buffer, self._exact)).result()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from pipesgd.clipping import Clipping
 from pipesgd.collectives.base import AllReduce
 from pipesgd.config import BUFFERS, ON_NONFINITE
 from pipesgd.errors import NonFiniteGradientError, UserInputError
-from pipesgd.gradients import FlatBuffer, are_finite, take_mean
+from pipesgd.gradients import FlatBuffer, are_finite, give_gradients, take_mean
 from pipesgd.loss_scale import LossScale
 from pipesgd.strategies.base import Span, StepReport
 
@@ -39,11 +40,52 @@ def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return list(parameters.values())
 
 
+def trainable_identities(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Identities of the parameters that ``optimizer`` updates: they tell in microseconds whether these have changed."""
+    return [
+        id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+    ]
+
+
+def check_unchanged(optimizer: torch.optim.Optimizer, identities: Sequence[int], strategy: str) -> None:
+    """Refuse parameters that were frozen, unfrozen or added since ``identities`` were theirs.
+
+    Raises:
+        UserInputError: there are such.
+    """
+    if trainable_identities(optimizer) != identities:
+        raise UserInputError(
+            f"parameters must not be frozen, unfrozen or added while {strategy} trains them; "
+            "close the strategy and make a new one"
+        )
+
+
+def drop_gradients_of_frozen(optimizer: torch.optim.Optimizer) -> None:
+    """Let parameters that require no gradient have none: ``optimizer`` would update them with it in every step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                parameter.grad = None
+
+
+@contextlib.contextmanager
+def set_aside_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While it is open, parameters of ``optimizer`` have no gradients; then they have theirs again."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    give_gradients(parameters, [None] * len(parameters))
+    try:
+        yield
+    finally:
+        give_gradients(parameters, gradients)
+
+
 def share_rank_0s_values(model: nn.Module, also: Sequence[Tensor], rank: int, sum_over_ranks: SumOverRanks) -> None:
     """Give all ranks rank 0's parameters and buffers, and its values of the tensors in ``also``. Collective."""
     tensors = [*model.parameters(), *model.buffers(), *also]
     tensors = list({id(tensor): tensor.detach() for tensor in tensors}.values())
-    tensors = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in tensors]
+    # As bytes where there is no addition: of truth values, and of floats of 8 bits.
+    tensors = [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]
     flat = FlatBuffer(tensors)
     if rank == 0:  # the others add zeros: a broadcast without a second kind of collective
         flat.fill_from(tensors)
@@ -60,7 +102,7 @@ def sum_buffer(buffer: FlatBuffer, all_reduce: AllReduce) -> None:
 def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_over_ranks: SumOverRanks) -> None:
     """Give floating-point buffers, ``how``: their "average" over ranks, the values of "rank-0", or leave their "own".
 
-    Collective. Others are left as they are.
+    Collective. Others are left as they are, and so are floats of 8 bits, which nothing adds up.
 
     Raises:
         UserInputError: ``how`` is none of these.
@@ -68,7 +110,7 @@ def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_
     check_one_of("buffers", how, BUFFERS)
     if how == "own":
         return
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.itemsize > 1]
     flat = FlatBuffer(buffers)
     if how == "average" or rank == 0:  # the others' zeros add nothing to rank 0's
         flat.fill_from(buffers)
@@ -82,17 +124,6 @@ def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_
 def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep torch's schedulers from warning that they are stepped before the optimizer: here it was, only elsewhere."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The learning rate of every group."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def set_learning_rates(optimizer: torch.optim.Optimizer, lrs: Sequence[float]) -> None:
-    """Give every group its learning rate."""
-    for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-        group["lr"] = lr
 
 
 class SynchronousUpdate:
@@ -117,11 +148,26 @@ class SynchronousUpdate:
         on_nonfinite: str,
     ):
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
-        self.parameters = trainable_parameters(optimizer)
+        self.parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
         self.loss_scale = LossScale(scaler, self.parameters)
         self._optimizer = optimizer
         self._clip = clip or Clipping()
         self._skip_nonfinite = on_nonfinite == "skip" or self.loss_scale.skips
+
+    def follow_parameters(self) -> None:
+        """Update what the optimizer holds now: nothing is exchanged, so it may be frozen, unfrozen or added to."""
+        identities = trainable_identities(self._optimizer)
+        if identities != self._identities:
+            self.parameters, self._identities = trainable_parameters(self._optimizer), identities
+            drop_gradients_of_frozen(self._optimizer)
+
+    def check_parameters(self, strategy: str) -> None:
+        """Refuse parameters that were frozen, unfrozen or added since, which ``strategy`` cannot follow.
+
+        Raises:
+            UserInputError: there are such.
+        """
+        check_unchanged(self._optimizer, self._identities, strategy)
 
     def apply(self, iteration: int) -> StepReport:
         """One step on what is in ``.grad``, which is dropped then.

@@ -4,63 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipesgd.collectives.transport import Group, Pending, TorchTransport, Transport
 from pipesgd.errors import CommunicationError
-from pipesgd.strategies.shard import Reply, Shard
+from pipesgd.strategies.server_messages import REPLY_NUMBERS, REQUEST_NUMBERS, Reply, Request, RequestMessage
+from pipesgd.strategies.shard import Shard
 
 FOREVER = 10 * 365 * 86400.0
 """Seconds that a server waits for a worker's next request: it may compute or evaluate for long. One that has died is
 noticed by its closed connection, and who waits for one that hangs has a deadline."""
 
-
-class Request(enum.IntEnum):
-    """What a worker asks of a server."""
-
-    PUSH = 0
-    """Take this gradient; give the weights as soon as I may go on."""
-    PULL = 1
-    """Give the weights."""
-    SAVE = 2
-    """Give all that you know."""
-    LOAD = 3
-    """Know this."""
-    BYE = 4
-    """Nothing more will come from me."""
+MEETING_SECONDS = 1.0
+"""How long a server waits for all workers to come to a meeting before it tells those who ask that not all have."""
 
 
+@dataclass(frozen=True)
 class Links:
-    """The kinds of messages between workers and servers, for one thread of one rank.
+    """The kinds of messages between workers and servers, for one thread of one rank."""
 
-    All threads use one process group. Each kind has a tag of its own, and goes from one thread of a rank to one thread
-    of another: no message can be taken for another thread's. One connection between two ranks carries them all.
-    Requests and replies may have deadlines of their own, in seconds.
-    """
+    requests: Transport
+    gradients: Transport
+    replies: Transport
+    weights: Transport
+    states: Transport
 
-    def __init__(self, group: Group, timeout: float, *, requests: float | None = None, replies: float | None = None):
-        self.requests = TorchTransport([group], requests or timeout, tag=1)
-        self.gradients = TorchTransport([group], timeout, tag=2)
-        self.replies = TorchTransport([group], replies or timeout, tag=3)
-        self.weights = TorchTransport([group], timeout, tag=4)
-        self.states = TorchTransport([group], timeout, tag=5)
+    @classmethod
+    def over(
+        cls, group: Group, timeout: float, *, requests: float | None = None, replies: float | None = None
+    ) -> Links:
+        """Links over one process group, which all threads use.
+
+        Each kind has a tag of its own, and goes from one thread of a rank to one thread of another: no message can be
+        taken for another thread's. One connection between two ranks carries them all. Requests and replies may have
+        deadlines of their own, in seconds.
+        """
+        deadlines = (requests or timeout, timeout, replies or timeout, timeout, timeout)
+        return cls(*(TorchTransport([group], deadline, tag=tag) for tag, deadline in enumerate(deadlines, start=1)))
 
     @property
     def bytes_sent(self) -> int:
         kinds = (self.requests, self.gradients, self.replies, self.weights, self.states)
         return sum(kind.bytes_sent for kind in kinds)
-
-
-REQUEST_NUMBERS = 3
-"""Before the learning rates, in float64: the request, whether the gradient is finite, bytes of the state."""
-REPLY_NUMBERS = 4
-"""In float64: arrivals, whether the gradient was applied, the rank that was lost or -1, bytes of the state."""
 
 
 class WorkerThread(threading.Thread):
@@ -71,12 +62,12 @@ class WorkerThread(threading.Thread):
     otherwise from a copy of one moment.
     """
 
-    def __init__(self, shard: Shard, worker: int, groups: int, links: Links):
+    def __init__(self, shard: Shard, worker: int, options: int, links: Links):
         super().__init__(name=f"pipesgd-server-of-{worker}", daemon=True)  # daemon: it may wait for a lost worker
         self._shard = shard
         self._worker = worker
         self.links = links
-        self._request = torch.empty(REQUEST_NUMBERS + groups, dtype=torch.float64)
+        self._request = torch.empty(REQUEST_NUMBERS + options, dtype=torch.float64)
         self._gradient = [torch.empty_like(weights) for weights in shard.weights]
         self._copy = shard.weights if shard.in_rounds else [torch.empty_like(weights) for weights in shard.weights]
 
@@ -85,27 +76,57 @@ class WorkerThread(threading.Thread):
             request, gradient = self._expect_request(), self._expect_gradient()
             while True:
                 request.wait()
-                kind, finite, nbytes, *lrs = self._request.tolist()
-                if kind == Request.BYE:
+                self._shard.heard(self._worker)
+                asked = self._read_request()
+                if asked.kind == Request.BYE:
                     self._shard.leave(self._worker)
                     return
-                reply, state = Reply(self._shard.arrivals, True), torch.empty(0, dtype=torch.uint8)
-                if kind == Request.PUSH:
+                if asked.kind in (Request.PUSH, Request.STORE):
                     wait_for(gradient)
-                    reply = self._shard.push(self._worker, self._gradient, bool(finite), lrs)
+                reply, state = self._serve(asked)
+                if asked.kind in (Request.PUSH, Request.STORE):
                     gradient = self._expect_gradient()
-                elif kind == Request.SAVE:
-                    state = self._shard.save()
-                elif kind == Request.LOAD:
-                    saved = torch.empty(int(nbytes), dtype=torch.uint8)
-                    self.links.states.receive(saved, self._worker, "a state").wait()
-                    self._shard.load(saved)
                 request = self._expect_request()
-                self._answer(reply, state, weights=kind in (Request.PUSH, Request.PULL))
+                self._answer(reply, state, weights=asked.kind in (Request.PUSH, Request.PULL))
+                self._shard.heard(self._worker)
         except BaseException as failure:  # noqa: BLE001 (the others that use this server get it)
             self._shard.fail(self._worker, failure)
             with contextlib.suppress(CommunicationError):
-                self._send_reply(Reply(0, False), lost=self._lost_rank()).wait()
+                self._send_reply(Reply(0, False, lost=self._lost_rank())).wait()
+
+    def _read_request(self) -> RequestMessage:
+        with self._blamed("a request"):
+            most = self._shard.most_state_bytes
+            return RequestMessage.unpack(self._request.tolist(), worker=self._worker, most_state_bytes=most)
+
+    def _serve(self, asked: RequestMessage) -> tuple[Reply, Tensor]:
+        """Do what is asked; the reply, and the state that goes with it."""
+        shard, state = self._shard, torch.empty(0, dtype=torch.uint8)
+        if asked.kind == Request.PUSH:
+            return shard.push(self._worker, self._gradient, asked.finite, asked.options), state
+        if asked.kind == Request.MEET:
+            here = shard.meet(self._worker, asked.number, asked.place, MEETING_SECONDS)
+            return Reply(shard.arrivals, here), state
+        if asked.kind == Request.SAVE:
+            state = shard.save()
+        elif asked.kind == Request.LOAD:
+            saved = torch.empty(asked.number, dtype=torch.uint8)
+            wait_for(receive_all(self.links.states, [saved], self._worker, "a state"))
+            with self._blamed("a state"):
+                shard.load(saved)
+        elif asked.kind == Request.STORE:
+            shard.store(self._gradient)
+        return Reply(shard.arrivals, True), state
+
+    @contextlib.contextmanager
+    def _blamed(self, what: str) -> Iterator[None]:
+        """Turn a ``ValueError`` about what the worker has sent into an error that names it."""
+        try:
+            yield
+        except ValueError as failure:
+            raise CommunicationError(
+                rank=self._shard.rank, peer=self._worker, operation=f"receive of {what}", reason=str(failure)
+            ) from failure
 
     def _expect_request(self) -> Pending:
         return self.links.requests.receive(self._request, self._worker, "a request")
@@ -122,9 +143,8 @@ class WorkerThread(threading.Thread):
         under_way += send_all(self.links.states, [state], self._worker, "a state")
         wait_for(under_way)
 
-    def _send_reply(self, reply: Reply, *, lost: int = -1) -> Pending:
-        numbers = torch.tensor([reply.arrivals, reply.applied, lost, reply.state_bytes], dtype=torch.float64)
-        return self.links.replies.send(numbers, self._worker, "a reply")
+    def _send_reply(self, reply: Reply) -> Pending:
+        return self.links.replies.send(reply.pack(), self._worker, "a reply")
 
     def _lost_rank(self) -> int:
         failure = self._shard.failure
@@ -136,10 +156,10 @@ class WorkerThread(threading.Thread):
 class ShardServer:
     """A shard, and the threads that serve it to the workers on other ranks."""
 
-    def __init__(self, shard: Shard, group: Group, workers: Sequence[int], groups: int, timeout: float):
+    def __init__(self, shard: Shard, group: Group, workers: Sequence[int], options: int, timeout: float):
         self.shard = shard
         self.workers = [
-            WorkerThread(shard, worker, groups, Links(group, timeout, requests=FOREVER)) for worker in workers
+            WorkerThread(shard, worker, options, Links.over(group, timeout, requests=FOREVER)) for worker in workers
         ]
         for thread in self.workers:
             thread.start()

@@ -12,17 +12,10 @@ from pipesgd.collectives.transport import Group, Pending
 from pipesgd.collectives.worker import CLOSE_SECONDS
 from pipesgd.errors import CommunicationError
 from pipesgd.gradients import FlatBuffer
-from pipesgd.strategies.server import (
-    REPLY_NUMBERS,
-    REQUEST_NUMBERS,
-    Links,
-    Request,
-    ShardServer,
-    receive_all,
-    send_all,
-    wait_for,
-)
-from pipesgd.strategies.shard import Reply, ShardLayout
+from pipesgd.strategies.server import MEETING_SECONDS, Links, ShardServer, receive_all, send_all, wait_for
+from pipesgd.strategies.server_messages import REPLY_NUMBERS, REQUEST_NUMBERS, Reply, Request, RequestMessage
+from pipesgd.strategies.shard_layout import ShardLayout
+from pipesgd.strategies.shard_state import check_state_bytes
 
 T = TypeVar("T")
 Answer = Callable[[], T]
@@ -36,11 +29,17 @@ class Server(Protocol):
     wire_bytes: int
     """Bytes that this rank sends through it in an iteration."""
 
-    def push(self, gradient: FlatBuffer, finite: bool, lrs: Sequence[float], weights: FlatBuffer) -> Answer[Reply]:
+    def push(self, gradient: FlatBuffer, finite: bool, options: list[float], weights: FlatBuffer) -> Answer[Reply]:
         """Give it its range of ``gradient``; with the answer, its range of ``weights`` is there."""
 
     def pull(self, weights: FlatBuffer) -> Answer[Reply]:
         """Get its range of ``weights``."""
+
+    def meet(self, number: int, place: int) -> Answer[Reply]:
+        """Ask whether all workers have come to meeting ``number``; ``place`` stands for the collective call."""
+
+    def store(self, weights: FlatBuffer) -> Answer[Reply]:
+        """Give it its range of ``weights`` to continue from."""
 
     def save(self) -> Answer[Tensor]:
         """Get all that it knows."""
@@ -62,14 +61,22 @@ class ServerBeside:
         self._worker = worker
         self.wire_bytes = server.wire_bytes
 
-    def push(self, gradient: FlatBuffer, finite: bool, lrs: Sequence[float], weights: FlatBuffer) -> Answer[Reply]:
+    def push(self, gradient: FlatBuffer, finite: bool, options: list[float], weights: FlatBuffer) -> Answer[Reply]:
         layout = self._shard.layout
-        reply = self._shard.push(self._worker, layout.ranges_of(gradient), finite, lrs)
+        reply = self._shard.push(self._worker, layout.ranges_of(gradient), finite, options)
         self._shard.copy_weights_to(layout.ranges_of(weights))
         return lambda: reply
 
     def pull(self, weights: FlatBuffer) -> Answer[Reply]:
         self._shard.copy_weights_to(self._shard.layout.ranges_of(weights))
+        return self._at_once
+
+    def meet(self, number: int, place: int) -> Answer[Reply]:
+        here = self._shard.meet(self._worker, number, place, MEETING_SECONDS)
+        return lambda: Reply(self._shard.arrivals, here)
+
+    def store(self, weights: FlatBuffer) -> Answer[Reply]:
+        self._shard.store(self._shard.layout.ranges_of(weights))
         return self._at_once
 
     def save(self) -> Answer[Tensor]:
@@ -101,27 +108,37 @@ class RemoteServer:
         links: Links,
         group: Group,
         own_rank: int,
-        groups: int,
+        ranks: int,
+        options: int,
     ):
         self._links = links
-        self._farewells = Links(group, CLOSE_SECONDS).requests
+        self._farewells = Links.over(group, CLOSE_SECONDS).requests
         self._rank = rank
         self._own_rank = own_rank
         self._layout = layout
-        self._groups = groups
+        self._ranks = ranks
+        self._options = options
         self._listens = True
+        self._most_state_bytes = layout.most_state_bytes(gradient)
         range_bytes = sum(part.nbytes for part in layout.ranges_of(gradient))
-        self.wire_bytes = 8 * (REQUEST_NUMBERS + groups) + range_bytes
+        self.wire_bytes = 8 * (REQUEST_NUMBERS + options) + range_bytes
 
-    def push(self, gradient: FlatBuffer, finite: bool, lrs: Sequence[float], weights: FlatBuffer) -> Answer[Reply]:
+    def push(self, gradient: FlatBuffer, finite: bool, options: list[float], weights: FlatBuffer) -> Answer[Reply]:
         ranges, into = self._layout.ranges_of(gradient), self._layout.ranges_of(weights)
-        return self._ask(self._request(Request.PUSH, finite=finite, lrs=lrs), gradient=ranges, into=into)
+        request = RequestMessage(Request.PUSH, finite=finite, options=tuple(options))
+        return self._ask(request, gradient=ranges, into=into)
 
     def pull(self, weights: FlatBuffer) -> Answer[Reply]:
-        return self._ask(self._request(Request.PULL), into=self._layout.ranges_of(weights))
+        return self._ask(RequestMessage(Request.PULL), into=self._layout.ranges_of(weights))
+
+    def meet(self, number: int, place: int) -> Answer[Reply]:
+        return self._ask(RequestMessage(Request.MEET, number=number, place=place))
+
+    def store(self, weights: FlatBuffer) -> Answer[Reply]:
+        return self._ask(RequestMessage(Request.STORE), gradient=self._layout.ranges_of(weights))
 
     def save(self) -> Answer[Tensor]:
-        answer = self._ask(self._request(Request.SAVE))
+        answer = self._ask(RequestMessage(Request.SAVE))
 
         def receive() -> Tensor:
             state = torch.empty(answer().state_bytes, dtype=torch.uint8)
@@ -131,19 +148,17 @@ class RemoteServer:
         return receive
 
     def load(self, saved: Tensor) -> Answer[Reply]:
-        return self._ask(self._request(Request.LOAD, state_bytes=saved.nbytes), state=[saved])
+        check_state_bytes(saved.nbytes, self._most_state_bytes)
+        return self._ask(RequestMessage(Request.LOAD, number=saved.nbytes), state=[saved])
 
     def leave(self) -> list[Pending]:
-        return [self._farewells.send(self._request(Request.BYE), self._rank, "a farewell")] if self._listens else []
-
-    def _request(
-        self, kind: Request, *, finite: bool = True, lrs: Sequence[float] | None = None, state_bytes: int = 0
-    ) -> Tensor:
-        return torch.tensor([kind, finite, state_bytes, *(lrs or [0.0] * self._groups)], dtype=torch.float64)
+        if not self._listens:
+            return []
+        return [self._farewells.send(RequestMessage(Request.BYE).pack(self._options), self._rank, "a farewell")]
 
     def _ask(
         self,
-        request: Tensor,
+        request: RequestMessage,
         *,
         gradient: Sequence[Tensor] = (),
         state: Sequence[Tensor] = (),
@@ -156,25 +171,33 @@ class RemoteServer:
         reply = links.replies.receive(numbers, rank, "a reply")
         weights = receive_all(links.weights, into, rank, "weights")
         sent = [
-            links.requests.send(request, rank, "a request"),
+            links.requests.send(request.pack(self._options), rank, "a request"),
             *send_all(links.gradients, gradient, rank, "a gradient"),
             *send_all(links.states, state, rank, "a state"),
         ]
 
         def answer() -> Reply:
             reply.wait()
-            arrivals, applied, lost, state_bytes = (int(number) for number in numbers.tolist())
-            if lost >= 0:
+            told = self._read_reply(numbers)
+            if told.lost is not None:
                 self._listens = False
-                self._raise_lost(lost)
+                self._raise_lost(told.lost)
             wait_for(weights)
             wait_for(sent)
-            return Reply(arrivals, bool(applied), state_bytes)
+            return told
 
         return answer
 
+    def _read_reply(self, numbers: Tensor) -> Reply:
+        try:
+            return Reply.unpack(numbers.tolist(), ranks=self._ranks, most_state_bytes=self._most_state_bytes)
+        except ValueError as failure:
+            raise CommunicationError(
+                rank=self._own_rank, peer=self._rank, operation="receive of a reply", reason=str(failure)
+            ) from failure
+
     def _raise_lost(self, lost: int) -> NoReturn:
-        reasons = {self._rank: "it has failed", self._own_rank: "the server has given up waiting for this rank"}
+        reasons = {self._rank: "it has failed", self._own_rank: "the server has given up on this rank"}
         raise CommunicationError(
             rank=self._own_rank,
             peer=self._rank if lost == self._own_rank else lost,

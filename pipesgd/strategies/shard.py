@@ -3,110 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import io
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipesgd.collectives.schedule import split
-from pipesgd.errors import CommunicationError, DeadlineExceeded
+from pipesgd import hyperparameters
+from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.gradients import FlatBuffer, take_mean
-from pipesgd.strategies.replication import set_learning_rates
+from pipesgd.strategies.meetings import Meetings
+from pipesgd.strategies.server_messages import Reply
+from pipesgd.strategies.shard_layout import ShardLayout, optimizer_of_shard
+from pipesgd.strategies.shard_state import ShardState, pack_state, unpack_state
 from pipesgd.strategies.staleness import Clocks
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a server says to a request."""
-
-    arrivals: int
-    """Gradients of all workers that have arrived so far."""
-    applied: bool
-    """Whether the gradient was, with the others of its round if there are rounds."""
-    state_bytes: int = 0
-    """Of the state that follows."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """The part of one parameter that a server owns: elements ``start`` to ``stop`` of it."""
-
-    parameter: int
-    flat: int
-    offset: int
-    """Where it begins in the server's range of that flat buffer."""
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    """The parameter's own if it is there as a whole, else (elements,)."""
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor that is shaped as the parameter."""
-        return tensor.reshape(-1)[self.start : self.stop].view(self.shape)
-
-
-class ShardLayout:
-    """What of a model's flat buffers server ``index`` of ``servers`` owns: one contiguous range of each."""
-
-    def __init__(self, buffer: FlatBuffer, index: int, servers: int):
-        self._ranges = [split(flat.numel(), servers)[index] for flat in buffer.flats]
-        self.pieces: list[_Piece] = []
-        kinds = [flat.dtype for flat in buffer.flats]
-        for parameter, view in enumerate(buffer.views):
-            kind = kinds.index(view.dtype)
-            offset, (first, last) = int(view.storage_offset()), self._ranges[kind]
-            start, stop = max(offset, first) - offset, min(offset + view.numel(), last) - offset
-            if start < stop:
-                shape = tuple(view.shape) if stop - start == view.numel() else (stop - start,)
-                self.pieces.append(_Piece(parameter, kind, offset + start - first, start, stop, shape))
-
-    def ranges_of(self, buffer: FlatBuffer) -> list[Tensor]:
-        """The server's ranges of ``buffer``, as views: one a flat tensor, in their order."""
-        return [flat[start:stop] for flat, (start, stop) in zip(buffer.flats, self._ranges, strict=True)]
-
-    def views(self, ranges: Sequence[Tensor]) -> list[Tensor]:
-        """For each of ``pieces``, a view of its shape into the server's ranges."""
-        return [
-            ranges[piece.flat][piece.offset : piece.offset + piece.stop - piece.start].view(piece.shape)
-            for piece in self.pieces
-        ]
-
-
-def optimizer_of_shard(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], layout: ShardLayout, weights: Sequence[Tensor]
-) -> torch.optim.Optimizer:
-    """A copy of ``optimizer`` that updates ``weights``, the shard's pieces, in place of the parameters.
-
-    Its groups and their options stay, and its state so far where that has an element for each of a parameter's;
-    parameters of other shards are dropped.
-    """
-    absent = torch.empty(0)
-    memo: dict[int, Any] = {id(parameter): absent for group in optimizer.param_groups for parameter in group["params"]}
-    for piece, weight in zip(layout.pieces, weights, strict=True):
-        parameter = parameters[piece.parameter]
-        memo[id(parameter)] = weight
-        for value in optimizer.state.get(parameter, {}).values():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                memo[id(value)] = piece.of(value).clone()
-    copied = copy.deepcopy(optimizer, memo)
-    copied.state.pop(absent, None)
-    for group in copied.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter is not absent]
-    return copied
 
 
 class Shard:
     """One server's range of the weights and its optimizer, shared by one thread a worker.
 
     Bound 0 makes rounds: when all workers' gradients are there, their sum, in the order of the workers, becomes the
-    mean, and the optimizer steps once, at the learning rates of that round. With any other bound each gradient is
-    applied when it arrives, alone, at 1/w of the learning rates that were set when it was computed: w arrivals move
-    the weights about as far as one synchronous update does, whatever the optimizer.
+    mean, and the optimizer steps once, under the options (learning rates, momentum, ...) of that round. With any other
+    bound each gradient is applied when it arrives, alone, under the options that were set when it was computed, but at
+    1/w of their learning rates: w arrivals move the weights about as far as one synchronous update does, whatever the
+    optimizer.
 
     Args:
         parameters: all trainable ones, with their initial values.
@@ -115,7 +36,7 @@ class Shard:
         workers: how many there are.
         bound: see ``Clocks``.
         rank: of this process, for errors.
-        timeout: seconds that a worker waits here for the others' gradients.
+        timeout: seconds without anything from a worker after which others do not wait for it any longer.
     """
 
     def __init__(
@@ -136,11 +57,13 @@ class Shard:
         self.in_rounds = bound == 0
         self.rank = rank
         self.weights = [part.clone() for part in layout.ranges_of(initial)]
-        """Written only by ``push`` and ``load``; in rounds, only once all workers have pushed again."""
+        """Written only by ``push``, ``load`` and ``store``; in rounds, only once all workers have pushed again or are
+        in a meeting."""
+        self.most_state_bytes = layout.most_state_bytes(initial)
         self.failure: BaseException | None = None
         """The first one of any of this server's threads: nothing is served after it."""
         self._workers = workers
-        self._timeout = timeout
+        self._meetings = Meetings(workers, timeout)
         self._pieces = layout.views(self.weights)
         self._optimizer = optimizer_of_shard(optimizer, parameters, layout, self._pieces)
         self._changed = threading.Condition()
@@ -151,20 +74,22 @@ class Shard:
         self._round_is_finite = True
         self._round_applied = False
 
-    def push(self, worker: int, gradient: Sequence[Tensor], finite: bool, lrs: Sequence[float]) -> Reply:
+    def push(self, worker: int, gradient: Sequence[Tensor], finite: bool, options: Sequence[float]) -> Reply:
         """Take ``worker``'s gradient, of this server's ranges, and return once it may start its next iteration.
+
+        It was computed under these ``options`` of the optimizer (``hyperparameters.as_numbers``).
 
         Raises:
             CommunicationError: a worker that this one must wait for has left, was lost, or is silent.
         """
         with self._changed:
             try:
-                if self.failure is not None:
-                    raise self.failure
+                self._raise_failure()
+                self._meetings.heard(worker, time.monotonic())
                 if self.in_rounds:
-                    self._add_to_round(worker, gradient, finite, lrs)
+                    self._add_to_round(worker, gradient, finite, options)
                 elif finite:
-                    self._update(gradient, [lr / self._workers for lr in lrs])
+                    self._update(gradient, options, lr_divisor=self._workers)
                 self._due.update(self.clocks.arrived(worker))
                 self._changed.notify_all()
                 self._wait_until_due(worker)
@@ -187,24 +112,61 @@ class Shard:
 
     def save(self) -> Tensor:
         """All that this server knows, as bytes (uint8); nobody may be waiting in ``push``."""
-        file = io.BytesIO()
         with self._changed:
-            state = {
-                "weights": self.weights,
-                "optimizer": self._optimizer.state_dict(),
-                "arrivals": self.clocks.arrivals,
-            }
-            torch.save(state, file)
-        return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+            state = ShardState(
+                weights=self.weights, optimizer=self._optimizer.state_dict(), arrivals=self.clocks.arrivals
+            )
+            return pack_state(state, self.most_state_bytes)
 
     def load(self, saved: Tensor) -> None:
-        """Go back to what ``save`` gave."""
-        state = torch.load(io.BytesIO(saved.numpy().tobytes()), weights_only=True)
+        """Go back to what ``save`` gave.
+
+        Raises:
+            UserInputError: it is something else; nothing has changed then.
+        """
+        state = unpack_state(saved, self.weights, self._workers)
         with self._changed:
+            try:
+                self._optimizer.load_state_dict(state["optimizer"])
+            except Exception as failure:  # noqa: BLE001 (whatever a foreign object leads to)
+                raise UserInputError(f"a server's state must be of its optimizer; got another one: {failure}") from None
             for weights, values in zip(self.weights, state["weights"], strict=True):
                 weights.copy_(values)
-            self._optimizer.load_state_dict(state["optimizer"])
             self.clocks.restore(state["arrivals"])
+
+    def store(self, ranges: Sequence[Tensor]) -> None:
+        """Take these weights in place of the server's own; all workers must be in a meeting."""
+        with self._changed:
+            for weights, values in zip(self.weights, ranges, strict=True):
+                weights.copy_(values)
+
+    def meet(self, worker: int, number: int, place: int, seconds: float) -> bool:
+        """True as soon as all workers have come to meeting ``number``; false if not all have within ``seconds``.
+
+        ``worker`` has come to it, and asks again until it hears that all have. ``place`` is a number that stands for
+        the collective call.
+
+        Raises:
+            CommunicationError: a worker that has not come has left, was lost, or is silent; or the workers have made
+                different calls.
+        """
+        with self._changed:
+            try:
+                self._raise_failure()
+                self._come(worker, number, place)
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self.failure is not None or not self._meetings.missing(worker), seconds)
+                self._raise_failure()
+                self._check_meeting(worker)
+            except BaseException as failure:
+                self._fail(failure)
+                raise
+            return not self._meetings.missing(worker)
+
+    def heard(self, worker: int) -> None:
+        """Something has arrived from ``worker``, or has reached it."""
+        with self._changed:
+            self._meetings.heard(worker, time.monotonic())
 
     def leave(self, worker: int) -> None:
         """Nothing more will come from ``worker``."""
@@ -227,14 +189,17 @@ class Shard:
         """
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or len(self.clocks.left) == self._workers)
-            if self.failure is not None:
-                raise self.failure
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def _fail(self, failure: BaseException) -> None:
         self.failure = self.failure or failure
         self._changed.notify_all()
 
-    def _add_to_round(self, worker: int, gradient: Sequence[Tensor], finite: bool, lrs: Sequence[float]) -> None:
+    def _add_to_round(self, worker: int, gradient: Sequence[Tensor], finite: bool, options: Sequence[float]) -> None:
         """Add what has arrived, in the order of the workers: the sum must not depend on who was first."""
         self._round[worker] = gradient
         self._round_is_finite &= finite
@@ -250,36 +215,69 @@ class Shard:
             if self._round_is_finite:
                 for flat in self._sum.flats:
                     take_mean(flat, self._workers)
-                self._update(self._sum.flats, lrs)
+                self._update(self._sum.flats, options)
             self._round_applied = self._round_is_finite
             self._added, self._round_is_finite = 0, True
 
-    def _update(self, gradient: Sequence[Tensor], lrs: Sequence[float]) -> None:
+    def _update(self, gradient: Sequence[Tensor], options: Sequence[float], *, lr_divisor: int = 1) -> None:
         for weight, view in zip(self._pieces, self.layout.views(gradient), strict=True):
             weight.grad = view
-        set_learning_rates(self._optimizer, lrs)
+        hyperparameters.set_numbers(self._optimizer, options)
+        for group in self._optimizer.param_groups:
+            group["lr"] /= lr_divisor
         self._optimizer.step()
         for weight in self._pieces:
             weight.grad = None
 
     def _wait_until_due(self, worker: int) -> None:
         def is_settled() -> bool:
-            return worker in self._due or self.failure is not None or self.clocks.waits_in_vain(worker)
+            return worker in self._due or self.failure is not None or bool(in_vain())
+
+        def in_vain() -> list[tuple[str, list[int]]]:
+            """The workers that will not push before this one goes on, by the reason why."""
+            slowest = self.clocks.waits_for(worker)
+            reasons = {
+                "it has left": [one for one in slowest if one in self.clocks.left],
+                "it waits for this rank in a collective call": [
+                    one for one in slowest if worker in self._meetings.missing(one)
+                ],
+            }
+            return [(reason, ranks) for reason, ranks in reasons.items() if ranks]
 
         iteration = self.clocks.arrivals[worker] - 1
-        in_time = self._changed.wait_for(is_settled, self._timeout)
+        in_time = self._changed.wait_for(is_settled, self._meetings.timeout)
         if worker in self._due:
             self._due.remove(worker)
             return
-        if self.failure is not None:
-            raise self.failure
-        slowest = self.clocks.waits_for(worker)
-        missing = [one for one in slowest if one in self.clocks.left] if in_time else slowest
-        raise (CommunicationError if in_time else DeadlineExceeded)(
-            rank=self.rank,
-            peer=missing[0],
-            operation="wait for gradients",
-            reason=("it has left" if in_time else f"none within {self._timeout:g} s")
-            + (f" (ranks {', '.join(map(str, missing))})" if len(missing) > 1 else ""),
-            iteration=iteration,
-        )
+        self._raise_failure()
+        if not in_time:
+            reason = f"none within {self._meetings.timeout:g} s"
+            raise self._lost(DeadlineExceeded, self.clocks.waits_for(worker), "wait for gradients", reason, iteration)
+        reason, missing = in_vain()[0]
+        raise self._lost(CommunicationError, missing, "wait for gradients", reason, iteration)
+
+    def _come(self, worker: int, number: int, place: int) -> None:
+        try:
+            self._meetings.come(worker, number, place, time.monotonic())
+        except ValueError as failure:
+            iteration = self.clocks.arrivals[worker]
+            raise self._lost(CommunicationError, [worker], "receive of a request", str(failure), iteration) from None
+
+    def _check_meeting(self, worker: int) -> None:
+        missing, iteration = self._meetings.missing(worker), self.clocks.arrivals[worker]
+        operation = "wait for all workers"
+        if left := [one for one in missing if one in self.clocks.left]:
+            raise self._lost(CommunicationError, left, operation, "it has left", iteration)
+        if elsewhere := self._meetings.elsewhere(worker):
+            reason = f"it has made another collective call than rank {worker}: all workers must make the same ones"
+            raise self._lost(CommunicationError, elsewhere, operation, reason, iteration)
+        if silent := self._meetings.silent(worker, time.monotonic()):
+            reason = f"nothing was heard of it for {self._meetings.timeout:g} s"
+            raise self._lost(DeadlineExceeded, silent, operation, reason, iteration)
+
+    def _lost(
+        self, kind: type[CommunicationError], ranks: list[int], operation: str, reason: str, iteration: int
+    ) -> CommunicationError:
+        if len(ranks) > 1:
+            reason += f" (ranks {', '.join(map(str, ranks))})"
+        return kind(rank=self.rank, peer=ranks[0], operation=operation, reason=reason, iteration=iteration)

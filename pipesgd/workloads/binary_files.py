@@ -16,6 +16,9 @@ import torch
 
 from pipesgd.errors import DatasetError
 
+LARGEST_BYTES = 1 << 30
+"""Of a file's content: the largest data sets of these formats have half of it. A .gz file can hold any amount."""
+
 CIFAR100_RECORD_BYTES = 1 + 1 + 3 * 32 * 32  # coarse label, fine label, pixels
 _IDX_UINT8 = 0x0800  # an IDX magic number is the element type in this byte, the number of dimensions below it
 
@@ -88,9 +91,14 @@ def _read(path: Path) -> bytearray:
     """The whole file, unzipped where its name says so; a bytearray, since tensors want writable memory."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return bytearray(file.read())
+            content = bytearray()
+            while len(content) <= LARGEST_BYTES and (piece := file.read(1 << 20)):
+                content += piece
     except (OSError, EOFError, zlib.error) as error:
         raise DatasetError(f"{path} must be readable and complete; got {type(error).__name__}: {error}") from None
+    if len(content) > LARGEST_BYTES:
+        raise DatasetError(f"{path} must hold at most {LARGEST_BYTES:,} bytes, unpacked; got more")
+    return content
 
 
 def _check_labels(path: Path, labels: torch.Tensor, num_classes: int) -> None:

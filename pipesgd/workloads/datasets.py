@@ -92,7 +92,10 @@ def _mnist_like(name: str, data_dir: Path | None) -> DataSplits:
     how = "--data-dir names the folder"
     if name == "fashion-mnist":
         data_dir = data_dir or DEBIAN_FASHION_MNIST
-        how = "apt-get install dataset-fashion-mnist, or name another folder with --data-dir"
+        how = (
+            "apt-get install dataset-fashion-mnist on Debian and Ubuntu; elsewhere "
+            "git clone https://github.com/zalandoresearch/fashion-mnist, and --data-dir fashion-mnist/data/fashion"
+        )
     paths = _locate(name, [data_dir] if data_dir else [], IDX_FILES, how)
     train, test = (
         InMemoryImages(*read_labelled_idx(images, labels, num_classes=10), _SCALES[name])

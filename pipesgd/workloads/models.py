@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipesgd.checks import check_one_of, one_of
-from pipesgd.config import IMAGE_MODELS, MODELS, TEXT_MODELS
+from pipesgd.config import IMAGE_DATASETS, IMAGE_MODELS, MODELS, TEXT_MODELS, TEXTS
 from pipesgd.errors import UserInputError
 from pipesgd.workloads.transformer import Transformer
 
@@ -44,9 +44,13 @@ def build_model(
             or the images are too small.
     """
     check_one_of("model", name, MODELS)
-    kind, models = ("text", TEXT_MODELS) if len(sample_shape) == 1 else ("images", IMAGE_MODELS)
+    images, text = ("images", IMAGE_MODELS, IMAGE_DATASETS), ("text", TEXT_MODELS, TEXTS)
+    (kind, models, _), (other, _, datasets) = (text, images) if len(sample_shape) == 1 else (images, text)
     if name not in models:
-        raise UserInputError(f"model must be {one_of(models)} for {kind}; got {name}")
+        raise UserInputError(
+            f"model must be {one_of(models)} for {kind}; "
+            f"got {name}, which is for {other} (--dataset {one_of(datasets)})"
+        )
     if name == "transformer":
         return Transformer(
             vocabulary=num_classes, context=sample_shape[0], layers=layers, heads=heads, embedding=embedding

@@ -1,4 +1,4 @@
-"""Options of the experiments: what is wrong is said in one line, and full results are safe from quick runs."""
+"""Options of the experiments: what is wrong is said in one line, and full results are safe from partial runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,30 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from experiments import bench_pipelined, bench_ring, command, kill_and_resume
+from experiments import (
+    bench_pipelined,
+    bench_ring,
+    command,
+    compare_commits,
+    forked_ranks,
+    fuzz,
+    kill_and_resume,
+    kill_anywhere,
+)
+from experiments.cells import sources
+from experiments.faults import __main__ as faults
+from experiments.faults import stage
+from experiments.fuzzing import cases
 from experiments.results import REPOSITORY, RESULTS
 from pipesgd.command_line import HelpRequested
 from pipesgd.errors import UserInputError
+from timing_model import question
 
 Parse = Callable[[Sequence[str]], Namespace]
 PARSES: list[Parse] = [
@@ -31,6 +47,52 @@ def test_a_quick_run_never_overwrites_full_results(parse: Parse, tmp_path: Path)
             parse(words)
     assert parse(["--quick", "--output", str(tmp_path / "new")]).output.is_dir()
     assert parse([]).output == RESULTS
+
+
+@pytest.mark.parametrize(
+    ("parse", "words"),
+    [
+        (faults.parse, ["--only", "S1"]),
+        (fuzz.parse, ["--only", "TOML options"]),
+        (compare_commits.parse, ["--baseline", "HEAD", "--only", "loopback"]),
+    ],
+)
+def test_a_part_of_an_experiment_never_overwrites_full_results(
+    parse: Callable[[Sequence[str], bool], Namespace], words: list[str], tmp_path: Path
+) -> None:
+    for output in ([], ["--output", str(RESULTS)]):
+        with pytest.raises(UserInputError, match=r"--output must name another folder .* with --only"):
+            parse([*words, *output], False)
+    assert parse([*words, "--output", str(tmp_path)], False).only
+
+
+def test_kept_results_are_void_when_a_file_of_their_harness_changes(tmp_path: Path) -> None:
+    file, folder = tmp_path / "experiment.py", tmp_path / "experiment"
+    folder.mkdir()
+    hashes = []
+    for content in ("1", "2"):
+        for path in (file, folder / "part.py"):
+            path.write_text(content, encoding="utf-8")
+            hashes.append(sources(file, folder))
+    assert len(set(hashes)) == 4
+    assert sources(file, folder) == hashes[-1] != sources()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "parts"),
+    [
+        (faults, [stage]),
+        (fuzz, [cases, question]),
+        (compare_commits, [bench_pipelined]),
+        (kill_anywhere, [forked_ranks]),
+    ],
+)
+def test_the_harness_of_an_experiment_is_itself_and_what_runs_and_judges_the_code(
+    experiment: Any, parts: list[ModuleType]
+) -> None:
+    for module in (experiment, *parts):
+        path = Path(str(module.__file__))
+        assert any(path == own or own in path.parents for own in experiment.HARNESS)
 
 
 @pytest.mark.parametrize("parse", PARSES)

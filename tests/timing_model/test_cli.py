@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import pipesgd
 from tests.timing_model._profiles import PROFILE
+from timing_model.choices import ACCURATE
 from timing_model.cli import COMMANDS, main
 from timing_model.presets import MODELS, NETWORKS
 
@@ -37,7 +39,10 @@ def test_predict_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, f"predict {HAND} --width 1 --batch-size 64 --samples 50000 --epochs 10")
     assert "pipelined" not in out
     assert "D-Sync, no codec, ring" in out
-    assert "a model of 61.1 M parameters (244 MB), batch of 64 a rank, on 4 ranks: 10.0 Gbit/s, 50.0 us latency" in out
+    assert (
+        "a model of 61.1 M parameters (244 MB), batch of 64 a rank, on 4 ranks: 9.56 Gbit/s of payload, 50.0 us latency"
+        in out
+    )
     assert "As good as the numbers given: nothing was measured." in out
     assert "limited by" in out
     values = json.loads(said(capsys, f"predict {HAND} --width 1 --json"))
@@ -113,6 +118,53 @@ def test_a_picture_without_matplotlib(
     assert capsys.readouterr().err.startswith("error: plot must be left out where matplotlib is not installed")
 
 
+def test_ten_gigabits_are_ten_gigabits(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--world-size 4 --compute 0.3s --parameters 61.1M --width 1 --json"
+    by_name, by_hand = (
+        json.loads(said(capsys, f"predict {network} {job}"))["iteration_seconds"]["total"]
+        for network in ("--network 10GbE", "--latency 30us --bandwidth 10Gbit/s")
+    )
+    assert by_hand == by_name
+    overridden = json.loads(said(capsys, f"predict --network 1GbE --latency 30us --bandwidth 10Gbit/s {job}"))
+    assert overridden["iteration_seconds"]["total"] == by_name
+
+
+def test_a_rank_that_is_slow_is_named_as_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, f"predict {HAND} --slow-ranks 3 --codec int8")
+    assert [line.split(maxsplit=2)[2] for line in out.splitlines() if line.startswith("limited by")] == [
+        "slow ranks, which the others wait for"
+    ]
+    [line] = [line for line in out.splitlines() if line.startswith("without slow ranks")]
+    assert line.endswith("3.00 times as fast as now")
+
+
+def test_simulate_has_no_bound_on_the_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "jitter: cv 70.0% lognormal" in said(capsys, f"simulate {HAND} --cv 0.7 --iterations 20")
+
+
+def test_codecs_that_cost_accuracy_are_searched_when_all_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --network 1GbE --world-size 16 --compute 0.1s --model alexnet --json --top 100"
+    names = [
+        {one["codec"] for one in json.loads(said(capsys, f"{words}{more}"))["ranking"]}
+        for more in ("", " --codecs all", " --codecs sign")
+    ]
+    assert names[0] <= set(ACCURATE)
+    assert "sign" in names[1]
+    assert names[2] == {"sign", "fp32"}  # a parameter server has none
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """One distribution holds both packages."""
+    assert said(capsys, "--version") == f"timing-model {pipesgd.__version__}\n"
+
+
+@pytest.mark.parametrize("module", ["timing_model", "timing_model.cli"])
+def test_as_a_module(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("timing-model ")
+
+
 def test_as_a_program() -> None:
     words = [sys.executable, "-m", "timing_model", "predict", *HAND.split()]
     done = subprocess.run([*words, "--width", "0"], capture_output=True, text=True, check=False)
@@ -137,32 +189,37 @@ BAD = {
     f"predict {HAND} --width 1 --width=2": "width must be given once; got it 2 times",
     f"predict {HAND} --width 0": "width must be a whole number of at least 1; got '0'",
     f"predict {HAND} --width 2.5": "width must be a whole number of at least 1; got '2.5'",
-    f"predict {HAND} --bandwidth -10Gbit/s": "bandwidth must be at least 0 and finite; got '-10Gbit/s'",
+    f"predict {HAND} --bandwidth -10Gbit/s": "bandwidth must be from 0 to 1e+18; got '-10Gbit/s'",
     f"predict {HAND} --bandwidth 0Gbit/s": "bandwidth must be above 0; got '0Gbit/s'",
     f"predict {HAND} --bandwidth 10": "bandwidth must have a unit such as 10Gbit/s; got '10'",
     f"predict {HAND} --bandwidth 10Gb": "such as 10Gbit/s; got '10Gb' (did you mean 10Gbit/s or",
     f"predict {HAND} --bandwidth 10GB": "such as 10Gbit/s; got '10GB' (did you mean 10GB/s?)",
-    f"predict {HAND} --latency 50": "latency must have a unit such as 50us; got '50'",
-    f"predict {HAND} --latency -1us": "latency must be at least 0 and finite; got '-1us'",
+    f"predict {HAND} --latency 50": "latency must have a unit such as 50us, 50ms or 50s; got '50'",
+    f"predict {HAND} --compute 0.3": "compute must have a unit such as 0.3us, 0.3ms or 0.3s; got '0.3'",
+    f"predict {HAND} --latency -1us": "latency must be from 0 to 1e+18; got '-1us'",
     f"predict {HAND} --latency nan": "latency must be a number with a unit such as 50us; got 'nan'",
     f"predict {HAND} --world-size 0": "world-size must be a whole number of at least 1; got '0'",
     f"predict {HAND} --world-size -4": "world-size must be a whole number of at least 1; got '-4'",
     f"predict {HAND} --world-size 1000000000": "world-size must be at most 65536; got 1000000000",
     f"predict {HAND} --parameters 0": "parameters must be from 1 to 1e13; got 0",
     f"predict {HAND} --parameters 61.1": None,
-    f"predict {HAND} --compute 1e300s": "compute must be at most 1e+09 s; got 1e+300",
+    f"predict {HAND} --compute 1e300s": "compute must be from 0 to 1e+18; got '1e300s'",
     f"predict {HAND} --cv -1": "cv must be a number of at least 0; got '-1'",
     f"predict {HAND} --cv nan": "cv must be a number of at least 0; got 'nan'",
+    f"predict {HAND} --cv 0.7": "outside of what was measured or checked; got cv 0.7; the",
+    f"plan {HAND} --cv 0.7": "nothing is left; got cv 0.7; the formulas were checked up to 0.6 (timing-model simulate",
+    f"predict {HAND} --ranks-per-node 2 --all-reduce all-to-all": "ranks-per-node must be 1 with all-to-all, whose",
+    f"predict {HAND} --ranks-per-node 3": "ranks-per-node must divide 4 ranks; got 3",
     f"predict {HAND} --slow-ranks 0.5": "slow-ranks must be a number of at least 1; got '0.5'",
     f"predict {HAND} --slow-ranks 2 2 2 2 2": "slow-ranks must be at most 4; got 5",
-    f"predict {HAND} --codec int9": "codec must be one of fp32, truncate16,",
+    f"predict {HAND} --codec int9": "codec must be one of fp32, bf16, fp16, truncate16,",
     f"predict {HAND} --all-reduce rings": "all-reduce must be one of ring,",
     f"predict {HAND} --strategy dpp": "strategy must be one of pipelined, ddp, ps-sync; got dpp (did you mean ddp?)",
     f"predict {HAND} --strategy ddp --width 2": "width must be 1 with strategy ddp, which has no pipeline; got 2",
     f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of beside, own; got away",
     f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
     f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
-    f"predict {HAND} --epochs 3": "epochs must be left out where samples are not known; got 3",
+    f"predict {HAND} --epochs 3": "epochs must be left out where the samples or the batch size are not",
     f"predict {HAND} --model resnet50": "parameters must be left out with --model resnet50; got 6.11e+07",
     f"predict {HAND} --network 10GbE --cluster x": "network must be left out with --cluster, which says it; got 10GbE",
     f"predict {HAND} --network 40GbE": "network must be one of 1GbE, 10GbE, 25GbE, 100GbE, infiniband; got 40GbE",
@@ -173,7 +230,7 @@ BAD = {
     "predict --latency 1us --world-size 4": "bandwidth must be given, too, without --cluster or --network; got none",
     "predict --world-size 4": "cluster must be given, or --network, or --latency and --bandwidth; got none",
     "predict --network 1GbE": "world-size must be given; got none",
-    "predict --cluster {folder}/none.toml --world-size 4 --model mlp": "none.toml must be a file to read; No such file",
+    "predict --cluster {folder}/none.toml --world-size 4 --model mlp": "none.toml must be a file to read, which pipes",
     "predict --cluster {cut} --world-size 4 --model mlp": "cut.toml must be whole and of TOML's form; ",
     "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 3, the version that this",
     "predict --cluster {nonsense} --world-size 4 --model mlp": "nonsense.toml: link.beta.value must be a number from 0",

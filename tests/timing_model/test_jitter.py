@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from timing_model import Noise, expected_maximum, simulate_iterations, steady_state_bound, steady_state_period
-from timing_model.jitter import blom
+from timing_model.jitter import blom, lasting_period
+from timing_model.question import CHECKED_CV
 
 SECONDS = st.floats(0, 10)
 
@@ -97,6 +98,7 @@ def worst_and_mean_error(noises: list[Noise], t_comms: tuple[float, ...]) -> tup
     [
         ([Noise(cv=0.05), Noise(cv=0.1)], 0.015, 0.004),
         ([Noise(cv=0.2), Noise(cv=0.4)], 0.037, 0.011),
+        ([Noise(cv=CHECKED_CV)], 0.08, 0.025),
         ([Noise(cv=0.1, distribution="normal"), Noise(cv=0.2, distribution="normal")], 0.035, 0.008),
         ([Noise(cv=0.1, slow_ranks=(1.3,)), Noise(cv=0.2, slow_ranks=(1.1, 1.2))], 0.04, 0.012),
     ],
@@ -106,6 +108,24 @@ def test_the_period_is_as_near_as_it_says(noises: list[Noise], worst: float, mea
     largest, average = worst_and_mean_error(noises, (0.5, 0.9, 1.0, 1.2, 1.8))
     assert largest < worst
     assert average < mean
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_jitter_that_lasts_costs_at_most_what_the_bound_says(width: int) -> None:
+    """Each rank's deviation is kept from one iteration to the next but for a hundredth: plain recursion, own draws."""
+    p, cv, t_comm = 8, 0.2, 1.0
+    sigma, generator, iterations = np.sqrt(np.log1p(cv**2)), np.random.default_rng(3), 40_000
+    deviation, ready = generator.standard_normal(p), np.zeros(p)
+    ends = np.zeros(iterations + width)
+    for iteration in range(iterations):
+        deviation = 0.99 * deviation + np.sqrt(1 - 0.99**2) * generator.standard_normal(p)
+        ready = np.maximum(ready, ends[iteration]) + np.exp(sigma * deviation - sigma**2 / 2)
+        ends[iteration + width] = max(ready.max(), ends[iteration + width - 1]) + t_comm
+    taken = ends[-1] / iterations
+    noise = Noise(cv=cv)
+    assert steady_state_period(1, t_comm, width, p, noise) * 1.05 < taken
+    assert taken == pytest.approx(lasting_period(1, t_comm, width, p, noise), rel=0.03)
+    assert lasting_period(1, t_comm, 2, p, noise) == lasting_period(1, t_comm, 5, p, noise)
 
 
 @settings(deadline=None)

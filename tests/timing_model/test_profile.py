@@ -145,7 +145,10 @@ def test_a_model_that_is_there_twice(path: Path) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere\.toml must be a file to read; No such file or directory"):
+    with pytest.raises(
+        ValueError,
+        match=r"nowhere\.toml must be a file to read, which pipesgd.calibrate writes; No such file or directory",
+    ):
         Profile.load(tmp_path / "nowhere.toml")
     with pytest.raises(ValueError, match="must be a file to write; No such file or directory"):
         PROFILE.save(tmp_path / "nowhere" / "cluster.toml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import struct
+import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -12,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from _fashion_mnist import PART
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from pipesgd.config import DATASETS
 from pipesgd.errors import DatasetError, UserInputError
-from pipesgd.workloads import DataSplits, ShardedBatches, evaluation_batches, load_dataset
+from pipesgd.workloads import DataSplits, ShardedBatches, binary_files, evaluation_batches, load_dataset
 from pipesgd.workloads.datasets import DEBIAN_FASHION_MNIST, IDX_FILES
 from pipesgd.workloads.samples import Batch, BatchedDataset
 
@@ -38,6 +40,12 @@ def write_mnist(folder: Path) -> list[np.ndarray]:
     for file, array in zip(IDX_FILES, arrays, strict=True):
         (folder / file).write_bytes(idx_bytes(array))
     return arrays
+
+
+needs_the_whole_fashion_mnist = pytest.mark.skipif(
+    not DEBIAN_FASHION_MNIST.is_dir(),
+    reason="the whole of Fashion-MNIST is not here: apt-get install dataset-fashion-mnist",
+)
 
 
 def everything(dataset: BatchedDataset) -> Batch:
@@ -74,14 +82,32 @@ def test_digits() -> None:
     assert splits.test[torch.arange(2)][1].tolist() == [0, 6]
 
 
+@needs_the_whole_fashion_mnist
 def test_fashion_mnist_of_the_debian_package() -> None:
-    assert DEBIAN_FASHION_MNIST.is_dir(), "this test needs real data: apt-get install dataset-fashion-mnist"
     splits = load_dataset("fashion-mnist", None, image_size=64)
     check_contract(splits)
     check_normalised(splits.train)
     assert (len(splits.train), len(splits.test), splits.num_classes) == (60_000, 10_000, 10)
     for split in (splits.train, splits.test):
         assert everything(split)[1].bincount().tolist() == [len(split) // 10] * 10
+
+
+def test_the_part_of_fashion_mnist_that_tests_use() -> None:
+    splits = load_dataset("fashion-mnist", PART, image_size=64)
+    check_contract(splits)
+    assert (len(splits.train), len(splits.test), splits.num_classes) == (2000, 400, 10)
+    for split in (splits.train, splits.test):
+        counts = everything(split)[1].bincount()
+        assert len(counts) == 10
+        assert counts.min() > 0.75 * len(split) / 10  # no class is rare
+
+
+@needs_the_whole_fashion_mnist
+def test_it_is_the_beginning_of_the_whole() -> None:
+    part, whole = (load_dataset("fashion-mnist", folder, image_size=64) for folder in (PART, None))
+    for few, all_of_them in ((part.train, whole.train), (part.test, whole.test)):
+        for ours, first in zip(everything(few), all_of_them[torch.arange(len(few))], strict=True):
+            assert torch.equal(ours, first)
 
 
 @pytest.mark.parametrize("zipped", [False, True])
@@ -175,6 +201,20 @@ def test_cifar100_gives_back_pixels_and_fine_labels(tmp_path: Path, subfolder: s
     torch.testing.assert_close(images[:, 2, 1, 2], expected, rtol=0, atol=1e-5)
 
 
+def test_a_zip_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB in 64 kB, with a header of its own making."""
+    monkeypatch.setattr(binary_files, "LARGEST_BYTES", 1 << 20)
+    bomb = tmp_path / "bomb.gz"
+    bomb.write_bytes(gzip.compress(struct.pack(">II", 0x801, 1) + bytes(64 << 20)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(DatasetError, match=r"bomb.gz must hold at most 1,048,576 bytes, unpacked; got more"):
+            binary_files.read_idx(bomb, item_shape=())
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_bad_cifar100_file_is_named(tmp_path: Path) -> None:
     records = cifar100_records(5)
     (tmp_path / "train.bin").write_bytes(records.tobytes())
@@ -197,7 +237,7 @@ def test_bad_cifar100_file_is_named(tmp_path: Path) -> None:
         (
             "fashion-mnist",
             "there",
-            r"apt-get install dataset-fashion-mnist, .*; got no train-images-idx3-ubyte$",
+            r"apt-get install dataset-fashion-mnist on Debian and Ubuntu; .* got no train-images-idx3-ubyte$",
         ),
         ("cifar100", None, "^cifar100 must be in the folder --data-dir as .*; got no --data-dir$"),
         (

@@ -193,9 +193,19 @@ def test_resnet18_convolutions_have_the_variance_of_he_et_al() -> None:
             "transformer",
             (3, 32, 32),
             (500,),
-            r"^model must be one of mlp, convnet, resnet18, alexnet for images; got transformer$",
+            r"^model must be one of mlp, convnet, resnet18, alexnet for images; got transformer, which is for text "
+            r"\(--dataset python-stdlib or text:PATH\)$",
         ),
-        *((name, (64,), (500,), f"^model must be transformer for text; got {name}$") for name in IMAGE_MODELS),
+        *(
+            (
+                name,
+                (64,),
+                (500,),
+                f"^model must be transformer for text; got {name}, which is for images "
+                r"\(--dataset one of digits, mnist, fashion-mnist, cifar100, images\)$",
+            )
+            for name in IMAGE_MODELS
+        ),
         ("convnet", (1, 28, 3), (500,), r"^images for convnet must be at least 4x4 pixels; got 28x3$"),
         ("mlp", (1, 28, 28), (500, 0), r"^hidden sizes must all be at least 1; got \(500, 0\)$"),
     ],

@@ -1,0 +1,249 @@
+"""The cost of a step in this code and in that of an earlier commit, interleaved: ratios by row, and their mean.
+
+    python -m experiments.compare_commits --baseline d3936b5      compare_commits.csv
+
+Both codes are measured by the same program in turns: in every round each of them once, in rotated order. A turn on
+loopback starts four ranks and times blocks of iterations as bench_pipelined does; a turn on the testbed is a run of
+pipesgd.train on four nodes at 200 Mbit/s, with the MLP 784-1000-1000-10 and 512 samples a rank. A ratio is the time of
+this code over that of the baseline in the same round. The table has the geometric mean of ratios, with a bootstrap
+interval over rounds. DistributedDataParallel is measured as a control: it is the same in both codes, so its ratio
+shows how large noise is.
+
+The baseline is checked out into a temporary folder. Finished turns are kept in runs/compare_commits.json, by a hash of
+this code: the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from experiments import command
+from experiments.cells import sources
+from experiments.kept_runs import KeptRuns
+from experiments.paired import CONFIDENCE, RESAMPLES, Ratio, median, turns
+from experiments.results import REPOSITORY, Row, save
+from experiments.testbed import Link, Testbed
+from experiments.testbed_jobs import run_job
+from pipesgd.errors import RunError, UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.output import SUMMARY_FILE
+
+STATE = Path("runs/compare_commits.json")
+"""Below the folder that the command is started in, as pipesgd.train has it."""
+ROUNDS, QUICK_ROUNDS = 20, 2
+RANKS, RATE = 4, 200e6
+MEAN_AT_MOST, LOW_END_AT_MOST = 1.01, 1.02
+"""What is aimed at: of the geometric mean over all rows but DistributedDataParallel's, and of every interval."""
+TURN_SECONDS = 300.0
+"""A turn that takes longer than this hangs."""
+CONTROL = "ddp"
+BLOCKS = Path(__file__).with_name("timed_blocks.py")
+HARNESS = (
+    Path(__file__),
+    BLOCKS,
+    *(BLOCKS.with_name(f"{name}.py") for name in ("bench_pipelined", "loops", "paired", "testbed_jobs")),
+)
+"""What is hashed besides the code that is measured: results of another harness do not count."""
+CELL = (
+    "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 512 --lr 0.05 --iterations 16 "
+    "--checkpoint-iterations 1000000"
+)
+CELLS = {"testbed, width 2": "--width 2", "testbed, width 2, int8": "--width 2 --codec int8"}
+NEW, OLD = "this", "baseline"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one code took in one round."""
+
+    seconds: dict[str, float]
+    """Of an iteration, by row."""
+
+
+@contextlib.contextmanager
+def checkout(commit: str) -> Iterator[Path]:
+    """The files of ``commit`` in a temporary folder. Raises ``UserInputError`` if there is no such commit."""
+    with tempfile.TemporaryDirectory(prefix="baseline-") as name:
+        folder = Path(name) / "code"
+        done = _git("worktree", "add", "--detach", str(folder), commit)
+        if done.returncode:
+            raise UserInputError(f"baseline must be a commit of this repository; got {commit}: {done.stderr.strip()}")
+        try:
+            yield folder
+        finally:
+            _git("worktree", "remove", "--force", str(folder))
+
+
+def _git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+
+
+def blocks_turn(code: Path, quick: bool) -> Turn:
+    """Blocks of iterations on four ranks over loopback, with the trainer in the folder ``code``."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "seconds.json"
+        words = command.torchrun(RANKS, str(BLOCKS), str(out), *(["quick"] if quick else []))
+        done = subprocess.run(
+            words, cwd=code, env=_environment(code), capture_output=True, text=True, timeout=TURN_SECONDS, check=False
+        )
+        if done.returncode:
+            raise RunError(f"a turn of {code.name} must succeed; it said: {done.stderr[-1000:]}")
+        return Turn(json.loads(out.read_text(encoding="utf-8")))
+
+
+def testbed_turn(testbed: Testbed, code: Path) -> Turn:
+    """A run of each of ``CELLS`` on the testbed, with the trainer in the folder ``code``."""
+    seconds = {}
+    with tempfile.TemporaryDirectory() as name:
+        for number, (row, words) in enumerate(CELLS.items()):
+            folder = Path(name) / str(number)
+            line = ["-m", "pipesgd.train", *CELL.split(), *words.split(), "--output", str(folder)]
+            log = Path(name) / f"{number}.log"
+            environment = _environment(code)
+            failure = run_job(testbed, line, log, deadline=TURN_SECONDS, cwd=code, env=environment)
+            if failure is not None:
+                raise RunError(f"a turn of {code.name} must succeed; got {failure}")
+            summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
+            seconds[row] = max(summary["iteration_seconds_of_ranks"])
+    return Turn(seconds)
+
+
+def _environment(code: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}
+
+
+def compute(arguments: Namespace, kept: KeptRuns[Turn], console: Console) -> dict[str, list[list[float]]]:
+    """By row: the times of this code and of the baseline, in the order of rounds."""
+    rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
+    kinds = ["loopback", "testbed"] if arguments.only is None else [arguments.only]
+    key = f"{arguments.baseline}, code {sources(*HARNESS)[:16]}{', quick' if arguments.quick else ''}"
+    done = kept.load()
+    todo = [
+        (kind, which, index) for index in range(-1, rounds) for kind in kinds for which in turns([NEW, OLD], index)
+    ]  # round -1 warms up: loops are compiled, files come into memory
+    missing = sum(f"{key}, {kind}, {which}, {index}" not in done for kind, which, index in todo)
+    command.say_kept(console, len(todo), missing)
+    seconds: dict[str, list[list[float]]] = {}
+    with contextlib.ExitStack() as stack:
+        code = {NEW: REPOSITORY, OLD: stack.enter_context(checkout(arguments.baseline))}
+        testbed = stack.enter_context(Testbed(nodes=RANKS, link=Link(rate=RATE))) if "testbed" in kinds else None
+        advance = stack.enter_context(command.progress(console, "comparison", max(1, missing)))
+        for kind, which, index in todo:
+            words = f"{key}, {kind}, {which}, {index}"
+            if words not in done:
+                if kind == "loopback":
+                    done[words] = blocks_turn(code[which], arguments.quick)
+                else:
+                    assert testbed is not None
+                    done[words] = testbed_turn(testbed, code[which])
+                kept.add(words, done[words])
+                advance(1, f"round {index + 1} of {rounds}, {kind}, {which}")
+            if index >= 0:
+                for row, time in done[words].seconds.items():
+                    seconds.setdefault(row, [[], []])[which == OLD].append(time)
+    return seconds
+
+
+def geometric(ratios: Sequence[Sequence[float]]) -> Ratio:
+    """The geometric mean of ratios, (rows, rounds), with a percentile bootstrap interval over rounds.
+
+    >>> geometric([[2.0, 2.0], [0.5, 0.5]])
+    Ratio(median=1.0, low=1.0, high=1.0)
+    """
+    logs = np.log(np.asarray(ratios, float)).mean(axis=0)  # (rounds,)
+    drawn = np.random.default_rng(0).choice(logs, (RESAMPLES, logs.size)).mean(axis=1)
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(drawn, [tail, 100 - tail])
+    return Ratio(*(round(float(np.exp(one)), 12) for one in (logs.mean(), low, high)))
+
+
+def summarize(seconds: Mapping[str, Sequence[Sequence[float]]]) -> list[Row]:
+    """A line for every row, and one for the mean of those that are not a control."""
+    ratios = {row: np.divide(this, old).tolist() for row, (this, old) in seconds.items()}
+    ours = [row for row in ratios if CONTROL not in row]
+    lines = [
+        _line(row, median(seconds[row][0]), median(seconds[row][1]), geometric([ratios[row]]), len(ratios[row]))
+        for row in ratios
+    ]
+    everything = geometric([ratios[row] for row in ours])
+    return [*lines, _line("all but ddp", None, None, everything, min(len(ratios[row]) for row in ours))]
+
+
+def _line(row: str, this: float | None, baseline: float | None, ratio: Ratio, rounds: int) -> Row:
+    return {
+        "row": row,
+        "this_median_s": this,
+        "baseline_median_s": baseline,
+        "ratio": ratio.median,
+        "ratio_low": ratio.low,
+        "ratio_high": ratio.high,
+        "rounds": rounds,
+    }
+
+
+def missed(rows: Sequence[Row]) -> list[str]:
+    """The rows that took longer than is aimed at."""
+    ours = [row for row in rows if CONTROL not in row["row"]]
+    found = [row["row"] for row in ours if row["ratio_low"] > LOW_END_AT_MOST]
+    if rows[-1]["ratio"] > MEAN_AT_MOST:
+        found.append(rows[-1]["row"])
+    return found
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the rows as a table for people."""
+    command.show(
+        f"This code's time / the baseline's; target: {MEAN_AT_MOST} on average, no interval above {LOW_END_AT_MOST}",
+        [
+            {
+                "": row["row"],
+                "ms": "" if row["this_median_s"] is None else f"{1e3 * row['this_median_s']:.2f}",
+                "baseline ms": "" if row["baseline_median_s"] is None else f"{1e3 * row['baseline_median_s']:.2f}",
+                "ratio": f"{row['ratio']:.4f}",
+                "95 %": f"{row['ratio_low']:.4f} to {row['ratio_high']:.4f}",
+            }
+            for row in rows
+        ],
+    )
+
+
+def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
+    """The options; raises ``UserInputError``."""
+    options = command.parser("compare_commits", __doc__)
+    options.add_argument("--baseline", required=True, metavar="COMMIT", help="the code to compare with")
+    options.add_argument("--rounds", type=command.at_least(2), help=f"of both codes ({ROUNDS}; quick: {QUICK_ROUNDS})")
+    options.add_argument(
+        "--only", choices=("loopback", "testbed"), help="one of the two kinds of turns (both); needs --output"
+    )
+    options.add_argument("--fresh", action="store_true", help="forget turns that were kept")
+    arguments = command.parse(options, words)
+    command.check_alone("compare_commits", by_torchrun, "it starts torchrun itself")
+    return arguments
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    kept = KeptRuns(STATE.resolve(), Turn)
+    if arguments.fresh:
+        kept.forget()
+    rows = summarize(compute(arguments, kept, console))
+    save("compare_commits", rows, extra={"baseline": arguments.baseline, "cell": CELL}, folder=arguments.output)
+    show(rows)
+    if slow := missed(rows):
+        raise RunError(f"the step must not have become slower; not so: {'; '.join(slow)}")
+
+
+if __name__ == "__main__":
+    command.run(main)

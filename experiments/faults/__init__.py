@@ -1,0 +1,1 @@
+"""Faults done to real training runs, and what their user sees, loses and is left with."""

@@ -1,0 +1,143 @@
+"""Faults done to real runs: what their user sees, after how many seconds, what is lost, and what is left behind.
+
+    python -m experiments.faults                              all: faults.csv; exit code 1 if one is not as expected
+    python -m experiments.faults --list                       what there is, and what is expected
+    python -m experiments.faults --only S1 S18c --output DIR  some of them, done or not
+
+Each fault is done to a run of pipesgd.train by torchrun, on loopback, or on a testbed where links are cut. A run's
+deadline (--timeout) is short, so that faults that only a deadline notices take seconds. What was observed is kept in
+runs/faults.json, by a hash of the code: the same command does again only what is missing, or was done to other code.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments import command
+from experiments.cells import sources
+from experiments.faults.outcome import Observation, Scenario, misses, row
+from experiments.faults.scenarios import QUICK, SCENARIOS
+from experiments.faults.stage import Stage
+from experiments.kept_runs import KeptRuns
+from experiments.results import save
+from experiments.testbed import Link, Testbed
+from pipesgd.errors import RunError, UserInputError
+from pipesgd.launch import Ranks
+from pipesgd.progress import say
+
+STATE = Path("runs/faults.json")
+"""Below the folder that the command is started in, as pipesgd.train has it."""
+HARNESS = (Path(__file__).parent,)
+"""What is hashed besides the code that is measured: results of another harness do not count."""
+DEADLINE_SECONDS = 10
+NODES, RATE = 3, 500e6
+"""The testbed's."""
+
+
+def observe(scenario: Scenario, deadline: float) -> Observation:
+    """Do the fault, and see what comes of it.
+
+    Raises:
+        UserInputError: it cannot be done on this machine, or by this user.
+    """
+    if scenario.root and os.geteuid() != 0:
+        raise UserInputError(f"{scenario.id} must be run by root, who can mount a small disk")
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        if not scenario.testbed:
+            return _observe(scenario, Stage(Path(name), deadline))
+        with Testbed(nodes=NODES, link=Link(rate=RATE)) as testbed:
+            return _observe(scenario, Stage(Path(name), deadline, testbed))
+
+
+def _observe(scenario: Scenario, stage: Stage) -> Observation:
+    problem = ""
+    with stage:
+        try:
+            scenario.play(stage)
+        except RunError as failure:
+            problem = str(failure)
+        return stage.observe(problem)
+
+
+def compute(
+    chosen: Sequence[Scenario], deadline: float, kept: KeptRuns[Observation], again: bool, console: Console
+) -> list[tuple[Scenario, Observation]]:
+    """What came of each of the chosen faults, of which those that were not done to this code are done now."""
+    code = sources(*HARNESS)[:16]
+    keys = {one.id: f"{one.id}, {one.fault}, deadline {deadline:g} s, code {code}" for one in chosen}
+    done = {} if again else kept.load()
+    missing = [one for one in chosen if keys[one.id] not in done]
+    say(console, f"{len(chosen) - len(missing)} of {len(chosen)} faults are done; --fresh does them again")
+    with command.progress(console, "faults", max(1, len(missing))) as advance:
+        for number, one in enumerate(missing):
+            seen = observe(one, deadline)
+            kept.add(keys[one.id], seen)
+            found = misses(one, seen)
+            say(console, f"[{number + 1}/{len(missing)}] {one.id}, {one.fault}: {'; '.join(found) or 'as expected'}")
+            advance(1, one.id)
+    done = kept.load()
+    return [(one, done[keys[one.id]]) for one in chosen]
+
+
+def publish(found: Sequence[tuple[Scenario, Observation]], deadline: float, folder: Path) -> list[str]:
+    """Save the table, print it, and return what was missed."""
+    rows = [row(scenario, seen) for scenario, seen in found]
+    save("faults", rows, extra={"deadline_s": deadline, "nodes": NODES, "rate_bit_per_s": RATE}, folder=folder)
+    shown = [
+        {
+            "": one["scenario"],
+            "s": "" if one["seconds"] is None else f"{one['seconds']:.1f}",
+            "silent": one["named_silent"],
+            "lost": "" if one["iterations_lost"] is None else str(one["iterations_lost"]),
+            "orphans": str(one["orphans"]),
+            "missed": one["missed"][:70],
+        }
+        for one in rows
+    ]
+    command.show(f"{sum(not one['missed'] for one in rows)} of {len(rows)} faults came out as expected", shown)
+    return [f"{one['scenario']}: {one['missed']}" for one in rows if one["missed"]]
+
+
+def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
+    """The options; raises ``UserInputError``."""
+    options = command.parser("faults", __doc__)
+    options.add_argument("--list", action="store_true", help="say what there is")
+    options.add_argument("--only", nargs="+", metavar="ID", help="do these faults, done or not; needs --output")
+    options.add_argument("--fresh", action="store_true", help="do all faults again")
+    options.add_argument(
+        "--deadline",
+        type=command.at_least(2),
+        default=DEADLINE_SECONDS,
+        metavar="SECONDS",
+        help=f"--timeout of all runs ({DEADLINE_SECONDS})",
+    )
+    arguments = command.parse(options, words)
+    command.check_each_once(arguments, {"only": [one.id for one in SCENARIOS]})
+    command.check_alone("faults", by_torchrun, "it starts torchrun itself")
+    return arguments
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """The command."""
+    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    if arguments.list:
+        rows = [{"": one.id, "fault": one.fault, "line": one.says[:50]} for one in SCENARIOS]
+        command.show("Faults, and the line that each must lead to", rows)
+        return
+    only = arguments.only or (QUICK if arguments.quick else [one.id for one in SCENARIOS])
+    chosen = [one for one in SCENARIOS if one.id in only]
+    again = arguments.fresh or bool(arguments.only)
+    found = compute(chosen, arguments.deadline, KeptRuns(STATE.resolve(), Observation), again, console)
+    missed = publish(found, arguments.deadline, arguments.output)
+    if missed:
+        raise RunError(f"every fault must come out as expected; not so: {' | '.join(missed)}")
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,66 @@
+"""``pipesgd.train`` with a fault in one rank: FAULT=nan|memory|slow|load, AT=iteration, WHO=rank in the environment.
+
+A fault that comes once is announced by a line "fault: ..." at the moment that it is done.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pipesgd.ending import run_and_exit
+
+FAULT, AT = os.environ["FAULT"], int(os.environ.get("AT", "0"))
+CHOSEN = os.environ["WHO"] == os.environ["RANK"]
+SLOW_SECONDS, LOAD_SECONDS = 0.3, 25.0
+TOO_MUCH = 1 << 46
+"""Bytes that no machine has."""
+
+train: Any = importlib.import_module("pipesgd.train")
+forward_backward, load = train.forward_backward, train.load
+
+
+def announce() -> None:
+    """Say that the fault is done now."""
+    sys.stderr.write(f"fault: {FAULT} in rank {os.environ['RANK']}\n")
+    sys.stderr.flush()
+
+
+def with_a_nan(samples: Iterator[Any]) -> Iterator[Any]:
+    """The next batch of ``samples``, one value of which is no number."""
+    inputs, *rest = next(samples)
+    inputs = inputs.clone()
+    inputs.view(-1)[3] = float("nan")
+    yield (inputs, *rest)
+
+
+def faulty_forward_backward(strategy: Any, samples: Iterator[Any], config: Any, scaler: Any, iteration: int) -> Any:
+    """The iteration with the fault."""
+    if CHOSEN and iteration == AT and FAULT in ("nan", "memory"):
+        announce()
+        if FAULT == "memory":
+            torch.empty(TOO_MUCH)
+        samples = with_a_nan(samples)
+    if CHOSEN and FAULT == "slow":
+        time.sleep(SLOW_SECONDS)
+    return forward_backward(strategy, samples, config, scaler, iteration)
+
+
+def slow_load(config: Any, ranks: Any) -> Any:
+    """Data that take two and a half deadlines to load."""
+    if CHOSEN and FAULT == "load":
+        announce()
+        time.sleep(LOAD_SECONDS)
+    return load(config, ranks)
+
+
+if __name__ == "__main__":
+    train.forward_backward = faulty_forward_backward
+    train.load = slow_load
+    run_and_exit(train.train, sys.argv[1:])

@@ -1,0 +1,198 @@
+"""Runs of ``pipesgd.train`` whose ranks are forked from this process, and killed at a chosen place; Linux only.
+
+A rank that torchrun starts spends seconds on imports; a forked one trains at once. This process does for the ranks
+what torchrun's agent does: it holds the store, ends the others when one has failed, and starts all of them again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipesgd.checkpoint import Checkpoints
+from pipesgd.ending import run_and_exit
+
+train: Any = importlib.import_module("pipesgd.train")
+
+TRAINING = "training"
+PHASES: dict[str, tuple[Any, str]] = {
+    TRAINING: (train, "forward_backward"),
+    "checkpoint": (Checkpoints, "save"),
+    "resume": (Checkpoints, "load_newest"),
+    "evaluation": (train, "evaluate"),
+}
+"""Where a rank can be killed: in a call of this function. A kill in training may also hit what follows the call."""
+IMPORTED_LATE = ("sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "typeguard")
+DURATIONS_FILE = "durations.json"
+DEADLINE_SECONDS = 120.0
+"""An attempt that takes longer than this hangs."""
+POLL_SECONDS = 0.005
+SURVIVORS_END_WITH = (0, 1, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes that a rank may have after another one was killed, apart from the signal that it gets itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """A rank is killed during a phase."""
+
+    phase: str
+    rank: int
+    call: int
+    """The number of the call, from 0."""
+    seconds: float
+    """After the call's beginning, or at its end if that comes first."""
+    all_ranks: bool
+    """True if all ranks are killed as soon as this one is, as when a machine loses power; else they get SIGTERM."""
+
+
+def arm(kill: Kill) -> None:
+    """Have this process killed as ``kill`` says.
+
+    The kernel's timer does it: nothing in this process handles SIGALRM, so it ends as abruptly as by SIGKILL.
+    """
+
+    def before(call: int) -> None:
+        if call == kill.call:
+            signal.setitimer(signal.ITIMER_REAL, max(kill.seconds, 1e-6))
+
+    def after(call: int) -> None:
+        if call == kill.call and kill.phase != TRAINING:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _surround(kill.phase, before, after)
+
+
+def record() -> dict[str, list[float]]:
+    """Seconds of every call from now on, by phase."""
+    durations: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    begins: dict[str, float] = {}
+
+    def surround(phase: str) -> None:
+        def before(call: int) -> None:
+            begins[phase] = time.perf_counter()
+
+        def after(call: int) -> None:
+            durations[phase].append(time.perf_counter() - begins[phase])
+
+        _surround(phase, before, after)
+
+    for phase in PHASES:
+        surround(phase)
+    return durations
+
+
+def _surround(phase: str, before: Callable[[int], None], after: Callable[[int], None]) -> None:
+    owner, name = PHASES[phase]
+    function, calls = getattr(owner, name), itertools.count()
+
+    def surrounded(*arguments: Any, **named: Any) -> Any:
+        call = next(calls)
+        before(call)
+        result = function(*arguments, **named)
+        after(call)
+        return result
+
+    setattr(owner, name, surrounded)
+
+
+def import_all() -> None:
+    """Import here what ranks would otherwise import each for itself, while they run."""
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
+
+
+def run(words: str, world_size: int, folder: Path, kills: Sequence[Kill]) -> int | None:
+    """Run ``words``, with a restart after each kill; what is printed goes to ``folder/log``, files to ``folder/run``.
+
+    Returns the number of kills that hit, None if the run failed or hung otherwise.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt, kill in enumerate([*kills, None]):
+        pids = [_fork(words, rank, world_size, folder, store.port, attempt, kill) for rank in range(world_size)]
+        number = signal.SIGKILL if kill is not None and kill.all_ranks else signal.SIGTERM
+        codes, first, late = _wait(pids, number)
+        if late:
+            return None
+        if all(code == 0 for code in codes):
+            return attempt
+        if kill is None or kill.rank not in first or codes[kill.rank] not in (-signal.SIGALRM, -signal.SIGKILL):
+            return None
+        survivors = [code for rank, code in enumerate(codes) if rank != kill.rank]
+        if not set(survivors) <= {*SURVIVORS_END_WITH, -number}:
+            return None
+    raise AssertionError("the last attempt has no kill")
+
+
+def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, attempt: int, kill: Kill | None) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code: object = 1
+    try:
+        sys.stdout = sys.stderr = log = (folder / "log").open("a", buffering=1, encoding="utf-8")
+        for stream in (1, 2):  # what is not written by Python goes there, too
+            os.dup2(log.fileno(), stream)
+        os.environ.update(_environment(rank, world_size, port, attempt))
+        torch.set_num_threads(1)
+        durations = record()
+        if kill is not None and kill.rank == rank:
+            arm(kill)
+        try:
+            run_and_exit(train.train, [*words.split(), "--output", str(folder / "run")])
+        except SystemExit as end:
+            code = end.code
+        if rank == 0:
+            (folder / DURATIONS_FILE).write_text(json.dumps(durations), encoding="utf-8")
+    finally:
+        os._exit(code if isinstance(code, int) else 1)  # nothing of the parent's is undone here
+
+
+def _environment(rank: int, world_size: int, port: int, attempt: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "forked",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+    }
+
+
+def _wait(pids: Sequence[int], number: signal.Signals) -> tuple[list[int], set[int], bool]:
+    """Wait until all ranks have ended; when one has failed, the others get ``number``, and SIGKILL at the deadline.
+
+    Returns the ranks' exit codes, the ranks that had failed before any got a signal, and whether the deadline passed.
+    """
+    codes: dict[int, int] = {}
+    first: set[int] = set()
+    deadline, late = time.monotonic() + DEADLINE_SECONDS, False
+    while len(codes) < len(pids):
+        for rank, pid in enumerate(pids):
+            if rank not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+        running = [pid for rank, pid in enumerate(pids) if rank not in codes]
+        late = late or (bool(running) and time.monotonic() > deadline)
+        failed = {rank for rank, code in codes.items() if code}
+        if late or (failed and not first):
+            for pid in running:
+                os.kill(pid, signal.SIGKILL if late else number)
+            first = first or failed
+        time.sleep(POLL_SECONDS)
+    return [codes[rank] for rank in range(len(pids))], first, late

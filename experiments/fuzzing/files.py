@@ -1,0 +1,343 @@
+"""Fuzzed files: cluster profiles, checkpoints, run.json, metrics.jsonl, and files of data sets."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import io
+import json
+import random
+import re
+import shutil
+import struct
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from experiments.fuzzing.cases import Target, absurd_number
+from experiments.fuzzing.mutations import NASTY_JSON, damaged, damaged_text, nested
+from experiments.fuzzing.words import try_timing_model
+from pipesgd import launch, output
+from pipesgd.checkpoint import Checkpoints
+from pipesgd.config import TrainConfig
+from pipesgd.errors import DatasetError, PipesgdError
+from pipesgd.metrics import SECONDS, read_metrics
+from pipesgd.state import RunState
+from pipesgd.strategies.local import Local
+from pipesgd.workloads.binary_files import read_cifar100, read_idx
+from pipesgd.workloads.image_folder import ImageFolder
+from pipesgd.workloads.samples import PixelScale
+from timing_model.profile import (
+    Calibrated,
+    CodecProfile,
+    CodecRates,
+    ComputeProfile,
+    Estimate,
+    LinkProfile,
+    Profile,
+)
+
+# ---- Cluster profiles
+
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d.e+-]*")
+ESTIMATE = re.compile(r"\{value = [^}]*\}")
+PROFILE_NUMBERS = (
+    *("0", "-1", "nan", "inf", "1e300", "1e9", "1e-300", "1e-12", "5e-324", "0.5", "1", "2", "1000"),
+    *("9" * 30, "9007199254740992", "true", '"x"', "[]", "1e400"),
+)
+QUESTIONS = (
+    ["predict", "--world-size", "4"],
+    ["predict", "--world-size", "4", "--width", "2", "--codec", "int8", "--epochs", "3"],
+    ["predict", "--world-size", "3", "--strategy", "ps-sync"],
+    ["plan", "--world-size", "4"],
+    ["simulate", "--world-size", "4", "--iterations", "50"],
+)
+
+
+@functools.cache
+def whole_profile(folder: Path) -> str:
+    """The file of a cluster that nobody has."""
+
+    def about(value: float) -> Estimate:
+        return Estimate(value, 0.95 * value, 1.1 * value)
+
+    link = LinkProfile(alpha=about(5e-5), beta=about(8e-8), gamma=about(1e-10), sync=about(1e-4), overhead=about(2e-6))
+    rates = CodecRates(encode=about(6e-10), decode=about(6e-10), add=about(6e-10), hop=about(12e-10))
+    compute = ComputeProfile(
+        model="mlp",
+        batch_size=512,
+        tensors=(784_000, 1000, 10_000, 10),
+        samples=60_000,
+        forward=about(0.02),
+        backward=about(0.04),
+        update=about(0.005),
+        late_update=about(0.006),
+        contention=about(0.1),
+        codec_contention=about(0.15),
+        hindrance=about(0.05),
+        cv=0.02,
+        slow_ranks=(1.31,),
+    )
+    measured = Calibrated(
+        world_sizes=(2, 3, 4),
+        smallest_bytes=1024,
+        largest_bytes=1 << 25,
+        residuals={"ring": 0.012, "ps-sync": 0.04},
+        ranks_per_core=1.0,
+    )
+    codec = CodecProfile(bits=8.25, call=about(2e-6), rates=rates)
+    profile = Profile(
+        provenance={"created": "2026-01-01T00:00:00Z"},
+        calibrated=measured,
+        link=link,
+        links={"ps-sync": link},
+        codecs={"int8": codec},
+        sharing=about(0.5),
+        compute=(compute,),
+    )
+    path = folder / "whole.toml"
+    profile.save(path)
+    return path.read_text(encoding="utf-8")
+
+
+def make_profile(chance: random.Random, folder: Path) -> tuple[Path, list[str]]:
+    """A damaged cluster.toml, and a question to ask of it."""
+    text = whole_profile(folder)
+    way = chance.random()
+    if way < 0.4:  # an extreme cluster whose intervals are whole
+        for estimate in chance.sample(list(ESTIMATE.finditer(text)), chance.choice([1, 2, 5])):
+            value = chance.choice([0.0, 1e-300, 1e-12, 1e-3, 1.0, 1e3, 1e9])
+            text = text.replace(estimate.group(), f"{{value = {value!r}, low = 0.0, high = {value!r}}}")
+    elif way < 0.8:
+        for _ in range(chance.choice([1, 1, 2, 4])):
+            number = chance.choice(list(NUMBER.finditer(text)))
+            text = text[: number.start()] + chance.choice(PROFILE_NUMBERS) + text[number.end() :]
+    else:
+        text = damaged_text(chance, text, '"[]{}\0\x9f=\n9.#-')
+    path = folder / "cluster.toml"
+    path.write_bytes(text.encode("utf-8", errors="surrogateescape"))
+    words = [*chance.choice(QUESTIONS), "--json", "--cluster", str(path), "--model", "mlp", "--extrapolate"]
+    return path, words
+
+
+def try_profile(case: tuple[Path, list[str]], folder: Path) -> str | None:
+    """Ask the timing model."""
+    return try_timing_model(case[1])
+
+
+# ---- Checkpoints
+
+FOREIGN: tuple[Any, ...] = ([], {}, 1, "x", None, {"parameters": {}}, {"a": torch.zeros(3)}, {1: {2: 3}})
+
+
+class _Evil:
+    """A pickle that would run a function, if anybody let it."""
+
+    def __init__(self, proof: Path):
+        self._proof = proof
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self._proof,)
+
+
+@functools.cache
+def run_state() -> RunState:
+    """A run without communication."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    losses = collections.deque([1.0, 2.0])
+    return RunState(
+        model=model, optimizer=optimizer, schedule=schedule, strategy=Local(model, optimizer), losses=losses
+    )
+
+
+@functools.cache
+def whole_checkpoints(folder: Path) -> Path:
+    """A folder with checkpoints of iterations 10 and 20."""
+    place = folder / "whole-checkpoints"
+    checkpoints = Checkpoints(place, launch.alone(), keep=100)
+    for iteration in (10, 20):
+        checkpoints.save(iteration, *run_state().snapshot(1.5))
+    return place
+
+
+def make_checkpoint(chance: random.Random, folder: Path) -> tuple[Path, bool]:
+    """A folder in which a file of the newer checkpoint is damaged or forged; whether its checksum is right."""
+    place = folder / "checkpoints"
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(whole_checkpoints(folder), place)
+    file = place / "iteration-20" / chance.choice(["shared.pt", "rank-0.pt"])
+    way = chance.random()
+    if way < 0.6:
+        content = damaged(chance, file.read_bytes())
+    else:
+        buffer = io.BytesIO()
+        torch.save(chance.choice(FOREIGN) if way < 0.85 else _Evil(folder / "ran"), buffer)
+        content = buffer.getvalue()
+    if content == file.read_bytes():
+        content += b"\0"
+    file.write_bytes(content)
+    checksum = file.with_name(f"{file.name}.sha256")
+    forged = chance.random() < 0.6
+    if forged:
+        checksum.write_text(f"{hashlib.sha256(content).hexdigest()}  {file.name}\n", encoding="ascii")
+    elif chance.random() < 0.3:
+        checksum.write_bytes(damaged(chance, checksum.read_bytes()))
+    return place, forged
+
+
+def try_checkpoint(case: tuple[Path, bool], folder: Path) -> str | None:
+    """Find the newest one; the older one is whole."""
+    place, forged = case
+    with contextlib.redirect_stderr(io.StringIO()):
+        found = Checkpoints(place, launch.alone(), keep=100).load_newest(run_state().what_is_wrong_with)
+    if (folder / "ran").exists():
+        (folder / "ran").unlink()
+        return "a crafted pickle was run"
+    if found is None:
+        return "no checkpoint was found, though that of iteration 10 is whole"
+    if found.iteration == 20 and not forged:
+        return "a checkpoint with another checksum was taken"
+    problem = run_state().what_is_wrong_with(found.shared, found.own)
+    return None if problem is None else f"a foreign checkpoint was taken: {problem}"
+
+
+# ---- run.json and metrics.jsonl
+
+
+def make_run(chance: random.Random, folder: Path) -> Path:
+    """The folder of a run whose run.json is damaged."""
+    place = folder / "run"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    whole = {"world_size": 1, "options": TrainConfig().options(), "planned": None}
+    text = json.dumps(whole, indent=1)
+    way = chance.random()
+    if way < 0.4:
+        text = damaged_text(chance, text, '"{}[]\n\0x9,:')
+    elif way < 0.85:
+        names = [*whole, *TrainConfig().options()]
+        name = chance.choice(["world_size", "options", "planned", chance.choice(names)])
+        value = chance.choice(NASTY_JSON)
+        text = re.sub(f'"{name}": [^{{\n]*?(,?)\n', lambda match: f'"{name}": {value}{match[1]}\n', text)
+    else:
+        text = chance.choice([*NASTY_JSON, nested(chance, "[", "]"), nested(chance, '{"options":', "}")])
+    (place / output.RUN_FILE).write_bytes(text.encode("utf-8", errors="surrogateescape"))
+    return place
+
+
+def try_run(case: Path, folder: Path) -> str | None:
+    """Read it as a run does that continues."""
+    config = TrainConfig()
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, output=case, resume=True))
+    earlier = output.earlier_run(config, launch.alone())
+    if earlier is None:
+        return None
+    output.take_folder(config, launch.alone())
+    if not isinstance(earlier["options"], dict):
+        return "options that are no table were accepted"
+    size = earlier["world_size"]
+    return None if type(size) is int and 1 <= size < 1e9 else f"world size {str(size)[:50]} was accepted"
+
+
+LINE = {
+    "iteration": 0,
+    "epoch": 0,
+    "loss": 2.3,
+    "lr": 0.02,
+    "samples_per_second": 1.0,
+    "seconds": dict.fromkeys(SECONDS, 0.1),
+    "wire_bytes": 3,
+    "skipped": 0,
+}
+
+
+def make_metrics(chance: random.Random, folder: Path) -> Path:
+    """A metrics.jsonl with a damaged line, or more."""
+    lines = [json.dumps({**LINE, "iteration": iteration}) for iteration in range(4)]
+    if chance.random() < 0.5:
+        name = chance.choice(list(LINE))
+        at = chance.randrange(4)
+        value = chance.choice(NASTY_JSON)
+        lines[at] = re.sub(f'"{name}": ([^{{,]*|{{.*?}})', lambda _: f'"{name}": {value}', lines[at])
+    text = "\n".join(lines) + "\n"
+    if chance.random() < 0.6:
+        text = damaged_text(chance, text, '"{}[]\n\0x9,:')
+    if chance.random() < 0.2:
+        text += chance.choice(["\n", "{}\n", "null\n", "\0" * 50, *NASTY_JSON])
+    path = folder / "metrics.jsonl"
+    path.write_bytes(text.encode("utf-8", errors="surrogateescape"))
+    return path
+
+
+def try_metrics(case: Path, folder: Path) -> str | None:
+    """Read it; what is damaged is left out."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        lines = read_metrics(case)
+    for line in lines:
+        if not isinstance(line, dict) or type(line.get("iteration")) is not int:
+            return f"a line without an iteration was taken: {str(line)[:100]}"
+        if absurd_number(line["iteration"], 1e15) is not None:
+            return f"iteration {str(line['iteration'])[:50]} was accepted"
+    return None
+
+
+# ---- Files of data sets
+
+
+def make_data(chance: random.Random, folder: Path) -> Path:
+    """A damaged file of images: IDX, plain or zipped, CIFAR-100's format, or a picture."""
+    place = folder / "pictures" / "class"
+    place.mkdir(parents=True, exist_ok=True)
+    for old in place.iterdir():
+        old.unlink()
+    kind = chance.choice(["idx", "idx.gz", "bin", "png", "jpg", "bmp", "gif", "webp", "ppm"])
+    path = place / f"file.{kind}"
+    if kind.startswith("idx"):
+        content = bytearray(struct.pack(">IIII", 0x803, 2, 28, 28) + bytes(2 * 784))
+        if chance.random() < 0.7:
+            content[chance.randrange(16)] = chance.randrange(256)
+        plain = bytes(content)
+        content_or_zipped = gzip.compress(plain) if kind == "idx.gz" else plain
+    elif kind == "bin":
+        content_or_zipped = bytes(2 * 3074)
+    else:
+        buffer = io.BytesIO()
+        Image.new("RGB", (9, 7), (1, 2, 3)).save(buffer, {"jpg": "jpeg"}.get(kind, kind))
+        content_or_zipped = buffer.getvalue()
+    path.write_bytes(damaged(chance, content_or_zipped) if chance.random() < 0.8 else content_or_zipped)
+    return path
+
+
+def try_data(case: Path, folder: Path) -> str | None:
+    """Read it as training does."""
+    if ".idx" in case.name:
+        images = read_idx(case, item_shape=(28, 28))
+        return None if images.shape[1:] == (28, 28) and len(images) else f"shape {tuple(images.shape)}"
+    if case.suffix == ".bin":
+        pixels, labels = read_cifar100(case)
+        return None if len(pixels) == len(labels) > 0 else "no picture"
+    scale = PixelScale(mean=(0.5,) * 3, std=(0.5,) * 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pixels, _ = ImageFolder(case.parent.parent, ["class"], image_size=8, scale=scale)[torch.tensor([0])]
+    return None if bool(pixels.isfinite().all()) else "pixels that are not finite"
+
+
+TARGETS = (
+    Target("cluster profiles", 1000, make_profile, try_profile, (ValueError,)),
+    Target("checkpoints", 700, make_checkpoint, try_checkpoint, (PipesgdError,)),
+    Target("run.json", 600, make_run, try_run, (PipesgdError,)),
+    Target("metrics.jsonl", 600, make_metrics, try_metrics, ()),
+    Target("data files", 400, make_data, try_data, (DatasetError,)),
+)

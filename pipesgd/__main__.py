@@ -1,0 +1,23 @@
+"""``python -m pipesgd`` lists the commands."""
+
+from __future__ import annotations
+
+import sys
+
+from pipesgd.command_line import version
+
+COMMANDS = f"""{version()}
+
+  torchrun [options of torchrun] -m pipesgd.train       trains a model on several ranks
+  torchrun [options of torchrun] -m pipesgd.calibrate   measures a cluster, for the timing model
+  timing-model                                          predicts what a job will cost, and plans it
+
+Each explains its options with --help."""
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    if not words or set(words) <= {"-h", "--help", "--version"}:
+        print(version() if words == ["--version"] else COMMANDS)
+        sys.exit(0)
+    print(f"error: the command must be one that python -m pipesgd lists; got {words[0]!r}", file=sys.stderr)
+    sys.exit(2)

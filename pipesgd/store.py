@@ -1,0 +1,119 @@
+"""torch's key-value store with a deadline on every call, and values that are checked before they are used."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+LARGEST_VALUE = 16 * 1024 * 1024
+"""Bytes of the largest value that a rank takes from the store."""
+
+
+class StoreSilent(dist.DistStoreError):
+    """The store has not answered a call within its deadline."""
+
+
+class MalformedValue(Exception):  # noqa: N818 (named after what it is, as DeadlineExceeded is)
+    """A value in the store is not what pipesgd's ranks write there; the text says why."""
+
+
+class BoundedStore:
+    """A client of torch's store whose every call ends within ``seconds()`` seconds.
+
+    torch's own client waits without a deadline for an answer to a request that it has sent: if the process that holds
+    the store is stopped, or the link to it is cut, the call never returns. So each call runs in a thread of its own,
+    which is left behind if it does not return. No later call is tried then, since torch's client answers them in turn.
+
+    Two threads must not share a client for the same reason: ``clone`` makes another one.
+    """
+
+    def __init__(self, store: dist.Store, seconds: Callable[[], float]):
+        self._store = store
+        self._seconds = seconds
+        self._silent: StoreSilent | None = None
+
+    def clone(self, seconds: Callable[[], float]) -> BoundedStore:
+        """Another client of the same store."""
+        return BoundedStore(self._call(self._store.clone), seconds)  # type: ignore[attr-defined]  # not in torch's stubs
+
+    def hurry(self, seconds: float) -> None:
+        """Give every later call this deadline."""
+        self._seconds = lambda: seconds
+
+    def run(self, calls: Callable[[dist.Store], T]) -> T:
+        """What ``calls`` returns, which may use the store more than once."""
+        return self._call(lambda: calls(self._store))
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda: self._store.set(key, value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """True if every key is there."""
+        return self._call(lambda: self._store.check(list(keys)))
+
+    def get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of ``keys``, all of which must be there."""
+        return self._call(lambda: self._store.multi_get(list(keys)))
+
+    def delete(self, key: str) -> None:
+        self._call(lambda: self._store.delete_key(key))
+
+    def _call(self, call: Callable[[], T]) -> T:
+        if self._silent is not None:
+            raise self._silent
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as failure:  # noqa: BLE001 (the caller gets it)
+                answer.set_exception(failure)
+
+        thread = threading.Thread(target=run, name="pipesgd-store", daemon=True)
+        thread.start()
+        seconds = self._seconds()
+        try:
+            answer.exception(seconds)
+        except TimeoutError:
+            self._silent = StoreSilent(f"the store that the ranks share has not answered within {seconds:g} s")
+            raise self._silent from None
+        thread.join()
+        return answer.result()
+
+
+def present(store: dist.Store, keys: Sequence[str]) -> dict[str, bytes]:
+    """The values of those of ``keys`` that are in the store; torch waits for a key that is not."""
+    found = list(keys) if store.check(list(keys)) else [key for key in keys if store.check([key])]
+    return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
+
+
+def decode(value: bytes) -> Any:
+    """What another rank has written as JSON.
+
+    Raises:
+        MalformedValue: it is too large, or not JSON. Anybody who reaches the store's port can write to it.
+    """
+    if len(value) > LARGEST_VALUE:
+        raise MalformedValue(f"it must have at most {LARGEST_VALUE} bytes; got {len(value)}")
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as problem:
+        raise MalformedValue(f"it must be JSON; got {value[:40]!r}") from problem
+
+
+def same_kind(value: Any, own: Any) -> bool:
+    """True if another rank's ``value`` is of the JSON type of this rank's ``own``, or one of the two is null."""
+    kinds = (bool | int | float, str, list | tuple, dict)
+    return value is None or own is None or any(isinstance(value, kind) and isinstance(own, kind) for kind in kinds)
+
+
+def decode_text(value: bytes) -> str:
+    """What another rank has written as text, cut short if it is long; never an error."""
+    return value[:2000].decode(errors="replace")

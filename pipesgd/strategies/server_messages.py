@@ -1,0 +1,117 @@
+"""Requests to a parameter server and its replies: numbers in float64, checked when they arrive."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MOST_COUNTED = 1 << 53
+"""The largest count: a float64 holds all whole numbers up to it."""
+MOST_CHECKSUM = (1 << 32) - 1
+MOST_OPTION = 1e9
+"""The largest learning rate, momentum, beta or weight decay that a server accepts."""
+
+
+class Request(enum.IntEnum):
+    """What a worker asks of a server."""
+
+    PUSH = 0
+    """Take this gradient; give the weights as soon as I may start my next iteration."""
+    PULL = 1
+    """Give the weights."""
+    MEET = 2
+    """Tell me whether all workers have come to this meeting."""
+    SAVE = 3
+    """Give your state."""
+    LOAD = 4
+    """Take this state."""
+    STORE = 5
+    """Take these weights; they have the place of a gradient."""
+    BYE = 6
+    """Nothing more will come from me."""
+
+
+ONLY_FROM_WORKER_0 = (Request.SAVE, Request.LOAD, Request.STORE)
+
+REQUEST_NUMBERS = 4
+"""Numbers of a request before the optimizer's options."""
+REPLY_NUMBERS = 4
+
+
+@dataclass(frozen=True)
+class RequestMessage:
+    """A worker's request, without the tensors that follow it."""
+
+    kind: Request
+    finite: bool = True
+    """True if the gradient that is pushed is finite, on all servers."""
+    number: int = 0
+    """Bytes of the state (LOAD), or the number of the meeting (MEET)."""
+    place: int = 0
+    """Checksum of the name of the collective call that the worker has come to (MEET)."""
+    options: tuple[float, ...] = ()
+    """Options of the optimizer's groups under which the gradient was computed (PUSH)."""
+
+    def pack(self, options: int) -> Tensor:
+        """The message as numbers, with room for this many ``options``."""
+        numbers = [self.kind, self.finite, self.number, self.place, *(self.options or [0.0] * options)]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[float], *, worker: int, most_state_bytes: int) -> RequestMessage:
+        """The message of ``worker`` that ``pack`` made; raises ``ValueError`` in one line if it cannot be one."""
+        kind = Request(_whole("the request", numbers[0], max(Request)))
+        if kind in ONLY_FROM_WORKER_0 and worker != 0:
+            raise ValueError(f"a request to {kind.name.lower()} must come from rank 0; got it from rank {worker}")
+        for option in numbers[REQUEST_NUMBERS:]:
+            if not 0 <= option <= MOST_OPTION:
+                raise ValueError(f"options of an optimizer must be from 0 to {MOST_OPTION:g}; got {option:g}")
+        most = most_state_bytes if kind == Request.LOAD else MOST_COUNTED
+        return cls(
+            kind=kind,
+            finite=bool(_whole("the flag of a finite gradient", numbers[1], 1)),
+            number=_whole("bytes of a state" if kind == Request.LOAD else "the number of a meeting", numbers[2], most),
+            place=_whole("the place of a meeting", numbers[3], MOST_CHECKSUM),
+            options=tuple(numbers[REQUEST_NUMBERS:]),
+        )
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A server's reply, without the tensors that follow it."""
+
+    arrivals: int
+    """Gradients of all workers that have arrived so far."""
+    applied: bool
+    """True if the gradient was applied, with the others of its round if there are rounds; of a meeting, true if all
+    workers have come to it."""
+    lost: int | None = None
+    """The rank on which the server has given up; it serves nobody then."""
+    state_bytes: int = 0
+    """Bytes of the state that follows."""
+
+    def pack(self) -> Tensor:
+        """The message as numbers."""
+        lost = -1 if self.lost is None else self.lost
+        return torch.tensor([self.arrivals, self.applied, lost + 1, self.state_bytes], dtype=torch.float64)
+
+    @classmethod
+    def unpack(cls, numbers: Sequence[float], *, ranks: int, most_state_bytes: int) -> Reply:
+        """The reply that ``pack`` made, in a job of ``ranks``; raises ``ValueError`` if it cannot be one."""
+        lost = _whole("one more than the lost rank", numbers[2], ranks) - 1
+        return cls(
+            arrivals=_whole("arrivals", numbers[0], MOST_COUNTED),
+            applied=bool(_whole("the flag of an applied gradient", numbers[1], 1)),
+            lost=None if lost < 0 else lost,
+            state_bytes=_whole("bytes of a state", numbers[3], most_state_bytes),
+        )
+
+
+def _whole(name: str, number: float, most: int) -> int:
+    if not (0 <= number <= most and number == int(number)):  # no comparison with a NaN is true
+        raise ValueError(f"{name} must be a whole number from 0 to {most}; got {number:g}")
+    return int(number)

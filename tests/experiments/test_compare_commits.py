@@ -1,0 +1,55 @@
+"""Comparing two commits: ratios, the target, and the checkout of the other commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.compare_commits import checkout, geometric, missed, parse, summarize
+from experiments.results import code_state
+from pipesgd.errors import UserInputError
+
+SECONDS = {
+    "mlp: ddp": [[2.0, 2.0, 2.0], [1.0, 1.0, 1.0]],
+    "mlp: pipelined": [[1.0, 1.1, 1.2], [1.0, 1.1, 1.2]],
+    "testbed, width 2": [[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]],
+}
+
+
+def test_the_mean_of_all_rows_leaves_the_control_out() -> None:
+    rows = summarize(SECONDS)
+    assert [row["row"] for row in rows] == [*SECONDS, "all but ddp"]
+    assert [row["ratio"] for row in rows] == [2.0, 1.0, 1.0, 1.0]
+    assert [row["rounds"] for row in rows] == [3, 3, 3, 3]
+    assert missed(rows) == []
+
+
+def test_a_row_that_is_slower_in_every_round_is_missed_and_so_is_the_mean() -> None:
+    slower = SECONDS | {"mlp: pipelined": [[1.03, 1.133, 1.236], [1.0, 1.1, 1.2]]}
+    assert missed(summarize(slower)) == ["mlp: pipelined", "all but ddp"]
+
+
+def test_a_row_whose_interval_holds_the_baseline_is_not_missed() -> None:
+    noisy = SECONDS | {"mlp: pipelined": [[1.04, 1.1, 1.14], [1.0, 1.1, 1.2]]}
+    assert missed(summarize(noisy)) == []
+
+
+def test_the_interval_of_a_geometric_mean_holds_it_and_narrows_with_rounds() -> None:
+    few, many = geometric([[0.9, 1.1] * 3]), geometric([[0.9, 1.1] * 30])
+    assert few.low < few.median < few.high
+    assert many.high - many.low < few.high - few.low
+
+
+@pytest.mark.skipif(code_state() is None, reason="the sources are no git repository")
+def test_a_commit_is_checked_out_for_a_while() -> None:
+    with checkout("HEAD") as folder:
+        assert (folder / "pipesgd" / "train.py").exists()
+    assert not folder.exists()
+
+
+def test_a_baseline_must_be_a_commit(tmp_path: Path) -> None:
+    with pytest.raises(UserInputError, match="baseline must be a commit"), checkout("no-such-commit"):
+        pass
+    with pytest.raises(UserInputError, match="baseline"):
+        parse(["--output", str(tmp_path)], by_torchrun=False)

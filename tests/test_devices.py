@@ -1,0 +1,119 @@
+"""Everything lies where the parameters do, also after a restart: shown without a GPU, by torch's fake tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _pretended_gpu import PretendedGpu, as_loaded, pretend_cuda
+from _ranks import run_ranks
+from torch import Tensor, nn
+
+from pipesgd import Pipelined
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.collectives.base import Finish, leave
+from pipesgd.config import PREDICTIONS
+from pipesgd.exchanges.base import Exchange
+from pipesgd.exchanges.dense import DenseExchange
+from pipesgd.exchanges.powersgd import PowerSgdExchange
+from pipesgd.exchanges.topk import TopKExchange
+from pipesgd.gradients import FlatBuffer, on_device
+from pipesgd.launch import Ranks
+
+CODECS = [  # of float32's own memory: kernels of the others need a GPU that is there
+    CodecOptions(),
+    CodecOptions(codec="topk", momentum_correction=0.5),
+    CodecOptions(codec="powersgd"),
+]
+
+
+def _pipeline(ranks: Ranks, options: dict[str, Any]) -> tuple[list[nn.Parameter], Pipelined]:
+    parameters = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in ((20, 30), (7,))]
+    momentum = 0.0 if isinstance(options.get("codec"), CodecOptions) and options["codec"].momentum_correction else 0.9
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
+    return parameters, Pipelined(nn.ParameterList(parameters), optimizer, width=3, ranks=ranks, **options)
+
+
+def _train(parameters: list[nn.Parameter], pipeline: Pipelined) -> None:
+    for _ in range(5):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        pipeline.step()
+
+
+def _train_and_resume(ranks: Ranks, cases: list[dict[str, Any]]) -> list[set[str]]:
+    """Train, keep the state as a checkpoint does, and continue from it: where all is that is kept then."""
+    mode = PretendedGpu()
+    pretend_cuda(mode)
+    devices = []
+    with mode:
+        for options in cases:
+            parameters, pipeline = _pipeline(ranks, options)
+            _train(parameters, pipeline)
+            state = as_loaded(pipeline.state_dict())
+            pipeline.flush()
+            pipeline.close()
+            parameters, pipeline = _pipeline(ranks, options)
+            pipeline.load_state_dict(state)
+            _train(parameters, pipeline)
+            devices.append(_devices(pipeline.state_dict()))
+            pipeline.flush()
+            pipeline.close()
+    return devices
+
+
+def _devices(state: Any) -> set[str]:
+    if isinstance(state, torch.Tensor):
+        return {state.device.type}
+    values = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else []
+    return set().union(*map(_devices, values))
+
+
+class OneRankOfTwo:
+    """The exact all-reduce, and all-gather, of a rank whose peer has nothing to say."""
+
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+        if residual is not None:
+            flat.add_(residual)
+        finish(flat)
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        return flat.nbytes
+
+
+EXCHANGES: dict[str, Callable[[], Exchange]] = {
+    "dense": lambda: DenseExchange(OneRankOfTwo(), exact=False, error_feedback=True),
+    "topk": lambda: TopKExchange(OneRankOfTwo(), rank=1, world_size=2, density=0.1, momentum=0.5),
+    "powersgd": lambda: PowerSgdExchange(OneRankOfTwo(), world_size=2, low_rank=2),
+}
+
+
+def _exchange_and_resume(ranks: Ranks) -> dict[tuple[str, torch.dtype], set[str]]:
+    mode = PretendedGpu()
+    pretend_cuda(mode)
+    devices = {}
+    with mode:
+        for name, dtype in itertools.product(EXCHANGES, (torch.float32, torch.bfloat16, torch.complex64)):
+            buffer = FlatBuffer([torch.zeros(shape, dtype=dtype, device="cuda") for shape in ((20, 30), (7,))])
+            first, second = EXCHANGES[name](), EXCHANGES[name]()
+            first.sum(buffer, 0)
+            second.load_state_dict(on_device(as_loaded(first.state_dict()), buffer.flats[0].device))
+            second.sum(buffer, 1)
+            second.wire_bytes(buffer, 1)
+            devices[name, dtype] = _devices(second.state_dict())
+    return devices
+
+
+def test_an_exchange_keeps_what_it_remembers_on_the_gpu() -> None:
+    [devices] = run_ranks(1, _exchange_and_resume, process_group=False)
+    for case, found in devices.items():
+        assert found == {"cuda"}, case
+
+
+def test_a_run_on_a_gpu_is_resumed_with_every_prediction_and_every_codec_of_its_own() -> None:
+    cases = [*({"codec": codec, "guard": True} for codec in CODECS), *({"prediction": name} for name in PREDICTIONS)]
+    [devices] = run_ranks(1, _train_and_resume, cases)
+    for case, found in zip(cases, devices, strict=True):
+        assert found == {"cuda"}, case

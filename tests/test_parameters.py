@@ -1,0 +1,100 @@
+"""What parameters, buffers and optimizers ``Pipelined`` takes, and what it refuses in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from torch import Tensor, nn
+
+from pipesgd import Pipelined
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.errors import UserInputError
+from pipesgd.exchanges.make import check_exchange
+from pipesgd.exchanges.powersgd import PowerSgdExchange
+from pipesgd.gradients import FlatBuffer
+from pipesgd.launch import Ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"codec": CodecOptions(codec="topk", momentum_correction=0.9)},
+            "momentum must be 0 with momentum_correction, which takes its place; got 0.5",
+        ),
+        ({"seed": -1, "codec": "int8"}, "seed must be at least 0; got -1"),
+        ({"seed": 2**64}, "seed must be at most 1e+15; got 18446744073709551616"),
+    ],
+)
+def test_what_would_fail_or_mislead_later_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(UserInputError) as refused:
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), **options)
+    assert str(refused.value) == message
+
+
+def test_topk_refuses_more_values_than_its_indices_can_count() -> None:
+    parameters = [nn.Parameter(torch.empty(2**30, device="meta")) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with pytest.raises(
+        UserInputError, match=r"parameters must be at most 2\*\*31 - 1 with --codec topk; got 2147483648"
+    ):
+        check_exchange(CodecOptions(codec="topk"), optimizer, parameters, 0)
+    check_exchange(CodecOptions(codec="topk"), optimizer, parameters[:1], 0)
+    check_exchange(CodecOptions(codec="int8"), optimizer, parameters, 0)
+
+
+def _buffers_of_8_bits(ranks: Ranks) -> list[float]:
+    model = nn.Linear(2, 1)
+    model.register_buffer("scale", torch.full((3,), 1.0 + ranks.rank).to(torch.float8_e4m3fn))
+    model.register_buffer("mean", torch.tensor(2.0 + ranks.rank))
+    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks)
+    pipeline.combine_buffers("average")
+    pipeline.close()
+    scale = model.get_buffer("scale").float().tolist()
+    return [*scale, model.get_buffer("mean").item()]
+
+
+def test_floats_of_8_bits_are_shared_though_nothing_adds_them_up() -> None:
+    assert run_ranks(2, _buffers_of_8_bits) == [[1.0, 1.0, 1.0, 2.0]] * 2
+
+
+def _large_gradients(ranks: Ranks, codec: str) -> list[float]:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    pipeline = Pipelined(nn.ParameterList([parameter]), optimizer, width=1, codec=codec, ranks=ranks)
+    parameter.grad = torch.full_like(parameter, 40000.0 + 64 * ranks.rank)
+    pipeline.step()
+    pipeline.close()
+    values: list[float] = parameter.tolist()
+    return values
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8", "topk"])
+def test_the_mean_of_float16_gradients_is_finite_where_their_sum_is_not(codec: str) -> None:
+    for values in run_ranks(2, _large_gradients, codec):
+        assert any(values)
+        assert all(value in (0.0, -40032.0) for value in values)
+
+
+class Alone:
+    """The all-reduce of ranks whose peers have nothing to add."""
+
+    def __call__(self, flat: Tensor, *args: Any, **kwargs: Any) -> None: ...
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        return 0
+
+
+def test_powersgd_begins_with_the_same_factors_on_every_processor() -> None:
+    exchange = PowerSgdExchange(Alone(), world_size=2, low_rank=1, seed=3)
+    buffer = FlatBuffer([torch.zeros(30, 40)])
+    buffer.views[0].fill_(torch.nan)  # the next sum starts from the first factors again
+    exchange.sum(buffer, 0)
+    first = exchange.state_dict()["right"]
+    assert torch.equal(first * 2**23, (first * 2**23).round()), "integers, which every processor draws alike"
+    assert first.unique().numel() == 40
+    assert first.abs().max() <= 1.0

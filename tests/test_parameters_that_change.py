@@ -1,0 +1,209 @@
+"""Parameters that are frozen, unfrozen or added in the middle of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from torch import Tensor, nn
+
+from pipesgd import Pipelined
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.errors import DisagreementError, OutOfStepError, UserInputError
+from pipesgd.gradients import rearranged
+from pipesgd.launch import Ranks
+from pipesgd.replicas import weights_sha256
+from pipesgd.strategies.ddp import Ddp
+from pipesgd.strategies.local import Local
+from pipesgd.strategies.parameter_server import ParameterServers
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def _backward(model: nn.Module, rank: int, iteration: int) -> None:
+    generator = torch.Generator().manual_seed(100 * iteration + rank)
+    model(torch.randn(5, 4, generator=generator, dtype=torch.float64)).square().mean().backward()
+
+
+def _change(model: nn.Sequential, optimizer: torch.optim.Optimizer, change: str) -> None:
+    if change == "add":
+        model[0].zero_grad()  # what nobody has taken away so far
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.05})
+    else:
+        model[0].requires_grad_(change == "unfreeze")
+
+
+def _build(change: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = _model()
+    model[0].requires_grad_(change != "unfreeze")
+    parameters = model[2].parameters() if change == "add" else model.parameters()
+    return model, torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def _train(ranks: Ranks, change: str, width: int, prediction: str) -> tuple[str, dict[str, Tensor], float]:
+    model, optimizer = _build(change)
+    with Pipelined(model, optimizer, width=width, prediction=prediction, ranks=ranks) as pipeline:
+        for iteration in range(6):
+            if iteration == 3:
+                pipeline.flush()
+                _change(model, optimizer, change)
+                before = model[0].weight.detach().clone()
+            _backward(model, ranks.rank, iteration)
+            pipeline.step()
+    moved = float((model[0].weight.detach() - before).abs().max())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return weights_sha256(model), model.state_dict(), moved
+
+
+def _train_in_one_process(change: str, world_size: int) -> dict[str, Tensor]:
+    """What torch does on the whole batch, synchronously."""
+    model, optimizer = _build(change)
+    for iteration in range(6):
+        if iteration == 3:
+            _change(model, optimizer, change)
+        for rank in range(world_size):
+            _backward(model, rank, iteration)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= world_size
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
+def test_the_pipeline_follows_a_change_after_a_flush(change: str) -> None:
+    """Unfrozen ones got each rank's own running sum of gradients; frozen ones went on by momentum and decay."""
+    for width, prediction in ((1, "none"), (2, "none"), (2, "eager")):
+        results = run_ranks(2, _train, change, width, prediction)
+        assert results[0][0] == results[1][0], "the same on all ranks"
+        assert (results[0][2] == 0.0) == (change == "freeze"), "what is frozen stays where it is"
+        if width == 1:
+            for name, expected in _train_in_one_process(change, 2).items():
+                torch.testing.assert_close(results[0][1][name], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
+def test_a_change_while_gradients_are_in_flight_is_refused_and_loses_nothing(change: str) -> None:
+    model, optimizer = _build(change)
+    with Pipelined(model, optimizer, width=2) as pipeline:
+        for iteration in range(2):
+            _backward(model, 0, iteration)
+            pipeline.step()
+        _change(model, optimizer, change)
+        _backward(model, 0, 2)
+        computed = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        with pytest.raises(UserInputError, match=r"in flight; call flush\(\) first"):
+            pipeline.step()
+        assert pipeline.flush().applied == (1,)
+        for parameter, gradient in zip(model.parameters(), computed, strict=True):
+            assert (parameter.grad is None) == (gradient is None)
+            if parameter.grad is not None and gradient is not None:
+                assert torch.equal(parameter.grad, gradient), "it waits for its step"
+        assert pipeline.step().applied == ()
+        assert pipeline.flush().applied == (2,)
+
+
+def _only_one_rank_changes(ranks: Ranks, both: bool) -> Any:
+    model, optimizer = _build("unfreeze")
+    pipeline = Pipelined(model, optimizer, width=1, timeout=5.0, ranks=ranks)
+    if ranks.rank == 0:
+        model[0].requires_grad_(True)
+    elif both:
+        model[0].weight.requires_grad_(True)
+    _backward(model, ranks.rank, 0)
+    try:
+        pipeline.step()
+    except (OutOfStepError, DisagreementError) as error:
+        return type(error), str(error)
+    finally:
+        pipeline.close()
+        ranks.exchange("both", None)
+    return None
+
+
+def test_a_change_on_one_rank_alone_is_named() -> None:
+    (kind, text), _ = run_ranks(2, _only_one_rank_changes, False)
+    assert kind is OutOfStepError
+    assert "is at change of parameters in iteration 0, but rank 1 is at step in iteration 0" in text
+    for kind, text in run_ranks(2, _only_one_rank_changes, True):
+        assert kind is DisagreementError
+        assert "parameters (number 1) must be the same on all ranks; got '0.bias 8 float64' on rank 0" in text
+
+
+def _residuals_go_over(ranks: Ranks, codec: str) -> tuple[str, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    options = CodecOptions(codec=codec)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    norms = []
+    with Pipelined(model, optimizer, width=2, codec=options, ranks=ranks) as pipeline:
+        for iteration in range(4):
+            if iteration == 2:
+                pipeline.flush()
+                model[0].requires_grad_(False)
+            generator = torch.Generator().manual_seed(100 * iteration + ranks.rank)
+            model(torch.randn(5, 16, generator=generator)).square().mean().backward()
+            pipeline.step()
+    return weights_sha256(model), norms
+
+
+@pytest.mark.parametrize("codec", ["int4", "topk", "powersgd"])
+def test_what_a_codec_remembers_follows_a_change(codec: str) -> None:
+    results = run_ranks(2, _residuals_go_over, codec)
+    assert results[0] == results[1]
+
+
+def test_remembered_values_stay_with_their_parameter() -> None:
+    a, b, c = torch.zeros(2), torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 2)
+    new = torch.zeros(1)
+    flats = [torch.arange(6.0), torch.arange(10.0, 16.0)]  # a and c; b's real and imaginary parts
+    moved = rearranged(flats, [a, b, c], [c, new, b])
+    assert [flat.tolist() for flat in moved] == [[2.0, 3.0, 4.0, 5.0, 0.0], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]]
+    assert [flat.tolist() for flat in rearranged(moved, [c, new, b], [new, c])] == [[0.0, 2.0, 3.0, 4.0, 5.0]]
+
+
+def _others(ranks: Ranks, change: str) -> dict[str, str]:
+    messages = {}
+    for name in ("ddp", "ps"):
+        model, optimizer = _build(change)
+        strategy = (
+            Ddp(model, optimizer, ranks=ranks)
+            if name == "ddp"
+            else ParameterServers(model, optimizer, ranks=ranks, staleness_bound=0)
+        )
+        with strategy:
+            _backward(strategy.module, ranks.rank, 0)
+            strategy.step()
+            _change(model, optimizer, change)
+            try:
+                strategy.step()
+            except UserInputError as error:
+                messages[name] = str(error)
+    return messages
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
+def test_strategies_that_cannot_follow_a_change_say_so(change: str) -> None:
+    expected = "parameters must not be frozen, unfrozen or added while {} trains them; close the strategy"
+    for messages in run_ranks(1, _others, change):
+        assert messages["ddp"].startswith(expected.format("ddp"))
+        assert messages["ps"].startswith(expected.format("a parameter server"))
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
+def test_without_communication_every_change_is_followed(change: str) -> None:
+    model, optimizer = _build(change)
+    strategy = Local(model, optimizer)
+    for iteration in range(6):
+        if iteration == 3:
+            _change(model, optimizer, change)
+        _backward(model, 0, iteration)
+        strategy.step()
+    for name, expected in _train_in_one_process(change, 1).items():
+        torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-12, atol=1e-12)

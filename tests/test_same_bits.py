@@ -1,0 +1,137 @@
+"""Ranks whose processors compute other bits are refused, or kept together where that is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import run_ranks
+from torch import nn
+
+from pipesgd import Pipelined
+from pipesgd.clipping import Clipping
+from pipesgd.errors import DisagreementError
+from pipesgd.launch import Ranks
+from pipesgd.muon import MuonWithAdamW
+from pipesgd.replicas import weights_sha256
+from pipesgd.same_bits import _common_capability, bits_of_updates
+
+
+class NoCopy(torch.optim.SGD):
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoCopy:
+        raise TypeError("one of a kind")
+
+
+def _start(ranks: Ranks) -> list[Any]:
+    """The refusal; and with drift allowed, the weights' hashes of a moment, before and after they are shared."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 30), nn.Linear(30, 7))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    with pytest.raises(DisagreementError) as refused:
+        Pipelined(model, optimizer, ranks=ranks)
+    pipeline = Pipelined(model, optimizer, allow_drift=True, ranks=ranks)
+    generator = torch.Generator().manual_seed(ranks.rank)
+    for _ in range(6):
+        model(torch.randn(5, 100, generator=generator)).square().mean().backward()
+        pipeline.step()
+    with pipeline.true_weights():
+        apart = weights_sha256(model)
+    pipeline.share_weights()
+    with pipeline.true_weights():
+        together = weights_sha256(model)
+    pipeline.flush()
+    pipeline.close()
+    return [torch.backends.cpu.get_cpu_capability(), str(refused.value), pipeline.drifts, apart, together]
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs a processor with AVX2"
+)
+def test_other_instruction_sets_are_refused_with_the_remedy_or_kept_together(tmp_path: Path) -> None:
+    """torch chooses instructions once in a process, so these ranks are processes of their own."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path / "store")],
+            env=os.environ | ({"ATEN_CPU_CAPABILITY": "default"} if rank else {}),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    here, there = (json.loads(rank.communicate(timeout=120)[0]) for rank in ranks)
+    assert (here[0], there[0]) == (torch.backends.cpu.get_cpu_capability(), "DEFAULT")
+    assert here[1] == there[1]
+    assert here[1] == (
+        f"processors must compute the same bits on all ranks; got x86_64 {here[0]} on rank 0, x86_64 DEFAULT on rank 1:"
+        " set ATEN_CPU_CAPABILITY=default on all ranks"
+    )
+    assert here[2] is there[2] is True
+    assert here[3] != there[3], "this is a test only if they drift"
+    assert here[4] == there[4] == here[3]
+
+
+def _alike(ranks: Ranks) -> bool:
+    model = nn.Linear(3, 2)
+    pipeline = Pipelined(model, torch.optim.Adam(model.parameters()), allow_drift=True, ranks=ranks)
+    pipeline.close()
+    return pipeline.drifts
+
+
+def test_processors_of_one_kind_do_not_drift() -> None:
+    assert run_ranks(2, _alike) == [False, False]
+
+
+def _several(ps: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    at_zero = torch.tensor(0.0)  # where a schedule warms up
+    return [
+        torch.optim.SGD([{"params": ps[:1]}, {"params": ps[1:]}], lr=at_zero, momentum=0.9),
+        torch.optim.AdamW(ps, lr=0.0, foreach=True),
+        torch.optim.Adagrad(ps, lr=0.0),
+        MuonWithAdamW(ps[2:3], [*ps[:2], *ps[3:]], lr=0.1),
+        NoCopy(ps, lr=0.1),
+    ]
+
+
+def test_a_trial_leaves_model_and_optimizer_as_they_are_and_can_be_repeated() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 50, 3), nn.Linear(40, 40), nn.Linear(40, 40))
+    before = weights_sha256(model)
+    seen = set()
+    for optimizer in _several(list(model.parameters())):
+        state = str(optimizer.state_dict())
+        bits = bits_of_updates(optimizer, Clipping(norm=1.0))
+        assert bits == bits_of_updates(optimizer, Clipping(norm=1.0)) != bits_of_updates(optimizer, Clipping())
+        assert str(optimizer.state_dict()) == state
+        seen.add(bits)
+    assert len(seen) == 5, "each is of its kind"
+    assert weights_sha256(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("found", "common"),
+    [
+        ([("x86_64", "AVX512"), ("x86_64", "AVX2")], "avx2"),
+        ([("x86_64", "AVX2"), ("x86_64", "DEFAULT")], "default"),
+        ([("x86_64", "AVX2"), ("aarch64", "DEFAULT")], None),
+        ([("x86_64", "AVX2"), ("x86_64", "AVX2")], None),
+        ([("x86_64", "NVIDIA A"), ("x86_64", "NVIDIA B")], None),
+    ],
+)
+def test_the_remedy_is_the_instruction_set_that_all_have(found: list[tuple[str, str]], common: str | None) -> None:
+    assert _common_capability(found) == common
+
+
+if __name__ == "__main__":
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    one = Ranks(rank=rank, world_size=2, store=dist.FileStore(store, 2))
+    one.start_process_group("cpu", 60.0)
+    print(json.dumps(_start(one)))
+    one.leave()

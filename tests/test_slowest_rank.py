@@ -1,0 +1,25 @@
+"""What the closing table says of ranks that others wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipesgd.metrics import slowest_rank
+
+
+@pytest.mark.parametrize(
+    ("compute", "iteration", "slow"),
+    [
+        ([0.1, 0.4, 0.1], 0.4, (1, 0.3)),
+        ([0.1, 0.11, 0.1], 0.4, None),  # 2.5 % of an iteration
+        ([0.4, 0.4], 0.4, None),
+        ([0.1, None, 0.3], 0.3, (2, 0.2)),
+        ([0.1], 0.1, None),
+        ([None, None], 0.1, None),
+    ],
+)
+def test_the_slowest_rank_is_named_where_it_costs_more_than_5_percent(
+    compute: list[float | None], iteration: float, slow: tuple[int, float] | None
+) -> None:
+    found = slowest_rank(compute, iteration)
+    assert found == (None if slow is None else (slow[0], pytest.approx(slow[1])))

@@ -1,0 +1,89 @@
+"""A strategy takes another one's place in a run: what it keeps, and what the run is after it."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from torch import Tensor, nn
+
+from pipesgd.launch import Ranks
+from pipesgd.state import RunState
+from pipesgd.strategies.pipelined import Pipelined
+from pipesgd.swap import swap_strategy
+
+
+def _swapped(ranks: Ranks, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """What a run is after its strategy with options ``before`` was replaced by one with ``after``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(70), nn.Linear(70, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(ranks.rank)
+    inputs = torch.randn(10, 4, 70)
+    old = Pipelined(model, optimizer, ranks=ranks, **before)
+    state = RunState(
+        model=model,
+        optimizer=optimizer,
+        schedule=torch.optim.lr_scheduler.ConstantLR(optimizer),
+        strategy=old,
+        losses=collections.deque(),
+    )
+
+    def step(batch: Tensor) -> tuple[int, ...]:
+        model(batch).square().mean().backward()
+        return state.strategy.step().applied
+
+    for batch in inputs[:6]:
+        step(batch)
+    old.flush()
+    kept = old.state_dict()
+    values = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+    dropped = swap_strategy(
+        state, lambda: Pipelined(model, optimizer, ranks=ranks, **after), same_codec=before["codec"] == after["codec"]
+    )
+    new = state.strategy
+    now = new.state_dict()
+    same = all(map(torch.equal, values, (*model.parameters(), *model.buffers())))
+    for batch in inputs[6:]:
+        applied = step(batch)
+    new.flush()
+    new.close()
+    return {
+        "replaced": new is not old,
+        "iteration": now["iteration"],
+        "same": same,
+        "dropped": dropped,
+        "cosine": now["agreement"]["cosine"] == kept["agreement"]["cosine"] < 1,
+        "residuals": [one.tolist() for one in now["exchange"].get("residuals", [])],
+        "before": [one.tolist() for one in kept["exchange"].get("residuals", [])],
+        "applied": applied,
+        "statistics": model[0].running_mean.tolist(),  # type: ignore[union-attr]
+        "after": model[1].weight.tolist(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"width": 2, "codec": "int4"}, {"width": 3, "codec": "int4", "all_reduce": "halving-doubling"}),
+        ({"width": 2, "codec": "int4"}, {"width": 1, "codec": "fp32"}),
+        ({"width": 1, "codec": "fp32"}, {"width": 2, "codec": "int4"}),
+        ({"width": 3, "codec": "int8", "prediction": "previous"}, {"width": 1, "codec": "int8"}),
+    ],
+)
+def test_a_strategy_follows_another_one_with_what_it_knew(before: dict[str, Any], after: dict[str, Any]) -> None:
+    one, other = run_ranks(2, _swapped, before, after)
+    for found in (one, other):
+        assert found["replaced"]
+        assert (found["iteration"], found["same"]) == (6, True)
+        assert found["applied"] == (9 - (after["width"] - 1),)
+        assert found["cosine"] == (before["width"] > 1 and "prediction" not in before)  # eager alone learns it
+        assert found["dropped"] == (before["codec"] == "int4" != after["codec"])
+        if before["codec"] == after["codec"] == "int4":
+            assert found["residuals"] == found["before"]
+            assert any(value != 0 for flat in found["residuals"] for value in flat)
+    assert one["after"] == other["after"]
+    assert one["statistics"] != other["statistics"]  # batch norm's, of each rank's own samples

@@ -1,0 +1,304 @@
+"""The watcher's thread, over a store in memory: who learns of what, and how a rank's own process goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import run_ranks
+
+from pipesgd import Pipelined, heartbeat, process, watcher
+from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed
+from pipesgd.exchanges import make
+from pipesgd.heartbeat import LEFT, Beat, Standing
+from pipesgd.launch import Ranks
+
+DEADLINE = 20.0
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats a hundred times as fast, on the same rules."""
+    monkeypatch.setattr(watcher, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeat, "SHORTEST_SILENCE", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("reports", "cause"),
+    [
+        ({0: '["closed", 2]', 1: "", 2: '["no answer", 1]'}, (2, "no answer")),  # rank 1 hangs, gloo closes rank 2's
+        ({0: '["", null]', 1: '["the disk is full", null]'}, (1, "the disk is full")),
+        ({0: '["closed", 1]', 1: '["closed", 0]'}, (0, "closed")),
+        ({1: "no JSON"}, (1, "no JSON")),
+        ({0: "", 1: '["", 0]'}, None),
+    ],
+)
+def test_the_cause_is_a_rank_that_has_not_lost_another_failed_one(reports: Any, cause: Any) -> None:
+    assert watcher.root_cause({rank: text.encode() for rank, text in reports.items()}) == cause
+
+
+class Watching:
+    """Ranks in one process, each with its watcher."""
+
+    def __init__(self, world_size: int, timeout: float = 0.5):
+        self.store = dist.HashStore()
+        self.ranks = [
+            Ranks(rank=rank, world_size=world_size, store=self.store, standing=Standing(timeout))
+            for rank in range(world_size)
+        ]
+        self.errors: list[queue.SimpleQueue[CommunicationError]] = [queue.SimpleQueue() for _ in self.ranks]
+        self.stops: dict[int, Any] = {}
+
+    def watch(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.stops[rank] = self.ranks[rank].watch(self.errors[rank].put)
+
+    def error(self, rank: int) -> CommunicationError:
+        return self.errors[rank].get(timeout=DEADLINE)
+
+    def close(self) -> None:
+        for stop in self.stops.values():
+            stop()
+
+
+@pytest.fixture
+def watching() -> Iterator[Any]:
+    made: list[Watching] = []
+
+    def make(*args: Any) -> Watching:
+        made.append(Watching(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    for thread in threading.enumerate():
+        if thread.name == "pipesgd-store":
+            thread.join(DEADLINE)
+
+
+def test_a_failure_elsewhere_reaches_every_rank_with_its_reason(watching: Any) -> None:
+    job = watching(3, 30.0)
+    job.watch(0, 1, 2)
+    job.ranks[0].iteration = 7
+    job.ranks[1].report("rank 1: the disk is full")
+    assert str(job.error(0)) == "rank 0: stopped in start in iteration 7: rank 1 has failed: rank 1: the disk is full"
+    error = job.error(2)
+    assert (type(error), error.peer) == (PeerFailed, 1)
+    assert job.errors[1].empty()
+
+
+def test_a_rank_that_another_ones_failure_has_ended_is_not_taken_for_the_cause(watching: Any) -> None:
+    job = watching(3, 30.0)
+    job.ranks[0].report("")
+    job.ranks[1].report("rank 1: the disk is full")
+    job.watch(2)
+    assert job.error(2).peer == 1
+
+
+def test_a_rank_without_heartbeats_is_named_by_all_the_others(watching: Any) -> None:
+    job = watching(3)
+    job.watch(0, 1)
+    for rank in (0, 1):
+        error = job.error(rank)
+        assert (type(error), error.peer) == (DeadlineExceeded, 2)
+        assert "no word from rank 2 for" in str(error)
+        assert set(job.ranks[rank].silent()) == {2}
+
+
+def test_rank_0_without_heartbeats_is_named_too(watching: Any) -> None:
+    job = watching(3)
+    job.watch(1, 2)
+    assert [job.error(rank).peer for rank in (1, 2)] == [0, 0]
+
+
+def test_a_rank_that_has_left_is_not_missed(watching: Any) -> None:
+    job = watching(2)
+    job.watch(0, 1)
+    job.stops.pop(1)()
+    last = Beat.decode(job.store.get("beat/1"))
+    assert last is not None
+    assert last.phase == LEFT
+    with pytest.raises(queue.Empty):
+        job.errors[0].get(timeout=1.5)
+
+
+def test_an_exchange_that_may_take_long_ends_when_the_watcher_finds_a_rank_lost(watching: Any) -> None:
+    job = watching(2)
+    job.watch(0)
+    with pytest.raises(DeadlineExceeded, match="no word from rank 1 for") as caught:
+        job.ranks[0].exchange("a compiled codec", None, within=DEADLINE)
+    assert caught.value.peer == 1
+
+
+def _lost_while_it_compiles(ranks: Ranks) -> str:
+    """Rank 1 gives no heartbeat, and takes longer to make its codec than rank 0 waits for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat, "SHORTEST_SILENCE", 1.0)
+        patch.setattr(heartbeat, "SILENT_SECONDS", 0.5)
+        if ranks.rank == 1:
+            patch.setattr(ranks, "watch", lambda on_failure: lambda: None)
+            patch.setattr(make, "_compile", lambda codec, device: ranks.store.wait(["rank 0 has given up"]))
+        model = torch.nn.Linear(1, 1)
+        try:
+            Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, timeout=1.0)
+        except CommunicationError as error:
+            ranks.store.set("rank 0 has given up", "")
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_is_lost_while_it_compiles_is_not_waited_for_as_one_that_compiles() -> None:
+    """Rank 0 waited for 900 s: it began to watch only afterwards."""
+    assert "no word from rank 1 for" in run_ranks(2, _lost_while_it_compiles)[0]
+
+
+def test_a_value_in_the_store_that_nobody_expects_is_an_error_and_the_heartbeat_continues(watching: Any) -> None:
+    job = watching(2, 30.0)
+    for rank in range(2):
+        job.ranks[rank].standing.farewell.open(members=2, start=0, seconds=20.0)
+    job.store.set("place/1", "no number")
+    job.ranks[0].standing.farewell.requested = "SIGTERM"
+    job.watch(0)
+    error = job.error(0)
+    assert (type(error), error.peer) == (CommunicationError, None)
+    assert "heartbeat through the store failed: ValueError" in str(error)
+    first = Beat.decode(job.store.get("beat/0"))
+    assert first is not None
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        beat = Beat.decode(job.store.get("beat/0"))
+        if beat is not None and beat.count > first.count:
+            return
+    pytest.fail("no further heartbeat")
+
+
+class Hanging(dist.Store):
+    """A store whose process has been stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released = threading.Event()
+
+    def clone(self) -> Hanging:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        self.released.wait()
+
+
+def test_a_store_that_hangs_is_an_error_at_the_deadline_and_the_end_does_not_wait_for_it() -> None:
+    store = Hanging()
+    ranks = Ranks(rank=1, world_size=2, store=store, standing=Standing(0.3))
+    errors: queue.SimpleQueue[CommunicationError] = queue.SimpleQueue()
+    stop = ranks.watch(errors.put)
+    error = errors.get(timeout=DEADLINE)
+    assert isinstance(error, DeadlineExceeded)
+    assert str(error) == (
+        "rank 1: heartbeat through the store failed: the store that the ranks share has not answered within 0.3 s"
+    )
+    assert ranks.silent() == {}, "nobody was asked: the store was"
+    with pytest.raises(RuntimeError, match="has not answered"):
+        ranks.report_and_wait("x")
+    stop()
+    store.released.set()
+    for thread in threading.enumerate():
+        if thread.name == "pipesgd-store":
+            thread.join(DEADLINE)
+
+
+def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a_rank_that_does_not_is_not(
+    watching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipesgd.launch.LOOK_SECONDS", 0.05)
+    job = watching(2)
+    job.watch(0, 1)
+    done = threading.Event()
+
+    def work() -> None:
+        for iteration in range(8):  # four times the timeout, in all
+            job.ranks[1].iteration = iteration
+            done.wait(0.25)
+        job.ranks[1].exchange("a value", 1)
+
+    other = threading.Thread(target=work)
+    other.start()
+    assert job.ranks[0].exchange("a value", 0) == [0, 1]
+    other.join()
+    job.ranks[1].iteration = 50
+    job.ranks[1].enter("last all-reduce", waiting=True)
+    with pytest.raises(DeadlineExceeded, match=r"no word within 0\.5 s from rank 1; rank 1 is alive: last all-"):
+        job.ranks[0].exchange("another value", 0)
+
+
+def test_a_slow_checkpoint_may_take_longer_than_the_timeout_and_a_rank_that_hangs_there_may_not_take_for_ever(
+    watching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipesgd.launch.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("pipesgd.launch.LONGEST_PHASE", 4.0)
+    job = watching(2)
+    job.watch(0, 1)
+
+    def work() -> None:
+        job.ranks[1].enter("checkpoint")
+        threading.Event().wait(1.0)  # twice the timeout
+        job.ranks[1].exchange("a written checkpoint", 1)
+
+    other = threading.Thread(target=work)
+    other.start()
+    assert job.ranks[0].exchange("a written checkpoint", 0) == [0, 1]
+    other.join()
+    with pytest.raises(DeadlineExceeded, match=r"rank 1 is alive: checkpoint for "):
+        job.ranks[0].exchange("another value", 0)
+
+
+def _one_fails_in_its_own_loop(ranks: Ranks) -> Any:
+    model = torch.nn.Linear(2, 1)
+    answer = None
+    with (
+        contextlib.suppress(OSError),  # CommunicationError is one, too
+        warnings.catch_warnings(action="ignore"),  # the gradient in flight is dropped
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, timeout=60.0, ranks=ranks) as pipeline,
+    ):
+        if ranks.rank == 1:
+            ranks.report("rank 1: the disk is full")
+            ranks.store.wait(["rank 0 is done"])
+            raise OSError("the disk is full")
+        model(torch.ones(1, 2)).sum().backward()
+        try:
+            pipeline.step()  # rank 1 never comes, and lives
+        except CommunicationError as error:
+            answer = type(error), str(error)
+            ranks.store.set("rank 0 is done", "")
+            raise
+    return answer
+
+
+def test_a_failure_elsewhere_ends_the_wait_of_a_loop_of_ones_own() -> None:
+    kind, text = run_ranks(2, _one_fails_in_its_own_loop, deadline=40.0)[0]
+    assert kind is PeerFailed
+    assert "rank 1 has failed: rank 1: the disk is full" in text
+
+
+def test_a_line_is_one_write_and_cannot_steer_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[str] = []
+
+    class Screen(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    monkeypatch.setattr("sys.stderr", Screen())
+    process.say("error: rank 1: \x1b[31mred\r\x07 über\nnext")
+    assert writes == ["error: rank 1: \\x1b[31mred\\r\\x07 über next\n"]
