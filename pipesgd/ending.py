@@ -193,8 +193,8 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
         text = f"told to stop (SIGTERM){where}: another rank has failed, or somebody has stopped the job"
     text = text if text.startswith("rank ") else f"rank {rank}: {text}"
     silent = {} if ranks is None else ranks.silent()
-    if silent and not isinstance(failure, PeerFailed) and "no word from" not in text:
-        text += f"; {no_word_from(silent)}"
+    if ranks is not None and silent and not isinstance(failure, PeerFailed) and "no word from" not in text:
+        text += f"; {no_word_from(silent, ranks.job_size)}"
     say(f"error: {text}")  # before the store is asked, which may hang
     write_error_file(text, trace, cause=not isinstance(failure, CommunicationError | Terminated))
     if ranks is not None:

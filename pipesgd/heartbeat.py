@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -67,17 +68,19 @@ class News:
     count: int
     silent: Mapping[int, float]
     """Seconds since the last heartbeat of ranks that have been silent for a while."""
+    last: bool
+    """True if rank 0 has ended as it should: no further news will come, and it is not missed."""
 
     def encode(self) -> str:
-        return json.dumps([self.count, list(self.silent.items())])
+        return json.dumps([self.count, list(self.silent.items()), self.last])
 
     @staticmethod
     def decode(value: bytes) -> News | None:
         """What ``encode`` wrote; None for anything else."""
         try:
             match decode(value):
-                case [int(count), list(silent)]:
-                    return News(count, {int(rank): float(seconds) for rank, seconds in silent})
+                case [int(count), list(silent), bool(last)]:
+                    return News(count, {int(rank): float(seconds) for rank, seconds in silent}, last)
         except (MalformedValue, TypeError, ValueError, OverflowError):
             pass
         return None
@@ -120,12 +123,12 @@ class Liveness:
         """Take note of what rank 0 tells."""
         if news is not None and news.count != self._news:
             self._news = news.count
-            self._heard[0] = now
+            self._heard[0] = math.inf if news.last else now
             self._told = dict(news.silent)
 
     def news(self, count: int, now: float) -> News:
         """What rank 0 has to tell."""
-        return News(count, self.silent(now))
+        return News(count, self.silent(now), last=self._has_left(0))
 
     def silent(self, now: float) -> dict[int, float]:
         """Seconds since the last heartbeat of each rank that has been silent for a while."""
@@ -223,6 +226,11 @@ class Standing:
         self._phase = (phase, waiting, now)
         return before
 
+    @property
+    def has_left(self) -> bool:
+        """True if this rank's last heartbeat says that it has ended as it should."""
+        return self._phase[0] == LEFT
+
     def resume(self, phase: tuple[str, bool, float]) -> None:
         """Return to a phase that was interrupted."""
         self._phase = phase
@@ -234,6 +242,12 @@ class Standing:
         return Beat(self._count, self.iteration, phase, waiting, now - since)
 
 
-def no_word_from(silent: Mapping[int, float]) -> str:
-    """The clause that names silent ranks, with the seconds since the last word of the one that was heard last."""
-    return f"no word from {named(sorted(silent))} for {min(silent.values()):.0f} s"
+def no_word_from(silent: Mapping[int, float], world_size: int) -> str:
+    """The clause that names silent ranks, with the seconds since the last word of the one that was heard last.
+
+    Where all others are silent, it is likelier that this machine has lost its network.
+    """
+    seconds = f"for {min(silent.values()):.0f} s"
+    if 1 < len(silent) == world_size - 1:
+        return f"no word from any other rank {seconds}: this machine may be cut off from the network"
+    return f"no word from {named(sorted(silent))} {seconds}"

@@ -144,6 +144,8 @@ class Ranks:
             on_failure(job._failure)
         job._listeners.append(on_failure)
         if job._watcher is None:
+            if job.standing.has_left:  # with an earlier watcher
+                job.enter("start")
             store = job._calls.clone(lambda: job.timeout)
             job._watcher = Watcher(
                 store, job.rank, job.world_size, job.standing, on_failure=job._tell_listeners, on_stall=say
@@ -214,14 +216,16 @@ class Ranks:
         if self.before_exchange is not None and not close_by:
             self.before_exchange(what)
         self._exchanges += 1
+        begin = time.monotonic()
         key = f"exchange of {self.world_size}/{self._exchanges}/{what}/{{}}"
         phase = self.standing.enter(f"exchange of {what}", time.monotonic(), waiting=True)
         try:
             self._calls.set(key.format(self.rank), json.dumps(value))
             seconds = max(self.timeout, within)
             missing = self._missing(key, seconds, until_a_failure=True)
-            if missing:
-                self._raise_missing(missing, f"exchange of {what}", seconds)
+            if missing:  # longer than that if one of them got on for a while
+                waited = time.monotonic() - begin
+                self._raise_missing(missing, f"exchange of {what}", seconds if waited < 2 * seconds else round(waited))
             answers = self._calls.get([key.format(rank) for rank in range(self.world_size)])
             # Who has come to this exchange has read the one before: its key can go, so the store stays small.
             self._own_keys.append(key.format(self.rank))

@@ -82,10 +82,18 @@ class BoundedStore:
         try:
             answer.exception(seconds)
         except TimeoutError:
-            self._silent = StoreSilent(f"the store that the ranks share has not answered within {seconds:g} s")
+            where = address(self._store)
+            self._silent = StoreSilent(f"the store that the ranks share{where} has not answered within {seconds:g} s")
             raise self._silent from None
         thread.join()
         return answer.result()
+
+
+def address(store: dist.Store) -> str:
+    """Where the process that holds the store is, to be read after its name; empty if that is not known."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f" ({store.host}:{store.port}, rank 0's machine)" if isinstance(store, dist.TCPStore) else ""
 
 
 def present(store: dist.Store, keys: Sequence[str]) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,14 @@ FAILURE = "a failure"
 STOPPING = "stopping"
 """The key that says which signal has told a rank to stop."""
 
+FAREWELL_SILENCE = 5.0
+"""Seconds that ranks which are silent when the farewell begins have to be heard again. A connection that was cut for a
+few seconds stays silent for as long again, since TCP repeats what was lost after twice the time whenever it fails."""
+
 CLOSE_SECONDS = 2.0
+
+
+_PLACE = re.compile(rb"[0-9]{1,18}")
 
 
 def report_key(rank: int) -> str:
@@ -124,7 +132,10 @@ class Watcher:
             return self._error(PeerFailed, peer, beat.phase, report)
         lost = self._liveness.lost(now, self._standing.timeout)
         if lost:
-            return self._error(DeadlineExceeded, min(lost), "heartbeat", no_word_from(lost))
+            silent = self._liveness.silent(now)
+            if 1 < len(silent) == self._world_size - 1:  # it is likelier this rank that is cut off: accuse nobody
+                return self._error(DeadlineExceeded, None, "heartbeat", no_word_from(silent, self._world_size))
+            return self._error(DeadlineExceeded, min(lost), "heartbeat", no_word_from(lost, self._world_size))
         if self._stopping is not None:
             return self._late_farewell(now)
         if self._rank == 0 and (line := self._liveness.stall(now, self._standing.stall_seconds)):
@@ -167,9 +178,10 @@ class Watcher:
         if not farewell.is_open or self._rank >= farewell.members:
             return
         store.set(f"place/{self._rank}", str(farewell.hold()))
-        places = present(store, [f"place/{rank}" for rank in range(farewell.members)])
+        said = present(store, [f"place/{rank}" for rank in range(farewell.members)])
+        places = [int(place) for place in said.values() if _PLACE.fullmatch(place)]
         if len(places) == farewell.members:
-            farewell.meet_at([int(place) for place in places.values()])
+            farewell.meet_at(places)
 
     def _late_farewell(self, now: float) -> RunError | None:
         """The end without a checkpoint, if one cannot be written or takes too long."""
@@ -177,13 +189,15 @@ class Watcher:
         signal, since = self._stopping
         farewell = self._standing.farewell
         silent = {rank: seconds for rank, seconds in self._liveness.silent(now).items() if rank < farewell.members}
-        if not farewell.is_open or (not silent and now - since < farewell.seconds):
+        late = f"{farewell.seconds:g} s were not enough for it"
+        patience = min(FAREWELL_SILENCE, farewell.seconds) if silent else farewell.seconds
+        if not farewell.is_open or now - since < patience:
             return None
         return StoppedBySignal(
             signal,
             iteration=self._standing.iteration,
             newest=self._standing.newest_checkpoint,
-            without=no_word_from(silent) if silent else f"{farewell.seconds:g} s were not enough for it",
+            without=no_word_from(silent, self._world_size) if silent else late,
         )
 
     def _error(

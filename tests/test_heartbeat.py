@@ -93,8 +93,22 @@ def test_what_is_no_heartbeat_and_no_news_counts_as_none(value: bytes) -> None:
 
 def test_news_of_ranks_that_do_not_exist_are_left_out() -> None:
     liveness = Liveness(1, 3, now=0.0)
-    liveness.saw_news(News(1, {7: 100.0, -4: 50.0, 2: 8.0, 1: 99.0}), 0.5)
+    liveness.saw_news(News(1, {7: 100.0, -4: 50.0, 2: 8.0, 1: 99.0}, last=False), 0.5)
     assert liveness.silent(1.0) == {2: 8.0}
+
+
+def test_rank_0_is_not_missed_once_it_has_ended_as_it_should() -> None:
+    """The others took it for hung when they went on for longer than the timeout."""
+    standing, first, second = Standing(), Liveness(0, 2, now=0.0), Liveness(1, 2, now=0.0)
+    standing.enter(LEFT, 1.0)
+    first.saw(0, standing.beat(1.0), 1.0)
+    news = News.decode(first.news(1, 1.0).encode().encode())
+    second.saw_news(news, 1.0)
+    assert second.silent(1000.0) == {}
+    standing.enter("start", 1001.0)
+    first.saw(0, standing.beat(1001.0), 1001.0)
+    second.saw_news(News.decode(first.news(2, 1001.0).encode().encode()), 1001.0)
+    assert second.silent(1010.0) == {0: 9.0}
 
 
 def stalled(beats: list[Beat | None], *, silent: bool = False) -> str | None:
@@ -169,5 +183,11 @@ def test_a_standing_counts_its_heartbeats_and_returns_to_the_phase_before() -> N
 
 
 def test_silent_ranks_are_named_with_the_seconds_that_all_of_them_have_been_silent_for() -> None:
-    assert no_word_from({1: 4.4}) == "no word from rank 1 for 4 s"
-    assert no_word_from({3: 9.0, 1: 6.0}) == "no word from ranks 1, 3 for 6 s"
+    assert no_word_from({1: 4.4}, 2) == "no word from rank 1 for 4 s"
+    assert no_word_from({3: 9.0, 1: 6.0}, 4) == "no word from ranks 1, 3 for 6 s"
+
+
+def test_a_rank_that_hears_nobody_suspects_its_own_network() -> None:
+    assert no_word_from({1: 9.0, 2: 6.0}, 3) == (
+        "no word from any other rank for 6 s: this machine may be cut off from the network"
+    )

@@ -14,7 +14,7 @@ from rich.console import Console
 from pipesgd.calibrate import calibrate
 from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError
 from pipesgd.launch import Ranks, Standing, check_same_options
-from pipesgd.store import BoundedStore, StoreSilent
+from pipesgd.store import BoundedStore, StoreSilent, address
 from pipesgd.train import train
 
 
@@ -166,3 +166,9 @@ def test_an_exchange_may_wait_for_longer_than_the_deadline() -> None:
     assert found == [[1, 2]]
     with pytest.raises(DeadlineExceeded, match=r"no word within 0\.2 s from rank 1"):
         one.exchange("another one", 1)
+
+
+def test_a_store_is_named_by_where_it_is() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    assert address(dist.PrefixStore("job", store)) == f" (127.0.0.1:{store.port}, rank 0's machine)"
+    assert address(dist.HashStore()) == ""

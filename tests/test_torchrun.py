@@ -229,7 +229,7 @@ def test_a_store_that_hangs_ends_all_ranks_within_the_deadline(job: Any) -> None
     pids = list(running.rank_pids().values())
     running.process.send_signal(signal.SIGSTOP)  # torchrun's agent holds the store
     begin = time.monotonic()
-    running.wait_for("the store that the ranks share has not answered within 3 s")
+    running.wait_for("rank 0's machine) has not answered within 3 s")
     assert time.monotonic() - begin < 15
     wait_until_gone(pids)
     running.process.kill()

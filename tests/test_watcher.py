@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ import torch.distributed as dist
 from _ranks import run_ranks
 
 from pipesgd import Pipelined, heartbeat, process, watcher
-from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed
+from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed, StoppedBySignal
 from pipesgd.exchanges import make
+from pipesgd.farewell import Farewell
 from pipesgd.heartbeat import LEFT, Beat, Standing
 from pipesgd.launch import Ranks
 
@@ -164,24 +165,108 @@ def test_a_rank_that_is_lost_while_it_compiles_is_not_waited_for_as_one_that_com
     assert "no word from rank 1 for" in run_ranks(2, _lost_while_it_compiles)[0]
 
 
-def test_a_value_in_the_store_that_nobody_expects_is_an_error_and_the_heartbeat_continues(watching: Any) -> None:
+def test_a_rank_that_left_and_watches_again_is_missed_again(watching: Any) -> None:
+    """Its heartbeats still said that it had left."""
     job = watching(2, 30.0)
-    for rank in range(2):
-        job.ranks[rank].standing.farewell.open(members=2, start=0, seconds=20.0)
+    job.watch(0)
+    job.stops.pop(0)()
+    assert job.ranks[0].standing.beat(0.0).phase == LEFT
+    job.watch(0)
+    assert job.ranks[0].standing.beat(0.0).phase == "start"
+
+
+def test_heartbeats_of_a_loop_of_ones_own_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They said "compilation of the codec" for the whole training."""
+    seen = []
+    model = torch.nn.Linear(1, 1)
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1) as pipeline:
+        ranks, apply = pipeline._ranks, pipeline._apply_oldest
+        monkeypatch.setattr(pipeline, "_apply_oldest", lambda: (seen.append(ranks.standing.beat(0.0)), apply())[1])
+        for _ in range(2):
+            model(torch.ones(1, 1)).sum().backward()
+            pipeline.step()
+        seen.append(ranks.standing.beat(0.0))
+    assert [(beat.iteration, beat.phase, beat.waiting) for beat in seen] == [
+        (0, "all-reduce", True),
+        (1, "all-reduce", True),
+        (1, "compute", False),
+    ]
+
+
+def test_a_rank_that_hears_nobody_accuses_nobody(watching: Any) -> None:
+    job = watching(3)
+    job.watch(0)
+    error = job.error(0)
+    assert error.peer is None
+    assert "no word from any other rank for" in str(error)
+
+
+def told_to_stop(job: Watching, rank: int) -> None:
+    for ranks in job.ranks:
+        ranks.standing.farewell.open(members=len(job.ranks), start=0, seconds=20.0)
+    job.ranks[rank].standing.farewell.requested = "SIGTERM"
+
+
+def test_a_rank_that_is_silent_when_the_farewell_begins_is_waited_for(
+    watching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heartbeat may be on its way: whoever had been stopped, or cut off, for a few seconds cost the checkpoint."""
+    monkeypatch.setattr(watcher, "FAREWELL_SILENCE", 10.0)
+    job = watching(2, 30.0)
+    job.watch(0)
+    wait_until(lambda: set(job.ranks[0].silent()) == {1})
+    told_to_stop(job, 0)
+    wait_until(lambda: job.store.check(["place/0"]))
+    with pytest.raises(queue.Empty):
+        job.errors[0].get(timeout=0.3)
+    job.watch(1)
+    wait_until(lambda: all(ranks.standing.farewell._stop == 0 for ranks in job.ranks))
+    assert job.errors[0].empty()
+
+
+def test_a_rank_that_stays_silent_ends_the_farewell(watching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watcher, "FAREWELL_SILENCE", 0.6)
+    job = watching(2, 30.0)
+    told_to_stop(job, 0)
+    job.watch(0)
+    error = job.error(0)
+    assert isinstance(error, StoppedBySignal)
+    assert "without a farewell checkpoint, since no word from rank 1 for" in str(error)
+
+
+def test_a_place_in_the_store_that_is_none_is_as_if_it_were_not_there(watching: Any) -> None:
+    job = watching(2, 30.0)
+    told_to_stop(job, 0)
     job.store.set("place/1", "no number")
-    job.ranks[0].standing.farewell.requested = "SIGTERM"
+    job.watch(0)
+    wait_until(lambda: job.store.check(["place/0"]))
+    with pytest.raises(queue.Empty):
+        job.errors[0].get(timeout=0.2)
+
+
+def test_a_defect_in_the_watcher_is_an_error_and_the_heartbeat_continues(
+    watching: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(Farewell, "hold", fail)
+    job = watching(2, 30.0)
+    told_to_stop(job, 0)
     job.watch(0)
     error = job.error(0)
     assert (type(error), error.peer) == (CommunicationError, None)
     assert "heartbeat through the store failed: ValueError" in str(error)
     first = Beat.decode(job.store.get("beat/0"))
     assert first is not None
+    wait_until(lambda: (beat := Beat.decode(job.store.get("beat/0"))) is not None and beat.count > first.count)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline:
-        beat = Beat.decode(job.store.get("beat/0"))
-        if beat is not None and beat.count > first.count:
-            return
-    pytest.fail("no further heartbeat")
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Hanging(dist.Store):

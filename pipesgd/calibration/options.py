@@ -59,7 +59,8 @@ class CalibrationOptions:
     prediction: str = "eager"
     """What stands for the gradients in flight, of which the late update's time depends: as in pipesgd.train."""
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds that a rank waits for another one, whatever it waits for, before the calibration fails."""
+    """Seconds that a rank waits for another one, whatever it waits for, before the calibration fails. Where ranks meet,
+    one that gives heartbeats while it measures may take ten times as long."""
 
     def __post_init__(self) -> None:
         check_above_zero("seconds", self.seconds)

@@ -286,6 +286,7 @@ class Pipelined(Strategy):
         """
         self._check_usable()
         self._follow_parameters()
+        self._ranks.iteration = self.iteration
         begin = time.perf_counter()
         with self._whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack.
@@ -298,7 +299,9 @@ class Pipelined(Strategy):
             self._pool.pop()
             self.iteration += 1
         # 3. to 5. Wait, apply and predict.
+        self._ranks.enter("all-reduce", waiting=True)
         report = self._apply_until(self._updates.width_after(self.iteration) - 1)
+        self._ranks.enter("compute")
         wire_bytes = self._exchange.wire_bytes(buffer, pack.iteration)
         return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
 
