@@ -247,7 +247,7 @@ def no_word_from(silent: Mapping[int, float], world_size: int) -> str:
 
     Where all others are silent, it is likelier that this machine has lost its network.
     """
-    seconds = f"for {min(silent.values()):.0f} s"
+    seconds = min(silent.values())
     if 1 < len(silent) == world_size - 1:
-        return f"no word from any other rank {seconds}: this machine may be cut off from the network"
-    return f"no word from {named(sorted(silent))} {seconds}"
+        return f"no word from any other rank for {seconds:.0f} s: this machine may be cut off from the network"
+    return f"no word from {named(sorted(silent))} for {seconds:.0f} s"
