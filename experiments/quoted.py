@@ -13,6 +13,7 @@ from statistics import mean
 
 from experiments import fig03_convergence, figures
 from experiments.markdown import table
+from experiments.quoted_reliability import RELIABILITY
 from experiments.quoted_staleness import accuracies, short_accuracies
 from experiments.results import RESULTS, Row, command_of, load
 from experiments.validate_timing_model import EXTRAPOLATED, HELD_OUT, RAW, accuracy
@@ -274,6 +275,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         third_width,
         equation,
         output,
+        *RELIABILITY,
     )
 }
 

@@ -23,6 +23,7 @@ EVERY = 20
 """Iterations between two checkpoints, and so the most that may be lost but for the one that is under way."""
 LONG = f"--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations {EVERY}"
 TO_RESUME = f"--hidden-sizes 100 --batch-size 32 --iterations 100 --checkpoint-iterations {EVERY} --keep-checkpoints 20"
+CLOCK = Path(__file__).with_name("clock.c")
 SERVED = "--hidden-sizes 100 --batch-size 32 --iterations 100000 --server-placement own"
 CONTINUES = r"continuing after iteration (\d+)"
 
@@ -81,6 +82,24 @@ def signal_agent(number: signal.Signals, *, group: bool = False, stopped_rank: i
         (os.killpg if group else os.kill)(agent, number)
 
     return harm
+
+
+def clocks_jump(stage: Stage) -> None:
+    """Set the time of day of torchrun and its ranks two hours forward, and then four back."""
+    library, offset = stage.folder / "clock.so", stage.folder / "offset"
+    if (compiler := shutil.which("cc")) is None:
+        raise RunError("a C compiler must be installed; got none named cc")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, CLOCK, "-ldl"], check=True)
+    offset.write_text("0")
+    job = stage.start(LONG, env={"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(offset)})
+    job.until_under_way()
+    stage.fault()
+    offset.write_text("7200")
+    before = job.newest()
+    job.until(lambda: job.newest() > before + 2 * EVERY, START_SECONDS)
+    offset.write_text("-7200")
+    stage.see_progress(job)
+    stage.wait_for_end()
 
 
 def kill_agent_early(stage: Stage) -> None:

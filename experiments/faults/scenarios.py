@@ -118,6 +118,12 @@ PROCESSES = (
         says=r"error: rank \d+: torchrun's agent.* has died",
     ),
     Scenario(
+        id="S17",
+        fault="all clocks two hours forward, then four back",
+        play=plays.clocks_jump,
+        goes_on=True,
+    ),
+    Scenario(
         id="S23",
         fault="SIGSTOP of torchrun, which holds the store",
         play=disturb(plays.signal_agent(signal.SIGSTOP), ranks=2),

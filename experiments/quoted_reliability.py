@@ -1,0 +1,41 @@
+"""What the page on reliability quotes: what became of every fault, and of every run that was killed."""
+
+from __future__ import annotations
+
+from experiments.markdown import table
+from experiments.results import RESULTS, Row, load
+
+
+def faults() -> str:
+    """What the user sees of every fault, when, and what is lost."""
+    heads = ["", "fault", "what is seen", "s", "named silent", "iterations lost", "processes left", "not as expected"]
+    return table(heads, (_fault(row) for row in load(RESULTS / "faults.csv")))
+
+
+def _fault(row: Row) -> list[str]:
+    line = str(row["line"] or "").replace("|", "\\|").replace("`", "'")
+    after = "" if row["seconds"] is None else f"{row['seconds']:.1f}"
+    lost = "" if row["iterations_lost"] is None else str(row["iterations_lost"])
+    seen = f"`{line}`" if line else "nothing; it goes on" if row["goes_on"] else "nothing"
+    names = [str(row["scenario"]), str(row["fault"]), seen, after, str(row["named_silent"])]
+    return [*names, lost, str(row["orphans"]), str(row["missed"] or "")]
+
+
+def fault_counts() -> str:
+    """How many faults came out as expected, and with which deadline."""
+    rows = load(RESULTS / "faults.csv")
+    good = sum(not row["missed"] for row in rows)
+    return f"As expected: {good} of {len(rows)} faults. `--timeout` of all runs: {rows[0]['deadline_s']:g} s."
+
+
+def killed_anywhere() -> str:
+    """How many runs that were killed in each phase ended in the same weights."""
+    rows = load(RESULTS / "kill_anywhere.csv")
+    lines = []
+    for phase in dict.fromkeys(row["phase"] for row in rows):
+        own = [row for row in rows if row["phase"] == phase]
+        lines.append([str(phase), str(len(own)), str(sum(row["identical"] is True for row in own))])
+    return table(["killed in", "runs", "ended in the same weights and losses"], lines)
+
+
+RELIABILITY = (faults, fault_counts, killed_anywhere)
