@@ -66,7 +66,7 @@ def check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Seq
         if item.name in readers and chosen not in readers[item.name] and value != item.default:
             raise UserInputError(
                 f"{item.name.replace('_', '-')} must be left out with --{option} {chosen}, which has no use for it "
-                f"(it belongs to {one_of(readers[item.name])}); got {value}"
+                f"(it belongs to {one_of(readers[item.name])}); got {value!r}"
             )
 
 

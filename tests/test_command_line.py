@@ -266,6 +266,11 @@ def test_any_words_are_a_configuration_or_one_error_of_ours(words: list[str]) ->
         ("# a comment\n" * 2000, "config must have at most 16384 bytes; got a longer file: {}"),
         ("seed = 0x" + "f" * 5000, "config must be a TOML file; got {}: seed is too long, or nested"),
         ("[pipeline]\nwidth = 2", "every key in {} must be an option; got 'pipeline'"),
+        (
+            'rounding = "a\\nb"',
+            "rounding must be left out with --codec fp32, which has no use for it "
+            "(it belongs to one of int8, int4, ternary, qsgd); got 'a\\nb'",
+        ),
     ],
 )
 def test_bad_config_files_get_one_line(tmp_path: Path, text: str, message: str) -> None:
