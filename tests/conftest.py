@@ -21,6 +21,8 @@ sys.path += [str(REPOSITORY), str(REPOSITORY / "tests")]
 # Its assertions are to say what they compared, as those in test files do.
 pytest.register_assert_rewrite("_small_problem")
 
+from _fashion_mnist import FASHION_MNIST  # noqa: E402 (its folder is in the path only now)
+
 # A job in the background ignores Ctrl-C, and so would the runs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -40,6 +42,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("no disk can be mounted here")
     yield disk
     subprocess.run(["umount", disk], check=True)
+
+
+@pytest.fixture(autouse=True)
+def fashion_mnist_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process find the part of Fashion-MNIST in tests/data where the data set is not installed."""
+    monkeypatch.setattr("pipesgd.workloads.datasets.DEBIAN_FASHION_MNIST", FASHION_MNIST)
 
 
 @pytest.fixture(autouse=True)
