@@ -1,19 +1,23 @@
 """Runs of ``pipesgd.train`` whose ranks are forked from this process, and killed at a chosen place; Linux only.
 
 A rank that torchrun starts spends seconds on imports; a forked one trains at once. This process does for the ranks
-what torchrun's agent does: it holds the store, ends the others when one has failed, and starts all of them again.
+what torchrun's agent does: it ends the others when one has failed, and starts all of them again. The store is in a
+process of its own: forks of the process that serves it would share its sockets, and now and then a rank waited for ever
+for the answer to its first request.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import json
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,9 +122,13 @@ def run(words: str, world_size: int, folder: Path, kills: Sequence[Kill]) -> int
 
     Returns the number of kills that hit, None if the run failed or hung otherwise.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with _store() as port:
+        return _attempts(words, world_size, folder, kills, port)
+
+
+def _attempts(words: str, world_size: int, folder: Path, kills: Sequence[Kill], port: int) -> int | None:
     for attempt, kill in enumerate([*kills, None]):
-        pids = [_fork(words, rank, world_size, folder, store.port, attempt, kill) for rank in range(world_size)]
+        pids = [_fork(words, rank, world_size, folder, port, attempt, kill) for rank in range(world_size)]
         number = signal.SIGKILL if kill is not None and kill.all_ranks else signal.SIGTERM
         codes, first, late = _wait(pids, number)
         if late:
@@ -133,6 +141,25 @@ def run(words: str, world_size: int, folder: Path, kills: Sequence[Kill]) -> int
         if not set(survivors) <= {*SURVIVORS_END_WITH, -number}:
             return None
     raise AssertionError("the last attempt has no kill")
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[int]:
+    """The port of a store in a process of its own, which ends with the context, or with this process."""
+    here, there = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        try:
+            here.close()
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            there.sendall(store.port.to_bytes(2))
+            there.recv(1)
+        finally:
+            os._exit(0)
+    there.close()
+    with here:
+        yield int.from_bytes(here.recv(2))
+    os.waitpid(pid, 0)
 
 
 def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, attempt: int, kill: Kill | None) -> int:
