@@ -163,11 +163,25 @@ def _end_if_orphan(failure: BaseException) -> None:
     end_if_orphan(within=STORE_BEFORE_AGENT_SECONDS if store_lost else 0.0)
 
 
+def reason_of(failure: BaseException, ranks: Ranks | None) -> str:
+    """Why this rank ends, in one line that begins with its number."""
+    text = str(failure) if isinstance(failure, PipesgdError) else repr(failure)
+    if isinstance(failure, KeyboardInterrupt):
+        text = f"interrupted by Ctrl-C{_where(ranks)}"
+    if isinstance(failure, Terminated):
+        text = f"told to stop (SIGTERM){_where(ranks)}: another rank has failed, or somebody has stopped the job"
+    return text if text.startswith("rank ") else f"rank {0 if ranks is None else ranks.rank}: {text}"
+
+
+def _where(ranks: Ranks | None) -> str:
+    return "" if ranks is None or ranks.iteration is None else f" in iteration {ranks.iteration}"
+
+
 def _explain(failure: BaseException, ranks: Ranks | None) -> int:
     """Say in one line why this rank ends; the exit code."""
     rank = 0 if ranks is None else ranks.rank
-    where = "" if ranks is None or ranks.iteration is None else f" in iteration {ranks.iteration}"
     if isinstance(failure, KeyboardInterrupt):
+        where = _where(ranks)
         if rank == 0:
             say(f"interrupted{where}" + ("; --resume continues from the last checkpoint" if where else ""))
         return EXIT_INTERRUPTED
@@ -188,10 +202,7 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
     if not isinstance(failure, PipesgdError | Terminated):
         trace = "".join(traceback.format_exception(failure))
         sys.stderr.write(trace)  # a defect of ours: the line alone would not help to mend it
-    text = str(failure) if isinstance(failure, PipesgdError) else repr(failure)
-    if isinstance(failure, Terminated):
-        text = f"told to stop (SIGTERM){where}: another rank has failed, or somebody has stopped the job"
-    text = text if text.startswith("rank ") else f"rank {rank}: {text}"
+    text = reason_of(failure, ranks)
     silent = {} if ranks is None else ranks.silent()
     if ranks is not None and silent and not isinstance(failure, PeerFailed) and "no word from" not in text:
         text += f"; {no_word_from(silent, ranks.job_size)}"

@@ -34,7 +34,7 @@ from pipesgd.command_line import as_toml, parse
 from pipesgd.computation import forward_backward, load
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
 from pipesgd.drift import Drift
-from pipesgd.ending import run_and_exit
+from pipesgd.ending import reason_of, run_and_exit
 from pipesgd.errors import CommunicationError, DisagreementError, PeerFailed, RunError, StoppedBySignal, named
 from pipesgd.evaluation import evaluate
 from pipesgd.files import write_text_atomically
@@ -299,7 +299,7 @@ def report_failure(
     if error is not None and not isinstance(error, StoppedBySignal):  # of which all ranks know
         with contextlib.suppress(RuntimeError):  # the store may be gone; this rank says itself what happened
             ranks.report(
-                "" if isinstance(error, PeerFailed) else str(error) or repr(error),
+                "" if isinstance(error, PeerFailed) else reason_of(error, ranks),
                 error.peer if isinstance(error, CommunicationError) else None,
             )
 

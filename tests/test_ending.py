@@ -1,5 +1,6 @@
 """How a rank ends: as it should, or when it is told to and its way out fails in turn."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from pipesgd import ending, launch
+from pipesgd.errors import PeerFailed, RunError
 from pipesgd.launch import Ranks
+from pipesgd.train import report_failure
+from pipesgd.watcher import report_key
 
 INTERRUPTED = (130, "interrupted\n")
 TERMINATED = (143, "error: rank 0: told to stop (SIGTERM): another rank has failed, or somebody has stopped the job\n")
@@ -109,3 +113,24 @@ def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest
     assert ending._run(lambda words, ranks, console: None, [], ending._Signals()) == 0
     monkeypatch.setattr(launch, "SPEECH_SECONDS", 1000.0)
     worker.wait_until_all_have_spoken()
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (
+            ending.Terminated(),
+            "rank 1: told to stop (SIGTERM) in iteration 7: another rank has failed, or somebody has stopped the job",
+        ),
+        (KeyboardInterrupt(), "rank 1: interrupted by Ctrl-C in iteration 7"),
+        (OSError(28, "No space left on device"), "rank 1: OSError(28, 'No space left on device')"),
+        (RunError("rank 1: the disk is full"), "rank 1: the disk is full"),
+        (PeerFailed(rank=1, peer=0, operation="all-reduce", reason="rank 0: out of memory"), ""),
+    ],
+)
+def test_what_a_rank_reports_on_its_way_out_says_why(failure: BaseException, reason: str) -> None:
+    """Others quote it: a rank that was told to stop had failed because of "Terminated()"."""
+    ranks = Ranks(rank=1, world_size=2, store=dist.HashStore())
+    ranks.iteration = 7
+    report_failure(ranks, type(failure), failure, None)
+    assert json.loads(ranks.store.get(report_key(1)))[0] == reason
