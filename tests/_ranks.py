@@ -32,7 +32,7 @@ DEADLINE = 60.0
 """Seconds after which a rank that has not answered is taken to hang."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pipesgd", "numpy", "numba"])
+_CONTEXT.set_forkserver_preload(["tests._warm"])  # found where pytest is started: in the repository
 
 
 class RankFailed(AssertionError):  # noqa: N818 (a failed assertion, in another process)
