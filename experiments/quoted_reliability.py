@@ -8,17 +8,18 @@ from experiments.results import RESULTS, Row, load
 
 def faults() -> str:
     """What the user sees of every fault, when, and what is lost."""
-    heads = ["", "fault", "what is seen", "s", "named silent", "iterations lost", "processes left", "not as expected"]
+    heads = ["fault, and what is seen of it", "after s", "named silent", "iterations lost", "processes left"]
     return table(heads, (_fault(row) for row in load(RESULTS / "faults.csv")))
 
 
 def _fault(row: Row) -> list[str]:
     line = str(row["line"] or "").replace("|", "\\|").replace("`", "'")
+    seen = f"`{line}`" if line else "nothing; it goes on" if row["goes_on"] else "nothing"
+    missed = f"<br>**not as expected:** {row['missed']}" if row["missed"] else ""
     after = "" if row["seconds"] is None else f"{row['seconds']:.1f}"
     lost = "" if row["iterations_lost"] is None else str(row["iterations_lost"])
-    seen = f"`{line}`" if line else "nothing; it goes on" if row["goes_on"] else "nothing"
-    names = [str(row["scenario"]), str(row["fault"]), seen, after, str(row["named_silent"])]
-    return [*names, lost, str(row["orphans"]), str(row["missed"] or "")]
+    what = f"**{row['scenario']}** {row['fault']}<br>{seen}{missed}"
+    return [what, after, str(row["named_silent"]), lost, str(row["orphans"])]
 
 
 def fault_counts() -> str:
