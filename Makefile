@@ -8,13 +8,16 @@ TORCH ?= torch==2.13.0
 
 export OMP_NUM_THREADS ?= 1
 
+# Two tests at a time: most of them wait, but their deadlines are for no more than that.
+WORKERS := --numprocesses 2 --dist worksteal
+
 # make cuts names at blanks; a backslash keeps those of a folder together. In a shell's line, quotes do.
 empty :=
 STAMPS := $(subst $(empty) $(empty),\ ,$(VENV))
 BIN := "$(VENV)/bin"
 SOURCES := $(shell find pipesgd timing_model -type f -not -name '*.pyc')
 
-.PHONY: train test figures quotes docs experiments clean
+.PHONY: train test check figures quotes docs experiments clean
 .NOTPARALLEL:
 
 train: $(STAMPS)/train.stamp $(STAMPS)/wheel.stamp
@@ -24,7 +27,14 @@ test: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest $(WORKERS)
+
+# For every save: the same without the tests that are marked as slow.
+check: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest $(WORKERS) -m "not slow"
 
 # Every figure, from the results that are there: nothing is measured.
 figures: $(STAMPS)/test.stamp

@@ -28,6 +28,8 @@ from pipesgd.config import ALL_REDUCES
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 
+pytestmark = pytest.mark.slow
+
 AWKWARD_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 1000, 1001, 4099)
 ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
     **SCHEDULES,

@@ -21,6 +21,8 @@ from pipesgd.launch import Ranks, join
 from pipesgd.state import RunState
 from pipesgd.strategies.local import Local
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_file_is_the_old_one_or_the_whole_new_one(tmp_path: Path) -> None:
     path = tmp_path / "state.pt"

@@ -22,6 +22,8 @@ from pipesgd.errors import NonFiniteGradientError, RunError, UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 
+pytestmark = pytest.mark.slow
+
 
 def _make(ranks: Ranks, **options: Any) -> tuple[nn.Module, Pipelined]:
     torch.manual_seed(0)

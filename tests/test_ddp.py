@@ -20,6 +20,8 @@ from pipesgd.replicas import weights_sha256
 from pipesgd.strategies.ddp import Ddp
 from pipesgd.strategies.local import Local
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 8
 
 

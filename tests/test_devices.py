@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from _pretended_gpu import PretendedGpu, as_loaded, pretend_cuda
 from _ranks import run_ranks
@@ -21,6 +22,8 @@ from pipesgd.exchanges.powersgd import PowerSgdExchange
 from pipesgd.exchanges.topk import TopKExchange
 from pipesgd.gradients import FlatBuffer, on_device
 from pipesgd.launch import Ranks
+
+pytestmark = pytest.mark.slow
 
 CODECS = [  # of float32's own memory: kernels of the others need a GPU that is there
     CodecOptions(),

@@ -19,6 +19,8 @@ from timing_model.cli import COMMANDS
 from timing_model.profile import FORMAT
 from timing_model.words import Parser
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 

@@ -15,6 +15,8 @@ from pipesgd.launch import Ranks
 from pipesgd.train import report_failure
 from pipesgd.watcher import report_key
 
+pytestmark = pytest.mark.slow
+
 INTERRUPTED = (130, "interrupted\n")
 TERMINATED = (143, "error: rank 0: told to stop (SIGTERM): another rank has failed, or somebody has stopped the job\n")
 

@@ -16,6 +16,8 @@ from pipesgd.guard import FACTOR, SETTLE, SYNCHRONOUS_ITERATIONS, Guard
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 
+pytestmark = pytest.mark.slow
+
 
 @given(norms=st.lists(st.floats(1.0, FACTOR), max_size=200))
 def test_norms_within_the_factor_are_nothing(norms: list[float]) -> None:

@@ -16,6 +16,8 @@ from pipesgd.config import ALL_REDUCES
 from pipesgd.errors import CommunicationError, OutOfStepError
 from pipesgd.launch import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 def test_headers_of_the_same_call_and_iteration_pass() -> None:
     def meet(transport: MemoryTransport) -> tuple[int, int]:

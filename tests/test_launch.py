@@ -14,6 +14,8 @@ from pipesgd import launch
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.launch import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 def _exchange(ranks: Ranks) -> tuple[list[Any], int]:
     values = [ranks.exchange("a value", [ranks.rank, i, math.nan]) for i in range(20)]

@@ -26,6 +26,8 @@ from pipesgd.strategies.base import Strategy
 from pipesgd.strategies.ddp import Ddp
 from pipesgd.strategies.local import Local
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 16
 
 

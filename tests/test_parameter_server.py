@@ -25,6 +25,8 @@ from pipesgd.replicas import weights_sha256
 from pipesgd.strategies.parameter_server import ParameterServers, serve_shard
 from pipesgd.strategies.shard_layout import ShardLayout
 
+pytestmark = pytest.mark.slow
+
 Options = dict[str, Any]
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {

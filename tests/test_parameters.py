@@ -17,6 +17,8 @@ from pipesgd.exchanges.powersgd import PowerSgdExchange
 from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -19,6 +19,8 @@ from pipesgd.strategies.ddp import Ddp
 from pipesgd.strategies.local import Local
 from pipesgd.strategies.parameter_server import ParameterServers
 
+pytestmark = pytest.mark.slow
+
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)

@@ -33,6 +33,8 @@ from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.workloads import ShardedBatches, build_model, load_dataset
 
+pytestmark = pytest.mark.slow
+
 
 def fashion_mnist_batches(rank: int, world_size: int, iterations: int, dtype: torch.dtype) -> list[Batch]:
     data = load_dataset("fashion-mnist", FASHION_MNIST, image_size=28)

@@ -23,6 +23,8 @@ from pipesgd.progress import screen
 from pipesgd.train import train
 from timing_model import LinkParams
 
+pytestmark = pytest.mark.slow
+
 SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
 """Trains ``SMALL``."""
 

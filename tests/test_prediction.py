@@ -33,6 +33,8 @@ from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 
+pytestmark = pytest.mark.slow
+
 
 class Counting(torch.optim.Optimizer):
     """A user's own: its step depends on an attribute, on a number in its state, and it changes gradients in place."""

@@ -23,6 +23,8 @@ from pipesgd.muon import MuonWithAdamW
 from pipesgd.replicas import weights_sha256
 from pipesgd.same_bits import _common_capability, bits_of_updates
 
+pytestmark = pytest.mark.slow
+
 
 class NoCopy(torch.optim.SGD):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoCopy:

@@ -37,6 +37,8 @@ from pipesgd.strategies.parameter_server import ParameterServers
 from pipesgd.workloads import evaluation_batches
 from pipesgd.workloads.samples import InMemoryImages, PixelScale
 
+pytestmark = pytest.mark.slow
+
 DOCUMENTATION = Path(__file__).resolve().parent.parent / "docs" / "semantics.md"
 STRATEGIES = ["pipelined 1", "pipelined 2", "ddp", "ps-sync"]
 

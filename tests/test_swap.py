@@ -15,6 +15,8 @@ from pipesgd.state import RunState
 from pipesgd.strategies.pipelined import Pipelined
 from pipesgd.swap import swap_strategy
 
+pytestmark = pytest.mark.slow
+
 
 def _swapped(ranks: Ranks, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """What a run is after its strategy with options ``before`` was replaced by one with ``after``."""

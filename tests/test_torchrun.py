@@ -21,6 +21,8 @@ from PIL import Image
 
 from pipesgd.config import DataConfig
 
+pytestmark = pytest.mark.slow
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LONG = "--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations 20"
 """Longer than any test: it ends by being ended."""

@@ -25,6 +25,8 @@ from pipesgd.output import TAKEN
 from pipesgd.progress import screen
 from pipesgd.train import train
 
+pytestmark = pytest.mark.slow
+
 SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
 
 

@@ -23,6 +23,8 @@ from pipesgd.farewell import Farewell
 from pipesgd.heartbeat import LEFT, Beat, Standing
 from pipesgd.launch import Ranks
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = 20.0
 
 

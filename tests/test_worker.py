@@ -16,6 +16,8 @@ from pipesgd.collectives.worker import CommunicationThread
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
 from pipesgd.launch import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 def test_jobs_run_in_order_in_one_other_thread() -> None:
     thread = CommunicationThread(torch.device("cpu"))

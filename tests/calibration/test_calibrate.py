@@ -30,6 +30,8 @@ from timing_model import all_reduce_time
 from timing_model.profile import Profile
 from timing_model.question import Question, support_of
 
+pytestmark = pytest.mark.slow
+
 SHORT = "--seconds 1 --largest-bytes 65536 --codecs int8 --hidden-sizes 20 --batch-size 16"
 
 

@@ -23,6 +23,8 @@ from pipesgd.collectives.transport import TorchTransport, communication_group
 from pipesgd.launch import Ranks
 from timing_model.all_reduce import messages_meet
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("members", [[0, 1], [1, 3], [2, 0, 3], [3, 2, 1, 0]])
 def test_some_of_the_ranks_reduce_among_themselves(members: list[int]) -> None:

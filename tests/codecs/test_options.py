@@ -14,6 +14,8 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import BLOCK_CODECS, DENSE_CODECS, FLOAT_CODECS, CodecOptions
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("options", "block", "stochastic", "gives_back", "words"),

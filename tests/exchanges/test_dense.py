@@ -24,6 +24,8 @@ from pipesgd.collectives.scheduled import ScheduledAllReduce
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 6
 
 

@@ -24,6 +24,8 @@ from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 
+pytestmark = pytest.mark.slow
+
 State = dict[str, Any]
 Gradients = list[Tensor]
 """Of all parameters."""

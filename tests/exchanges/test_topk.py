@@ -25,6 +25,8 @@ from pipesgd.gradients import FlatBuffer
 from pipesgd.launch import Ranks
 from pipesgd.replicas import weights_sha256
 
+pytestmark = pytest.mark.slow
+
 Kept = dict[str, Any]
 
 

@@ -33,6 +33,8 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
 from pipesgd.launch import Ranks
 
+pytestmark = pytest.mark.slow
+
 TINY = Effort(seconds_per_size=0.01, least_rounds=2, most_rounds=3)
 HEADERS = 1514 / 1448
 RATE = ["--rate", "200mbit"]

@@ -33,6 +33,8 @@ from experiments.torch_codecs import TORCH_CODECS
 from pipesgd.codecs.make import make_codec
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 TINY = Size(name="cache", numel=4096, calls=2, warm=True, rounds=2)
 
 

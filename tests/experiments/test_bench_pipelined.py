@@ -17,6 +17,8 @@ from experiments.results import Row
 from pipesgd.launch import Ranks
 from pipesgd.workloads import load_dataset
 
+pytestmark = pytest.mark.slow
+
 WORKLOAD = Workload(name="mlp 8, batch 4", model="mlp", hidden_sizes=(8,), batch_size=4)
 CONTENDERS = [
     "ddp",

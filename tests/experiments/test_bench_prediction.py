@@ -13,6 +13,8 @@ from experiments.results import REPOSITORY, load
 from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_quick_run_has_a_row_for_every_optimizer_and_prediction(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "experiments.bench_prediction", "--quick", "--output", str(tmp_path)]

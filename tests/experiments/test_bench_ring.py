@@ -14,6 +14,8 @@ from experiments.results import Row
 from pipesgd.errors import RunError
 from pipesgd.launch import Ranks
 
+pytestmark = pytest.mark.slow
+
 TINY = Effort(sizes=(4 << 10, 64 << 10), seconds_per_size=0.01, least_rounds=2, most_rounds=4)
 
 

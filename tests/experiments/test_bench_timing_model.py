@@ -12,6 +12,8 @@ from experiments.bench_timing_model import QUICK, ask, cases, parse
 from experiments.results import REPOSITORY, load
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_quick_run_has_a_row_for_every_case(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "experiments.bench_timing_model", "--quick", "--output", str(tmp_path)]

@@ -17,6 +17,8 @@ from experiments.results import REPOSITORY, RESULTS, Row, load
 from pipesgd.command_line import parse as parse_training
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 NUMEL = {"mlp": 1000}
 ACCURACIES = {
     "fp32": (0.88, 0.89),

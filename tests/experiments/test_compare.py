@@ -28,6 +28,8 @@ from experiments.testbed_jobs import WRAPPED_BY_TORCH, last_words
 from pipesgd.command_line import HelpRequested
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 CLUSTER = Cluster(nodes=4, link=Link(rate=200e6))
 HEADERS = 1514 / 1448
 NBYTES = 7_200_000

@@ -18,6 +18,8 @@ from experiments.faults.scenarios import QUICK, SCENARIOS
 from experiments.faults.stage import Stage, checkpoints, logged_iterations
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 KILLED = Scenario(
     id="K",
     fault="rank 1 killed",

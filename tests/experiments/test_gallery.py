@@ -12,6 +12,8 @@ from experiments import gallery
 from experiments.figures import PaperFigure
 from experiments.results import RESULTS
 
+pytestmark = pytest.mark.slow
+
 MOST_DIFFERENT = 0.002
 """Mean difference of two pictures of the same figure, of 1: fonts may move by a pixel between versions."""
 DRAWN = [one for one in gallery.FIGURES if (RESULTS / one.file).exists()]

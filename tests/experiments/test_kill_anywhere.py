@@ -16,6 +16,8 @@ from experiments.forked_ranks import PHASES, TRAINING, Kill
 from experiments.kill_anywhere import WORLD_SIZE, kills_of, parse, trained
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 DURATIONS = {phase: [0.5, 1.0, 2.0] for phase in PHASES} | {"resume": [0.25]}
 FEW = (
     "--dataset digits --hidden-sizes 8 --batch-size 64 --width 2 --iterations 12 --checkpoint-iterations 4 --timeout 60"

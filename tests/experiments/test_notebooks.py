@@ -12,6 +12,8 @@ from nbclient import NotebookClient
 
 from experiments.results import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 LOGIC = (ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.If, ast.For, ast.While, ast.Try, ast.ListComp, ast.DictComp)
 

@@ -12,6 +12,8 @@ from _ranks import run_ranks
 from experiments.paired import interleave, interquartile_range, median, paired_ratio, slowest, turns
 from pipesgd.launch import Ranks
 
+pytestmark = pytest.mark.slow
+
 
 def test_everybody_goes_first_equally_often() -> None:
     names = ["ddp", "ring", "native"]

@@ -26,6 +26,8 @@ from experiments.paper_question import (
 from experiments.results import REPOSITORY, load
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_quick_run_answers_for_every_network_and_spread(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "experiments.paper_question", "--quick", "--output", str(tmp_path)]

@@ -16,6 +16,8 @@ from pipesgd import Pipelined
 from pipesgd.launch import Ranks
 from pipesgd.workloads import ShardedBatches, build_model, load_dataset
 
+pytestmark = pytest.mark.slow
+
 ITERATIONS = 9
 CASES: dict[str, dict[str, Any]] = {
     "synchronous": {"width": 1},

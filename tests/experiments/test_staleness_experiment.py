@@ -18,6 +18,8 @@ from experiments.staleness_runs import CLOSELY, METHODS, MULTIPLES, OPTIMIZERS, 
 from pipesgd.command_line import parse as parse_training
 from pipesgd.errors import UserInputError
 
+pytestmark = pytest.mark.slow
+
 ACCURACIES = {
     "sync": {0.5: (0.87, 0.88), 1.0: (0.88, 0.89), 2.0: (0.86, 0.87)},
     "eager": {0.5: (0.87, 0.88), 1.0: (0.879, 0.887), 2.0: (0.86, None)},

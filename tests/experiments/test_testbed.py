@@ -30,6 +30,8 @@ from experiments.testbed.namespaces import Namespaces, descendants, find_tools
 from pipesgd.errors import UserInputError
 from timing_model.presets import PAYLOAD_SHARE
 
+pytestmark = pytest.mark.slow
+
 COMMAND = ["-m", "experiments.testbed", "--nodes", "2", "--rate", "1gbit", "--"]
 FOREVER = ["--no-python", "sh", "-c", "echo started; exec sleep 1000"]
 FAST = testbed.Link(rate=1e9)

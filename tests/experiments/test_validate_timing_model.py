@@ -38,6 +38,8 @@ from tests.timing_model._profiles import MLP, PROFILE
 from timing_model.profile import Profile
 from timing_model.question import Question, support_of
 
+pytestmark = pytest.mark.slow
+
 
 def cell(
     predicted: float, measured: tuple[float, float], *, codec: str = "fp32", chosen: bool = False, drift: float = 1.0
