@@ -9,7 +9,6 @@ the machine; they do depend on torch's version.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -65,23 +64,15 @@ CONFIGURATIONS = {
 
 def trajectory(golden: Golden, folder: Path) -> dict[str, Any]:
     """The losses of every iteration, and a hash of the weights at the end."""
-    import torch
-
     from experiments.forked_ranks import TRAINING, Kill, run
-    from pipesgd.metrics import read_metrics
-    from pipesgd.output import METRICS_FILE, WEIGHTS_FILE
+    from experiments.kill_anywhere import log_of, trained
 
-    options = {one.split()[0]: f"--{one}" for one in f" {PLAIN} {golden.words}".split(" --")[1:]}
     kills = [Kill(phase=TRAINING, rank=1, call=12, seconds=0.0, all_ranks=True)] if golden.killed else []
+    options = {one.split()[0]: f"--{one}" for one in f" {PLAIN} {golden.words}".split(" --")[1:]}
     if run(" ".join(options.values()), golden.ranks, folder, kills) != len(kills):
-        raise RuntimeError((folder / "log").read_text(encoding="utf-8"))
-    digest = hashlib.sha256()
-    for name, value in sorted(torch.load(folder / "run" / WEIGHTS_FILE, weights_only=True).items()):
-        digest.update(name.encode() + value.contiguous().numpy().tobytes())
-    return {
-        "losses": [row["loss"] for row in read_metrics(folder / "run" / METRICS_FILE)],
-        "weights": digest.hexdigest(),
-    }
+        raise RuntimeError(log_of(folder))
+    found = trained(folder)
+    return {"losses": [loss for _, loss in found.losses], "weights": found.weights}
 
 
 def trajectories() -> dict[str, dict[str, Any]]:

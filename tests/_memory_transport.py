@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from _rank_threads import in_threads
 from torch import Tensor
 
 DEADLINE = 10.0
@@ -71,12 +71,7 @@ def run_threads(world_size: int, function: Callable[[MemoryTransport], Any]) -> 
         except BaseException as error:  # noqa: BLE001 (raised again below)
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * DEADLINE)
-        assert not thread.is_alive(), "a thread hangs"
+    in_threads(world_size, run, 2 * DEADLINE)
     if errors:
         raise errors[0]
     left = {pair: wire.qsize() for pair, wire in network.wires.items() if wire.qsize()}

@@ -28,10 +28,15 @@ def run_rank_threads(world_size: int, function: Callable[..., Any], *args: Any) 
         except Exception as failure:  # noqa: BLE001 (the test looks at it)
             results[rank] = failure
 
+    in_threads(world_size, run, 2 * DEADLINE)
+    return results
+
+
+def in_threads(world_size: int, run: Callable[[int], None], seconds: float) -> None:
+    """``run(rank)`` in one thread for each rank, each of which must end within ``seconds``."""
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * DEADLINE)
+        thread.join(seconds)
         assert not thread.is_alive(), "a thread hangs"
-    return results

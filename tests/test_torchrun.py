@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _waiting import wait_until
 from conftest import REPOSITORY
 from PIL import Image
 
@@ -124,14 +125,6 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def wait_until(done: Callable[[], bool], timeout: float) -> None:
-    """Look until ``done()``: neither files nor other processes' children tell when they change."""
-    deadline = time.monotonic() + timeout
-    while not done():
-        assert time.monotonic() < deadline, "not within the deadline"
-        time.sleep(0.02)
 
 
 def wait_until_gone(pids: list[int]) -> None:

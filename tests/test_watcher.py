@@ -6,15 +6,15 @@ import contextlib
 import io
 import queue
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from _ranks import run_ranks
+from _waiting import wait_until
 
 from pipesgd import Pipelined, heartbeat, process, watcher
 from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed, StoppedBySignal
@@ -262,13 +262,6 @@ def test_a_defect_in_the_watcher_is_an_error_and_the_heartbeat_continues(
     first = Beat.decode(job.store.get("beat/0"))
     assert first is not None
     wait_until(lambda: (beat := Beat.decode(job.store.get("beat/0"))) is not None and beat.count > first.count)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Hanging(dist.Store):

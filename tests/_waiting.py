@@ -1,0 +1,14 @@
+"""Waiting for what does not tell when it changes: files, other processes' children, threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(done: Callable[[], bool], timeout: float = 20.0) -> None:
+    """Return once ``done()``; fail the test if that takes longer than ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not done():
+        assert time.monotonic() < deadline, "not within the deadline"
+        time.sleep(0.02)
