@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from pipesgd.calibration.options import CalibrateConfig
-from pipesgd.command_line import help_texts
+from pipesgd.cli import help_texts
 from pipesgd.config import TrainConfig, options_of
 from timing_model import cli
 from timing_model.words import Parser

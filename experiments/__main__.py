@@ -30,8 +30,8 @@ from rich.console import Console
 from experiments import command
 from experiments.results import REPOSITORY, code_state
 from pipesgd.errors import RunError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 RACERS = 'ps-sync "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"'
 STATE = Path("runs/experiments.json")

@@ -33,7 +33,7 @@ from pipesgd.checks import check_one_of
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

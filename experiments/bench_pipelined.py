@@ -31,9 +31,9 @@ from experiments.paired import Contender, Seconds, interquartile_range, median, 
 from experiments.results import Row, save, save_figure
 from experiments.style import METHODS
 from pipesgd.config import DEFAULT_TIMEOUT
+from pipesgd.data import DataSplits, ShardedBatches, build_model, load_dataset
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.workloads import DataSplits, ShardedBatches, build_model, load_dataset
+from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio
 from experiments.results import Row, save, save_figure
-from pipesgd import hyperparameters
-from pipesgd.agreement import Agreement
-from pipesgd.clipping import Clipping
 from pipesgd.config import PREDICTIONS
-from pipesgd.launch import Ranks
-from pipesgd.prediction import Prediction, Unapplied, make_prediction
-from pipesgd.workloads import build_model
+from pipesgd.data import build_model
+from pipesgd.optim import hyperparameters
+from pipesgd.optim.clipping import Clipping
+from pipesgd.pipeline.agreement import Agreement
+from pipesgd.pipeline.prediction import Prediction, Unapplied, make_prediction
+from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,11 +30,11 @@ from experiments.limits import SLOW_LINK
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
 from experiments.results import REPOSITORY, Row, load, save, save_figure
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
-from pipesgd.collectives.base import AllReduce
-from pipesgd.collectives.make import make_all_reduce
+from pipesgd.comm.base import AllReduce
+from pipesgd.comm.connections import make_all_reduce
 from pipesgd.config import DEFAULT_SEGMENT_BYTES, DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

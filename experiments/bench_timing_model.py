@@ -27,7 +27,7 @@ from rich.console import Console
 from experiments import command
 from experiments.paired import median
 from experiments.results import REPOSITORY, Row, save
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 from timing_model import (
     ALL_REDUCES,
     CodecCost,
@@ -40,13 +40,13 @@ from timing_model import (
     steady_state_period,
 )
 from timing_model.choices import Space
+from timing_model.cluster_profile import UNCOMPRESSED, Profile
+from timing_model.job import Question
 from timing_model.measured import ComputeProfile, LinkProfile
-from timing_model.messages import simulate_ring
 from timing_model.options import NOTHING
 from timing_model.plan import plan
 from timing_model.presets import CODECS, NETWORKS
-from timing_model.profile import UNCOMPRESSED, Profile
-from timing_model.question import Question
+from timing_model.simulate_messages import simulate_ring
 
 LINK = LinkParams(alpha=5e-5, beta=8e-10, gamma=1e-10, sync=1e-4, overhead=1e-5)
 CODEC = CodecCost(name="int8", bits=8.03, encode=2e-10, decode=1e-10, add=2e-10, hop=3e-10, call=1e-5)

@@ -22,9 +22,9 @@ import pipesgd
 from experiments.contenders import Contender
 from experiments.paired import median, turns
 from experiments.results import REPOSITORY, provenance
-from pipesgd.metrics import SECONDS, read_metrics
-from pipesgd.output import METRICS_FILE, SUMMARY_FILE
-from pipesgd.progress import say
+from pipesgd.run.console import say
+from pipesgd.run.metrics import SECONDS, read_metrics
+from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
 UNTIMED_ITERATIONS = 2
 """The first ones of a run, which are left out of what the cell says of its iterations."""

@@ -33,12 +33,12 @@ from experiments.kept_runs import KeptRuns
 from experiments.paired import median
 from experiments.results import REPOSITORY, Row, code_state, save, save_panels
 from experiments.testbed_jobs import last_words
+from pipesgd.data import make_workload
 from pipesgd.errors import RunError
-from pipesgd.launch import Ranks
-from pipesgd.output import SUMMARY_FILE
-from pipesgd.progress import say
-from pipesgd.workloads import make_workload
-from timing_model.collectives import ring_all_reduce_bytes
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
+from pipesgd.run.output import SUMMARY_FILE
+from timing_model.collective_time import ring_all_reduce_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,11 +18,11 @@ from rich.table import Table
 
 from experiments.results import RESULTS, provenance
 from pipesgd.checks import check_one_of
-from pipesgd.command_line import HelpRequested
-from pipesgd.ending import run_and_exit
+from pipesgd.cli import HelpRequested
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.exit import run_and_exit
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 LINE_SECONDS = 10.0
 """Where output is no terminal, a line of progress this often."""

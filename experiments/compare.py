@@ -36,11 +36,11 @@ from experiments.results import Row, save, save_panels
 from experiments.testbed import Testbed
 from experiments.testbed.__main__ import show as show_links
 from experiments.testbed_jobs import run_job
-from pipesgd.ending import Terminated
 from pipesgd.errors import RunError
-from pipesgd.launch import Ranks
-from pipesgd.output import SUMMARY_FILE
-from pipesgd.progress import say
+from pipesgd.exit import Terminated
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
+from pipesgd.run.output import SUMMARY_FILE
 
 CELLS = Path("runs/compare")
 """Below the folder that the command is started in, as pipesgd.train has it."""

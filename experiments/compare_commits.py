@@ -36,8 +36,8 @@ from experiments.results import REPOSITORY, Row, save
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.output import SUMMARY_FILE
+from pipesgd.ranks import Ranks
+from pipesgd.run.output import SUMMARY_FILE
 
 STATE = Path("runs/compare_commits.json")
 """Below the folder that the command is started in, as pipesgd.train has it."""

@@ -17,8 +17,8 @@ from experiments.testbed.links import Link, parse_latency, parse_loss, parse_rat
 from experiments.testbed.wiring import MOST_NODES
 from pipesgd.checks import check_one_of
 from pipesgd.config import TrainConfig
+from pipesgd.data import ShardedBatches, make_workload
 from pipesgd.errors import UserInputError
-from pipesgd.workloads import ShardedBatches, make_workload
 
 NODES, ROUNDS, ITERATIONS, EPOCHS = 4, 3, 16, 10
 QUICK_NODES, QUICK_ROUNDS, QUICK_ITERATIONS, QUICK_EPOCHS = 2, 1, 10, 2

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipesgd.checks import check_one_of
-from pipesgd.command_line import HelpRequested
-from pipesgd.command_line import parse as parse_training
+from pipesgd.cli import HelpRequested
+from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 

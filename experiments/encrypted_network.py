@@ -29,8 +29,8 @@ from experiments.testbed import Job, Link, Testbed, rate_name
 from experiments.testbed.jobs import torchrun_environment, torchrun_words
 from experiments.testbed_jobs import last_words
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 NODES = 2
 ROUNDS, QUICK_ROUNDS = 5, 1

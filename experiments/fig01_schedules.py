@@ -23,12 +23,12 @@ from experiments.results import Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import trained
 from experiments.traces import Traced, breakdown, read_trace
-from pipesgd.launch import Ranks
-from pipesgd.output import TRACE_FILE
-from pipesgd.workloads import make_workload
+from pipesgd.data import make_workload
+from pipesgd.ranks import Ranks
+from pipesgd.run.output import TRACE_FILE
 from timing_model.params import ComputeTimes
-from timing_model.spans import ALL_REDUCE, COMPUTATION, GRADIENT, UPDATE, WEIGHTS, Span, timeline
-from timing_model.timeline import COLOURS, plot_timeline
+from timing_model.plot_trace import COLOURS, plot_timeline
+from timing_model.trace import ALL_REDUCE, COMPUTATION, GRADIENT, UPDATE, WEIGHTS, Span, timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -31,8 +31,8 @@ from experiments.testbed import Testbed
 from experiments.testbed_jobs import trained
 from experiments.traces import PARTS, breakdown, read_trace
 from experiments.validation_runs import Setting, ask, calibrate, known_of
-from pipesgd.launch import Ranks
-from pipesgd.output import TRACE_FILE
+from pipesgd.ranks import Ranks
+from pipesgd.run.output import TRACE_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

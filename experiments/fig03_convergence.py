@@ -30,9 +30,9 @@ from experiments.results import Row, code_state
 from experiments.style import method_styles
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import trained
-from pipesgd.launch import Ranks
-from pipesgd.metrics import read_metrics
-from pipesgd.output import METRICS_FILE, SUMMARY_FILE
+from pipesgd.ranks import Ranks
+from pipesgd.run.metrics import read_metrics
+from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

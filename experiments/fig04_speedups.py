@@ -23,7 +23,7 @@ from experiments import command, figures
 from experiments.figures import PaperFigure
 from experiments.results import RESULTS, Row, load
 from experiments.style import BLACK, method_styles
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

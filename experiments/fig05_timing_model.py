@@ -22,15 +22,15 @@ from experiments import command, figures
 from experiments.figures import PaperFigure
 from experiments.results import RESULTS, Row, load
 from experiments.style import BLACK, BLUE, GREY, ORANGE, SKY, VERMILLION, method_styles
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
+from timing_model.cluster_profile import Profile
 from timing_model.costs import costs_of, iteration_time
 from timing_model.jitter import steady_state_period
+from timing_model.job import Question
 from timing_model.measured import ComputeProfile, LinkProfile
 from timing_model.options import LAYERS, NOTHING
 from timing_model.params import LinkParams, Noise
 from timing_model.presets import MODELS, NETWORKS, PAYLOAD_SHARE
-from timing_model.profile import Profile
-from timing_model.question import Question
 from timing_model.simulate import simulate_iterations
 
 if TYPE_CHECKING:

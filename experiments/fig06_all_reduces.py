@@ -23,7 +23,7 @@ from experiments.bench_ring import readable
 from experiments.figures import PaperFigure
 from experiments.results import RESULTS, Row, load
 from experiments.style import ALL_REDUCE_MARKERS, ALL_REDUCES, BLACK
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 from timing_model.all_reduce import all_reduce_time
 from timing_model.params import FLOAT_BYTES, LinkParams
 from timing_model.presets import PAYLOAD_SHARE, SUMS

@@ -37,11 +37,11 @@ from experiments.loops import Batch, Loop, Piped, Plain, sgd
 from experiments.results import REPOSITORY, Row, load, save
 from experiments.style import BLACK, METHODS
 from experiments.testbed import Link, Testbed
-from pipesgd.collectives.base import AllReduce, Finish, leave
-from pipesgd.collectives.schedule import split
+from pipesgd.comm.base import AllReduce, Finish, leave
+from pipesgd.comm.schedule import split
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 from timing_model.all_reduce import CollectiveTime, all_reduce_time
 from timing_model.iteration import layerwise_iteration_time, pipelined_iteration_time
 from timing_model.params import FLOAT_BYTES, ComputeTimes, LinkParams

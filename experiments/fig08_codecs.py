@@ -24,7 +24,7 @@ from experiments.results import RESULTS, Row, load
 from experiments.simulation import Ring
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

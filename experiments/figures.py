@@ -21,7 +21,7 @@ from experiments import command
 from experiments.limits import Cluster
 from experiments.results import RESULTS, Row, draw_panels, load, save, save_panels
 from experiments.testbed import Link
-from pipesgd.progress import say
+from pipesgd.run.console import say
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

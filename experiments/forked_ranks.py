@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipesgd.checkpoint import Checkpoints
-from pipesgd.ending import run_and_exit
+from pipesgd.exit import run_and_exit
+from pipesgd.run.checkpoint import Checkpoints
 
 train: Any = importlib.import_module("pipesgd.train")
 

@@ -31,8 +31,8 @@ from experiments.fuzzing.cases import FAILURES, OUTCOMES, Target, draw, judge
 from experiments.results import Row, save
 from pipesgd.checks import check_one_of
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 TARGETS = {target.name: target for target in (*words.TARGETS, *files.TARGETS, *messages.TARGETS)}
 QUICK_SHARE = 50

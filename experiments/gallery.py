@@ -35,8 +35,8 @@ from experiments import (
     validate_timing_model,
 )
 from experiments.results import REPOSITORY, RESULTS, Row, command_of, load, save_figure
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 Draw = Callable[[str, list[Row], Path], Path]
 

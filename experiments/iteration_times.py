@@ -15,7 +15,7 @@ from experiments.limits import SLOW_LINK, Cluster, ring_limit, server_time, text
 from experiments.paired import Ratio, interquartile_range, median, paired_ratio
 from experiments.results import Row
 from experiments.style import VERMILLION, method_styles
-from timing_model.collectives import ring_all_reduce_bytes
+from timing_model.collective_time import ring_all_reduce_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,8 +27,8 @@ from rich.console import Console
 from experiments import command
 from experiments.results import REPOSITORY, Row, save
 from pipesgd.errors import RunError
-from pipesgd.launch import Ranks
-from pipesgd.output import METRICS_FILE, SUMMARY_FILE
+from pipesgd.ranks import Ranks
+from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
 WORLD_SIZE = 4
 ITERATIONS, QUICK_ITERATIONS = 600, 200

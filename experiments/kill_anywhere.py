@@ -32,9 +32,9 @@ from experiments.forked_ranks import DURATIONS_FILE, PHASES, TRAINING, Kill
 from experiments.kept_runs import KeptRuns
 from experiments.results import save
 from pipesgd.errors import RunError
-from pipesgd.launch import Ranks
-from pipesgd.metrics import read_metrics
-from pipesgd.output import METRICS_FILE, SUMMARY_FILE
+from pipesgd.ranks import Ranks
+from pipesgd.run.metrics import read_metrics
+from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
 STATE = Path("runs/kill_anywhere.json")
 """Below the folder that the command is started in, as pipesgd.train has it."""

@@ -26,7 +26,7 @@ from experiments import command
 from experiments.results import REPOSITORY, Row, save
 from experiments.testbed.namespaces import descendants
 from pipesgd.errors import RunError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 KILLS, QUICK_KILLS = 10, 2
 START_SECONDS, END_SECONDS = 120.0, 30.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from experiments.testbed.links import Link, rate_name, rate_text, time_text
-from timing_model.collectives import ring_all_reduce_bytes
+from timing_model.collective_time import ring_all_reduce_bytes
 from timing_model.presets import PAYLOAD_SHARE
 
 SLOW_LINK = 500e6

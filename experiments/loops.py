@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd import Pipelined
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 

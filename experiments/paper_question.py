@@ -24,14 +24,14 @@ from rich.console import Console
 
 from experiments import command, style
 from experiments.results import Row, save, save_panels
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 from timing_model import Noise, simulate_iterations, steady_state_period
+from timing_model.cluster_profile import Profile
 from timing_model.costs import collective_time, costs_of, iteration_time
+from timing_model.job import Question
 from timing_model.measured import ComputeProfile, LinkProfile
 from timing_model.options import LAYERS, NOTHING
 from timing_model.presets import MODELS, NETWORKS
-from timing_model.profile import Profile
-from timing_model.question import Question
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,8 +16,8 @@ from experiments import command
 from experiments.quoted import QUOTES
 from experiments.results import REPOSITORY
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 PAGES = (
     REPOSITORY / "README.md",

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesgd.agreement import Agreement
-from pipesgd.clipping import Clipping
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.keys import mixed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.collectives.schedule import split
-from pipesgd.gradients import FlatBuffer, pack_gradients, take_mean
-from pipesgd.hyperparameters import Hyperparameters
-from pipesgd.prediction import Unapplied
-from pipesgd.strategies.late_updates import LateUpdates
-from pipesgd.strategies.replication import trainable_parameters
+from pipesgd.comm.schedule import split
+from pipesgd.flat_buffer import FlatBuffer, pack_gradients, take_mean
+from pipesgd.optim.clipping import Clipping
+from pipesgd.optim.hyperparameters import Hyperparameters
+from pipesgd.optim.step import trainable_parameters
+from pipesgd.pipeline.agreement import Agreement
+from pipesgd.pipeline.delayed_update import LateUpdates
+from pipesgd.pipeline.prediction import Unapplied
 
 
 @dataclass(frozen=True)

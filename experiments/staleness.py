@@ -44,8 +44,8 @@ from experiments.staleness_runs import (
     simulate,
 )
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 if TYPE_CHECKING:
     from pathlib import Path

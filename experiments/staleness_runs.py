@@ -15,11 +15,11 @@ from torch.nn.functional import cross_entropy
 
 from experiments.results import code_state
 from experiments.simulation import SimulatedRanks
-from pipesgd import evaluation
-from pipesgd.command_line import parse as parse_training
+from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
-from pipesgd.optimization import build_optimizer, build_schedule
-from pipesgd.workloads import DataSplits, ShardedBatches, evaluation_batches, make_workload
+from pipesgd.data import DataSplits, ShardedBatches, evaluation_batches, make_workload
+from pipesgd.optim.build import build_optimizer, build_schedule
+from pipesgd.run import evaluation
 
 WORLD_SIZE = 4
 

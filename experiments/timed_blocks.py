@@ -17,9 +17,9 @@ from experiments import paired
 from experiments.bench_pipelined import UNTIMED_ITERATIONS, WORKLOADS, make_blocks
 from experiments.loops import make_loops
 from pipesgd.config import DEFAULT_TIMEOUT
-from pipesgd.ending import run_and_exit
-from pipesgd.launch import Ranks
-from pipesgd.workloads import load_dataset
+from pipesgd.data import load_dataset
+from pipesgd.exit import run_and_exit
+from pipesgd.ranks import Ranks
 
 BLOCK, LEFT_OUT = 10, "local (no communication)"
 

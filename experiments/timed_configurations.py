@@ -29,14 +29,14 @@ from torch import nn
 
 from experiments import command
 from pipesgd.calibration.machines import DISTURBED, StolenTime, product_seconds
-from pipesgd.command_line import parse as parse_training
-from pipesgd.computation import forward_backward, load
+from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
+from pipesgd.data import ShardedBatches
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.optimization import build_optimizer
-from pipesgd.strategies.make import make_strategy
-from pipesgd.workloads import ShardedBatches
+from pipesgd.optim.build import build_optimizer
+from pipesgd.ranks import Ranks
+from pipesgd.run.forward_backward import forward_backward, load
+from pipesgd.strategies import make_strategy
 
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 

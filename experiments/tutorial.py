@@ -20,8 +20,8 @@ from rich.console import Console
 from experiments import command
 from experiments.results import REPOSITORY, Row, save
 from pipesgd.errors import RunError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 PAGE = REPOSITORY / "docs" / "tutorial.md"
 STEP = re.compile(r'^```sh title="(.+?)"\n(.*?)^```$', re.DOTALL | re.MULTILINE)

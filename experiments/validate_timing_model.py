@@ -42,9 +42,9 @@ from experiments.results import Row, save, save_panels
 from experiments.style import COLOURS
 from experiments.validation_runs import QUICK, ROUNDS, SETTINGS, Measured, Setting, judge, mean_of, measure
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
-from timing_model.profile import UNCOMPRESSED
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
+from timing_model.cluster_profile import UNCOMPRESSED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

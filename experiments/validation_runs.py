@@ -19,15 +19,15 @@ from experiments.testbed import Link, Testbed
 from experiments.testbed.links import parse_latency, parse_rate
 from experiments.testbed_jobs import run_job
 from pipesgd.calibration.machines import DISTURBED
-from pipesgd.command_line import parse as parse_training
-from pipesgd.computation import load
+from pipesgd.cli import parse as parse_training
 from pipesgd.errors import RunError
-from pipesgd.launch import alone
+from pipesgd.ranks import alone
+from pipesgd.run.forward_backward import load
 from timing_model.choices import Choice
+from timing_model.cluster_profile import ComputeProfile, Profile
+from timing_model.job import OWN_ALL_REDUCE, WITH_BATCH, Question
 from timing_model.params import FLOAT_BYTES
 from timing_model.predict import Answer, predict
-from timing_model.profile import ComputeProfile, Profile
-from timing_model.question import OWN_ALL_REDUCE, WITH_BATCH, Question
 from timing_model.search import Group
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
         RunError,
         UserInputError,
     )
-    from pipesgd.launch import Ranks
-    from pipesgd.strategies.pipelined import Pipelined
+    from pipesgd.pipeline.pipelined import Pipelined
+    from pipesgd.ranks import Ranks
 
 __all__ = [
     "CodecOptions",
@@ -37,8 +37,8 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "CodecOptions": "pipesgd.codecs.options",
-    "Pipelined": "pipesgd.strategies.pipelined",
-    "Ranks": "pipesgd.launch",
+    "Pipelined": "pipesgd.pipeline.pipelined",
+    "Ranks": "pipesgd.ranks",
 }
 """The modules of public names; exceptions are in ``pipesgd.errors``."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pipesgd.command_line import version
+from pipesgd.cli import version
 
 COMMANDS = f"""{version()}
 

@@ -18,16 +18,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipesgd import launch
-from pipesgd.calibration import profile, report
+from pipesgd.calibration import fit_cluster, report
 from pipesgd.calibration.measure import measure
 from pipesgd.calibration.options import FREE_BETWEEN_RANKS, CalibrateConfig
-from pipesgd.command_line import parse_as
-from pipesgd.computation import load
-from pipesgd.ending import run_and_exit
+from pipesgd.cli import parse_as
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.exit import run_and_exit
+from pipesgd.ranks import Ranks, check_same_options
+from pipesgd.run.console import say
+from pipesgd.run.forward_backward import load
 
 HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.calibrate ..."
 
@@ -47,7 +46,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         return config
 
     config = ranks.agree("options", own)
-    launch.check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
+    check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
     options, training = config.calibration, config.training()
     ranks.agree("files", lambda: check_files(config, ranks.rank))
     ranks.agree("ranks", lambda: check_ranks(ranks.world_size))
@@ -79,7 +78,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         if options.plot is not None:
             report.save_plot(found.fits, options.plot)
             say(console, f"wrote {options.plot}")
-        profile.save(made, options.out)
+        fit_cluster.save(made, options.out)
         say(console, f"wrote {options.out}")
 
     ranks.agree("the file", write)

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import tyro
 
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
-from pipesgd.clipping import Clipping
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
 
@@ -54,6 +53,13 @@ DEFAULT_STALL_SECONDS = 30.0
 DEFAULT_FAREWELL_SECONDS = 20.0
 DEFAULT_SEGMENT_BYTES = 1 << 20
 """Measured: smaller segments pay a rendezvous each, larger ones leave gaps on a slow link while ranks compute."""
+
+
+def check_clipping(norm: float | None, value: float | None) -> None:
+    """Raise ``UserInputError`` unless gradients can be clipped to these bounds."""
+    for name, bound in (("clip-norm", norm), ("clip-value", value)):
+        if bound is not None:
+            check_above_zero(name, bound)
 
 
 def check_width(width: int, warmup_iterations: int) -> None:
@@ -196,7 +202,7 @@ class OptimizationConfig:
         check_at_least("weight-decay", self.weight_decay, 0)
         check_one_of("schedule", self.schedule, SCHEDULES)
         check_at_least("accumulation", self.accumulation, 1)
-        Clipping(norm=self.clip_norm, value=self.clip_value)  # checks them
+        check_clipping(self.clip_norm, self.clip_value)
         check_one_of("precision", self.precision, PRECISIONS)
         check_above_zero("loss-scale", self.loss_scale, MAX_LOSS_SCALE)
         if self.loss_scale > MAX_LOSS_SCALE:

@@ -1,15 +1,63 @@
-"""The proof that all ranks hold the same weights, bit for bit."""
+"""Replicas of the model, one a rank: how they become the same, and the proof that they are, bit for bit."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipesgd.checks import check_one_of
+from pipesgd.comm.base import AllReduce
+from pipesgd.config import BUFFERS
 from pipesgd.errors import ReplicasDivergedError
-from pipesgd.launch import Ranks
+from pipesgd.flat_buffer import FlatBuffer, take_mean
+from pipesgd.ranks import Ranks
+
+SumOverRanks = Callable[[FlatBuffer], None]
+"""Replaces a buffer's values by their sum over the ranks. Collective."""
+
+
+def share_rank_0s_values(model: nn.Module, also: Sequence[Tensor], rank: int, sum_over_ranks: SumOverRanks) -> None:
+    """Give all ranks rank 0's parameters and buffers, and its values of the tensors in ``also``. Collective."""
+    tensors = [*model.parameters(), *model.buffers(), *also]
+    tensors = list({id(tensor): tensor.detach() for tensor in tensors}.values())
+    # As bytes where there is no addition: of truth values, and of floats of 8 bits.
+    tensors = [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]
+    flat = FlatBuffer(tensors)
+    if rank == 0:  # the others add zeros: a broadcast without a second kind of collective
+        flat.fill_from(tensors)
+    sum_over_ranks(flat)
+    flat.copy_to(tensors)
+
+
+def sum_buffer(buffer: FlatBuffer, all_reduce: AllReduce) -> None:
+    """Replace the buffer's values by their sum over the ranks of ``all_reduce``. Collective."""
+    for flat in buffer.flats:
+        all_reduce(flat)
+
+
+def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_over_ranks: SumOverRanks) -> None:
+    """Give floating-point buffers, ``how``: their "average" over ranks, the values of "rank-0", or leave their "own".
+
+    Collective. Others are left as they are, and so are floats of 8 bits, which nothing adds up.
+
+    Raises:
+        UserInputError: ``how`` is none of these.
+    """
+    check_one_of("buffers", how, BUFFERS)
+    if how == "own":
+        return
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point() and buffer.itemsize > 1]
+    flat = FlatBuffer(buffers)
+    if how == "average" or rank == 0:  # the others' zeros add nothing to rank 0's
+        flat.fill_from(buffers)
+    sum_over_ranks(flat)
+    if how == "average":
+        for part in flat.flats:
+            take_mean(part, world_size)
+    flat.copy_to(buffers)
 
 
 def weights_sha256(model: nn.Module) -> str:

@@ -27,30 +27,30 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from pipesgd import launch, output
-from pipesgd.checkpoint import Checkpoints, CheckpointSchedule
-from pipesgd.checkpoint_files import save_atomically
-from pipesgd.command_line import as_toml, parse
-from pipesgd.computation import forward_backward, load
+from pipesgd.baselines.ddp import check_hook
+from pipesgd.cli import as_toml, parse
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
-from pipesgd.drift import Drift
-from pipesgd.ending import reason_of, run_and_exit
+from pipesgd.data import DataSplits
 from pipesgd.errors import CommunicationError, DisagreementError, PeerFailed, RunError, StoppedBySignal, named
-from pipesgd.evaluation import evaluate
-from pipesgd.files import write_text_atomically
-from pipesgd.guard import SYNCHRONOUS_ITERATIONS
-from pipesgd.launch import Ranks
-from pipesgd.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
-from pipesgd.optimization import build_optimizer, build_schedule
-from pipesgd.planning import plan_run
-from pipesgd.progress import ProgressBar, say, show_summary
+from pipesgd.exit import reason_of, run_and_exit
+from pipesgd.optim.build import build_optimizer, build_schedule
+from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
+from pipesgd.planning.agree import plan_run
+from pipesgd.planning.drift import Drift
+from pipesgd.ranks import Ranks, check_same_options, network_address
 from pipesgd.replicas import check_replicas, hashes_of_ranks
-from pipesgd.state import RunState
-from pipesgd.strategies.ddp import check_hook
-from pipesgd.strategies.make import make_strategy, serve
-from pipesgd.summary import Result, describe, summarize
-from pipesgd.trace import Trace
-from pipesgd.workloads import DataSplits
+from pipesgd.run import output
+from pipesgd.run.checkpoint import Checkpoints, CheckpointSchedule
+from pipesgd.run.checkpoint_files import save_atomically
+from pipesgd.run.console import ProgressBar, say, show_summary
+from pipesgd.run.evaluation import evaluate
+from pipesgd.run.files import write_text_atomically
+from pipesgd.run.forward_backward import forward_backward, load
+from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
+from pipesgd.run.state import RunState
+from pipesgd.run.summary import Result, describe, summarize
+from pipesgd.run.trace import Trace
+from pipesgd.strategies import make_strategy, serve
 
 DEFAULT_EPOCHS = 3
 FELL_BACK = (
@@ -100,7 +100,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     folder = config.run.output
 
     # 3. The optimizer, and the strategy that feeds it.
-    network: list[str] = ranks.exchange("network address", launch.network_address())
+    network: list[str] = ranks.exchange("network address", network_address())
     ranks.start_process_group(config.run.device, config.run.timeout)
     model.to(device)
     optimizer = build_optimizer(config.optimization, model)
@@ -319,7 +319,7 @@ def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
         return config
 
     config = ranks.agree("options", own)
-    launch.check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
+    check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
     return config
 
 

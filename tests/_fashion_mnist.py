@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipesgd.workloads.datasets import DEBIAN_FASHION_MNIST
+from pipesgd.data.datasets import DEBIAN_FASHION_MNIST
 
 PART = Path(__file__).resolve().parent / "data" / "fashion-mnist"
 FASHION_MNIST = DEBIAN_FASHION_MNIST if DEBIAN_FASHION_MNIST.is_dir() else PART

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from pipesgd.command_line import parse
-from pipesgd.decision import Planned, decide
+from pipesgd.cli import parse
+from pipesgd.planning.choose import Planned, decide
 from tests.timing_model._profiles import MLP, PROFILE
 from timing_model import LinkParams
+from timing_model.cluster_profile import Profile
 from timing_model.measured import ComputeProfile, Estimate, LinkProfile
-from timing_model.profile import Profile
 
 AUTOS = "--width auto --codec auto --all-reduce auto"
 SMALL = dataclasses.replace(

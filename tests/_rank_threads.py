@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipesgd.launch import Ranks, Standing
+from pipesgd.ranks import Ranks, Standing
 
 DEADLINE = 20.0
 

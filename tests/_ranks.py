@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipesgd.launch import Ranks, Standing
+from pipesgd.ranks import Ranks, Standing
 
 TIMEOUT = 20.0
 """Seconds that a rank waits for another one, in tests that are not about that."""

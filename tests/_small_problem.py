@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from pipesgd import Pipelined
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
 Batch: TypeAlias = tuple[Tensor, Tensor]

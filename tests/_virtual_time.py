@@ -1,8 +1,8 @@
 """The project's collectives on a clock that is not the machine's: recorded as they run, then timed message by message.
 
 Every rank runs the real code in a thread, over a Transport that writes down what it does: waits for a message,
-works in a codec for as long as a ``CodecCost`` says, sends. ``timing_model.messages`` then plays these programs.
-The record does not depend on which thread runs when, and so neither does the time.
+works in a codec for as long as a ``CodecCost`` says, sends. ``timing_model.simulate_messages`` then plays these
+programs. The record does not depend on which thread runs when, and so neither does the time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from _memory_transport import MemoryTransport, run_threads
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec
-from pipesgd.collectives.schedule import Schedule
-from pipesgd.collectives.scheduled import ScheduledAllReduce
+from pipesgd.comm.schedule import Schedule
+from pipesgd.comm.scheduled import ScheduledAllReduce
 from timing_model import CodecCost
-from timing_model.messages import Network, Task, simulate_messages
+from timing_model.simulate_messages import Network, Task, simulate_messages
 
 
 class RecordingTransport:

@@ -7,7 +7,7 @@ import threading
 
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.exchanges.make import _compile
+from pipesgd.reducers.make import _compile
 
 for name in ("numba", "torch._dynamo", "pipesgd.train", "sklearn.datasets"):
     importlib.import_module(name)

@@ -47,7 +47,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def fashion_mnist_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process find the part of Fashion-MNIST in tests/data where the data set is not installed."""
-    monkeypatch.setattr("pipesgd.workloads.datasets.DEBIAN_FASHION_MNIST", FASHION_MNIST)
+    monkeypatch.setattr("pipesgd.data.datasets.DEBIAN_FASHION_MNIST", FASHION_MNIST)
 
 
 @pytest.fixture(autouse=True)

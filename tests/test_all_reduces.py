@@ -19,14 +19,14 @@ from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.collectives.hierarchical import hierarchical
-from pipesgd.collectives.make import SCHEDULES, Connections
-from pipesgd.collectives.ring import gather_ring, ring, ring_wire_bytes
-from pipesgd.collectives.schedule import Encode, Receive, Schedule, Send, split
-from pipesgd.collectives.scheduled import ScheduledAllReduce
+from pipesgd.comm.connections import SCHEDULES, Connections
+from pipesgd.comm.hierarchical import hierarchical
+from pipesgd.comm.ring import gather_ring, ring, ring_wire_bytes
+from pipesgd.comm.schedule import Encode, Receive, Schedule, Send, split
+from pipesgd.comm.scheduled import ScheduledAllReduce
 from pipesgd.config import ALL_REDUCES
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

@@ -14,12 +14,12 @@ from _ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesgd.checkpoint import Checkpoints, CheckpointSchedule
-from pipesgd.checkpoint_files import save_atomically, what_is_wrong_with
+from pipesgd.baselines.local import Local
 from pipesgd.errors import CheckpointError
-from pipesgd.launch import Ranks, join
-from pipesgd.state import RunState
-from pipesgd.strategies.local import Local
+from pipesgd.ranks import Ranks, join
+from pipesgd.run.checkpoint import Checkpoints, CheckpointSchedule
+from pipesgd.run.checkpoint_files import save_atomically, what_is_wrong_with
+from pipesgd.run.state import RunState
 
 pytestmark = pytest.mark.slow
 

@@ -19,10 +19,10 @@ import pytest
 import torch
 from _rank_threads import run_rank_threads
 
-from pipesgd.checkpoint import Checkpoints
-from pipesgd.checkpoint_folder import CheckpointFolder
 from pipesgd.errors import CheckpointError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
+from pipesgd.run.checkpoint import Checkpoints
+from pipesgd.run.checkpoint_folder import CheckpointFolder
 
 
 def folder_of(tmp_path: Path, rank: int) -> Path:

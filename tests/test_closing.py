@@ -17,9 +17,9 @@ from _ranks import run_ranks
 from torch import nn
 
 from pipesgd import Pipelined
-from pipesgd.collectives.worker import CLOSE_SECONDS
+from pipesgd.comm.thread import CLOSE_SECONDS
 from pipesgd.errors import NonFiniteGradientError, RunError, UserInputError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow
@@ -124,7 +124,7 @@ def _fail_to_construct(ranks: Ranks) -> tuple[list[int], list[int]]:
         raise UserInputError("refused")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipesgd.strategies.pipelined.make_exchange", refused)
+        patch.setattr("pipesgd.pipeline.pipelined.make_exchange", refused)
         for number in range(5):
             with pytest.raises(UserInputError, match="refused"):
                 _make(ranks)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipesgd import __version__
 from pipesgd.calibration.options import CalibrateConfig
-from pipesgd.command_line import CONFIG_HELP, HelpRequested, as_toml, parse, parse_as, version
+from pipesgd.cli import CONFIG_HELP, HelpRequested, as_toml, parse, parse_as, version
 from pipesgd.config import ALL_REDUCES, FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
 from pipesgd.errors import UserInputError
 

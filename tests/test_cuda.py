@@ -12,9 +12,9 @@ from torch import nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.collectives.worker import CommunicationThread
+from pipesgd.comm.thread import CommunicationThread
 from pipesgd.config import ALL_REDUCES, PREDICTIONS
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

@@ -13,12 +13,12 @@ from test_pipelined import fashion_mnist_batches, momentum_sgd, paper_mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.collectives.ring import ring_wire_bytes
+from pipesgd.baselines.ddp import Ddp
+from pipesgd.baselines.local import Local
+from pipesgd.comm.ring import ring_wire_bytes
 from pipesgd.errors import CommunicationError, DeadlineExceeded, NonFiniteGradientError, UserInputError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
-from pipesgd.strategies.ddp import Ddp
-from pipesgd.strategies.local import Local
 
 pytestmark = pytest.mark.slow
 

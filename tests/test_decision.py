@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from _plans import INSTANT, choose, cluster, prediction
 
-from pipesgd.command_line import parse
+from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
-from pipesgd.decision import space_of
 from pipesgd.errors import UserInputError
+from pipesgd.planning.choose import space_of
 from tests.timing_model._profiles import PROFILE, rates
+from timing_model.job import Question
 from timing_model.measured import CodecProfile, Estimate
 from timing_model.predict import predict
-from timing_model.question import Question
 
 EXPENSIVE = rates(1e-6)
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.collectives.base import Finish, leave
+from pipesgd.comm.base import Finish, leave
 from pipesgd.config import PREDICTIONS
-from pipesgd.exchanges.base import Exchange
-from pipesgd.exchanges.dense import DenseExchange
-from pipesgd.exchanges.powersgd import PowerSgdExchange
-from pipesgd.exchanges.topk import TopKExchange
-from pipesgd.gradients import FlatBuffer, on_device
-from pipesgd.launch import Ranks
+from pipesgd.flat_buffer import FlatBuffer, on_device
+from pipesgd.ranks import Ranks
+from pipesgd.reducers.base import Exchange
+from pipesgd.reducers.dense import DenseExchange
+from pipesgd.reducers.powersgd import PowerSgdExchange
+from pipesgd.reducers.topk import TopKExchange
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from experiments.quotes import QUOTE
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.config import TrainConfig
 from timing_model.cli import COMMANDS
-from timing_model.profile import FORMAT
+from timing_model.cluster_profile import FORMAT
 from timing_model.words import Parser
 
 pytestmark = pytest.mark.slow

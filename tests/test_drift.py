@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from _plans import prediction
 
-from pipesgd.drift import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift
+from pipesgd.planning.drift import SETTLING, TOLERANCE, WINDOW, WINDOWS, Drift
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1.01, "slower"), (0.99, "faster")])

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pipesgd import ending, launch
+import pipesgd.exit
 from pipesgd.errors import PeerFailed, RunError
-from pipesgd.launch import Ranks
+from pipesgd.membership.watcher import report_key
+from pipesgd.ranks import Ranks
 from pipesgd.train import report_failure
-from pipesgd.watcher import report_key
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ def test_the_first_signal_says_how_a_rank_ends(
 ) -> None:
     script = f"""
         import os, signal
-        from pipesgd.ending import run_and_exit
+        from pipesgd.exit import run_and_exit
 
         def command(words, ranks, console):
             try:
@@ -55,7 +55,7 @@ def test_a_rank_whose_terminal_is_gone_says_its_error_and_ends(tmp_path: Path) -
     script = """
         import io, sys, threading
         from rich.console import Console
-        from pipesgd import ending
+        import pipesgd.exit
         from pipesgd.errors import PeerFailed
 
         class Gone(io.StringIO):
@@ -69,10 +69,10 @@ def test_a_rank_whose_terminal_is_gone_says_its_error_and_ends(tmp_path: Path) -
             error = PeerFailed(rank=0, peer=1, operation="all-reduce", reason="rank 1: died")
             sys.stdout = Gone()
             screen = Console(file=Gone(), force_terminal=True)
-            threading.Thread(target=ending._end, args=(error, ranks, screen)).start()
+            threading.Thread(target=pipesgd.exit._end, args=(error, ranks, screen)).start()
             threading.Event().wait()
 
-        ending.run_and_exit(command, [])
+        pipesgd.exit.run_and_exit(command, [])
     """
     code, said = _run(script, tmp_path)
     assert (code, said.count("rank 1 has failed: rank 1: died"), "Traceback" in said) == (1, 1, False)
@@ -80,14 +80,15 @@ def test_a_rank_whose_terminal_is_gone_says_its_error_and_ends(tmp_path: Path) -
 
 def test_a_rank_does_not_wait_for_ever_for_the_thread_that_ends_it(tmp_path: Path) -> None:
     script = """
-        from pipesgd import ending, process
+        import pipesgd.exit
+        from pipesgd import process
 
         def command(words, ranks, console):
             process.claim_the_end()
             raise KeyError("the thread that claimed the end is gone")
 
-        ending.END_SECONDS = 0.1
-        ending.run_and_exit(command, [])
+        pipesgd.exit.END_SECONDS = 0.1
+        pipesgd.exit.run_and_exit(command, [])
     """
     assert _run(script, tmp_path) == (1, "")
 
@@ -109,11 +110,11 @@ def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest
     """A parameter server on a rank of its own ends so when its workers are told to stop."""
     store = dist.HashStore()
     server, worker = (Ranks(rank=rank, world_size=2, store=store) for rank in (1, 0))
-    monkeypatch.setattr(launch, "join", lambda: server)
-    monkeypatch.setattr(ending, "begin", lambda: None)  # this process is pytest's
+    monkeypatch.setattr("pipesgd.exit.join", lambda: server)
+    monkeypatch.setattr("pipesgd.exit.begin", lambda: None)  # this process is pytest's
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    assert ending._run(lambda words, ranks, console: None, [], ending._Signals()) == 0
-    monkeypatch.setattr(launch, "SPEECH_SECONDS", 1000.0)
+    assert pipesgd.exit._run(lambda words, ranks, console: None, [], pipesgd.exit._Signals()) == 0
+    monkeypatch.setattr("pipesgd.ranks.SPEECH_SECONDS", 1000.0)
     worker.wait_until_all_have_spoken()
 
 
@@ -121,7 +122,7 @@ def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest
     ("failure", "reason"),
     [
         (
-            ending.Terminated(),
+            pipesgd.exit.Terminated(),
             "rank 1: told to stop (SIGTERM) in iteration 7: another rank has failed, or somebody has stopped the job",
         ),
         (KeyboardInterrupt(), "rank 1: interrupted by Ctrl-C in iteration 7"),

@@ -7,12 +7,12 @@ import torch
 from _ranks import run_ranks
 from torch.nn.functional import cross_entropy
 
-from pipesgd.evaluation import Evaluation, evaluate
-from pipesgd.launch import Ranks
-from pipesgd.strategies.local import Local
-from pipesgd.workloads import build_model
-from pipesgd.workloads.samples import BatchedDataset, InMemoryImages, PixelScale
-from pipesgd.workloads.text import TextWindows
+from pipesgd.baselines.local import Local
+from pipesgd.data import build_model
+from pipesgd.data.samples import BatchedDataset, InMemoryImages, PixelScale
+from pipesgd.data.text import TextWindows
+from pipesgd.ranks import Ranks
+from pipesgd.run.evaluation import Evaluation, evaluate
 
 
 def images(samples: int) -> BatchedDataset:

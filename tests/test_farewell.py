@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pipesgd.farewell import Farewell
+from pipesgd.membership.farewell import Farewell
 
 
 def opened(start: int = 0, members: int = 3) -> Farewell:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipesgd.gradients import FlatBuffer, all_finite, give_gradients, pack_gradients, take_mean
+from pipesgd.flat_buffer import FlatBuffer, all_finite, give_gradients, pack_gradients, take_mean
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipesgd import Pipelined
-from pipesgd.guard import FACTOR, SETTLE, SYNCHRONOUS_ITERATIONS, Guard
-from pipesgd.launch import Ranks
+from pipesgd.pipeline.divergence_guard import FACTOR, SETTLE, SYNCHRONOUS_ITERATIONS, Guard
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow

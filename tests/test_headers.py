@@ -11,10 +11,10 @@ from _ranks import run_ranks
 from torch import nn
 
 from pipesgd import Pipelined
-from pipesgd.collectives.headers import Headers
+from pipesgd.comm.headers import Headers
 from pipesgd.config import ALL_REDUCES
 from pipesgd.errors import CommunicationError, OutOfStepError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipesgd.heartbeat import LEFT, Beat, Liveness, News, Patience, Standing, no_word_from
+from pipesgd.membership.heartbeat import LEFT, Beat, Liveness, News, Patience, Standing, no_word_from
 
 
 def beat(count: int, phase: str = "compute", *, waiting: bool = False, seconds: float = 0.0) -> Beat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 from pathlib import Path
 from types import ModuleType
@@ -13,57 +14,26 @@ from conftest import REPOSITORY
 import pipesgd
 import timing_model
 
-LAYERS = [
-    {"errors", "process"},
-    {"checks"},
-    {"codecs.options"},
-    {"clipping"},
-    {"config", "muon", "store", "farewell"},
-    {"heartbeat"},
-    {"watcher"},
-    {"command_line", "collectives.schedule", "workloads", "launch", "codecs.kernels"},
-    {"gradients", "hyperparameters", "loss_scale", "guard", "agreement", "replicas"},
-    {"optimizer_copy"},
-    {"prediction", "same_bits"},
-    {
-        *("collectives.base", "collectives.transport", "codecs.base", "codecs.keys"),
-        *("collectives.ring", "collectives.halving_doubling", "collectives.recursive_doubling"),
-        *("collectives.all_to_all", "collectives.hierarchical"),
-    },
-    {"codecs"},
-    {"collectives.scheduled", "collectives.native", "collectives.pinned", "collectives.worker", "collectives.headers"},
-    {"collectives.make", "strategies.base", "strategies.staleness"},
-    {"exchanges"},
-    {"strategies.replication", "strategies.sameness"},
-    {"strategies.meetings", "strategies.server_messages", "strategies.shard_layout"},
-    {"strategies.shard_state"},
-    {"strategies.shard", "strategies.late_updates"},
-    {"strategies.server"},
-    {"strategies.server_stubs"},
-    {"strategies.pipelined", "strategies.ddp", "strategies.local", "strategies.parameter_server"},
-    {"strategies.make"},
-    {"files"},
-    {"checkpoint_files", "checkpoint_folder", "event_file", "folder_lock"},
-    {"checkpoint", "metrics", "trace", "evaluation", "optimization", "state", "output"},
-    {"progress", "computation", "swap"},
-    {"calibration"},
-    {"decision"},
-    {"planning", "drift"},
-    {"ending", "summary"},
-    {"train", "calibrate", "__main__"},
+FLOORS = [
+    {"errors", "checks", "process"},
+    {"config", "codecs", "membership", "ranks", "comm", "flat_buffer", "replicas", "data"},
+    {"strategy", "reducers", "optim"},
+    {"pipeline", "baselines"},
+    {"strategies", "run", "calibration", "planning"},
+    {"cli", "exit", "train", "calibrate", "__main__"},
 ]
-"""From the bottom up: a module imports from layers below its own, or from its own package."""
+"""Rooms of pipesgd/, from the ground up: one imports from its own floor and from those below, and never in a circle."""
 
-MAY_NAME_THE_TIMING_MODEL = {"calibration.profile", "decision"}
+MAY_NAME_THE_TIMING_MODEL = {"calibration.fit_cluster", "planning.choose"}
 """What the trainer knows of the timing model: what it measures for it, and what it leaves to it."""
 
 MAY_NAME_TORCH_DISTRIBUTED = {
-    "store",
-    "watcher",
-    "launch",
-    "collectives.transport",
-    "collectives.native",
-    "strategies.ddp",
+    "membership.store",
+    "membership.watcher",
+    "ranks",
+    "comm.transport",
+    "comm.native",
+    "baselines.ddp",
 }
 
 
@@ -87,26 +57,34 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def layer(module: str) -> int:
-    parts = module.split(".")
-    prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]  # the nearest package counts
-    return next(index for name in prefixes for index, names in enumerate(LAYERS) if name in names)
+def room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def floor(module: str) -> int:
+    return next(index for index, rooms in enumerate(FLOORS) if room(module) in rooms)
+
+
+def ours(module: str) -> set[str]:
+    """The modules of pipesgd that this one imports."""
+    names = {name.removeprefix("pipesgd.") for name in imported(modules("pipesgd")[module])}
+    return names & modules("pipesgd").keys() - {module}
 
 
 @pytest.mark.parametrize("module", modules("pipesgd"))
-def test_a_module_imports_from_below_only(module: str) -> None:
-    path = modules("pipesgd")[module]
-    ours = {name.removeprefix("pipesgd.") for name in imported(path) if name.startswith("pipesgd.")}
-    for other in ours & modules("pipesgd").keys():
-        same_package = other.split(".")[0] == module.split(".")[0] and "." in module
-        assert layer(other) < layer(module) or (same_package and layer(other) == layer(module)), other
-    names_torch_distributed = any(name.startswith("torch.distributed") for name in imported(path))
+def test_a_module_imports_from_its_own_floor_and_below(module: str) -> None:
+    assert {other for other in ours(module) if floor(other) > floor(module)} == set()
+    names_torch_distributed = any(name.startswith("torch.distributed") for name in imported(modules("pipesgd")[module]))
     assert not names_torch_distributed or module in MAY_NAME_TORCH_DISTRIBUTED
 
 
-def test_every_module_has_its_layer() -> None:
-    for module in modules("pipesgd"):
-        layer(module)
+def test_neither_rooms_nor_modules_import_in_a_circle() -> None:
+    graph = {module: ours(module) for module in modules("pipesgd")}
+    rooms: dict[str, set[str]] = {room(module): set() for module in graph}
+    for module, others in graph.items():
+        rooms[room(module)] |= {room(other) for other in others} - {room(module)}
+    for arrows in (graph, rooms):
+        assert list(graphlib.TopologicalSorter(arrows).static_order())  # CycleError names a circle
 
 
 @pytest.mark.parametrize("module", modules("timing_model"))

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from _ranks import run_ranks
 
-from pipesgd import launch
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks, current, join, network_address
 
 pytestmark = pytest.mark.slow
 
@@ -108,11 +107,11 @@ def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserInputError, match="got RANK without WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
-        launch.join()
+        join()
 
 
 def test_without_torchrun_there_is_one_rank() -> None:
-    ranks = launch.join()
+    ranks = join()
     assert (ranks.rank, ranks.world_size, ranks.by_torchrun) == (0, 1, False)
     assert ranks.exchange("a value", "x") == ["x"]
 
@@ -139,20 +138,20 @@ def test_some_of_the_ranks_exchange_among_themselves_and_hear_of_the_others_fail
 
 def test_the_network_address_is_that_of_the_interface_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    assert launch.network_address() == "127.0.0.1 (lo)"
+    assert network_address() == "127.0.0.1 (lo)"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    assert launch.network_address() == "no address (eth77)"
+    assert network_address() == "no address (eth77)"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
-    assert launch.network_address() == "127.0.0.1 (lo)"
+    assert network_address() == "127.0.0.1 (lo)"
     monkeypatch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
-    assert launch.network_address() == "127.0.0.1 (lo)"  # as gloo does
+    assert network_address() == "127.0.0.1 (lo)"  # as gloo does
 
 
 def _place_in_a_group_of_the_users_own(ranks: Ranks, per_node: int, started: int) -> tuple[int, int] | str:
     os.environ.update(RANK=str(ranks.rank), WORLD_SIZE=str(started))
     os.environ.update(LOCAL_RANK=str(ranks.rank % per_node), LOCAL_WORLD_SIZE=str(per_node))
-    found = launch.current(ranks.timeout)
+    found = current(ranks.timeout)
     try:
         return found.local_rank, found.per_node()
     except UserInputError as error:

@@ -16,15 +16,15 @@ from test_train import succeed
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
-from pipesgd.command_line import parse
-from pipesgd.computation import forward_backward
+from pipesgd.baselines.ddp import Ddp
+from pipesgd.baselines.local import Local
+from pipesgd.cli import parse
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.loss_scale import LossScale
+from pipesgd.optim.loss_scale import LossScale
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
-from pipesgd.strategies.base import Strategy
-from pipesgd.strategies.ddp import Ddp
-from pipesgd.strategies.local import Local
+from pipesgd.run.forward_backward import forward_backward
+from pipesgd.strategy import Strategy
 
 pytestmark = pytest.mark.slow
 

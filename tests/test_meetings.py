@@ -11,12 +11,8 @@ import torch
 from _memory_transport import MemoryTransport, Network
 from torch import Tensor, nn
 
-from pipesgd.errors import CommunicationError, DeadlineExceeded
-from pipesgd.gradients import FlatBuffer
-from pipesgd.hyperparameters import as_numbers
-from pipesgd.strategies.meetings import Meetings
-from pipesgd.strategies.server import Links, WorkerThread
-from pipesgd.strategies.server_messages import (
+from pipesgd.baselines.parameter_server.meetings import Meetings
+from pipesgd.baselines.parameter_server.messages import (
     MOST_COUNTED,
     REPLY_NUMBERS,
     REQUEST_NUMBERS,
@@ -24,8 +20,12 @@ from pipesgd.strategies.server_messages import (
     Request,
     RequestMessage,
 )
-from pipesgd.strategies.shard import Shard
-from pipesgd.strategies.shard_layout import ShardLayout
+from pipesgd.baselines.parameter_server.server import Links, WorkerThread
+from pipesgd.baselines.parameter_server.shard import Shard
+from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
+from pipesgd.errors import CommunicationError, DeadlineExceeded
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.optim.hyperparameters import as_numbers
 
 
 def test_a_worker_whose_gradients_keep_arriving_is_not_silent_however_long_another_waits() -> None:

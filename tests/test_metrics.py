@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipesgd.files import Appender
-from pipesgd.launch import join
-from pipesgd.metrics import IterationMetrics, MetricsWriter, hidden_share, read_metrics, statistics, step_seconds
-from pipesgd.strategies.base import Span, StepReport
-from pipesgd.trace import Trace, chrome_events
+from pipesgd.ranks import join
+from pipesgd.run.files import Appender
+from pipesgd.run.metrics import IterationMetrics, MetricsWriter, hidden_share, read_metrics, statistics, step_seconds
+from pipesgd.run.trace import Trace, chrome_events
+from pipesgd.strategy import Span, StepReport
 
 
 def metrics(iteration: int, loss: float = 1.5, test_loss: float | None = None) -> IterationMetrics:

@@ -15,10 +15,10 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipesgd.config import OPTIMIZERS, SCHEDULES, OptimizationConfig
+from pipesgd.data import build_model
 from pipesgd.errors import UserInputError
-from pipesgd.muon import MuonWithAdamW, hidden_matrices
-from pipesgd.optimization import build_optimizer, build_schedule
-from pipesgd.workloads import build_model
+from pipesgd.optim.build import build_optimizer, build_schedule
+from pipesgd.optim.muon import MuonWithAdamW, hidden_matrices
 
 ITERATIONS = 6
 

@@ -17,13 +17,13 @@ import pytest
 import torch.distributed as dist
 from _rank_threads import run_rank_threads
 
-from pipesgd import output
-from pipesgd.command_line import parse
+from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
 from pipesgd.errors import CheckpointError, UserInputError
-from pipesgd.files import write_text_atomically
-from pipesgd.launch import Ranks
-from pipesgd.output import earlier_run, take_folder
+from pipesgd.ranks import Ranks
+from pipesgd.run import output
+from pipesgd.run.files import write_text_atomically
+from pipesgd.run.output import earlier_run, take_folder
 
 
 def _take(ranks: Ranks, config: TrainConfig) -> Any:

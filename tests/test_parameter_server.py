@@ -18,12 +18,12 @@ from _ranks import RankFailed, run_ranks
 from _reference import pipe_sgd
 from torch import Tensor, nn
 
+from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
+from pipesgd.baselines.parameter_server.strategy import ParameterServers, serve_shard
 from pipesgd.errors import CommunicationError, DeadlineExceeded, NonFiniteGradientError, UserInputError
-from pipesgd.gradients import FlatBuffer
-from pipesgd.launch import Ranks
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
-from pipesgd.strategies.parameter_server import ParameterServers, serve_shard
-from pipesgd.strategies.shard_layout import ShardLayout
 
 pytestmark = pytest.mark.slow
 

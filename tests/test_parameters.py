@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
-from pipesgd.exchanges.make import check_exchange
-from pipesgd.exchanges.powersgd import PowerSgdExchange
-from pipesgd.gradients import FlatBuffer
-from pipesgd.launch import Ranks
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.ranks import Ranks
+from pipesgd.reducers.make import check_exchange
+from pipesgd.reducers.powersgd import PowerSgdExchange
 
 pytestmark = pytest.mark.slow
 

@@ -10,14 +10,14 @@ from _ranks import run_ranks
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
+from pipesgd.baselines.ddp import Ddp
+from pipesgd.baselines.local import Local
+from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import DisagreementError, OutOfStepError, UserInputError
-from pipesgd.gradients import rearranged
-from pipesgd.launch import Ranks
+from pipesgd.flat_buffer import rearranged
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
-from pipesgd.strategies.ddp import Ddp
-from pipesgd.strategies.local import Local
-from pipesgd.strategies.parameter_server import ParameterServers
 
 pytestmark = pytest.mark.slow
 

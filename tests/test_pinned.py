@@ -9,8 +9,8 @@ from test_all_reduces import ALGORITHMS, options
 
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS
-from pipesgd.collectives.pinned import PinnedTransport
-from pipesgd.collectives.scheduled import ScheduledAllReduce
+from pipesgd.comm.pinned import PinnedTransport
+from pipesgd.comm.scheduled import ScheduledAllReduce
 
 WORLD_SIZE = 6
 SIZES = (1000, 17, 1000)

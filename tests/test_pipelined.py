@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd import Pipelined, gradients
+from pipesgd import Pipelined, flat_buffer
+from pipesgd.data import ShardedBatches, build_model, load_dataset
 from pipesgd.errors import NonFiniteGradientError, UserInputError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
-from pipesgd.workloads import ShardedBatches, build_model, load_dataset
 
 pytestmark = pytest.mark.slow
 
@@ -430,11 +430,11 @@ def test_gradients_that_are_not_kept_are_looked_at_beside_the_computation(
     """The caller's thread made one more pass over all gradients in every step."""
     threads = []
 
-    def all_finite(buffer: gradients.FlatBuffer) -> bool:
+    def all_finite(buffer: flat_buffer.FlatBuffer) -> bool:
         threads.append(threading.current_thread().name)
-        return gradients.all_finite(buffer)
+        return flat_buffer.all_finite(buffer)
 
-    monkeypatch.setattr("pipesgd.strategies.pipelined.all_finite", all_finite)
+    monkeypatch.setattr("pipesgd.pipeline.pipelined.all_finite", all_finite)
     model = torch.nn.Linear(1, 1)
     with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), prediction=prediction) as pipeline:
         model(torch.ones(1, 1)).sum().backward()

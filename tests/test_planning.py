@@ -13,13 +13,13 @@ import pytest
 from _plans import AUTOS, INSTANT, SLOW, SMALL, cluster
 from _ranks import run_ranks
 
-from pipesgd import planning
-from pipesgd.command_line import as_toml, parse
+from pipesgd.cli import as_toml, parse
 from pipesgd.config import AUTO_OPTIONS
-from pipesgd.drift import SETTLING, WINDOW, WINDOWS
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import screen
+from pipesgd.planning import agree
+from pipesgd.planning.drift import SETTLING, WINDOW, WINDOWS
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import screen
 from pipesgd.train import train
 from timing_model import LinkParams
 
@@ -79,7 +79,7 @@ def test_what_is_auto_is_said_on_the_command_line_or_in_a_file_and_printed_so(tm
 
 def _train(ranks: Ranks, words_of_ranks: list[str]) -> tuple[str, str]:
     """(text of the error, stdout) of one run, whose own calibration is short."""
-    planning.CALIBRATION_SECONDS = 1.0
+    agree.CALIBRATION_SECONDS = 1.0
     words = words_of_ranks[min(ranks.rank, len(words_of_ranks) - 1)]
     out = io.StringIO()
     with contextlib.redirect_stderr(io.StringIO()):

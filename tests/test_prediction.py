@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from experiments.simulation import SimulatedRanks
 from pipesgd import Pipelined
-from pipesgd.agreement import COMPARED_DIGITS, compare
-from pipesgd.clipping import Clipping
 from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
+from pipesgd.optim.clipping import Clipping
+from pipesgd.pipeline.agreement import COMPARED_DIGITS, compare
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow

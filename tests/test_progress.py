@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from pipesgd.metrics import IterationMetrics
-from pipesgd.progress import ProgressBar
+from pipesgd.run.console import ProgressBar
+from pipesgd.run.metrics import IterationMetrics
 
 
 def last_frame(width: int) -> str:

@@ -16,12 +16,12 @@ from _ranks import run_ranks
 from torch import nn
 
 from pipesgd import Pipelined
-from pipesgd.clipping import Clipping
 from pipesgd.errors import DisagreementError
-from pipesgd.launch import Ranks
-from pipesgd.muon import MuonWithAdamW
+from pipesgd.optim.clipping import Clipping
+from pipesgd.optim.muon import MuonWithAdamW
+from pipesgd.pipeline.same_bits import _common_capability, bits_of_updates
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
-from pipesgd.same_bits import _common_capability, bits_of_updates
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from torch import nn
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import DisagreementError
-from pipesgd.launch import Ranks
-from pipesgd.strategies.sameness import plain
+from pipesgd.pipeline.sameness import plain
+from pipesgd.ranks import Ranks
 
 PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     "codec": (({"codec": "bf16"}, {"codec": "fp16"}), "codec must be the same on all ranks; got 'bf16' on rank 0"),

@@ -23,19 +23,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from pipesgd import Pipelined
-from pipesgd.clipping import Clipping
-from pipesgd.command_line import parse
-from pipesgd.computation import forward_backward
+from pipesgd.baselines.ddp import Ddp
+from pipesgd.baselines.local import Local
+from pipesgd.baselines.parameter_server.strategy import ParameterServers
+from pipesgd.cli import parse
 from pipesgd.config import BUFFERS
+from pipesgd.data import evaluation_batches
+from pipesgd.data.samples import InMemoryImages, PixelScale
 from pipesgd.errors import UserInputError
-from pipesgd.evaluation import evaluate, mean, sums
-from pipesgd.launch import Ranks
-from pipesgd.strategies.base import Strategy
-from pipesgd.strategies.ddp import Ddp
-from pipesgd.strategies.local import Local
-from pipesgd.strategies.parameter_server import ParameterServers
-from pipesgd.workloads import evaluation_batches
-from pipesgd.workloads.samples import InMemoryImages, PixelScale
+from pipesgd.optim.clipping import Clipping
+from pipesgd.ranks import Ranks
+from pipesgd.run.evaluation import evaluate, mean, sums
+from pipesgd.run.forward_backward import forward_backward
+from pipesgd.strategy import Strategy
 
 pytestmark = pytest.mark.slow
 

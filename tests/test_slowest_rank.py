@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipesgd.metrics import slowest_rank
+from pipesgd.run.metrics import slowest_rank
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipesgd.strategies.staleness import Clocks
+from pipesgd.baselines.parameter_server.clocks import Clocks
 
 
 class Workers(RuleBasedStateMachine):

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from pipesgd.calibrate import calibrate
 from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementError
-from pipesgd.launch import Ranks, Standing, check_same_options
-from pipesgd.store import BoundedStore, StoreSilent, address
+from pipesgd.membership.store import BoundedStore, StoreSilent, address
+from pipesgd.ranks import Ranks, Standing, check_same_options
 from pipesgd.train import train
 
 

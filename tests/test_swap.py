@@ -10,10 +10,10 @@ import torch
 from _ranks import run_ranks
 from torch import Tensor, nn
 
-from pipesgd.launch import Ranks
-from pipesgd.state import RunState
-from pipesgd.strategies.pipelined import Pipelined
-from pipesgd.swap import swap_strategy
+from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.planning.swap import swap_strategy
+from pipesgd.ranks import Ranks
+from pipesgd.run.state import RunState
 
 pytestmark = pytest.mark.slow
 

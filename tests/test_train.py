@@ -18,11 +18,11 @@ import torch
 from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
 
-from pipesgd.collectives.scheduled import ScheduledAllReduce
+from pipesgd.comm.scheduled import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, RunError, UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.output import TAKEN
-from pipesgd.progress import screen
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import screen
+from pipesgd.run.output import TAKEN
 from pipesgd.train import train
 
 pytestmark = pytest.mark.slow

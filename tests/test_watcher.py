@@ -16,12 +16,13 @@ import torch.distributed as dist
 from _ranks import run_ranks
 from _waiting import wait_until
 
-from pipesgd import Pipelined, heartbeat, process, watcher
+from pipesgd import Pipelined, process
 from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed, StoppedBySignal
-from pipesgd.exchanges import make
-from pipesgd.farewell import Farewell
-from pipesgd.heartbeat import LEFT, Beat, Standing
-from pipesgd.launch import Ranks
+from pipesgd.membership import heartbeat, watcher
+from pipesgd.membership.farewell import Farewell
+from pipesgd.membership.heartbeat import LEFT, Beat, Standing
+from pipesgd.ranks import Ranks
+from pipesgd.reducers import make
 
 pytestmark = pytest.mark.slow
 
@@ -301,7 +302,7 @@ def test_a_store_that_hangs_is_an_error_at_the_deadline_and_the_end_does_not_wai
 def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a_rank_that_does_not_is_not(
     watching: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipesgd.launch.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("pipesgd.ranks.LOOK_SECONDS", 0.05)
     job = watching(2)
     job.watch(0, 1)
     done = threading.Event()
@@ -325,8 +326,8 @@ def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a
 def test_a_slow_checkpoint_may_take_longer_than_the_timeout_and_a_rank_that_hangs_there_may_not_take_for_ever(
     watching: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipesgd.launch.LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("pipesgd.launch.LONGEST_PHASE", 4.0)
+    monkeypatch.setattr("pipesgd.ranks.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("pipesgd.ranks.LONGEST_PHASE", 4.0)
     job = watching(2)
     job.watch(0, 1)
 

@@ -12,9 +12,9 @@ from _ranks import run_ranks
 from torch import nn
 
 from pipesgd import Pipelined
-from pipesgd.collectives.worker import CommunicationThread
+from pipesgd.comm.thread import CommunicationThread
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

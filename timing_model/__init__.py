@@ -1,7 +1,7 @@
 """The analytical timing model: what a job will cost. numpy only; knows neither torch nor pipesgd."""
 
 from timing_model.all_reduce import ALL_REDUCES, CollectiveTime, all_reduce_time, gather_time
-from timing_model.collectives import ring_all_reduce_bytes, ring_all_reduce_time
+from timing_model.collective_time import ring_all_reduce_bytes, ring_all_reduce_time
 from timing_model.iteration import (
     IterationTime,
     ddp_buckets,
@@ -11,8 +11,8 @@ from timing_model.iteration import (
     server_iteration_time,
 )
 from timing_model.jitter import expected_maximum, steady_state_bound, steady_state_period
+from timing_model.parameter_server import parameter_server_time
 from timing_model.params import CodecCost, ComputeTimes, LinkParams, Noise, uncompressed
-from timing_model.servers import parameter_server_time
 from timing_model.simulate import simulate_iterations
 
 __version__ = "0.1.0.dev0"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from timing_model.choices import TIE, Choice
+from timing_model.cluster_profile import UNCOMPRESSED
+from timing_model.job import Question
 from timing_model.plan import Plan
-from timing_model.profile import UNCOMPRESSED
-from timing_model.question import Question
 from timing_model.units import format_seconds
 
 HIDDEN = 0.01

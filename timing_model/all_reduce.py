@@ -11,9 +11,9 @@ from typing import NamedTuple
 from timing_model import critical_path, schedules
 from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.critical_path import SegmentCosts
-from timing_model.messages import Network, simulate_messages, tasks_of
-from timing_model.native import native_all_reduce_time
+from timing_model.gloo import native_all_reduce_time
 from timing_model.params import CodecCost, LinkParams, uncompressed
+from timing_model.simulate_messages import Network, simulate_messages, tasks_of
 
 SEGMENT_BYTES = 1 << 20
 """Most that a message has, unless told otherwise: ``--segment-bytes``."""
@@ -155,7 +155,7 @@ def gather_time(
 
     n is ``numel``, k_e and k_a are ``codec.encode`` (choosing) and ``codec.add`` (one rank's part, per value of the
     whole), w the transfer of a part; parts of several segments overlap in latency. It grows with p. Nothing is
-    encoded anew on the way, and parts are added when all are there (``pipesgd/exchanges/topk.py``). One rank chooses
+    encoded anew on the way, and parts are added when all are there (``pipesgd/reducers/topk.py``). One rank chooses
     and adds, too, but sends nothing.
 
     Raises ``ValueError`` if a value is out of range.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from timing_model.costs import Costs
-from timing_model.question import Question
+from timing_model.job import Question
 from timing_model.traffic import traffic
 
 

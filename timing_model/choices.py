@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES, CollectiveTime
 from timing_model.checks import check_count, check_one_of
+from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.iteration import IterationTime
+from timing_model.job import STRATEGIES, Question
 from timing_model.presets import CODECS
-from timing_model.profile import UNCOMPRESSED, Profile
-from timing_model.question import STRATEGIES, Question
 
 TIE = 0.03
 """Configurations that are nearer than this to the fastest one are as fast: the simplest of them is chosen. So a width,

@@ -25,16 +25,16 @@ from timing_model.choices import (
     Space,
     all_codecs,
 )
+from timing_model.cluster_profile import Profile
 from timing_model.costs import costs_of, iteration_time
-from timing_model.fit import fit, fit_text
+from timing_model.job import STRATEGIES
 from timing_model.options import add_configuration, add_job, add_nodes, add_output, base_of, question_of
 from timing_model.plan import plan
 from timing_model.plots import check_plot, plot_parts, save_plot
 from timing_model.predict import Answer, predict
-from timing_model.profile import Profile
-from timing_model.question import STRATEGIES
-from timing_model.rehearsal import plot_rehearsal, rehearse
+from timing_model.refit import fit, fit_text
 from timing_model.report import answer_text, job_line, plan_text
+from timing_model.simulate_job import plot_rehearsal, rehearse
 from timing_model.words import Parser, whole
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.costs import costs_of, iteration_time
-from timing_model.question import Question, support_of
+from timing_model.job import Question, support_of
 from timing_model.search import Search
 
 REFERENCES = ("ddp", "ps-sync")

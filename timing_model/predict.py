@@ -11,7 +11,7 @@ from timing_model.all_reduce import CollectiveTime
 from timing_model.costs import Costs, correction_of, costs_of, estimates_of, iteration_time
 from timing_model.iteration import IterationTime, job_time
 from timing_model.jitter import lasting_period
-from timing_model.question import OUTSIDE, Question, Support, support_of
+from timing_model.job import OUTSIDE, Question, Support, support_of
 
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
 LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER)

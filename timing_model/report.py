@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from timing_model.advice import advice, describe, ratio, reason, words_for_training
 from timing_model.choices import TIE, Choice
+from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Question, Support
 from timing_model.plan import Plan
 from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
-from timing_model.question import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Question, Support
 from timing_model.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 BAR = 30

@@ -11,10 +11,10 @@ from timing_model.all_reduce import SEGMENT_BYTES, CollectiveTime, chunks_of, se
 from timing_model.bounds import least_collective_time
 from timing_model.checks import check_at_least, check_one_of
 from timing_model.choices import TIE, Choice, Space, simplicity
+from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import collective_time, costs_of, pipelined_time
 from timing_model.iteration import IterationTime
-from timing_model.profile import UNCOMPRESSED
-from timing_model.question import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Question, support_of
+from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Question, support_of
 
 LARGEST_MEETING = 32
 """Ranks up to which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and it

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from timing_model.job import Question
 from timing_model.params import CodecCost
-from timing_model.question import Question
 
 
 class Traffic(NamedTuple):

@@ -28,8 +28,8 @@ from experiments.kept_runs import KeptRuns
 from experiments.results import save
 from experiments.testbed import Link, Testbed
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 STATE = Path("runs/faults.json")
 """Below the folder that the command is started in, as pipesgd.train has it."""

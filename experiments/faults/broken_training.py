@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipesgd.ending import run_and_exit
+from pipesgd.exit import run_and_exit
 
 FAULT, AT = os.environ["FAULT"], int(os.environ.get("AT", "0"))
 CHOSEN = os.environ["WHO"] == os.environ["RANK"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from experiments.faults.stage import START_SECONDS, Job, Stage
 from pipesgd.errors import RunError
-from pipesgd.output import CHECKPOINTS
+from pipesgd.run.output import CHECKPOINTS
 
 Play = Callable[[Stage], None]
 Harm = Callable[[Stage, Job], None]

@@ -21,7 +21,7 @@ from experiments.faults.outcome import Observation
 from experiments.results import REPOSITORY
 from experiments.testbed import Testbed
 from pipesgd.errors import RunError
-from pipesgd.output import CHECKPOINTS, METRICS_FILE
+from pipesgd.run.output import CHECKPOINTS, METRICS_FILE
 
 START_SECONDS = 150.0
 """A job must be under way within this; starting takes some seconds, on a busy machine many."""

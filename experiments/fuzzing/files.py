@@ -26,17 +26,18 @@ from torch import nn
 from experiments.fuzzing.cases import Target, absurd_number
 from experiments.fuzzing.mutations import NASTY_JSON, damaged, damaged_text, nested
 from experiments.fuzzing.words import try_timing_model
-from pipesgd import launch, output
-from pipesgd.checkpoint import Checkpoints
+from pipesgd.baselines.local import Local
 from pipesgd.config import TrainConfig
+from pipesgd.data.binary_files import read_cifar100, read_idx
+from pipesgd.data.image_folder import ImageFolder
+from pipesgd.data.samples import PixelScale
 from pipesgd.errors import DatasetError, PipesgdError
-from pipesgd.metrics import SECONDS, read_metrics
-from pipesgd.state import RunState
-from pipesgd.strategies.local import Local
-from pipesgd.workloads.binary_files import read_cifar100, read_idx
-from pipesgd.workloads.image_folder import ImageFolder
-from pipesgd.workloads.samples import PixelScale
-from timing_model.profile import (
+from pipesgd.ranks import alone
+from pipesgd.run import output
+from pipesgd.run.checkpoint import Checkpoints
+from pipesgd.run.metrics import SECONDS, read_metrics
+from pipesgd.run.state import RunState
+from timing_model.cluster_profile import (
     Calibrated,
     CodecProfile,
     CodecRates,
@@ -165,7 +166,7 @@ def run_state() -> RunState:
 def whole_checkpoints(folder: Path) -> Path:
     """A folder with checkpoints of iterations 10 and 20."""
     place = folder / "whole-checkpoints"
-    checkpoints = Checkpoints(place, launch.alone(), keep=100)
+    checkpoints = Checkpoints(place, alone(), keep=100)
     for iteration in (10, 20):
         checkpoints.save(iteration, *run_state().snapshot(1.5))
     return place
@@ -200,7 +201,7 @@ def try_checkpoint(case: tuple[Path, bool], folder: Path) -> str | None:
     """Find the newest one; the older one is whole."""
     place, forged = case
     with contextlib.redirect_stderr(io.StringIO()):
-        found = Checkpoints(place, launch.alone(), keep=100).load_newest(run_state().what_is_wrong_with)
+        found = Checkpoints(place, alone(), keep=100).load_newest(run_state().what_is_wrong_with)
     if (folder / "ran").exists():
         (folder / "ran").unlink()
         return "a crafted pickle was run"
@@ -240,10 +241,10 @@ def try_run(case: Path, folder: Path) -> str | None:
     """Read it as a run does that continues."""
     config = TrainConfig()
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, output=case, resume=True))
-    earlier = output.earlier_run(config, launch.alone())
+    earlier = output.earlier_run(config, alone())
     if earlier is None:
         return None
-    output.take_folder(config, launch.alone())
+    output.take_folder(config, alone())
     if not isinstance(earlier["options"], dict):
         return "options that are no table were accepted"
     size = earlier["world_size"]

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from experiments.fuzzing.cases import Target, absurd_number
 from experiments.fuzzing.mutations import NASTY_JSON, damaged
+from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage
+from pipesgd.baselines.parameter_server.shard import Shard
+from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
+from pipesgd.baselines.parameter_server.shard_state import unpack_state
 from pipesgd.errors import PipesgdError
-from pipesgd.gradients import FlatBuffer
-from pipesgd.hyperparameters import as_numbers
-from pipesgd.launch import Ranks, check_same_options
-from pipesgd.strategies.server_messages import Reply, Request, RequestMessage
-from pipesgd.strategies.shard import Shard
-from pipesgd.strategies.shard_layout import ShardLayout
-from pipesgd.strategies.shard_state import unpack_state
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.optim.hyperparameters import as_numbers
+from pipesgd.ranks import Ranks, check_same_options
 
 OPTIONS = {"lr": 0.1, "width": 2, "output": "run"}
 ATTEMPTS = ("exchange", "agree", "options", "ranks on each node")

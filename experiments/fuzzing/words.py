@@ -13,7 +13,7 @@ from experiments.fuzzing.cases import Target, absurd_number, complaint_about_lin
 from experiments.fuzzing.mutations import NASTY_TOML, NASTY_WORDS, damaged_text, nested
 from experiments.testbed.links import parse_latency, parse_loss, parse_rate, parse_slow_node
 from pipesgd.calibration.options import CalibrateConfig
-from pipesgd.command_line import FOR_ONE_RUN, HelpRequested, as_toml, parse, parse_as
+from pipesgd.cli import FOR_ONE_RUN, HelpRequested, as_toml, parse, parse_as
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from timing_model import units

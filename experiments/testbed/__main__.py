@@ -28,9 +28,9 @@ from experiments.testbed.links import (
     rate_text,
     time_text,
 )
-from pipesgd.command_line import HelpRequested
-from pipesgd.ending import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Terminated
+from pipesgd.cli import HelpRequested
 from pipesgd.errors import PipesgdError, RunError, UserInputError
+from pipesgd.exit import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Terminated
 from pipesgd.process import EXIT_TERMINATED
 
 FAR = 0.2

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipesgd.calibration.fit import Floats, Range, median_range
+from pipesgd.calibration.robust_fit import Floats, Range, median_range
 from pipesgd.calibration.sweep import finish_part
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.collectives.base import Finish, leave
+from pipesgd.comm.base import Finish, leave
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
-from pipesgd.exchanges.topk import NUMBERS_PER_VALUE, TopKExchange
-from pipesgd.gradients import FlatBuffer
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.reducers.topk import NUMBERS_PER_VALUE, TopKExchange
 
 OPERATIONS = ("encode", "decode", "add", "hop")
 TOPK = "topk"

@@ -19,14 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from pipesgd.calibration.fit import Floats, Range
 from pipesgd.calibration.options import TYPICAL_CODEC, UNCOMPRESSED
-from pipesgd.computation import forward_backward
+from pipesgd.calibration.robust_fit import Floats, Range
 from pipesgd.config import TrainConfig
-from pipesgd.launch import Ranks
-from pipesgd.optimization import build_optimizer
-from pipesgd.strategies.pipelined import Pipelined
-from pipesgd.workloads import ShardedBatches
+from pipesgd.data import ShardedBatches
+from pipesgd.optim.build import build_optimizer
+from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.ranks import Ranks
+from pipesgd.run.forward_backward import forward_backward
 
 SYNCHRONOUS, LATE = 1, 2
 """Widths that are trained. Every one above 1 does the same as 2, and a prediction for each gradient more in flight."""

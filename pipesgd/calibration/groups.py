@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipesgd.collectives.transport import Pending, Transport
-from pipesgd.launch import Ranks
+from pipesgd.comm.transport import Pending, Transport
+from pipesgd.ranks import Ranks
 
 MOST_IN_TURN = 4
 """Every number of ranks up to this one is measured, then every power of two, and all ranks."""

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipesgd import launch
 from pipesgd.calibration.groups import Place
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks, network_address
 
 FASTER = 2.0
 """Another interface that is so many times as fast should probably have been used."""
@@ -37,7 +36,7 @@ class Interface:
 
 def interfaces_of(ranks: Ranks) -> list[Interface]:
     """Every rank's. Collective."""
-    own = Interface(address=launch.network_address(), speeds=_speeds())
+    own = Interface(address=network_address(), speeds=_speeds())
     return [Interface(**one) for one in ranks.exchange("network interface", asdict(own))]
 
 

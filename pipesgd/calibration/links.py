@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipesgd.calibration.fit import Floats
 from pipesgd.calibration.groups import Place
-from pipesgd.collectives.transport import TorchTransport
-from pipesgd.launch import Ranks
+from pipesgd.calibration.robust_fit import Floats
+from pipesgd.comm.transport import TorchTransport
+from pipesgd.ranks import Ranks
 
 Links = NDArray[np.bool_]
 """(p, p): which links are meant."""

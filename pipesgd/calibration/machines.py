@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import pipesgd
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 PRODUCT_SIZE, PRODUCTS = 512, 9
 """Rows and columns; and how many follow each other, of which the first does not count."""

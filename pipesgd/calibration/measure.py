@@ -12,21 +12,21 @@ import numpy as np
 from rich.console import Console
 from torch import nn
 
-from pipesgd.calibration import codec_speeds, interfaces, links, machines, profile, report
+from pipesgd.calibration import codec_speeds, fit_cluster, interfaces, links, machines, report
 from pipesgd.calibration import servers as server_rounds
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation, Training, summarize, ways
+from pipesgd.calibration.fit_cluster import CollectiveFit, Profile
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
 from pipesgd.calibration.options import RING
-from pipesgd.calibration.profile import CollectiveFit, Profile
 from pipesgd.calibration.progress import Phases
 from pipesgd.calibration.sweep import Cell, Sweep
-from pipesgd.collectives.transport import TorchTransport, communication_group
+from pipesgd.comm.transport import TorchTransport, communication_group
 from pipesgd.config import TrainConfig
-from pipesgd.launch import Ranks
-from pipesgd.progress import say
-from pipesgd.workloads import ShardedBatches
+from pipesgd.data import ShardedBatches
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
 
 CODECS, SERVERS, LINKS, TRAINING = (
     "codecs (compiled first on a new machine)",
@@ -65,10 +65,10 @@ class Measured:
             samples: in the training set.
             command: words after torchrun's own, for people who read the file later.
         """
-        return profile.make_profile(
+        return fit_cluster.make_profile(
             fits=self.fits,
             codecs=self.codecs,
-            compute=profile.compute_profile(
+            compute=fit_cluster.compute_profile(
                 self.computation,
                 model=config.model.model,
                 batch_size=config.samples_per_rank,
@@ -158,7 +158,7 @@ def measure(
         probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
         slow = links.slow_links(probes, where)
         groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
-        sweep = Sweep(ranks, transport, groups, names, uneven=profile.messages_meet, timeout=timeout)
+        sweep = Sweep(ranks, transport, groups, names, uneven=fit_cluster.messages_meet, timeout=timeout)
         stolen_time = machines.StolenTime()
 
         def quiet() -> bool:
@@ -181,7 +181,7 @@ def measure(
     # 3. What it means.
     values = sum(one.numel() for one in model.parameters() if one.requires_grad)
     sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
-    fits = {name: profile.fit_collective(name, cells, probes, sums) for name in names}
+    fits = {name: fit_cluster.fit_collective(name, cells, probes, sums) for name in names}
     measured_codecs = {name: codec_speeds.summarize(name, [times[name] for times in every_codecs]) for name in codecs}
     codec = trained[-1].codec
     bits = measured_codecs[codec].bits if codec in measured_codecs else 32.0
@@ -189,11 +189,11 @@ def measure(
         every_lap,
         t_comms={name: one.seconds(values, ranks.world_size) for name, one in fits.items()},
         t_compressed=fits[RING].seconds(round(values * bits / 32), ranks.world_size),
-        late_iteration=profile.LateIteration,
+        late_iteration=fit_cluster.LateIteration,
         shared_cores=shared > 1,
     )
     if SERVERS in planned:
-        fits[profile.PARAMETER_SERVER] = profile.fit_servers(cells, fits[RING])
+        fits[fit_cluster.PARAMETER_SERVER] = fit_cluster.fit_servers(cells, fits[RING])
     lost = float(np.mean([stolen[lap] for lap in laps]))
     warnings = report.warnings(computation, fits, lost)
     say(console, *interfaces.wrong_interfaces(cards, where), *(one.line for one in slow), *warnings)

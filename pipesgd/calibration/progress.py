@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from pipesgd.progress import say
+from pipesgd.run.console import say
 
 LINE_SECONDS = 5.0
 """Where output is no terminal, a line this often."""

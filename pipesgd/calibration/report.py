@@ -12,8 +12,8 @@ from rich.table import Table
 from pipesgd.calibration import machines
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation
-from pipesgd.calibration.fit import Range
-from pipesgd.calibration.profile import BETA, LINK, PARAMETER_SERVER, CollectiveFit
+from pipesgd.calibration.fit_cluster import BETA, LINK, PARAMETER_SERVER, CollectiveFit
+from pipesgd.calibration.robust_fit import Range
 from pipesgd.errors import UserInputError
 
 if TYPE_CHECKING:

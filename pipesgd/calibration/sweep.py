@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipesgd.calibration.fit import Floats
 from pipesgd.calibration.groups import Part
 from pipesgd.calibration.options import RING, SMALLEST_BYTES
+from pipesgd.calibration.robust_fit import Floats
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.collectives.base import AllReduce
-from pipesgd.collectives.make import SCHEDULES
-from pipesgd.collectives.native import NativeAllReduce
-from pipesgd.collectives.scheduled import ScheduledAllReduce
-from pipesgd.collectives.transport import TorchTransport, communication_group
-from pipesgd.gradients import are_finite, take_mean
-from pipesgd.launch import Ranks
+from pipesgd.comm.base import AllReduce
+from pipesgd.comm.connections import SCHEDULES
+from pipesgd.comm.native import NativeAllReduce
+from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.comm.transport import TorchTransport, communication_group
+from pipesgd.flat_buffer import are_finite, take_mean
+from pipesgd.ranks import Ranks
 
 GROWTH = 4
 """From one size to the next."""

@@ -15,20 +15,20 @@ from _ranks import run_ranks
 from matplotlib.figure import Figure
 
 from pipesgd.calibrate import calibrate
-from pipesgd.calibration.fit import Fit
+from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.calibration.machines import Machine, ranks_per_core
 from pipesgd.calibration.options import CalibrateConfig
-from pipesgd.calibration.profile import CollectiveFit
 from pipesgd.calibration.report import plot_residuals
+from pipesgd.calibration.robust_fit import Fit
 from pipesgd.calibration.sweep import Cell
-from pipesgd.command_line import HelpRequested, parse_as
+from pipesgd.cli import HelpRequested, parse_as
 from pipesgd.config import TrainConfig
 from pipesgd.errors import DisagreementError, UserInputError
-from pipesgd.launch import Ranks
-from pipesgd.progress import screen
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import screen
 from timing_model import all_reduce_time
-from timing_model.profile import Profile
-from timing_model.question import Question, support_of
+from timing_model.cluster_profile import Profile
+from timing_model.job import Question, support_of
 
 pytestmark = pytest.mark.slow
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesgd.calibration.fit import Floats, Prior, Range, fit, median_range, non_negative, spread
+from pipesgd.calibration.fit_cluster import ALPHA, BETA, CollectiveFit, fit_collective, fit_servers, sharing_of
 from pipesgd.calibration.links import Probes
-from pipesgd.calibration.profile import ALPHA, BETA, CollectiveFit, fit_collective, fit_servers, sharing_of
+from pipesgd.calibration.robust_fit import Floats, Prior, Range, fit, median_range, non_negative, spread
 from pipesgd.calibration.sweep import Cell
 from timing_model import LinkParams, all_reduce_time
-from timing_model.servers import parameter_server_time
+from timing_model.parameter_server import parameter_server_time
 
 LINK = LinkParams(alpha=60e-6, beta=4.2e-8, gamma=2e-10, sync=40e-6, overhead=4e-6)
 SIZES = tuple(1 << k for k in range(10, 25, 2))

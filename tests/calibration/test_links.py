@@ -11,8 +11,8 @@ from _ranks import run_ranks
 from pipesgd.calibration.groups import Place, groups_to_measure, places
 from pipesgd.calibration.interfaces import Interface, wrong_interfaces
 from pipesgd.calibration.links import Probes, probe, rounds_of_pairs, slow_links
-from pipesgd.collectives.transport import TorchTransport, communication_group
-from pipesgd.launch import Ranks
+from pipesgd.comm.transport import TorchTransport, communication_group
+from pipesgd.ranks import Ranks
 
 GIGABIT = 1e9 / 8
 

@@ -7,9 +7,9 @@ import pytest
 
 from pipesgd.calibration import machines, report
 from pipesgd.calibration.computation import Computation
-from pipesgd.calibration.fit import Range
 from pipesgd.calibration.machines import StolenTime
-from pipesgd.launch import alone
+from pipesgd.calibration.robust_fit import Range
+from pipesgd.ranks import alone
 
 UNKNOWN = Range(1.0, 0.0, 2.0)
 COMPUTATION = Computation(parts={}, cv=0.0, slow_ranks={}, contention=UNKNOWN, codec_contention=UNKNOWN, hindrances={})

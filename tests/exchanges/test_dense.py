@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from pipesgd import Pipelined
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.collectives.hierarchical import hierarchical
-from pipesgd.collectives.make import SCHEDULES
-from pipesgd.collectives.scheduled import ScheduledAllReduce
-from pipesgd.launch import Ranks
+from pipesgd.comm.connections import SCHEDULES
+from pipesgd.comm.hierarchical import hierarchical
+from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.collectives.make import SCHEDULES
-from pipesgd.collectives.scheduled import ScheduledAllReduce
+from pipesgd.comm.connections import SCHEDULES
+from pipesgd.comm.scheduled import ScheduledAllReduce
 from pipesgd.config import ALL_REDUCES
-from pipesgd.exchanges.powersgd import PowerSgdExchange
-from pipesgd.gradients import FlatBuffer
-from pipesgd.launch import Ranks
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.ranks import Ranks
+from pipesgd.reducers.powersgd import PowerSgdExchange
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow

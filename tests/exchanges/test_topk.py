@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.collectives.ring import gather_ring
-from pipesgd.collectives.scheduled import ScheduledAllReduce
+from pipesgd.comm.ring import gather_ring
+from pipesgd.comm.scheduled import ScheduledAllReduce
 from pipesgd.errors import UserInputError
-from pipesgd.exchanges.topk import SAMPLE, TopKExchange, count_of, density_in, largest
-from pipesgd.gradients import FlatBuffer
-from pipesgd.launch import Ranks
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.ranks import Ranks
+from pipesgd.reducers.topk import SAMPLE, TopKExchange, count_of, density_in, largest
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow

@@ -31,7 +31,7 @@ from experiments.results import REPOSITORY, RESULTS, Row, load
 from experiments.testbed.links import Link
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

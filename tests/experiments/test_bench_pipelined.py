@@ -14,8 +14,8 @@ from torch.nn.utils import parameters_to_vector
 from experiments.bench_pipelined import Effort, Workload, compute, plot, summarize, verdict
 from experiments.loops import make_loops
 from experiments.results import Row
-from pipesgd.launch import Ranks
-from pipesgd.workloads import load_dataset
+from pipesgd.data import load_dataset
+from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

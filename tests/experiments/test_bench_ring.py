@@ -12,7 +12,7 @@ from rich.console import Console
 from experiments.bench_ring import FULL, Effort, check_sums, compute, input_values, plot, summarize, verdict
 from experiments.results import Row
 from pipesgd.errors import RunError
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

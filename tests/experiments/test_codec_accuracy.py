@@ -14,7 +14,7 @@ from rich.console import Console
 from experiments.codec_accuracy import APART, CODECS, Run, compute, parse, plan, plot, runs_in, summarize, verdict
 from experiments.contenders import config
 from experiments.results import REPOSITORY, RESULTS, Row, load
-from pipesgd.command_line import parse as parse_training
+from pipesgd.cli import parse as parse_training
 from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow

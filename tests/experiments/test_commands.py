@@ -28,9 +28,9 @@ from experiments.faults import __main__ as faults
 from experiments.faults import stage
 from experiments.fuzzing import cases
 from experiments.results import REPOSITORY, RESULTS
-from pipesgd.command_line import HelpRequested
+from pipesgd.cli import HelpRequested
 from pipesgd.errors import UserInputError
-from timing_model import question
+from timing_model import job
 
 Parse = Callable[[Sequence[str]], Namespace]
 PARSES: list[Parse] = [
@@ -82,7 +82,7 @@ def test_kept_results_are_void_when_a_file_of_their_harness_changes(tmp_path: Pa
     ("experiment", "parts"),
     [
         (faults, [stage]),
-        (fuzz, [cases, question]),
+        (fuzz, [cases, job]),
         (compare_commits, [bench_pipelined]),
         (kill_anywhere, [forked_ranks]),
     ],

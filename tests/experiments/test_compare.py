@@ -25,7 +25,7 @@ from experiments.limits import Cluster, ring_limit, server_time, textbook_server
 from experiments.results import REPOSITORY, RESULTS, load
 from experiments.testbed.links import Link
 from experiments.testbed_jobs import WRAPPED_BY_TORCH, last_words
-from pipesgd.command_line import HelpRequested
+from pipesgd.cli import HelpRequested
 from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow

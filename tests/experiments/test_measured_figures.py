@@ -13,11 +13,11 @@ from matplotlib.colors import to_hex
 from experiments import fig01_schedules, fig02_breakdown, fig03_convergence, fig07_layerwise, style
 from experiments.limits import Cluster, ring_limit
 from experiments.testbed import Link
-from pipesgd.command_line import parse as parse_training
-from pipesgd.metrics import SECONDS
+from pipesgd.cli import parse as parse_training
+from pipesgd.run.metrics import SECONDS
 from tests.experiments._panels import check_axes, labels, panels
 from tests.experiments._traces import trace_of
-from timing_model.spans import COMPUTATION, UPDATE
+from timing_model.trace import COMPUTATION, UPDATE
 
 # fig01: schedules.
 

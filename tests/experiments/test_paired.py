@@ -10,7 +10,7 @@ import pytest
 from _ranks import run_ranks
 
 from experiments.paired import interleave, interquartile_range, median, paired_ratio, slowest, turns
-from pipesgd.launch import Ranks
+from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from experiments.simulation import SimulatedRanks
 from pipesgd import Pipelined
-from pipesgd.launch import Ranks
-from pipesgd.workloads import ShardedBatches, build_model, load_dataset
+from pipesgd.data import ShardedBatches, build_model, load_dataset
+from pipesgd.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 

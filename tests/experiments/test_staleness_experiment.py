@@ -15,7 +15,7 @@ from experiments.results import REPOSITORY, RESULTS, Row, load
 from experiments.staleness import parse, stability, summarize, tabulate
 from experiments.staleness_figure import plot
 from experiments.staleness_runs import CLOSELY, METHODS, MULTIPLES, OPTIMIZERS, WORKLOADS, Run, plan
-from pipesgd.command_line import parse as parse_training
+from pipesgd.cli import parse as parse_training
 from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow

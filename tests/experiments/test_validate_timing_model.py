@@ -32,11 +32,11 @@ from experiments.validation_runs import (
     known_of,
     tensors_of,
 )
-from pipesgd.command_line import parse as parse_training
+from pipesgd.cli import parse as parse_training
 from pipesgd.errors import UserInputError
 from tests.timing_model._profiles import MLP, PROFILE
-from timing_model.profile import Profile
-from timing_model.question import Question, support_of
+from timing_model.cluster_profile import Profile
+from timing_model.job import Question, support_of
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from timing_model.profile import (
+from timing_model.cluster_profile import (
     Calibrated,
     CodecProfile,
     CodecRates,
@@ -14,7 +14,7 @@ from timing_model.profile import (
     LinkProfile,
     Profile,
 )
-from timing_model.question import Question
+from timing_model.job import Question
 
 
 def about(value: float) -> Estimate:

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.collectives.hierarchical import hierarchical
-from pipesgd.collectives.make import SCHEDULES
-from pipesgd.collectives.ring import gather_ring
-from pipesgd.collectives.schedule import Schedule
-from pipesgd.collectives.scheduled import LEAST_SEGMENTS, SEGMENTS_AHEAD, SMALLEST_SEGMENT
+from pipesgd.comm.connections import SCHEDULES
+from pipesgd.comm.hierarchical import hierarchical
+from pipesgd.comm.ring import gather_ring
+from pipesgd.comm.schedule import Schedule
+from pipesgd.comm.scheduled import LEAST_SEGMENTS, SEGMENTS_AHEAD, SMALLEST_SEGMENT
 from pipesgd.config import ALL_REDUCES, DEFAULT_SEGMENT_BYTES
-from timing_model import CodecCost, LinkParams, all_reduce, all_reduce_time, collectives, gather_time, uncompressed
-from timing_model.messages import Network
+from timing_model import CodecCost, LinkParams, all_reduce, all_reduce_time, collective_time, gather_time, uncompressed
+from timing_model.simulate_messages import Network
 
 EXACT = 1e-9
 ODD = LinkParams(alpha=3e-4, beta=1.1e-8, gamma=0.7e-9, sync=0.0, overhead=2e-5)
@@ -175,10 +175,10 @@ def test_closed_forms_are_the_schedules_step_by_step(
 ) -> None:
     link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=overhead)
     closed = {
-        "ring": collectives.ring_all_reduce_time,
-        "halving-doubling": collectives.halving_doubling_time,
-        "recursive-doubling": collectives.recursive_doubling_time,
-        "all-to-all": collectives.all_to_all_time,
+        "ring": collective_time.ring_all_reduce_time,
+        "halving-doubling": collective_time.halving_doubling_time,
+        "recursive-doubling": collective_time.recursive_doubling_time,
+        "all-to-all": collective_time.all_to_all_time,
     }
     for name, formula in closed.items():
         expected = step_by_step(by_name(name), world_size, nbytes, link)
@@ -191,7 +191,7 @@ def test_closed_forms_are_the_schedules_step_by_step(
         if not overhead and (world_size in (1, 2, 4, 8) or not name.endswith("doubling")):
             assert one_segment <= expected * (1 + EXACT) + 1e-12
         if name != "all-to-all":  # whose messages overlap in their latency
-            assert one_segment >= collectives.lower_bound_time(link, nbytes, world_size) * (1 - EXACT) - 1e-12
+            assert one_segment >= collective_time.lower_bound_time(link, nbytes, world_size) * (1 - EXACT) - 1e-12
 
 
 @given(
@@ -210,7 +210,7 @@ def test_the_closed_form_of_hierarchical_is_the_schedule_step_by_step(
     link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
     schedule = partial(hierarchical, ranks_per_node=ranks_per_node)
     expected = step_by_step(schedule, nodes * ranks_per_node, nbytes, link)
-    closed = collectives.hierarchical_time(
+    closed = collective_time.hierarchical_time(
         link, link, nbytes, nodes=nodes, ranks_per_node=ranks_per_node, cards=ranks_per_node
     )
     assert closed == pytest.approx(expected, rel=EXACT, abs=1e-12)

@@ -8,9 +8,9 @@ import math
 import pytest
 
 from tests.timing_model._profiles import LINK, MLP, PROFILE, about, ask
+from timing_model.cluster_profile import Profile
 from timing_model.measured import Corrections, Estimate
 from timing_model.predict import predict
-from timing_model.profile import Profile
 
 
 def test_between_two_sizes_the_factor_is_between_theirs_and_the_error_the_larger_one() -> None:

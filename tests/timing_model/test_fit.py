@@ -12,12 +12,12 @@ import pytest
 
 from tests.timing_model._profiles import MLP, PROFILE
 from timing_model.cli import main
+from timing_model.cluster_profile import Profile
 from timing_model.costs import costs_of, iteration_time
-from timing_model.fit import fit
+from timing_model.job import Question
 from timing_model.measured import Estimate, LinkProfile
-from timing_model.profile import Profile
-from timing_model.question import Question
-from timing_model.runs import read_run
+from timing_model.refit import fit
+from timing_model.run_logs import read_run
 
 NOTHING = Estimate.exact(0.0)
 CALM = dataclasses.replace(MLP, cv=0.0, slow_ranks=(), contention=NOTHING, codec_contention=NOTHING, hindrance=NOTHING)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesgd.collectives.ring import ring, ring_wire_bytes
+from pipesgd.comm.ring import ring, ring_wire_bytes
 from timing_model import (
     CodecCost,
     LinkParams,
@@ -20,7 +20,12 @@ from timing_model import (
     ring_all_reduce_time,
     uncompressed,
 )
-from timing_model.collectives import chain_all_reduce_time, halving_doubling_time, hierarchical_time, ring_codec_time
+from timing_model.collective_time import (
+    chain_all_reduce_time,
+    halving_doubling_time,
+    hierarchical_time,
+    ring_codec_time,
+)
 
 SECONDS = st.floats(0, 1e3)
 LINK = LinkParams(alpha=2e-4, beta=3e-9, gamma=1e-10, sync=5e-5, overhead=1e-5)

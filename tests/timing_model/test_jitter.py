@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from timing_model import Noise, expected_maximum, simulate_iterations, steady_state_bound, steady_state_period
 from timing_model.jitter import blom, lasting_period
-from timing_model.question import CHECKED_CV
+from timing_model.job import CHECKED_CV
 
 SECONDS = st.floats(0, 10)
 

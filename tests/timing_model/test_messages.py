@@ -20,7 +20,7 @@ from timing_model import (
     uncompressed,
 )
 from timing_model.all_reduce import SCHEDULES, SEGMENTS_AHEAD, messages_meet, segments_of
-from timing_model.messages import Network, Task, simulate_messages, simulate_ring, tasks_of
+from timing_model.simulate_messages import Network, Task, simulate_messages, simulate_ring, tasks_of
 
 EXACT = 1e-9
 SECONDS = st.floats(0, 1)

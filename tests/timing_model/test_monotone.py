@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from timing_model import ALL_REDUCES, CodecCost, LinkParams, all_reduce_time, gather_time, parameter_server_time
-from timing_model import collectives as closed
-from timing_model.native import native_closed_time
+from timing_model import collective_time as closed
+from timing_model.gloo import native_closed_time
 
 ROOM = 1 + 1e-9
 WHOLE = 1 << 40

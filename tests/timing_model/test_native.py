@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from timing_model import CodecCost, LinkParams, all_reduce_time, ring_all_reduce_time, uncompressed
-from timing_model.native import native_all_reduce_time, native_closed_time, native_messages
+from timing_model.gloo import native_all_reduce_time, native_closed_time, native_messages
 
 MEAN_ERROR, WORST_ERROR = 0.0055, 0.14
 """What the closed form's docstring states, rounded up."""

@@ -17,10 +17,10 @@ from timing_model.advice import advice, describe, reason, words_for_training
 from timing_model.bounds import least_collective_time
 from timing_model.choices import ACCURATE, LARGEST_ALL_TO_ALL, TIE, Space, simplicity
 from timing_model.costs import collective_time, costs_of, iteration_time
+from timing_model.job import NATIVE_CODECS, Question
 from timing_model.plan import Plan, plan
 from timing_model.predict import predict
 from timing_model.presets import MODELS, NETWORKS, OVERHEAD
-from timing_model.question import NATIVE_CODECS, Question
 from timing_model.report import plan_text
 
 SPACE = Space(

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.timing_model._profiles import LINK, MLP, PROFILE, about, ask
 from timing_model import LinkParams, ring_all_reduce_time
+from timing_model.cluster_profile import Profile
+from timing_model.job import CHECKED_CV, SUPPORTS, Question, compute_of, support_of
 from timing_model.measured import Calibrated, CodecProfile, ComputeProfile, Estimate, LinkProfile
 from timing_model.predict import LIMITS, predict
 from timing_model.presets import CODECS, NETWORKS
-from timing_model.profile import Profile
-from timing_model.question import CHECKED_CV, SUPPORTS, Question, compute_of, support_of
 
 WHOLE = 1 << 30
 """A segment that holds every chunk: see test_monotone."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.timing_model._profiles import CORRECTIONS, MLP, PROFILE
 from timing_model import ComputeTimes, Noise
-from timing_model.profile import Estimate, Profile
+from timing_model.cluster_profile import Estimate, Profile
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timing_model import LinkParams, parameter_server_time
-from timing_model.messages import Network, Task, simulate_messages
+from timing_model.simulate_messages import Network, Task, simulate_messages
 
 ROUNDS = 8
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipesgd.config import DATASETS
+from pipesgd.data import DataSplits, ShardedBatches, binary_files, evaluation_batches, load_dataset
+from pipesgd.data.datasets import DEBIAN_FASHION_MNIST, IDX_FILES
+from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.errors import DatasetError, UserInputError
-from pipesgd.workloads import DataSplits, ShardedBatches, binary_files, evaluation_batches, load_dataset
-from pipesgd.workloads.datasets import DEBIAN_FASHION_MNIST, IDX_FILES
-from pipesgd.workloads.samples import Batch, BatchedDataset
 
 # ---------------------------------------------------------------- files
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from pipesgd.command_line import parse
-from pipesgd.workloads import build_model, load_dataset, make_workload
+from pipesgd.cli import parse
+from pipesgd.data import build_model, load_dataset, make_workload
 
 
 @pytest.mark.parametrize(

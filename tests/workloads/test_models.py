@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pipesgd.config import IMAGE_MODELS, MODELS
+from pipesgd.data.models import build_model
 from pipesgd.errors import UserInputError
-from pipesgd.workloads.models import build_model
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipesgd.data import DataSplits, ShardedBatches, evaluation_batches, load_dataset
+from pipesgd.data.samples import BatchedDataset
+from pipesgd.data.text import SEPARATOR, TextWindows, read_text
 from pipesgd.errors import DatasetError, UserInputError
-from pipesgd.workloads import DataSplits, ShardedBatches, evaluation_batches, load_dataset
-from pipesgd.workloads.samples import BatchedDataset
-from pipesgd.workloads.text import SEPARATOR, TextWindows, read_text
 
 NAMES = st.text("abcxyz._-", min_size=1, max_size=6).filter(lambda name: not name.startswith("."))
 TEXTS = st.binary(max_size=40).map(lambda text: text.replace(SEPARATOR, b" "))

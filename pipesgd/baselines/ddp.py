@@ -1,0 +1,301 @@
+"""torch's own DistributedDataParallel, with the same deadlines, errors and measurements as the others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from pipesgd.checks import check_one_of, check_timeout
+from pipesgd.comm.connections import make_all_reduce
+from pipesgd.comm.ring import ring_wire_bytes
+from pipesgd.comm.thread import CommunicationThread
+from pipesgd.comm.transport import communication_group
+from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT
+from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.optim.clipping import Clipping
+from pipesgd.optim.step import SynchronousUpdate
+from pipesgd.ranks import Ranks, lost
+from pipesgd.replicas import combine_buffers, sum_buffer
+from pipesgd.strategy import Span, StepReport, Strategy
+
+Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
+
+OPERATION = "all-reduce by DistributedDataParallel"
+"""As errors name it."""
+
+
+class Ddp(Strategy):
+    """Synchronous: buckets of gradients are all-reduced under the backward pass, by torch.
+
+    torch runs the hook named by ``hook`` for every bucket; ours only goes around it, to learn when it began and
+    ended. What fails, or is not there within ``timeout`` seconds after the last bucket was handed over, is raised
+    by ``step``, before anything is applied: torch itself would wait for ever.
+
+    A resumed run sums its first gradients in the buckets that torch starts with, which it cuts anew after one
+    iteration. Where that changes them, the first sums differ in their last bit from those of the undisturbed run.
+
+    Args:
+        model: the module whose parameters ``optimizer`` updates.
+        optimizer: any ``torch.optim.Optimizer``.
+        hook: "none", or torch's communication hook "fp16" or "bf16".
+        clip: how the averaged gradients are clipped.
+        scaler: of the losses, with float16 (``pipesgd.optim.loss_scale``).
+        on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
+        timeout: seconds that a rank waits for the others' part of a bucket.
+        ranks: the ranks to work with; torch's process group must be there.
+
+    Raises:
+        UserInputError: a value out of range, or a hook that torch refuses on this machine.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        ranks: Ranks,
+        hook: str = "none",
+        clip: Clipping | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_nonfinite: str = "stop",
+        timeout: float = DEFAULT_TIMEOUT,
+    ):
+        check_timeout(timeout)
+        check_hook(hook)
+        self.iteration = 0
+        self.replicated = True
+        self._model = model
+        self._update = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
+        self._ranks = ranks
+        self._timeout = timeout
+        self._all_reduce = make_all_reduce("native", ranks, timeout=timeout)
+        group = communication_group(ranks, timeout, backend=None)
+        self._element_size = {"fp16": 2, "bf16": 2}.get(hook)
+        try:
+            module = _Module(model, process_group=group)  # gives all ranks rank 0's values
+        except RuntimeError as failure:
+            raise lost(failure, ranks.rank, None, "start of DistributedDataParallel", timeout) from failure
+        module.name_failure = self._name_failure
+        self._buckets = _Buckets(ranks, timeout, self._wire_bytes)
+        module.register_comm_hook(group, self._buckets.around(_hook_named(hook)))
+        self.module: nn.Module = module
+        self._ddp = module
+        self._thread = CommunicationThread(self._update.parameters[0].device)
+        self._buckets.watch_by(self._thread)
+
+    def step(self) -> StepReport:
+        """Apply the gradients, which torch has averaged under the backward pass.
+
+        Raises:
+            CommunicationError: a rank was lost, or silent for longer than the timeout, or torch's hook failed.
+            NonFiniteGradientError: an averaged gradient holds a NaN or an infinity.
+        """
+        self._update.check_parameters("ddp")
+        iteration = self.iteration
+        communication, wait, wire_bytes = self._buckets.take(iteration)
+        self.iteration += 1
+        report = self._update.apply(iteration)
+        return dataclasses.replace(report, spans=(communication, wait, *report.spans), wire_bytes=wire_bytes)
+
+    def flush(self) -> StepReport:
+        """Nothing is in flight between two steps."""
+        return StepReport()
+
+    @contextlib.contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """The model always holds them."""
+        yield
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """While it is open, torch adds gradients up and sends nothing."""
+        return self._ddp.no_sync()
+
+    def combine_buffers(self, how: str) -> None:
+        """Give floating-point buffers their average over ranks, or rank 0's values, or leave them. Collective."""
+        combine_buffers(self._model, how, self._ranks.rank, self._ranks.world_size, self._sum_over_ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration and the loss scale."""
+        return {"iteration": self.iteration, "loss_scale": self._update.loss_scale.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``."""
+        self.iteration = state["iteration"]
+        self._update.loss_scale.load_state_dict(state["loss_scale"])
+
+    def close(self) -> None:
+        """End the thread that watches over the deadline."""
+        self._buckets.end_watch()
+        self._thread.close()
+
+    def _name_failure(self, failure: RuntimeError) -> CommunicationError:
+        named = lost(failure, self._ranks.rank, None, "forward pass of DistributedDataParallel", self._timeout)
+        named.iteration = self.iteration
+        return named
+
+    def _sum_over_ranks(self, buffer: FlatBuffer) -> None:
+        sum_buffer(buffer, self._all_reduce)
+
+    def _wire_bytes(self, bucket: GradBucket) -> int:
+        """Bytes that this rank sends for this bucket if its all-reduce is a ring."""
+        buffer = bucket.buffer()
+        element_size = self._element_size or buffer.element_size()
+        return ring_wire_bytes(self._ranks.rank, self._ranks.world_size, buffer.numel(), element_size)
+
+
+class _Module(DistributedDataParallel):
+    """torch's, which communicates in the forward pass too: buffers, and in the second one how it cuts its buckets."""
+
+    name_failure: Callable[[RuntimeError], CommunicationError]
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as failure:
+            raise self.name_failure(failure) from failure
+
+
+class _Buckets:
+    """The buckets of one iteration on their way: when they began and ended, and what failed.
+
+    torch gets futures of ours, which become the hook's result, or, after a failure or the deadline, the local
+    gradient: so the backward pass returns, and ``take`` raises what has happened.
+    """
+
+    def __init__(self, ranks: Ranks, timeout: float, wire_bytes_of: Callable[[GradBucket], int]):
+        self._ranks = ranks
+        self._timeout = timeout
+        self._wire_bytes_of = wire_bytes_of
+        self._changed = threading.Condition()
+        self._pending: dict[int, tuple[torch.futures.Future[Tensor], Tensor]] = {}
+        self._failure: BaseException | None = None
+        self._watching = True
+        self._begin = self._handed_over = self._end = 0.0
+        self._wire_bytes = 0
+
+    def around(self, hook: Hook) -> Hook:
+        """``hook``, observed. It keeps the name, by which torch decides whether to accept it."""
+
+        @functools.wraps(hook)
+        def observed(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+            index, buffer = bucket.index(), bucket.buffer()
+            result: torch.futures.Future[Tensor] = torch.futures.Future()
+            with self._changed:
+                self._handed_over = time.perf_counter()
+                self._begin = self._begin or self._handed_over
+                self._pending[index] = (result, buffer)
+                failed = self._failure is not None
+                self._changed.notify_all()
+            if failed:  # the ranks no longer agree on what travels
+                self._finish(index, None)
+                return result
+            try:
+                future = hook(state, bucket)
+                self._wire_bytes += self._wire_bytes_of(bucket)
+                future.then(functools.partial(self._arrived, index))
+            except BaseException as failure:  # noqa: BLE001 (raised by take)
+                self._fail(failure)
+            return result
+
+        return observed
+
+    def watch_by(self, thread: CommunicationThread) -> None:
+        """Have ``thread`` end the wait for buckets that do not arrive within the deadline."""
+        thread.submit(self._watch)
+
+    def end_watch(self) -> None:
+        with self._changed:
+            self._watching = False
+            self._changed.notify_all()
+
+    def take(self, iteration: int) -> tuple[Span, Span, int]:
+        """The spans "communication" and "wait" of the backward pass that has ended, and the bytes sent in it."""
+        with self._changed:
+            if self._failure is not None:
+                self._raise(self._failure, iteration)
+            communication = Span("communication", iteration, self._begin, self._end)
+            # Once the last bucket is handed over, nothing is left to compute: the rest of the backward is waiting.
+            wait = Span("wait", iteration, self._handed_over, max(self._handed_over, self._end))
+            sent = self._wire_bytes
+            self._begin = self._handed_over = self._end = 0.0
+            self._wire_bytes = 0
+        return communication, wait, sent
+
+    def _arrived(self, index: int, future: torch.futures.Future[Tensor]) -> None:
+        try:
+            value = future.value()
+        except BaseException as failure:  # noqa: BLE001 (raised by take)
+            self._fail(failure)
+        else:
+            self._finish(index, value)
+
+    def _finish(self, index: int, value: Tensor | None) -> None:
+        with self._changed:
+            pending = self._pending.pop(index, None)
+            self._end = time.perf_counter()
+            self._changed.notify_all()
+        if pending is not None:
+            result, buffer = pending
+            result.set_result(buffer if value is None else value)
+
+    def _fail(self, failure: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or failure
+            indices = list(self._pending)
+        for index in indices:
+            self._finish(index, None)
+
+    def _watch(self) -> None:
+        while self._watching:
+            with self._changed:
+                left = self._handed_over + self._timeout - time.perf_counter() if self._pending else None
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    continue
+            reason = f"no answer within {self._timeout:g} s"
+            self._fail(DeadlineExceeded(rank=self._ranks.rank, peer=None, operation=OPERATION, reason=reason))
+
+    def _raise(self, failure: BaseException, iteration: int) -> NoReturn:
+        if not isinstance(failure, CommunicationError) and isinstance(failure, RuntimeError):
+            failure = lost(failure, self._ranks.rank, None, OPERATION, self._timeout)
+        if isinstance(failure, CommunicationError):
+            failure.iteration = iteration
+        raise failure
+
+
+def check_hook(name: str) -> None:
+    """Ask torch whether it accepts the communication hook ``name`` on this machine.
+
+    Raises:
+        UserInputError: it does not, or there is none of this name.
+    """
+    check_one_of("ddp-hook", name, DDP_HOOKS)
+
+    def refuse(kind: type[Exception], text: str) -> NoReturn:
+        raise UserInputError(f"ddp-hook must be one that torch accepts here; got {name}: {text}")
+
+    # torch's own check, which a DistributedDataParallel makes when the hook is registered: too late for an input error.
+    nobody: Any = types.SimpleNamespace(_log_and_throw=refuse)
+    DistributedDataParallel._check_comm_hook(nobody, _hook_named(name))
+
+
+def _hook_named(name: str) -> Hook:
+    hooks: dict[str, Hook] = {
+        "none": default_hooks.allreduce_hook,
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+    }
+    return hooks[name]

@@ -1,0 +1,75 @@
+"""No communication at all: the time that no strategy can be faster than."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipesgd.optim.clipping import Clipping
+from pipesgd.optim.step import SynchronousUpdate
+from pipesgd.strategy import StepReport, Strategy
+
+
+class Local(Strategy):
+    """Every rank trains a model of its own, from the same initial values, on its own samples.
+
+    Not a way to train: the physical limit of an iteration's time, to compare the others with. An evaluation
+    gives the mean accuracy of the ranks' models, each on its part of the test set.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip: Clipping | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        on_nonfinite: str = "stop",
+    ):
+        self.iteration = 0
+        self.module = model
+        self.replicated = False
+        self._update = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
+
+    def step(self) -> StepReport:
+        """Apply this rank's gradients.
+
+        Raises:
+            NonFiniteGradientError: they hold a NaN or an infinity.
+        """
+        self._update.follow_parameters()
+        iteration = self.iteration
+        self.iteration += 1
+        return self._update.apply(iteration)
+
+    def flush(self) -> StepReport:
+        """Nothing is ever in flight."""
+        return StepReport()
+
+    @contextlib.contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """This rank's own: there are no others."""
+        yield
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is ever exchanged."""
+        return contextlib.nullcontext()
+
+    def combine_buffers(self, how: str) -> None:
+        """They stay this rank's own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration, and the loss scale."""
+        return {"iteration": self.iteration, "loss_scale": self._update.loss_scale.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``."""
+        self.iteration = state["iteration"]
+        self._update.loss_scale.load_state_dict(state["loss_scale"])
+
+    def close(self) -> None:
+        """Nothing runs beside the training loop."""

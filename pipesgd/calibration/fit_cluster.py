@@ -1,0 +1,319 @@
+"""From measurements to ``cluster.toml``: the one place where the trainer knows the timing model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed, cache_bytes
+from pipesgd.calibration.computation import LATE, Computation
+from pipesgd.calibration.links import Probes
+from pipesgd.calibration.options import RING
+from pipesgd.calibration.robust_fit import LEAST_SPREAD, Fit, Floats, Prior, Range, fit, spread
+from pipesgd.calibration.sweep import Cell
+from pipesgd.errors import UserInputError
+from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
+from timing_model.all_reduce import messages_meet as messages_meet
+from timing_model.cluster_profile import PARAMETER_SERVER as PARAMETER_SERVER
+from timing_model.cluster_profile import (
+    Calibrated,
+    CodecProfile,
+    CodecRates,
+    ComputeProfile,
+    Corrections,
+    Estimate,
+    LinkProfile,
+)
+from timing_model.cluster_profile import Profile as Profile
+from timing_model.iteration import collective_within, computation_within
+from timing_model.measured import LINK as LINK
+from timing_model.parameter_server import parameter_server_time
+from timing_model.params import FLOAT_BYTES
+
+ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(LINK))
+"""Their places in a fit."""
+SERVER_PARAMETERS = ("beta", "sync", "shared")
+"""Of a parameter server; the last is beta times ``sharing``."""
+SUMS_OFF, OVERHEAD_OFF, RATE_OFF = 0.5, 1.0, 1.0
+"""By what share a sum in an all-reduce may well cost something else than alone, a message than in a stream, and a byte
+than between two ranks."""
+MEDIAN_ERROR = 1.25
+"""Standard error of a median over that of a mean."""
+REPEATS = 0.15
+"""The relative spread up to which times of a cell are worth a prediction."""
+SMALLEST_START, SMALLEST_BETA = 1e-6, 1e-13
+"""Seconds, and those of a byte, to start a fit at where a probe found nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveFit:
+    """The parameters of one algorithm on this cluster, and what they were fitted to."""
+
+    all_reduce: str
+    """Or ``PARAMETER_SERVER``."""
+    cells: list[Cell]
+    fit: Fit
+    names: Sequence[str] = LINK
+    """Of the parameters."""
+
+    @property
+    def smallest_bytes(self) -> int:
+        """From which on all sizes repeat: below, the machine's noise is what a time consists of."""
+        noisy = [cell.nbytes for cell in self.cells if spread(cell.seconds) > REPEATS]
+        sizes = sorted({cell.nbytes for cell in self.cells})
+        return min((size for size in sizes if size > max(noisy, default=0)), default=sizes[-1])
+
+    @property
+    def errors(self) -> Floats:
+        """Magnitudes of what held-out cells from ``smallest_bytes`` on are off by, relative."""
+        return np.abs(self.held_out[self._repeat])
+
+    @functools.cached_property
+    def corrections(self) -> Corrections:
+        """What cells from ``smallest_bytes`` on take over what the formula says, as far as that is more than noise.
+
+        Shrunk towards 1 by d^2 / (d^2 + s^2), where d is what it is off by, and s the median's standard error.
+        """
+        cells = [self.cells[index] for index in self._repeat]
+        off = np.array([cell.median for cell in cells]) / self.fit.fitted[self._repeat] - 1
+        noise = np.array([MEDIAN_ERROR * spread(cell.seconds) / math.sqrt(len(cell.seconds)) for cell in cells])
+        factors = 1 + off**3 / np.maximum(off**2 + noise**2, np.finfo(float).tiny)
+        return Corrections(
+            world_sizes=tuple(cell.world_size for cell in cells),
+            nbytes=tuple(cell.nbytes for cell in cells),
+            factors=tuple(map(float, factors)),
+            errors=tuple(map(float, np.hypot(LEAST_SPREAD, self.errors))),
+        )
+
+    @functools.cached_property
+    def held_out(self) -> Floats:
+        """predicted / measured - 1 of every cell (n,): by a fit to the other half of them and, from ``smallest_bytes``
+        on, corrected by what the others of as many ranks are off by."""
+        off = self.fit.held_out
+        found = off.copy()
+        for index in self._repeat:
+            cell = self.cells[index]
+            others = [one for one in self._repeat if self.cells[one].world_size == cell.world_size and one != index]
+            if others:
+                sizes = [math.log(self.cells[one].nbytes) for one in others]
+                found[index] = (1 + off[index]) * np.interp(math.log(cell.nbytes), sizes, 1 / (1 + off[others])) - 1
+        return found
+
+    @functools.cached_property
+    def _repeat(self) -> list[int]:
+        """Numbers of the cells from ``smallest_bytes`` on."""
+        smallest = self.smallest_bytes
+        return [number for number, cell in enumerate(self.cells) if cell.nbytes >= smallest]
+
+    @property
+    def residual(self) -> float:
+        """Of these, the 90th percentile."""
+        return float(np.quantile(self.errors, 0.9))
+
+    @property
+    def link(self) -> LinkParams:
+        return _link_params(self.fit.parameters)
+
+    def predicted(self, cell: Cell) -> CollectiveTime:
+        """What the formula says of a cell."""
+        return _time(self.all_reduce, self.link, cell)
+
+    def seconds(self, numel: int, world_size: int) -> float:
+        """What an all-reduce of any gradient takes, corrected."""
+        corrected = self.corrections.at(world_size, FLOAT_BYTES * numel)
+        factor = 1.0 if corrected is None else corrected[0]
+        return factor * all_reduce_time(self.all_reduce, self.link, numel, world_size).total
+
+
+def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Range) -> CollectiveFit:
+    """Fit ``timing_model.all_reduce_time`` to the measured cells of one algorithm.
+
+    Sums and message overhead hide behind the wire in most cells, and the wire behind latency in the smallest: what
+    probes say of them counts, too.
+
+    Args:
+        all_reduce: by its name there, too.
+        cells: of all sizes and numbers of ranks.
+        probes: between the ranks.
+        sums: s per byte, alone.
+    """
+    own = sorted((cell for cell in cells if cell.all_reduce == all_reduce), key=lambda c: (c.world_size, c.nbytes))
+    overhead = max(probes.middle("overhead"), SMALLEST_START)
+    alpha = max(probes.middle("latency"), SMALLEST_START)
+    beta = 1 / probes.middle("rate")
+    start = np.array([alpha, beta, sums.value, alpha, overhead])
+
+    def predict(parameters: Floats) -> Floats:
+        link = _link_params(parameters)
+        return np.array([_time(all_reduce, link, cell).total for cell in own])
+
+    found = fit(
+        predict,
+        start,
+        [cell.seconds for cell in own],
+        halves=_halves(own),
+        priors=(
+            Prior(BETA, beta, RATE_OFF),
+            Prior(GAMMA, sums.value, SUMS_OFF),
+            Prior(OVERHEAD, overhead, OVERHEAD_OFF),
+        ),
+    )
+    return CollectiveFit(all_reduce=all_reduce, cells=own, fit=found)
+
+
+def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
+    """Fit ``timing_model.parameter_server_time`` to the measured rounds: ``SERVER_PARAMETERS``.
+
+    Latency, overhead and sums are the ring's: with few sizes and numbers of ranks they could not be told from these.
+    """
+    own = sorted(
+        (cell for cell in cells if cell.all_reduce == PARAMETER_SERVER), key=lambda c: (c.world_size, c.nbytes)
+    )
+    known = ring.link
+
+    def predict(parameters: Floats) -> Floats:
+        beta, sync, shared = map(float, parameters)
+        link = dataclasses.replace(known, beta=beta, sync=sync)
+        sharing = min(1.0, shared / beta) if beta > 0 else 0.0
+        return np.array([parameter_server_time(link, c.nbytes, c.world_size, sharing=sharing).total for c in own])
+
+    beta = max(known.beta, SMALLEST_BETA)
+    found = fit(
+        predict,
+        np.array([beta, max(known.sync, SMALLEST_START), beta / 2]),
+        [cell.seconds for cell in own],
+        halves=_halves(own),
+        priors=(Prior(0, beta, RATE_OFF), Prior(2, beta / 2, RATE_OFF)),
+    )
+    return CollectiveFit(all_reduce=PARAMETER_SERVER, cells=own, fit=found, names=SERVER_PARAMETERS)
+
+
+def sharing_of(servers: CollectiveFit) -> Range:
+    """What ``SERVER_PARAMETERS`` say of it, from 0 to 1."""
+    beta, _, shared = servers.fit.ranges()
+    return Range(*(min(1.0, one / beta.value) if beta.value > 0 else 0.0 for one in shared))
+
+
+@dataclass(frozen=True)
+class LateIteration:
+    """``computation.LateIteration`` as the timing model has it: it adds ranks' waiting for each other, which must not
+    count as a part's own, too."""
+
+    world_size: int
+    cv: float
+    slow_ranks: tuple[float, ...]
+
+    def all_reduce(self, total: float, computation: float) -> float:
+        return collective_within(total, computation, LATE, world_size=self.world_size, noise=self._noise)
+
+    def computation(self, total: float, all_reduce: float) -> float:
+        return computation_within(total, all_reduce, LATE, world_size=self.world_size, noise=self._noise)
+
+    @property
+    def _noise(self) -> Noise:
+        return Noise(cv=self.cv, slow_ranks=self.slow_ranks)
+
+
+def make_profile(
+    *,
+    fits: Mapping[str, CollectiveFit],
+    codecs: Mapping[str, CodecSpeed],
+    compute: ComputeProfile,
+    ranks_per_core: float,
+    provenance: dict[str, Any],
+) -> Profile:
+    """The file's content; ``fits`` are by name, of all-reduces and servers."""
+    ring, servers = fits[RING], fits.get(PARAMETER_SERVER)
+    links = {name: _link_profile(one) for name, one in fits.items() if one.names == LINK}
+    link = links.pop(RING)
+    if servers is not None:
+        beta, sync, _ = (Estimate(*one) for one in servers.fit.ranges())
+        links[PARAMETER_SERVER] = dataclasses.replace(link, beta=beta, sync=sync, corrections=servers.corrections)
+    return Profile(
+        provenance=provenance,
+        calibrated=Calibrated(
+            world_sizes=tuple(sorted({cell.world_size for cell in ring.cells})),
+            smallest_bytes=ring.smallest_bytes,
+            largest_bytes=max(cell.nbytes for cell in ring.cells),
+            residuals={name: one.residual for name, one in fits.items()},
+            ranks_per_core=ranks_per_core,
+        ),
+        link=link,
+        links=links,
+        sharing=None if servers is None else Estimate(*sharing_of(servers)),
+        codecs={name: _codec_profile(speed) for name, speed in codecs.items()},
+        compute=(compute,),
+    )
+
+
+def compute_profile(
+    computation: Computation, *, model: str, batch_size: int, tensors: Sequence[int], samples: int
+) -> ComputeProfile:
+    """Of the model that was measured."""
+    return ComputeProfile(
+        model=model,
+        batch_size=batch_size,
+        tensors=tuple(tensors),
+        samples=samples,
+        contention=Estimate(*computation.contention),
+        codec_contention=Estimate(*computation.codec_contention),
+        hindrance=Estimate(*computation.hindrances[RING]),
+        hindrances={name: Estimate(*one) for name, one in computation.hindrances.items() if name != RING},
+        cv=computation.cv,
+        slow_ranks=tuple(computation.slow_ranks.values()),
+        **{name: Estimate(*part) for name, part in computation.parts.items()},
+    )
+
+
+def save(profile: Profile, path: Path) -> None:
+    """Write the file, whole or not at all.
+
+    Raises:
+        UserInputError: it cannot be written.
+    """
+    try:
+        profile.save(path)
+    except ValueError as failure:
+        raise UserInputError(f"out must be a file to write; got {failure}") from None
+
+
+def _time(all_reduce: str, link: LinkParams, cell: Cell) -> CollectiveTime:
+    return all_reduce_time(all_reduce, link, cell.nbytes / 4, cell.world_size)
+
+
+def _link_params(parameters: Floats) -> LinkParams:
+    return LinkParams(**dict(zip(LINK, map(float, parameters), strict=True)))
+
+
+def _link_profile(found: CollectiveFit) -> LinkProfile:
+    fitted = {name: Estimate(*one) for name, one in zip(LINK, found.fit.ranges(), strict=True)}
+    return LinkProfile(**fitted, corrections=found.corrections)
+
+
+def _codec_profile(speed: CodecSpeed) -> CodecProfile:
+    def rates(of: Mapping[str, Range]) -> CodecRates:
+        return CodecRates(**{operation: Estimate(*of[operation]) for operation in OPERATIONS})
+
+    return CodecProfile(
+        bits=speed.bits,
+        call=Estimate(*speed.call),
+        rates=rates(speed.memory),
+        in_cache=rates(speed.cache) if speed.cache else None,
+        cache_bytes=cache_bytes() if speed.cache else 0,
+        gathered=speed.gathered,
+    )
+
+
+def _halves(cells: Sequence[Cell]) -> NDArray[np.bool_]:
+    """Every second size of every number of ranks, in turns as on a chessboard."""
+    world_sizes = sorted({cell.world_size for cell in cells})
+    sizes = sorted({cell.nbytes for cell in cells})
+    return np.array([(world_sizes.index(cell.world_size) + sizes.index(cell.nbytes)) % 2 == 0 for cell in cells])

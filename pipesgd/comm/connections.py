@@ -1,0 +1,144 @@
+"""All-reduces by the names of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.floats import Uncompressed
+from pipesgd.comm.all_to_all import all_to_all
+from pipesgd.comm.base import AllReduce
+from pipesgd.comm.halving_doubling import halving_doubling
+from pipesgd.comm.headers import Headers
+from pipesgd.comm.hierarchical import hierarchical
+from pipesgd.comm.native import NativeAllReduce
+from pipesgd.comm.pinned import PinnedTransport
+from pipesgd.comm.recursive_doubling import recursive_doubling
+from pipesgd.comm.ring import gather_ring, ring
+from pipesgd.comm.schedule import Schedule
+from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.comm.transport import (
+    TorchTransport,
+    Transport,
+    communication_group,
+    destroy,
+    wait_for_all,
+)
+from pipesgd.config import DEFAULT_SEGMENT_BYTES
+from pipesgd.ranks import Ranks
+
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "ring": ring,
+    "halving-doubling": halving_doubling,
+    "recursive-doubling": recursive_doubling,
+    "all-to-all": all_to_all,
+}
+"""Of a rank and the number of ranks."""
+
+
+class Connections:
+    """Connections to all ranks for one thread, and the collectives that run over them, one after the other.
+
+    All ranks of the job make one together.
+
+    Args:
+        all_reduce: the algorithm.
+        ranks: who takes part.
+        timeout: seconds that a rank waits for another one, in any one message or native all-reduce.
+        segment_bytes: largest message.
+        streams: connections to each rank; segments take turns.
+        device: where the tensors are, "cpu" or "cuda". Messages go over gloo; native is nccl on a GPU.
+
+    Raises:
+        UserInputError: the ranks are not spread over nodes as the algorithm needs it.
+        CommunicationError: not every rank could be reached.
+    """
+
+    def __init__(
+        self,
+        all_reduce: str,
+        ranks: Ranks,
+        *,
+        timeout: float,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        streams: int = 1,
+        device: str = "cpu",
+    ):
+        self._name = all_reduce
+        self.ranks = ranks
+        self._timeout = timeout
+        self._segment_bytes = segment_bytes
+        ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 0
+        backend = None if all_reduce == "native" else "gloo"
+        self._groups = [communication_group(ranks, timeout, backend) for _ in range(streams)]
+        on_host = all_reduce != "native" or device == "cpu"  # nccl knows no tensors on the host
+        self._control = self._groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
+        if ranks.rank >= ranks.world_size:  # ``ranks`` are the first of the job's, and this one is none of them
+            return
+        self.control = TorchTransport(self._control, timeout)
+        """What the headers travel on, and counts them."""
+        self._headers = Headers(self.control)
+        if all_reduce == "native":
+            return
+        self._transport = TorchTransport(self._groups, timeout, before_arrivals=self._headers.check)
+        self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
+        if all_reduce == "hierarchical":
+            self._schedule = hierarchical(ranks.rank, ranks.world_size, ranks_per_node)
+        else:
+            self._schedule = SCHEDULES[all_reduce](ranks.rank, ranks.world_size)
+
+    def begin(self, call: str, iteration: int) -> None:
+        """What is summed until the next ``begin`` is of ``call`` (one of ``headers.CALLS``) in ``iteration``.
+
+        Collectives fail from now on if the previous rank around the ring is at something else.
+        """
+        self._headers.begin(call, iteration)
+        if self._name != "native":
+            self._transport.tag = self._headers.tag
+
+    def check(self) -> None:
+        """Wait until the previous rank around the ring has begun the same.
+
+        Raises:
+            OutOfStepError: it has begun something else.
+            CommunicationError: it was lost, or silent for longer than the deadline.
+        """
+        self._headers.check()
+
+    def wait_for_all(self) -> None:
+        """Return when all ranks have called this, and none has a message for another one any more.
+
+        Raises:
+            CommunicationError: a rank was lost, or silent for longer than the deadline.
+        """
+        self.check()
+        wait_for_all(self._control[0], self._timeout)
+
+    def close(self) -> None:
+        """Destroy the process groups, and with them the connections: the collectives cannot be used any more."""
+        destroy({*self._groups, *self._control})
+        self._groups.clear()  # transports and collectives look here, so nobody holds a group any more
+        self._control.clear()
+
+    def all_reduce(self, codec: Codec | None = None) -> AllReduce:
+        """The all-reduce with this codec on the wire; exact without one."""
+        codec = codec or Uncompressed()
+        if self._name == "native":
+            return NativeAllReduce(
+                self._groups, self.ranks.rank, self.ranks.world_size, self._timeout, codec.name, self.check
+            )
+        return self._scheduled(self._schedule, codec)
+
+    def all_gather(self) -> AllReduce:
+        """Gives every rank the chunks of all: of a flat tensor of p equal parts, the own part goes in."""
+        return self._scheduled(gather_ring(self.ranks.rank, self.ranks.world_size), Uncompressed())
+
+    def _scheduled(self, schedule: Schedule, codec: Codec) -> AllReduce:
+        return ScheduledAllReduce(self.transport, schedule, codec, segment_bytes=self._segment_bytes)
+
+
+def make_all_reduce(
+    name: str, ranks: Ranks, *, timeout: float, segment_bytes: int = DEFAULT_SEGMENT_BYTES
+) -> AllReduce:
+    """The exact all-reduce of this name over ``ranks``, on connections of its own. All ranks of the job call this."""
+    return Connections(name, ranks, timeout=timeout, segment_bytes=segment_bytes).all_reduce()

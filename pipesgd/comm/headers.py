@@ -1,0 +1,82 @@
+"""Headers: what each rank is about to sum, compared before anything is added up."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from pipesgd.comm.transport import Pending, Transport
+from pipesgd.errors import CommunicationError, OutOfStepError
+
+CALLS = ("Pipelined", "step", "flush", "combine_buffers", "change of parameters", "close", "share_weights")
+"""The calls of a pipeline in which ranks meet, as error messages name them."""
+
+DISTINCT_ITERATIONS = 1 << 20
+"""Iterations after which tags repeat."""
+
+
+class Headers:
+    """Keeps ranks that are in different calls or different iterations from adding up different things.
+
+    1. ``begin`` sends the next rank around the ring the call and the iteration that this rank is at, and expects those
+       of the previous rank. It waits for neither, so a header travels beside the first segments.
+    2. ``check`` waits for the previous rank's header and compares. Whoever receives calls it before the first message
+       is used.
+
+    Ranks that are not neighbours may exchange messages before either has failed. These bear ``tag``, which differs from
+    call to call and from iteration to iteration, and gloo never matches messages of different tags: it would add them
+    up if they had the same size, and terminate the process if the one that arrives were longer.
+
+    Args:
+        transport: a transport of its own, whose counters count the headers.
+    """
+
+    def __init__(self, transport: Transport):
+        self.tag = 0
+        self._transport = transport
+        self._at = (CALLS[0], 0)
+        self._sent: Pending | None = None
+        self._arriving: tuple[Pending, Tensor] | None = None
+
+    def begin(self, call: str, iteration: int) -> None:
+        """This rank is at ``call`` of ``iteration``: announce it. The headers before must have been checked."""
+        kind = CALLS.index(call)
+        self._at = (call, iteration)
+        self.tag = 1 + iteration % DISTINCT_ITERATIONS * len(CALLS) + kind
+        transport = self._transport
+        if transport.world_size == 1:
+            return
+        if self._sent is not None:
+            self._sent.wait()
+        self._sent = transport.send(torch.tensor([kind, iteration]), self._next, "the header")
+        header = torch.empty(2, dtype=torch.int64)
+        self._arriving = (transport.receive(header, self._previous, "the header"), header)
+
+    def check(self) -> None:
+        """Wait for the previous rank's header, once, and compare it.
+
+        Raises:
+            OutOfStepError: the previous rank is at another call, or in another iteration.
+            CommunicationError: it was lost, or silent for longer than the deadline.
+        """
+        if self._arriving is None:
+            return
+        pending, header = self._arriving
+        self._arriving = None
+        pending.wait()
+        kind, iteration = header.tolist()
+        if (CALLS[kind], iteration) != self._at:
+            if self._sent is not None:  # the next rank shall know of this, too, before this one closes its connections
+                with contextlib.suppress(CommunicationError):
+                    self._sent.wait()
+            raise OutOfStepError(self._transport.rank, *self._at, self._previous, CALLS[kind], iteration)
+
+    @property
+    def _next(self) -> int:
+        return (self._transport.rank + 1) % self._transport.world_size
+
+    @property
+    def _previous(self) -> int:
+        return (self._transport.rank - 1) % self._transport.world_size

@@ -1,0 +1,72 @@
+"""torch's own all-reduce: gloo's ring on CPU tensors, nccl on CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipesgd.comm.base import Finish, leave
+from pipesgd.comm.ring import ring_wire_bytes
+from pipesgd.ranks import lost
+
+NATIVE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What torch adds up, by the name of the codec; None for what the tensor is of."""
+
+
+class NativeAllReduce:
+    """Sums a flat tensor over the ranks of the first of ``groups``, in place, by ``torch.distributed.all_reduce``.
+
+    Whoever is no member of that group may make one, since all ranks of a job make groups together, but not call it.
+
+    With the codec bf16 or fp16 the values are rounded to that dtype first, and every sum on the way is.
+    ``before`` is called before each sum.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        rank: int,
+        world_size: int,
+        timeout: float,
+        codec: str = "fp32",
+        before: Callable[[], None] = lambda: None,
+    ):
+        self._groups = groups
+        self._rank, self._world_size = rank, world_size
+        self._timeout = timeout
+        self._before = before
+        self._dtype = NATIVE_DTYPES[codec]
+        self._rounded: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+        if self._dtype is None:
+            self._sum(flat)
+            finish(flat)
+            return
+        kind = (flat.numel(), flat.device)
+        if kind not in self._rounded:
+            self._rounded[kind] = torch.empty_like(flat, dtype=self._dtype)
+        rounded = self._rounded[kind]
+        rounded.copy_(flat)
+        self._sum(rounded)
+        flat.copy_(rounded)
+        finish(flat)
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        """What a ring sends. torch does not count; gloo's real ring rounds chunks up a little."""
+        element_size = flat.element_size() if self._dtype is None else self._dtype.itemsize
+        return ring_wire_bytes(self._rank, self._world_size, flat.numel(), element_size)
+
+    def _sum(self, flat: Tensor) -> None:
+        self._before()
+        try:
+            work = dist.all_reduce(flat, group=self._groups[0], async_op=True)
+            work.wait(timedelta(seconds=self._timeout))
+            if flat.is_cuda:  # nccl's wait only makes the stream wait: here the sum must be there
+                torch.cuda.current_stream().synchronize()
+        except RuntimeError as failure:
+            raise lost(failure, self._rank, None, "native all-reduce", self._timeout) from failure

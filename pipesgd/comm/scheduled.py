@@ -1,0 +1,287 @@
+"""An all-reduce by messages: any schedule, with any codec that is decoded and encoded at every hop."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.keys import mixed
+from pipesgd.comm.base import Finish, leave
+from pipesgd.comm.schedule import Encode, Operation, Receive, Schedule, Send, split
+from pipesgd.comm.transport import Pending, Transport
+from pipesgd.config import DEFAULT_SEGMENT_BYTES
+
+SEGMENTS_AHEAD = 4
+"""Receives of segments to be added up that are posted before their turn. gloo's sender starts only when the receiver is
+ready, so with one the wire would rest while a segment is added up. Each takes a segment of scratch."""
+LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
+"""A chunk is cut in two, as long as that leaves messages of some size, in bytes. A step waits for the one before only
+segment by segment: with a second one on its way, a rank that the computation holds up leaves no gap on the wire."""
+MOST_PLANS = 16
+"""Kinds of buffers that a run reduces again and again."""
+ALIGNMENT = 64
+"""Bytes; where segments begin in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A part of a chunk: where its values are in the buffer, and its bytes among those that travel."""
+
+    name: str
+    values: slice
+    wire: slice
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    holders: int
+    salt: int
+    """For random numbers that no other encoding in this all-reduce draws."""
+    keep: bool
+    """Whether this rank goes on with what was encoded: nothing is received in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    peer: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A segment that arrives, or one to begin with, and what is done with it then."""
+
+    segment: _Segment
+    arrival: _Message | None
+    reduce: bool
+    encoding: _Encoding | None
+    sends: tuple[_Message, ...]
+    last: bool
+    """Whether the values are the sum then."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is done for buffers of one kind, segment by segment, and the memory for it."""
+
+    events: list[_Event]
+    wire_bytes: int
+    wire: Tensor
+    """uint8: the bytes of all segments as they travel; empty if they are the values' own memory."""
+    inboxes: list[Tensor]
+    """uint8, one for each receive to be added up that is posted ahead."""
+    shared_residual: Tensor
+    """float32, of a segment: what encodings leave that several ranks make alike; empty if there are none."""
+
+
+class ScheduledAllReduce:
+    """Sums a flat tensor over the ranks of ``transport``, in place, the same bytes on every rank.
+
+    The buffer is cut into the schedule's chunks, a chunk into segments whose messages have at most ``segment_bytes``.
+    What the schedule does with a chunk is done with its segments one by one, each as soon as it has arrived, so that
+    one is encoded while another is on the wire:
+
+    1. Post the first receives. Encode and send the segments that need not be received before.
+    2. For each segment to receive, in the schedule's order: wait for it. Add it to the own values, or take it instead;
+       if it is to be sent on, encode it anew in the same pass, or send the very bytes that came. Post more receives:
+       those to be taken go straight to their place; for those to be added up there are ``SEGMENTS_AHEAD`` inboxes.
+       What is then the sum, and no longer the wire's, is finished as the caller wants it.
+    3. Wait for the sends.
+
+    A finished chunk is encoded by its owner alone, and everybody, the owner too, decodes the same bytes: hence the same
+    values on every rank.
+    """
+
+    def __init__(
+        self, transport: Transport, schedule: Schedule, codec: Codec, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES
+    ):
+        self._transport = transport
+        self._schedule = schedule
+        self._codec = codec
+        self._segment_bytes = segment_bytes
+        self._plans: dict[tuple[int, torch.dtype, torch.device], _Plan] = {}
+
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+        transport, codec = self._transport, self._codec
+        plan = self._plan(flat)
+        wire = flat.view(torch.uint8) if codec.in_place else plan.wire
+        free = list(plan.inboxes)
+        arrivals: deque[tuple[Pending, Tensor]] = deque()
+        sent: dict[str, list[Pending]] = {}
+        posted = 0
+
+        def post_receives() -> None:
+            nonlocal posted
+            while posted < len(plan.events) and (free or not plan.events[posted].reduce):
+                event = plan.events[posted]
+                posted += 1
+                if event.arrival is not None:
+                    inbox = free.pop() if event.reduce else wire[event.segment.wire]
+                    place = inbox[: _length(event.segment.wire)]
+                    arrivals.append((transport.receive(place, event.arrival.peer, event.arrival.what), inbox))
+
+        # 1. and 2.
+        post_receives()
+        for event in plan.events:
+            segment = event.segment
+            values, outgoing = flat[segment.values], wire[segment.wire]
+            if event.arrival is not None:
+                pending, inbox = arrivals.popleft()
+                pending.wait()
+            for pending in sent.pop(segment.name, ()):  # what they send is about to change, or has been answered
+                pending.wait()
+            received = inbox[: outgoing.numel()] if event.reduce else None
+            if event.encoding is not None:
+                own = None if residual is None else residual[segment.values]
+                self._encode(event.encoding, plan, received, values, own, outgoing, key)
+            elif received is not None:
+                codec.decode_add(received, values)
+            else:
+                codec.decode(outgoing, values)
+            if event.sends:
+                sent[segment.name] = [transport.send(outgoing, message.peer, message.what) for message in event.sends]
+            if event.reduce:
+                free.append(inbox)
+            post_receives()
+            if event.last and not codec.in_place:
+                finish(values)
+        # 3.
+        for pendings in sent.values():
+            for pending in pendings:
+                pending.wait()
+        if codec.in_place or not plan.events:  # the wire needed the values until now
+            finish(flat)
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        return self._plan(flat).wire_bytes
+
+    def _encode(
+        self,
+        encoding: _Encoding,
+        plan: _Plan,
+        received: Tensor | None,
+        values: Tensor,
+        residual: Tensor | None,
+        wire: Tensor,
+        key: int,
+    ) -> None:
+        codec = self._codec
+        shared = residual is not None and encoding.holders > 1  # the values have had the residual in them before
+        own = plan.shared_residual[: values.numel()].zero_() if shared else residual
+        key = mixed(key, encoding.salt)
+        if received is None:
+            codec.encode(values, own, wire, key)
+        else:
+            codec.decode_add_encode(received, values, own, wire, key)
+        if residual is not None and own is not None and shared:
+            residual.add_(own, alpha=1 / encoding.holders)
+        if encoding.keep:
+            codec.decode(wire, values)
+
+    def _plan(self, flat: Tensor) -> _Plan:
+        """The plan for buffers like ``flat``, made once: a run reduces a few kinds of buffers many thousand times."""
+        kind = (flat.numel(), flat.dtype, flat.device)
+        if kind not in self._plans:
+            if len(self._plans) == MOST_PLANS:  # a size that changes all the time must not fill the memory
+                del self._plans[next(iter(self._plans))]
+            self._plans[kind] = self._make_plan(flat)
+        return self._plans[kind]
+
+    def _make_plan(self, flat: Tensor) -> _Plan:
+        segments, nbytes = self._segments(flat)
+        events = self._events(segments)
+        largest = max((_length(event.segment.wire) for event in events), default=0)
+        most = max((_length(event.segment.values) for event in events), default=0)
+        shared = any(event.encoding is not None and event.encoding.holders > 1 for event in events)
+        inboxes = min(SEGMENTS_AHEAD, sum(event.reduce for event in events))
+        new = partial(torch.empty, device=flat.device)
+        return _Plan(
+            events=events,
+            wire_bytes=sum(len(event.sends) * _length(event.segment.wire) for event in events),
+            wire=new(0 if self._codec.in_place else nbytes, dtype=torch.uint8),
+            inboxes=[new(largest, dtype=torch.uint8) for _ in range(inboxes)],
+            shared_residual=new(most if shared and not self._codec.in_place else 0, dtype=torch.float32),
+        )
+
+    def _segments(self, flat: Tensor) -> tuple[list[list[_Segment]], int]:
+        """The segments of each chunk, and the bytes in memory that all take.
+
+        None is empty; all but a chunk's last are of whole blocks.
+        """
+        codec = self._codec
+        element_size, block = flat.element_size(), codec.block
+
+        def wire_bytes(numel: int) -> int:
+            return numel * element_size if codec.in_place else codec.wire_bytes(numel)
+
+        chunks = split(flat.numel(), self._schedule.chunks)
+        nbytes = wire_bytes(max(stop - start for start, stop in chunks))
+        per_chunk = max(1, math.ceil(nbytes / self._segment_bytes), min(LEAST_SEGMENTS, nbytes // SMALLEST_SEGMENT))
+        segments: list[list[_Segment]] = []
+        position = 0
+        for chunk, (start, stop) in enumerate(chunks):
+            blocks = math.ceil((stop - start) / block)
+            parts = [
+                (start + first * block, min(start + last * block, stop))
+                for first, last in split(blocks, per_chunk)
+                if last > first
+            ]
+            segments.append([])
+            for index, (begin, end) in enumerate(parts):
+                size = wire_bytes(end - begin)
+                name = f"chunk {chunk} segment {index}"
+                segments[-1].append(_Segment(name, slice(begin, end), slice(position, position + size)))
+                position += size if codec.in_place else math.ceil(size / ALIGNMENT) * ALIGNMENT
+        return segments, position
+
+    def _events(self, segments: list[list[_Segment]]) -> list[_Event]:
+        """The schedule's operations, segment by segment, each tied to the arrival that it waits for."""
+        # Each group is of one chunk: at most one arrival, then at most one encoding, then sends.
+        begun: list[list[Operation]] = []
+        arriving: list[list[Operation]] = []
+        latest: dict[int, list[Operation]] = {}
+        for operation in self._schedule.operations:
+            if isinstance(operation, Receive):
+                latest[operation.chunk] = []
+                arriving.append(latest[operation.chunk])
+            elif operation.chunk not in latest:
+                latest[operation.chunk] = []
+                begun.append(latest[operation.chunk])
+            latest[operation.chunk].append(operation)
+        events: list[_Event] = []
+        following: dict[int, Receive] = {}  # by chunk: what arrives of it next
+        for group in reversed(begun + arriving):
+            first = group[0]
+            later = following.get(first.chunk)
+            events[:0] = [self._event(segment, group, later) for segment in segments[first.chunk]]
+            if isinstance(first, Receive):
+                following[first.chunk] = first
+        return events
+
+    def _event(self, segment: _Segment, group: list[Operation], later: Receive | None) -> _Event:
+        arrival, encoding, reduce = None, None, False
+        sends = []
+        for operation in group:
+            if isinstance(operation, Encode):
+                holders = operation.holders
+                first = self._transport.rank // holders * holders
+                salt = mixed(first, holders, segment.values.start)
+                encoding = _Encoding(holders=holders, salt=salt, keep=later is None or later.reduce)
+            else:
+                message = _Message(operation.peer, f"{segment.name} at step {operation.step}")
+                if isinstance(operation, Send):
+                    sends.append(message)
+                else:
+                    arrival, reduce = message, operation.reduce
+        return _Event(segment, arrival, reduce, encoding, tuple(sends), last=later is None)
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length

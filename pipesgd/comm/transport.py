@@ -1,0 +1,178 @@
+"""Point-to-point messages between ranks: with a deadline on every wait, counted, and logged on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pipesgd.ranks import Ranks, lost
+
+log = logging.getLogger(__name__)
+
+Group = dist.ProcessGroup
+"""What ``communication_group`` makes, for annotations elsewhere."""
+
+
+class Pending(Protocol):
+    """A message under way. The tensor must not be touched before ``wait`` has returned."""
+
+    def wait(self) -> None:
+        """Return once the message is out of, or in, its tensor.
+
+        Raises:
+            DeadlineExceeded: not within the transport's deadline, counted from this call.
+            CommunicationError: the peer is gone.
+        """
+
+
+class Transport(Protocol):
+    """Sends and receives contiguous tensors. Messages between two ranks arrive in the order sent."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def bytes_sent(self) -> int:
+        """So far, in all messages."""
+
+    @property
+    def bytes_received(self) -> int:
+        """So far, in all messages."""
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        """Begin to send ``tensor`` to ``peer``; ``what`` names it in errors and in the log."""
+
+    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        """Begin to receive into ``tensor`` from ``peer``."""
+
+
+class TorchTransport:
+    """Transport over process groups of torch.distributed, of messages that bear ``tag``, used by no other thread.
+
+    ``before_arrivals`` is called whenever a message that is to arrive is about to be waited for.
+
+    Each group has connections of its own; the messages between two ranks take turns on them, in the same order at both
+    ends: one TCP stream may not fill a fast or a long link. The groups are of the same ranks.
+
+    Two threads that issue operations in different orders on different ranks would mix up their messages, hence
+    a group of its own (``communication_group``), or, where messages differ in kind, a tag of its own in one group:
+    gloo keeps the tags of a connection apart, and lets any thread send and receive.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        timeout: float,
+        tag: int = 0,
+        before_arrivals: Callable[[], None] = lambda: None,
+    ):
+        self.tag = tag
+        self.rank = groups[0].rank()
+        self.world_size = groups[0].size()
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._groups = groups
+        self._sends: Counter[int] = Counter()  # so far, to each rank
+        self._receives: Counter[int] = Counter()
+        self._timeout = timeout
+        self._before_arrivals = before_arrivals
+        self._logging = log.isEnabledFor(logging.DEBUG)
+
+    def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        nbytes = tensor.nbytes
+        self.bytes_sent += nbytes
+        if self._logging:
+            log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)
+        return self._begin(self._next(self._sends, peer).send, tensor, peer, f"send of {what}", lambda: None)
+
+    def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
+        nbytes = tensor.nbytes
+        self.bytes_received += nbytes
+        if self._logging:
+            log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
+        receive = self._next(self._receives, peer).recv
+        return self._begin(receive, tensor, peer, f"receive of {what}", self._before_arrivals)
+
+    def _next(self, messages: Counter[int], peer: int) -> dist.ProcessGroup:
+        messages[peer] += 1
+        return self._groups[messages[peer] % len(self._groups)]
+
+    def _begin(
+        self,
+        begin: Callable[[list[Tensor], int, int], dist.Work],
+        tensor: Tensor,
+        peer: int,
+        operation: str,
+        before: Callable[[], None],
+    ) -> Pending:
+        try:
+            work = begin([tensor], peer, self.tag)
+        except RuntimeError as failure:
+            raise lost(failure, self.rank, peer, operation, self._timeout) from failure
+        return _TorchPending(work, self.rank, peer, operation, self._timeout, before)
+
+
+class _TorchPending:
+    def __init__(
+        self, work: dist.Work, rank: int, peer: int, operation: str, timeout: float, before: Callable[[], None]
+    ):
+        self._work = work
+        self._rank = rank
+        self._peer = peer
+        self._operation = operation
+        self._timeout = timeout
+        self._before = before
+
+    def wait(self) -> None:
+        self._before()
+        try:
+            self._work.wait(timedelta(seconds=self._timeout))
+        except RuntimeError as failure:
+            raise lost(failure, self._rank, self._peer, self._operation, self._timeout) from failure
+
+
+def communication_group(
+    ranks: Ranks, timeout: float, backend: str | None, members: Sequence[int] | None = None
+) -> dist.ProcessGroup:
+    """A new process group of ``ranks``, for one thread alone. All ranks of the job must call this together.
+
+    With ``members`` it is of these of the ranks alone, and what the others get is no group.
+
+    Raises:
+        CommunicationError: not every rank could be reached.
+    """
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            list(range(ranks.world_size) if members is None else members),
+            timeout=timedelta(seconds=timeout),
+            backend=backend,
+        )
+    except RuntimeError as failure:
+        raise lost(failure, ranks.rank, None, "connection to all ranks", timeout) from failure
+    return group
+
+
+def wait_for_all(group: dist.ProcessGroup, timeout: float) -> None:
+    """Return when all ranks of ``group`` have called this.
+
+    Raises:
+        CommunicationError: a rank was lost, or silent for longer than ``timeout`` seconds.
+    """
+    try:
+        group.barrier().wait(timedelta(seconds=timeout))
+    except RuntimeError as failure:
+        raise lost(failure, group.rank(), None, "last meeting of all ranks", timeout) from failure
+
+
+def destroy(groups: Iterable[dist.ProcessGroup]) -> None:
+    """End these process groups. Their connections end when nobody holds one of them any more."""
+    for group in groups:
+        with contextlib.suppress(Exception):  # the default group was destroyed, and took all others with it
+            dist.destroy_process_group(group)

@@ -1,0 +1,154 @@
+"""The data sets by name. Nothing here downloads: what is missing is said, with where to get it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipesgd.checks import check_one_of
+from pipesgd.config import DATASETS, TEXTS, dataset_kind
+from pipesgd.data.binary_files import read_cifar100, read_labelled_idx
+from pipesgd.data.image_folder import ImageFolder, class_names
+from pipesgd.data.samples import BatchedDataset, InMemoryImages, PixelScale
+from pipesgd.data.text import TextWindows, read_text
+from pipesgd.errors import DatasetError
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+IDX_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+CIFAR100_FILES = ("train.bin", "test.bin")
+
+_SCALES = {
+    "digits": PixelScale(mean=(0.3055,), std=(0.3762,), peak=16),
+    "mnist": PixelScale(mean=(0.1307,), std=(0.3081,)),
+    "fashion-mnist": PixelScale(mean=(0.2860,), std=(0.3530,)),
+    "cifar100": PixelScale(mean=(0.5071, 0.4865, 0.4409), std=(0.2673, 0.2564, 0.2762)),
+    "images": PixelScale(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),  # ImageNet's
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSplits:
+    """A data set: what to train on, what to test on, and what a model for it takes and gives."""
+
+    train: BatchedDataset
+    test: BatchedDataset
+    num_classes: int
+    """Labels are 0 to ``num_classes - 1``."""
+    sample_shape: tuple[int, ...]
+    """Channels, height and width of one image; or the bytes of one sample of text."""
+    content: str = ""
+    """What tells it from others of the same size, where that is known: of text, a checksum."""
+
+
+def load_dataset(name: str, data_dir: Path | None, *, image_size: int, context: int = 64) -> DataSplits:
+    """The data set ``name``, one of ``DATASETS``.
+
+    Args:
+        name: ``digits`` (1797 images of 8x8, every 6th for testing), ``mnist``, ``fashion-mnist``,
+            ``cifar100``, or ``images`` (any RGB images, ``data_dir/{train,test}/CLASS/FILE``); or of text,
+            ``python-stdlib`` (source of the Python that runs) or ``text:`` and a file or folder of them.
+        data_dir: where its files are. ``digits`` comes with scikit-learn and takes none;
+            ``fashion-mnist`` defaults to where Debian's package puts it; the other images need it.
+        image_size: side in pixels that ``images`` are brought to; the others have theirs.
+        context: bytes in a sample of text.
+
+    Raises:
+        UserInputError: the name is unknown.
+        DatasetError: files are missing, truncated or not what they should be.
+    """
+    check_one_of("dataset", dataset_kind(name), DATASETS)
+    if dataset_kind(name) in TEXTS:
+        return _text(name, context)
+    if name == "digits":
+        return _digits()
+    if name == "images":
+        return _images(data_dir, image_size)
+    if name == "cifar100":
+        return _cifar100(data_dir)
+    return _mnist_like(name, data_dir)
+
+
+def _digits() -> DataSplits:
+    from sklearn.datasets import load_digits  # here, since its import takes a second
+
+    digits = load_digits()
+    pixels = torch.from_numpy(digits.images).to(torch.uint8).unsqueeze(1)  # (1797, 1, 8, 8), 0..16
+    labels = torch.from_numpy(digits.target)
+    is_test = torch.arange(len(labels)) % 6 == 0
+    train, test = (InMemoryImages(pixels[s], labels[s], _SCALES["digits"]) for s in (~is_test, is_test))
+    return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 8, 8))
+
+
+def _mnist_like(name: str, data_dir: Path | None) -> DataSplits:
+    how = "--data-dir names the folder"
+    if name == "fashion-mnist":
+        data_dir = data_dir or DEBIAN_FASHION_MNIST
+        how = (
+            "apt-get install dataset-fashion-mnist on Debian and Ubuntu; elsewhere "
+            "git clone https://github.com/zalandoresearch/fashion-mnist, and --data-dir fashion-mnist/data/fashion"
+        )
+    paths = _locate(name, [data_dir] if data_dir else [], IDX_FILES, how)
+    train, test = (
+        InMemoryImages(*read_labelled_idx(images, labels, num_classes=10), _SCALES[name])
+        for images, labels in (paths[:2], paths[2:])
+    )
+    return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 28, 28))
+
+
+def _cifar100(data_dir: Path | None) -> DataSplits:
+    folders = [data_dir, data_dir / "cifar-100-binary"] if data_dir else []
+    how = "the binary version, cifar-100-binary.tar.gz unpacked; --data-dir names the folder"
+    paths = _locate("cifar100", folders, CIFAR100_FILES, how)
+    train, test = (InMemoryImages(*read_cifar100(path), _SCALES["cifar100"]) for path in paths)
+    return DataSplits(train=train, test=test, num_classes=100, sample_shape=(3, 32, 32))
+
+
+def _images(data_dir: Path | None, image_size: int) -> DataSplits:
+    if data_dir is None:
+        raise DatasetError("images must be in the folder --data-dir, as train/CLASS and test/CLASS; got no --data-dir")
+    classes = class_names(data_dir / "train")
+    train, test = (
+        ImageFolder(data_dir / split, classes, image_size=image_size, scale=_SCALES["images"])
+        for split in ("train", "test")
+    )
+    return DataSplits(train=train, test=test, num_classes=len(classes), sample_shape=(3, image_size, image_size))
+
+
+def _text(name: str, context: int) -> DataSplits:
+    train, test = read_text(name)
+    if min(len(train), len(test)) <= context:
+        raise DatasetError(
+            f"{name} must hold a sample of {context + 1} bytes to train on and one to test on; "
+            f"got {len(train)} bytes and {len(test)} bytes"
+        )
+    digest = hashlib.sha256(train + b"\0" + test).hexdigest()[:16]
+    return DataSplits(
+        train=TextWindows(train, context=context),
+        test=TextWindows(test, context=context),
+        num_classes=256,
+        sample_shape=(context,),
+        content=f"{len(train)} and {len(test)} bytes of text with the SHA-256 {digest}",
+    )
+
+
+def _locate(name: str, folders: Sequence[Path], files: Sequence[str], how: str) -> list[Path]:
+    """Where each of ``files`` is, plain or ``.gz``, in the first of ``folders`` that has it."""
+    found = []
+    for file in files:
+        candidates = (folder / (file + suffix) for folder in folders for suffix in ("", ".gz"))
+        path = next((candidate for candidate in candidates if candidate.is_file()), None)
+        if path is None:
+            where = " or ".join(map(str, folders)) or "the folder --data-dir"
+            got = f"no {file}" if folders else "no --data-dir"
+            raise DatasetError(f"{name} must be in {where} as {', '.join(files)}, plain or .gz ({how}); got {got}")
+        found.append(path)
+    return found

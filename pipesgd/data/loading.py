@@ -1,0 +1,136 @@
+"""Which samples each rank sees, and when; every function of (seed, iteration, rank) alone."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from pipesgd.data.samples import Batch, BatchedDataset
+from pipesgd.errors import DatasetError
+
+
+class ShardedBatches:
+    """The training batches of one rank.
+
+    Every epoch all ranks draw the same permutation of the samples from (seed, epoch). Iteration i of an
+    epoch takes its next ``world_size * batch_size`` entries, and rank r the r-th ``batch_size`` of those:
+    the ranks' batches side by side are the one batch of a single process. What is left over at the end
+    of an epoch, less than one such batch, is dropped.
+    """
+
+    iterations_per_epoch: int
+    """The same on every rank."""
+
+    def __init__(
+        self,
+        dataset: BatchedDataset,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        loader_workers: int = 0,
+    ) -> None:
+        """``batch_size`` is samples per rank and iteration; 0 ``loader_workers`` load in this process.
+
+        Raises ``DatasetError`` if not even one batch of all ranks can be taken from ``dataset``.
+        """
+        assert batch_size >= 1
+        assert 0 <= rank < world_size
+        largest = len(dataset) // world_size
+        if batch_size > largest:
+            raise DatasetError(
+                f"--batch-size must be at most {largest}: {world_size} ranks share {len(dataset)} samples; "
+                f"got {batch_size}"
+            )
+        self.iterations_per_epoch = len(dataset) // (world_size * batch_size)
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._loader_workers = loader_workers
+
+    def from_iteration(self, iteration: int) -> Generator[Batch, None, None]:
+        """The batches of global iteration ``iteration`` (from 0) and all after it, without end.
+
+        Each has ``batch_size`` samples. Raises, at the batch concerned, the ``DatasetError`` of a sample
+        that cannot be read. Worker processes take about a second to start, at the first batch, and end
+        with the iterator: ``close()`` it, or drop it.
+        """
+        assert iteration >= 0
+        return _load(self._dataset, self._indices(iteration), self._loader_workers)
+
+    def _indices(self, iteration: int) -> Iterator[torch.Tensor]:
+        first_epoch, first = divmod(iteration, self.iterations_per_epoch)
+        for epoch in count(first_epoch):
+            order = _epoch_order(len(self._dataset), self._seed, epoch)
+            for i in range(first, self.iterations_per_epoch):
+                start = (i * self._world_size + self._rank) * self._batch_size
+                yield order[start : start + self._batch_size]
+            first = 0
+
+
+def evaluation_batches(
+    dataset: BatchedDataset, *, batch_size: int, rank: int, world_size: int, loader_workers: int = 0
+) -> Iterator[Batch]:
+    """This rank's share of ``dataset``, every ``world_size``-th sample: over all ranks, each exactly once.
+
+    A batch has at most ``batch_size`` samples, the last may be short, and a rank without a share gets no
+    batch. Raises, at the batch concerned, the ``DatasetError`` of a sample that cannot be read.
+    """
+    share = torch.arange(len(dataset))[rank::world_size]
+    batches = [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
+    return _load(dataset, batches, loader_workers)
+
+
+def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
+    """A permutation of the samples, int64 (num_samples,)."""
+    # Hashed, because seed + epoch would make run 1 repeat the epochs of run 0 one epoch late.
+    mixed = int(np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0])
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mixed))
+
+
+def _load(
+    dataset: BatchedDataset, indices: Iterable[torch.Tensor], loader_workers: int
+) -> Generator[Batch, None, None]:
+    """``dataset[i]`` for each i in ``indices``; worker processes end with the iterator."""
+    loader = DataLoader(
+        _ErrorsAsValues(dataset),
+        batch_size=None,
+        sampler=indices,
+        num_workers=loader_workers,
+        collate_fn=_unchanged,
+        # Without one of its own it would draw from the global generator.
+        generator=torch.Generator(),
+        # A forked worker would hold copies of this rank's connections, so that its peers would not
+        # notice its death; and it would be forked with the communication thread at work.
+        multiprocessing_context="spawn" if loader_workers else None,
+    )
+    for item in loader:
+        if isinstance(item, DatasetError):
+            raise item
+        yield item
+
+
+class _ErrorsAsValues(Dataset[Batch | DatasetError]):
+    """Returns an error instead of raising it: DataLoader would put a worker's traceback into its one line."""
+
+    def __init__(self, dataset: BatchedDataset) -> None:
+        self._dataset = dataset
+
+    def __getitem__(self, indices: torch.Tensor) -> Batch | DatasetError:
+        try:
+            return self._dataset[indices]
+        except DatasetError as error:
+            return error
+
+
+def _unchanged(item: Any) -> Any:
+    """Keeps a batch a tuple; DataLoader's own conversion makes it a list."""
+    return item

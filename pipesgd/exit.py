@@ -1,0 +1,227 @@
+"""How a rank ends: one line that says why, and an exit code, whatever happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NoReturn
+
+from rich.console import Console
+
+from pipesgd.cli import HelpRequested
+from pipesgd.errors import (
+    CommunicationError,
+    DisagreementError,
+    PeerFailed,
+    PipesgdError,
+    RunError,
+    StoppedBySignal,
+    UserInputError,
+    named,
+)
+from pipesgd.membership.farewell import Farewell
+from pipesgd.membership.heartbeat import no_word_from
+from pipesgd.process import (
+    EXIT_TERMINATED,
+    begin,
+    claim_the_end,
+    end_if_orphan,
+    say,
+    write_error_file,
+)
+from pipesgd.ranks import Ranks, join
+from pipesgd.run.console import screen
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+SIGNAL_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+SAME_SIGNAL_SECONDS = 2.0
+"""How long another signal counts as the first one: torchrun passes on what a terminal has sent to its ranks, too."""
+
+STORE_BEFORE_AGENT_SECONDS = 0.3
+"""How long the store of an agent that has died may be lost before its death can be seen."""
+
+END_SECONDS = 10.0
+"""How long the main thread waits for another thread to say why this process ends, and to end it."""
+
+
+class Terminated(BaseException):
+    """SIGTERM came. Like KeyboardInterrupt it is no error of the program's."""
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM, of which the first one says how this rank ends, whatever comes of it.
+
+    Whoever unwinds may fail in turn and hide it: torch.save, interrupted, raises a RuntimeError; and
+    torchrun passes Ctrl-C on to ranks that have got it from the terminal.
+    """
+
+    _RAISES: ClassVar[dict[int, type[BaseException]]] = {
+        signal.SIGINT: KeyboardInterrupt,
+        signal.SIGTERM: Terminated,
+    }
+
+    def __init__(self) -> None:
+        self.first: type[BaseException] | None = None
+        self.ignored = False
+        self.farewell = Farewell()
+        self._noted = 0.0
+        for number in self._RAISES:
+            signal.signal(number, self._raise)
+
+    def _raise(self, number: int, frame: object) -> None:
+        if self.ignored or self._is_noted(number):
+            return
+        self.first = self.first or self._RAISES[number]
+        raise self.first
+
+    def _is_noted(self, number: int) -> bool:
+        """True if the training loop ends for this signal, with a checkpoint. Takes no lock: the loop may hold it."""
+        farewell, now = self.farewell, time.monotonic()
+        if not farewell.is_open:
+            return False
+        if farewell.requested is None or not self._noted:
+            farewell.requested = farewell.requested or SIGNAL_NAMES[number]
+            self._noted = now
+        return now - self._noted < SAME_SIGNAL_SECONDS
+
+
+def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str]) -> NoReturn:
+    """Join the ranks, run ``command``, and exit.
+
+    Exit codes: 0 done, 2 the input was wrong, 1 the run failed, 130 Ctrl-C, 143 SIGTERM.
+    """
+    code = _run(command, words, _Signals())
+    _flush()
+    if code:
+        # The other ranks may be gone: a normal exit would wait for the communication thread and for
+        # torch's groups, which wait for them.
+        os._exit(code)
+    sys.exit(0)
+
+
+def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str], signals: _Signals) -> int:
+    ranks: Ranks | None = None
+    begin()  # where the command's module has not, as in a program of one's own that calls it
+    try:
+        ranks = join()
+        signals.farewell = ranks.standing.farewell
+        console = screen(ranks)
+        # The main thread may be in a wait of gloo's, which nothing ends: the watcher's thread ends this process then.
+        stop_watching = ranks.watch(lambda error: _end(error, ranks, console))
+        command(words, ranks, console)
+        ranks.need_not_speak()
+        stop_watching()
+        ranks.leave()
+    except HelpRequested as request:
+        if ranks is None or ranks.rank == 0:
+            print(request)
+    except BaseException as failure:  # noqa: BLE001 (told apart, and said, below)
+        signals.ignored = True  # one end is enough; and no call, between whose instructions a signal could come
+        _end_if_orphan(failure)
+        if not claim_the_end():
+            threading.Event().wait(END_SECONDS)  # another thread is saying why this process ends, and ends it
+            os._exit(EXIT_FAILED)
+        return _explain(failure if signals.first is None else signals.first(), ranks)
+    return 0
+
+
+def _end(error: RunError, ranks: Ranks, console: Console) -> None:
+    """End this process for ``error``, whatever its main thread is waiting for, unless it is already at its end."""
+    _end_if_orphan(error)
+    if not claim_the_end():
+        return
+    code = EXIT_FAILED
+    try:
+        if console.is_terminal:
+            with contextlib.suppress(Exception):  # the terminal may be gone
+                console.show_cursor()  # a progress bar has hidden it
+        code = _explain(error, ranks)
+        _flush()
+    finally:
+        os._exit(code)  # the main thread waits for this
+
+
+def _flush() -> None:
+    """Write out what was printed, as far as somebody is left to read it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _end_if_orphan(failure: BaseException) -> None:
+    """End this process if torchrun's agent has died; its sockets close first, so that may be how the store was lost."""
+    store_lost = isinstance(failure, CommunicationError) and failure.peer is None
+    end_if_orphan(within=STORE_BEFORE_AGENT_SECONDS if store_lost else 0.0)
+
+
+def reason_of(failure: BaseException, ranks: Ranks | None) -> str:
+    """Why this rank ends, in one line that begins with its number."""
+    text = str(failure) if isinstance(failure, PipesgdError) else repr(failure)
+    if isinstance(failure, KeyboardInterrupt):
+        text = f"interrupted by Ctrl-C{_where(ranks)}"
+    if isinstance(failure, Terminated):
+        text = f"told to stop (SIGTERM){_where(ranks)}: another rank has failed, or somebody has stopped the job"
+    return text if text.startswith("rank ") else f"rank {0 if ranks is None else ranks.rank}: {text}"
+
+
+def _where(ranks: Ranks | None) -> str:
+    return "" if ranks is None or ranks.iteration is None else f" in iteration {ranks.iteration}"
+
+
+def _explain(failure: BaseException, ranks: Ranks | None) -> int:
+    """Say in one line why this rank ends; the exit code."""
+    rank = 0 if ranks is None else ranks.rank
+    if isinstance(failure, KeyboardInterrupt):
+        where = _where(ranks)
+        if rank == 0:
+            say(f"interrupted{where}" + ("; --resume continues from the last checkpoint" if where else ""))
+        return EXIT_INTERRUPTED
+    if isinstance(failure, StoppedBySignal):
+        if rank == 0 or failure.without is not None:
+            say(str(failure))
+        write_error_file(str(failure), "", cause=True)
+        if ranks is not None:
+            ranks.wait_until_all_have_spoken()
+        return EXIT_INTERRUPTED if failure.signal == SIGNAL_NAMES[signal.SIGINT] else EXIT_TERMINATED
+    if isinstance(failure, UserInputError) and (ranks is None or failure.known_to_all):
+        if rank == 0 or isinstance(failure, DisagreementError):
+            say(f"error: {failure}")
+        if ranks is not None:
+            ranks.wait_until_all_have_spoken()
+        return EXIT_BAD_INPUT
+    trace = ""
+    if not isinstance(failure, PipesgdError | Terminated):
+        trace = "".join(traceback.format_exception(failure))
+        sys.stderr.write(trace)  # a defect of ours: the line alone would not help to mend it
+    text = reason_of(failure, ranks)
+    silent = {} if ranks is None else ranks.silent()
+    if ranks is not None and silent and not isinstance(failure, PeerFailed) and "no word from" not in text:
+        text += f"; {no_word_from(silent, ranks.job_size)}"
+    say(f"error: {text}")  # before the store is asked, which may hang
+    write_error_file(text, trace, cause=not isinstance(failure, CommunicationError | Terminated))
+    if ranks is not None:
+        _hear_the_others(ranks, text, failure, known=list(silent))
+    if isinstance(failure, Terminated):
+        return EXIT_TERMINATED
+    return EXIT_BAD_INPUT if isinstance(failure, UserInputError) else EXIT_FAILED
+
+
+def _hear_the_others(ranks: Ranks, text: str, failure: BaseException, *, known: list[int]) -> None:
+    """Tell the other ranks, give them a moment to say why they end, and name those that do not."""
+    is_victim = isinstance(failure, PeerFailed)
+    peer = failure.peer if isinstance(failure, CommunicationError) else None
+    try:
+        silent = ranks.report_and_wait("" if is_victim else text, peer)
+    except RuntimeError:
+        say(f"error: rank {ranks.rank}: nobody can be told (the store that the ranks share is gone or hangs)")
+        return
+    if silent and not is_victim and silent != known:
+        say(f"error: rank {ranks.rank}: no word from {named(silent)}")

@@ -1,0 +1,206 @@
+"""The thread that watches the other ranks: it gives this rank's heartbeat, and notices who has none or has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from pipesgd.errors import CommunicationError, DeadlineExceeded, PeerFailed, RunError, StoppedBySignal
+from pipesgd.membership.heartbeat import BEAT_SECONDS, LEFT, Beat, Liveness, News, Standing, no_word_from
+from pipesgd.membership.store import BoundedStore, MalformedValue, StoreSilent, decode, decode_text, present
+
+FAILURE = "a failure"
+"""The key that is in the store as soon as a rank has failed."""
+
+STOPPING = "stopping"
+"""The key that says which signal has told a rank to stop."""
+
+FAREWELL_SILENCE = 5.0
+"""Seconds that ranks which are silent when the farewell begins have to be heard again. A connection that was cut for a
+few seconds stays silent for as long again, since TCP repeats what was lost after twice the time whenever it fails."""
+
+CLOSE_SECONDS = 2.0
+
+
+_PLACE = re.compile(rb"[0-9]{1,18}")
+
+
+def report_key(rank: int) -> str:
+    """The key of why ``rank`` has failed: a text, which is empty if another rank's failure has ended it."""
+    return f"failure/{rank}"
+
+
+def root_cause(reports: Mapping[int, bytes]) -> tuple[int, str] | None:
+    """The rank whose failure has ended the others, and why, as far as the reports of ranks tell.
+
+    A rank that has lost a peer which has failed, too, is no cause: gloo closes all connections of a rank that has
+    waited in vain. Reports are JSON, [why, peer or None]; what is not counts as text. An empty text is a victim's.
+    """
+    said: dict[int, tuple[str, int | None]] = {}
+    for rank, report in sorted(reports.items()):
+        value: Any = None
+        with contextlib.suppress(MalformedValue):
+            value = decode(report)
+        match value:
+            case [str(text), int(peer)]:
+                said[rank] = (text[:2000], peer)
+            case [str(text), None]:
+                said[rank] = (text[:2000], None)
+            case _:
+                said[rank] = (decode_text(report), None)
+    said = {rank: (text, peer) for rank, (text, peer) in said.items() if text}
+    causes = [rank for rank, (_, peer) in said.items() if peer not in said] or list(said)
+    return (causes[0], said[causes[0]][0]) if causes else None
+
+
+class Watcher:
+    """Gives this rank's heartbeat once a second, and calls ``on_failure`` when another rank is lost or has failed.
+
+    gloo's waits cannot be ended from inside, and the main thread may be in one of them, so all of this happens in a
+    thread. ``on_failure`` is called in it, once; the heartbeat continues afterwards. Decisions are ``Liveness``'s.
+    ``on_stall`` gets rank 0's line about a long wait. The thread needs a client of the store for itself.
+    """
+
+    def __init__(
+        self,
+        store: BoundedStore,
+        rank: int,
+        world_size: int,
+        standing: Standing,
+        *,
+        on_failure: Callable[[RunError], None],
+        on_stall: Callable[[str], None],
+    ):
+        self.store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._standing = standing
+        self._on_failure = on_failure
+        self._on_stall = on_stall
+        self._liveness = Liveness(rank, world_size, time.monotonic())
+        self._answered = time.monotonic()
+        self._failed = False
+        self._stopping: tuple[str, float] | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pipesgd-watcher", daemon=True)
+        self._thread.start()
+
+    def silent(self) -> dict[int, float]:
+        """Seconds that each rank has been silent for when the store last answered. Without input or output."""
+        return self._liveness.silent(self._answered)
+
+    def close(self) -> None:
+        """Leave a last heartbeat, so that this rank is not missed, and end the thread."""
+        self.store.hurry(CLOSE_SECONDS)
+        self._closed.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                error = self._look()
+            except Exception as defect:  # noqa: BLE001 (without this thread the others would call this rank silent)
+                error = self._error(CommunicationError, None, "heartbeat through the store", repr(defect))
+            if error is not None and not self._failed:
+                self._failed = True
+                self._on_failure(error)
+            if self._closed.wait(BEAT_SECONDS if self._stopping is None else BEAT_SECONDS / 10):
+                break
+        self._standing.enter(LEFT, time.monotonic())
+        if not self._failed:
+            self._look()
+
+    def _look(self) -> RunError | None:
+        """Give a heartbeat and read the others'; the error that ends this rank's run, if there is one."""
+        self._liveness.wake(time.monotonic())
+        beat = self._standing.beat(time.monotonic())
+        try:
+            failed = self.store.run(lambda store: self._meet(store, beat))
+        except RuntimeError as problem:  # torch's, all of them
+            kind = DeadlineExceeded if isinstance(problem, StoreSilent) else CommunicationError
+            reason = str(problem).split("] ", 1)[-1].split(". ")[0]
+            return self._error(kind, None, "heartbeat through the store", reason)
+        now = self._answered = time.monotonic()
+        if failed is not None:
+            peer, report = failed
+            return self._error(PeerFailed, peer, beat.phase, report)
+        lost = self._liveness.lost(now, self._standing.timeout)
+        if lost:
+            silent = self._liveness.silent(now)
+            if 1 < len(silent) == self._world_size - 1:  # it is likelier this rank that is cut off: accuse nobody
+                return self._error(DeadlineExceeded, None, "heartbeat", no_word_from(silent, self._world_size))
+            return self._error(DeadlineExceeded, min(lost), "heartbeat", no_word_from(lost, self._world_size))
+        if self._stopping is not None:
+            return self._late_farewell(now)
+        if self._rank == 0 and (line := self._liveness.stall(now, self._standing.stall_seconds)):
+            self._on_stall(line)
+        return None
+
+    def _meet(self, store: dist.Store, beat: Beat) -> tuple[int, str] | None:
+        """One round through the store; a rank that has failed and why, if there is one."""
+        store.set(f"beat/{self._rank}", beat.encode())
+        if self._rank == 0:
+            beats = present(store, [f"beat/{rank}" for rank in range(self._world_size)])
+            now = time.monotonic()
+            for rank in range(self._world_size):
+                self._liveness.saw(rank, Beat.decode(beats.get(f"beat/{rank}", b"")), now)
+            store.set("news", self._liveness.news(beat.count, now).encode())
+        else:
+            news = present(store, ["news"])
+            self._liveness.saw_news(News.decode(news.get("news", b"")), time.monotonic())
+        self._say_farewell(store)
+        if not store.check([FAILURE]):
+            return None
+        reports = present(store, [report_key(rank) for rank in range(self._world_size)])
+        if report_key(self._rank) in reports:  # this rank is at its own end
+            return None
+        return root_cause({rank: reports.get(report_key(rank), b"") for rank in range(self._world_size)})
+
+    def _say_farewell(self, store: dist.Store) -> None:
+        """Once a rank was told to stop, agree with the others on where to: see ``Farewell``."""
+        farewell = self._standing.farewell
+        if self._stopping is None:
+            if farewell.requested is not None:
+                store.set(STOPPING, farewell.requested)
+            elif not store.check([STOPPING]):
+                return
+            signal = decode_text(store.get(STOPPING))
+            self._stopping = (signal, time.monotonic())
+            if self._rank == 0:
+                self._on_stall(f"{signal}: all ranks write a checkpoint and stop; a second one ends them at once")
+        farewell.requested = farewell.requested or self._stopping[0]
+        if not farewell.is_open or self._rank >= farewell.members:
+            return
+        store.set(f"place/{self._rank}", str(farewell.hold()))
+        said = present(store, [f"place/{rank}" for rank in range(farewell.members)])
+        places = [int(place) for place in said.values() if _PLACE.fullmatch(place)]
+        if len(places) == farewell.members:
+            farewell.meet_at(places)
+
+    def _late_farewell(self, now: float) -> RunError | None:
+        """The end without a checkpoint, if one cannot be written or takes too long."""
+        assert self._stopping is not None
+        signal, since = self._stopping
+        farewell = self._standing.farewell
+        silent = {rank: seconds for rank, seconds in self._liveness.silent(now).items() if rank < farewell.members}
+        late = f"{farewell.seconds:g} s were not enough for it"
+        patience = min(FAREWELL_SILENCE, farewell.seconds) if silent else farewell.seconds
+        if not farewell.is_open or now - since < patience:
+            return None
+        return StoppedBySignal(
+            signal,
+            iteration=self._standing.iteration,
+            newest=self._standing.newest_checkpoint,
+            without=no_word_from(silent, self._world_size) if silent else late,
+        )
+
+    def _error(
+        self, kind: type[CommunicationError], peer: int | None, operation: str, reason: str
+    ) -> CommunicationError:
+        return kind(rank=self._rank, peer=peer, operation=operation, reason=reason, iteration=self._standing.iteration)

@@ -1,0 +1,51 @@
+"""torch's own optimizers and schedules by the names of the command line."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from pipesgd.config import OptimizationConfig
+from pipesgd.optim.muon import MuonWithAdamW, hidden_matrices
+
+
+def check_model(config: OptimizationConfig, model: nn.Module) -> None:
+    """Raise ``UserInputError`` unless the optimizer that ``config`` names finds in ``model`` what it works on."""
+    if config.optimizer == "muon":
+        hidden_matrices(model)
+
+
+def build_optimizer(config: OptimizationConfig, model: nn.Module) -> Optimizer:
+    """The optimizer that ``config`` names, of all parameters of ``model``, which must be where it computes.
+
+    Raises:
+        UserInputError: as ``check_model``.
+    """
+    decay = config.weight_decay
+    parameters = list(model.parameters())
+    if config.optimizer == "adam":
+        return Adam(parameters, lr=config.lr, weight_decay=decay)
+    if config.optimizer == "adamw":
+        return AdamW(parameters, lr=config.lr, weight_decay=decay)
+    if config.optimizer == "adagrad":
+        return Adagrad(parameters, lr=config.lr, weight_decay=decay)
+    if config.optimizer == "muon":
+        matrices = hidden_matrices(model)
+        hidden = {id(parameter) for parameter in matrices}
+        others = [parameter for parameter in parameters if id(parameter) not in hidden]
+        return MuonWithAdamW(matrices, others, lr=config.lr, weight_decay=decay)
+    nesterov = config.optimizer == "nesterov"
+    return SGD(parameters, lr=config.lr, momentum=config.momentum, weight_decay=decay, nesterov=nesterov)
+
+
+def build_schedule(config: OptimizationConfig, optimizer: Optimizer, iterations: int) -> LRScheduler:
+    """The schedule that ``config`` names, over a run of ``iterations``; stepped once an iteration."""
+    if config.schedule == "one-cycle":
+        # Its own cycling of the momentum is left off: --momentum means what it says.
+        return OneCycleLR(optimizer, max_lr=config.lr, total_steps=iterations, cycle_momentum=False)
+    if config.schedule == "cosine":
+        return LambdaLR(optimizer, lambda iteration: (1 + math.cos(math.pi * iteration / iterations)) / 2)
+    return LambdaLR(optimizer, lambda iteration: 1.0)

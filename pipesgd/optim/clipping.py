@@ -1,0 +1,43 @@
+"""Clipping, of the averaged gradient when it is applied, and of what stands for it when weights are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipesgd.config import check_clipping
+
+EPSILON = 1e-6
+"""torch's, in ``clip_grad_norm_``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipping:
+    """How gradients are clipped before the optimizer sees them; not at all by default.
+
+    Raises:
+        UserInputError: a bound is not above zero.
+    """
+
+    norm: float | None = None
+    """The largest norm of all gradients together, to which longer ones are scaled down."""
+    value: float | None = None
+    """The largest magnitude of a single value. It is applied first."""
+
+    def __post_init__(self) -> None:
+        check_clipping(self.norm, self.value)
+
+    def __call__(self, gradients: Sequence[Tensor]) -> None:
+        """Clip ``gradients`` in place, as torch's ``clip_grad_value_`` and ``clip_grad_norm_`` do."""
+        tensors = list(gradients)
+        if not tensors:
+            return
+        if self.value is not None:
+            torch._foreach_clamp_min_(tensors, -self.value)
+            torch._foreach_clamp_max_(tensors, self.value)
+        if self.norm is not None:
+            total = torch.nn.utils.get_total_norm(tensors)
+            torch._foreach_mul_(tensors, torch.clamp(self.norm / (total + EPSILON), max=1.0))

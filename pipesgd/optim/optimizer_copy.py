@@ -1,0 +1,102 @@
+"""A copy of any optimizer, which updates the same parameters and follows the original: steps to predict with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesgd.errors import UserInputError
+from pipesgd.optim.hyperparameters import Hyperparameters, current, set_to
+
+
+class OptimizerCopy:
+    """A copy of an optimizer: it updates the same parameters, with options and a state of its own.
+
+    Args:
+        optimizer: the original.
+        stand_ins: what the copy updates in place of some of the parameters, by ``id`` of the parameter.
+
+    Raises:
+        UserInputError: the optimizer cannot be copied.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, stand_ins: Mapping[int, Tensor] | None = None):
+        self._original = optimizer
+        self._stand_ins = stand_ins or {}
+        memo = self._parameters_themselves()
+        try:
+            self._copy = copy.deepcopy(optimizer, memo)
+            # torch's Optimizer leaves the attributes of subclasses out of copies. ``step`` stays out: it would be a
+            # scheduler's wrapper, which steps the original.
+            self._known = vars(self._copy).keys() | vars(torch.optim.SGD([torch.zeros(1)], lr=1.0)).keys() | {"step"}
+            self._follow_attributes()
+        except Exception as failure:
+            raise UserInputError(
+                "prediction must be none, spectrain or dc for an optimizer that cannot be copied; "
+                f"got {type(optimizer).__name__}: {failure}"
+            ) from failure
+
+    def follow(self) -> None:
+        """Take over the original's options and state."""
+        own = self._copy.state
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for key, values in self._original.state.items():
+            if not isinstance(values, dict):  # a value of the optimizer's own, of no parameter
+                own[key] = copy.deepcopy(values)
+                continue
+            kept = own[key]
+            for name, value in values.items():
+                target = kept.get(name)
+                if isinstance(value, Tensor) and isinstance(target, Tensor) and target.shape == value.shape:
+                    targets.append(target)
+                    sources.append(value)
+                else:
+                    kept[name] = copy.deepcopy(value)
+            for name in kept.keys() - values.keys():
+                del kept[name]
+        for key in own.keys() - self._original.state.keys():
+            del own[key]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for group, options in zip(self._copy.param_groups, self._original.param_groups, strict=True):
+            group.update((name, value) for name, value in options.items() if name != "params")
+        self._follow_attributes()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its state."""
+        tensors = (
+            value for values in self._copy.state.values() if isinstance(values, dict) for value in values.values()
+        )
+        return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
+
+    def begin(self, lr: float) -> None:
+        """Forget all state, as before the first step, and take this learning rate, which schedules may begin at 0."""
+        self._copy.state.clear()
+        for group in self._copy.param_groups:
+            group["params"] = list({id(parameter): parameter for parameter in group["params"]}.values())
+            group["lr"] = torch.full_like(group["lr"], lr) if isinstance(group["lr"], Tensor) else lr
+
+    def step(self, hyperparameters: Hyperparameters | None = None) -> None:
+        """Update the parameters with their ``.grad``, under these options or those that the copy has."""
+        with set_to(self._copy, current(self._copy) if hyperparameters is None else hyperparameters):
+            self._copy.step()
+
+    def _follow_attributes(self) -> None:
+        # What refers to the original, as its own methods do, is to refer to the copy.
+        memo = self._parameters_themselves() | {id(self._original): self._copy}
+        for name, value in vars(self._original).items():
+            if name not in self._known:  # a subclass may make attributes as late as in its first step
+                setattr(self._copy, name, copy.deepcopy(value, memo))
+        for name in vars(self._copy).keys() - vars(self._original).keys() - self._known:
+            delattr(self._copy, name)
+
+    def _parameters_themselves(self) -> dict[int, Any]:
+        """For deepcopy: parameters are not copied."""
+        parameters = (parameter for group in self._original.param_groups for parameter in group["params"])
+        return {id(parameter): self._stand_ins.get(id(parameter), parameter) for parameter in parameters}

@@ -1,0 +1,150 @@
+"""Which parameters an optimizer trains, and a step of it in the iteration that computed the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pipesgd.checks import check_one_of
+from pipesgd.config import ON_NONFINITE
+from pipesgd.errors import NonFiniteGradientError, UserInputError
+from pipesgd.flat_buffer import are_finite, give_gradients
+from pipesgd.optim.clipping import Clipping
+from pipesgd.optim.loss_scale import LossScale
+from pipesgd.strategy import Span, StepReport
+
+
+def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that ``optimizer`` updates, each once, in the order of its groups.
+
+    Raises:
+        UserInputError: there is none, or on more than one device, or the optimizer computes losses itself.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserInputError(f"optimizer must step without a closure; got {type(optimizer).__name__}")
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if not parameters:
+        raise UserInputError("optimizer must hold a parameter that requires a gradient; got none")
+    if len({parameter.device for parameter in parameters.values()}) > 1:
+        raise UserInputError("all parameters must be on one device")
+    return list(parameters.values())
+
+
+def trainable_identities(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Identities of the parameters that ``optimizer`` updates: they tell in microseconds whether these have changed."""
+    return [
+        id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
+    ]
+
+
+def check_unchanged(optimizer: torch.optim.Optimizer, identities: Sequence[int], strategy: str) -> None:
+    """Refuse parameters that were frozen, unfrozen or added since ``identities`` were theirs.
+
+    Raises:
+        UserInputError: there are such.
+    """
+    if trainable_identities(optimizer) != identities:
+        raise UserInputError(
+            f"parameters must not be frozen, unfrozen or added while {strategy} trains them; "
+            "close the strategy and make a new one"
+        )
+
+
+def drop_gradients_of_frozen(optimizer: torch.optim.Optimizer) -> None:
+    """Let parameters that require no gradient have none: ``optimizer`` would update them with it in every step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                parameter.grad = None
+
+
+@contextlib.contextmanager
+def set_aside_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """While it is open, parameters of ``optimizer`` have no gradients; then they have theirs again."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    give_gradients(parameters, [None] * len(parameters))
+    try:
+        yield
+    finally:
+        give_gradients(parameters, gradients)
+
+
+def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep torch's schedulers from warning that they are stepped before the optimizer: here it was, only elsewhere."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+class SynchronousUpdate:
+    """Applies gradients in the iteration that computed them: divided by the loss scale, checked, and clipped.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``.
+        clip: how gradients are clipped; None: not at all.
+        scaler: of the losses, with float16 (``pipesgd.optim.loss_scale``).
+        on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
+
+    Raises:
+        UserInputError: a value out of range, or an optimizer without a parameter to train.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip: Clipping | None,
+        scaler: torch.amp.GradScaler | None,
+        on_nonfinite: str,
+    ):
+        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        self.parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
+        self.loss_scale = LossScale(scaler, self.parameters)
+        self._optimizer = optimizer
+        self._clip = clip or Clipping()
+        self._skip_nonfinite = on_nonfinite == "skip" or self.loss_scale.skips
+
+    def follow_parameters(self) -> None:
+        """Update what the optimizer holds now: nothing is exchanged, so it may be frozen, unfrozen or added to."""
+        identities = trainable_identities(self._optimizer)
+        if identities != self._identities:
+            self.parameters, self._identities = trainable_parameters(self._optimizer), identities
+            drop_gradients_of_frozen(self._optimizer)
+
+    def check_parameters(self, strategy: str) -> None:
+        """Refuse parameters that were frozen, unfrozen or added since, which ``strategy`` cannot follow.
+
+        Raises:
+            UserInputError: there are such.
+        """
+        check_unchanged(self._optimizer, self._identities, strategy)
+
+    def apply(self, iteration: int) -> StepReport:
+        """One step on what is in ``.grad``, which is dropped then.
+
+        Raises:
+            NonFiniteGradientError: it holds a NaN or an infinity, unless such an update is to be skipped.
+        """
+        begin = time.perf_counter()
+        scale = self.loss_scale.divide(self.parameters)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        finite = are_finite(gradients)
+        self.loss_scale.saw(finite, scale)
+        if finite:
+            self._clip(gradients)
+            self._optimizer.step()
+        elif self._skip_nonfinite:
+            count_as_stepped(self._optimizer)
+        else:
+            raise NonFiniteGradientError(iteration)
+        self._optimizer.zero_grad()
+        return StepReport(
+            applied=(iteration,) if finite else (),
+            skipped=() if finite else (iteration,),
+            spans=(Span("update", iteration, begin, time.perf_counter()),),
+        )

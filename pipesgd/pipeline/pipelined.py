@@ -1,0 +1,665 @@
+"""Pipe-SGD: the all-reduce of one iteration runs while the next ones compute."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pipesgd.checks import check_one_of, check_timeout
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.comm.connections import Connections
+from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
+from pipesgd.config import (
+    ALL_REDUCES,
+    DEFAULT_SEGMENT_BYTES,
+    DEFAULT_TIMEOUT,
+    ON_NONFINITE,
+    check_connections,
+    check_width,
+)
+from pipesgd.errors import CommunicationError, NonFiniteGradientError, OutOfStepError, RunError, UserInputError
+from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients, take_mean
+from pipesgd.optim.clipping import Clipping
+from pipesgd.optim.hyperparameters import Hyperparameters
+from pipesgd.optim.loss_scale import LossScale
+from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
+from pipesgd.pipeline.agreement import Agreement
+from pipesgd.pipeline.delayed_update import LateUpdates
+from pipesgd.pipeline.prediction import Prediction, Unapplied
+from pipesgd.pipeline.same_bits import check_same_bits
+from pipesgd.pipeline.sameness import (
+    check_same_settings,
+    describe_buffers,
+    describe_parameters,
+    optimizer_settings,
+    plain,
+)
+from pipesgd.ranks import Ranks, current
+from pipesgd.reducers.float32 import real
+from pipesgd.reducers.make import check_exchange, make_exchange
+from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
+from pipesgd.strategy import Comparison, Span, StepReport, Strategy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """What the communication thread says of a mean."""
+
+    finite: bool
+    span: Span
+    """When it was computed."""
+    comparison: Comparison | None = None
+    norm: float | None = None
+    """The same on all ranks; None without a guard."""
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A gradient on its way: handed over in ``iteration``, to be applied with these options of the optimizer."""
+
+    iteration: int
+    buffer: FlatBuffer
+    kept: Sequence[Tensor]
+    """By the prediction."""
+    hyperparameters: Hyperparameters
+    scale: float
+    """That its loss was multiplied by."""
+    own_is_finite: Callable[[], bool]
+    """Whether this rank's own gradient is finite; asked only if the mean is not."""
+    reduction: Future[_Reduction]
+
+
+class Pipelined(Strategy):
+    """Pipe-SGD of width K (Li et al., NeurIPS 2018): staleness is exactly K-1, on every rank, always.
+
+    ``w[t+1] = w[t] - Opt(mean over ranks of g[t-K+1])``, with no update for a negative index. Width 1 is
+    decentralized synchronous SGD. Each ``step`` of iteration t is
+
+    1. pack: the gradients move from ``.grad`` into a flat buffer of a pool of K;
+    2. hand over: the communication thread sums the buffer over the ranks and takes the mean;
+    3. wait: until the oldest of K gradients in flight, that of iteration t-K+1, has arrived;
+    4. apply: it becomes ``.grad``, without a copy, and the optimizer steps, at the learning rate that
+       was set when the gradient was computed. The buffer goes back to the pool;
+    5. predict: the parameters get the weights that they are expected to have when all that is in flight is
+       applied, for the next forward pass (``pipesgd.pipeline.prediction``).
+
+    Between steps the parameters hold predicted weights, therefore: evaluate, save, average and change weights in
+    ``true_weights()``, or after ``flush()``.
+
+    A gradient that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
+    in the same iteration. The optimizer, its state and a learning-rate scheduler stay the caller's.
+    The constructor gives all ranks rank 0's parameters and buffers. It, ``step``, ``flush``, ``combine_buffers`` and
+    ``close`` are collective: all ranks make these calls in the same order, and fail if they do not.
+
+    As a context manager it is closed at the end of the block: see ``close``.
+
+    Args:
+        model: the module whose parameters ``optimizer`` updates, on one device.
+        optimizer: any ``torch.optim.Optimizer``.
+        width: iterations in flight, K.
+        warmup_iterations: first iterations that run at width 1.
+        prediction: what stands for the gradients in flight: "eager", or another of ``pipesgd.pipeline.prediction``.
+        guard: whether to fall back to width 1 for a while, on all ranks, when gradients blow up
+            (``pipesgd.pipeline.divergence_guard``).
+        clip_norm: largest norm of the averaged gradient, to which it is scaled down when it is applied.
+        clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
+        scaler: of the losses, with float16; neither its ``step`` nor its ``update`` is to be called
+            (``pipesgd.optim.loss_scale``). An update whose gradients are not finite is left out then.
+        codec: what travels: a name, or ``CodecOptions`` for more than its defaults. A ``momentum_correction`` takes
+            the place of the optimizer's momentum, which must be 0 then.
+        all_reduce: the algorithm, by its name on the command line; "native" is torch's own.
+        on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
+        timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native).
+        segment_bytes: largest message; native cuts as torch does.
+        streams: connections to each rank, on which messages take turns.
+        seed: of the random numbers of stochastic rounding, and of those that powersgd begins with.
+        allow_drift: whether to train on processors that compute other bits (``pipesgd.pipeline.same_bits``), which are
+            refused by default. ``share_weights`` then brings the replicas together again: call it before weights are
+            saved.
+        ranks: the ranks to work with; by default those of torch's process group, which is started from
+            torchrun's variables where there is none yet.
+
+    Raises:
+        UserInputError: a value out of range, or an optimizer without a parameter to train.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2) as pipeline:
+        ...     model(torch.ones(4, 2)).sum().backward()
+        ...     pipeline.step().applied, pipeline.flush().applied
+        ((), (0,))
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        width: int = 2,
+        warmup_iterations: int = 0,
+        prediction: str = "eager",
+        guard: bool = False,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        codec: str | CodecOptions = "fp32",
+        all_reduce: str = "ring",
+        on_nonfinite: str = "stop",
+        timeout: float = DEFAULT_TIMEOUT,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        streams: int = 1,
+        seed: int = 0,
+        allow_drift: bool = False,
+        ranks: Ranks | None = None,
+    ):
+        check_width(width, warmup_iterations)
+        check_one_of("all_reduce", all_reduce, ALL_REDUCES)
+        check_connections(all_reduce, segment_bytes, streams)
+        options = CodecOptions(codec=codec) if isinstance(codec, str) else codec
+        options.check_all_reduce(all_reduce)
+        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        check_timeout(timeout)
+        self.module = model
+        self._optimizer = optimizer
+        self._parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
+        clip = Clipping(norm=clip_norm, value=clip_value)
+        self._updates = LateUpdates(
+            optimizer,
+            self._parameters,
+            width=width,
+            warmup_iterations=warmup_iterations,
+            prediction=prediction,
+            guard=guard,
+            clip=clip,
+        )
+        check_exchange(options, optimizer, self._parameters, seed)
+        self._guard = self._updates.guard
+        device = self._parameters[0].device
+        self.iteration = 0
+        self.replicated = True
+        self._agreement = Agreement()
+        self._loss_scale = LossScale(scaler, self._parameters)
+        self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._pool: list[FlatBuffer] = []
+        self.buffers_allocated = 0
+        """Gradient copies made so far for the parameters that are trained now: at most ``width``."""
+        self._true_weights_changed = 0
+        """How often the true weights were changed, or may have been."""
+        self._error: BaseException | None = None
+        """What the last ``step`` or ``flush`` raised."""
+        self._half_done: str | None = None
+        """What was interrupted halfway, if anything was."""
+        self._meeting: Future[None] | None = None
+        """Of a flush that has begun and not ended."""
+        self._closed = False
+        self._settings = {
+            "width": width,
+            "warmup_iterations": warmup_iterations,
+            "prediction": prediction,
+            "guard": guard,
+            "clip_norm": clip_norm,
+            "clip_value": clip_value,
+            "scaler": plain(scaler.state_dict() if scaler is not None else {}),
+            "all_reduce": all_reduce,
+            "on_nonfinite": on_nonfinite,
+            "segment_bytes": segment_bytes,
+            "streams": streams,
+            "seed": seed,
+            "allow_drift": allow_drift,
+            "device": device.type,
+            **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
+        }
+        self._ranks = ranks or current(timeout)
+        self._check_same_on_all_ranks()
+        self.drifts = not check_same_bits(self._ranks, optimizer, clip, allow_drift=allow_drift)
+        """True if the ranks' processors compute other bits, so that replicas drift apart (``allow_drift``)."""
+        self._connections = Connections(
+            all_reduce,
+            self._ranks,
+            timeout=timeout,
+            segment_bytes=segment_bytes,
+            streams=streams,
+            device=device.type,
+        )
+        self._thread = CommunicationThread(device)
+        self._stop_watching: Callable[[], None] = lambda: None
+        try:
+            # Before the exchange, in which a rank may wait long for others that compile a codec.
+            self._stop_watching = self._ranks.watch(self._thread.fail)
+            self._exact = self._connections.all_reduce()
+            self._exchange = make_exchange(options, self._connections, device=device.type, seed=seed)
+            share_rank_0s_values(
+                model, self._parameters, self._ranks.rank, functools.partial(self._sum_over_ranks, "Pipelined")
+            )
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    @property
+    def _prediction(self) -> Prediction:
+        return self._updates.prediction
+
+    @property
+    def width(self) -> int:
+        """Iterations in flight, K."""
+        return self._updates.width
+
+    @property
+    def warmup_iterations(self) -> int:
+        """First iterations that run at width 1."""
+        return self._updates.warmup_iterations
+
+    def step(self) -> StepReport:
+        """Take over the gradients in ``.grad`` and apply the one that is due: see the class.
+
+        Raises:
+            CommunicationError: a rank was lost, or silent for longer than the timeout.
+            OutOfStepError: another rank is in another call, or in another iteration.
+            NonFiniteGradientError: the gradient that is due holds a NaN or an infinity. It is dropped.
+            UserInputError: the pipeline was closed, or parameters were frozen, unfrozen or added while gradients were
+                in flight.
+            DisagreementError: the parameters that are trained now are not the same on all ranks.
+
+        After an error, the parameters hold the true weights. No gradient is lost: who goes on after an interruption
+        (Ctrl-C, a signal) finds all in flight that were not applied, and so does ``state_dict``.
+        """
+        self._check_usable()
+        self._follow_parameters()
+        self._ranks.iteration = self.iteration
+        begin = time.perf_counter()
+        with self._whole(f"taking over the gradients of iteration {self.iteration}"):
+            # 1. Pack.
+            buffer = self._free_buffer()
+            scale = self._loss_scale.divide(self._parameters)
+            local = pack_gradients(self._parameters, buffer)
+            pack = Span("pack", self.iteration, begin, time.perf_counter())
+            # 2. Hand over.
+            self._in_flight.append(self._hand_over(buffer, local, scale))
+            self._pool.pop()
+            self.iteration += 1
+        # 3. to 5. Wait, apply and predict.
+        self._ranks.enter("all-reduce", waiting=True)
+        report = self._apply_until(self._updates.width_after(self.iteration) - 1)
+        self._ranks.enter("compute")
+        wire_bytes = self._exchange.wire_bytes(buffer, pack.iteration)
+        return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
+
+    def flush(self) -> StepReport:
+        """Wait for and apply all gradients in flight. Collective. Further steps may follow: the pipeline fills again.
+
+        What is in ``.grad`` stays there for the next step, at the loss scale of what is added to it.
+
+        Raises what ``step`` does.
+        """
+        self._check_usable()
+        if self._meeting is None:  # else an earlier call was interrupted
+            self._meeting = self._meet("flush", lambda: None)
+        scale = self._loss_scale.scale
+        with set_aside_gradients(self._optimizer):
+            report = self._apply_until(0)
+        self._loss_scale.rescale(self._parameters, scale)
+        self._meeting.result()
+        self._meeting = None
+        return report
+
+    @contextlib.contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """While it is open, the model holds the weights that all ranks agree on; what changes them then is kept."""
+        predicted = self._prediction.holds_predicted
+        changed = self._true_weights_changed
+        self._prediction.restore()
+        try:
+            yield
+        finally:
+            # Unless a ``flush`` or a ``step`` in between has left other weights.
+            if predicted and self._true_weights_changed == changed:
+                self._prediction.return_to_predicted()
+
+    def share_weights(self) -> None:
+        """Give all ranks rank 0's true weights and state of the optimizer, if replicas drift. Collective."""
+        if not self.drifts:
+            return
+        device = self._parameters[0].device
+        values = [value for of in self._optimizer.state.values() if isinstance(of, dict) for value in of.values()]
+        state = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.device == device]
+        with self.true_weights():
+            sum_over_ranks = functools.partial(self._sum_over_ranks, "share_weights")
+            share_rank_0s_values(torch.nn.Module(), [*self._parameters, *state], self._ranks.rank, sum_over_ranks)
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing leaves before ``step``: backward passes before it add up, as ever."""
+        return contextlib.nullcontext()
+
+    def combine_buffers(self, how: str = "average") -> None:
+        """Give floating-point buffers their "average" over ranks or "rank-0"'s values, or leave "own". Collective."""
+        self._check_usable()
+        sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
+        combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradients in flight, averaged, and what the codec owes: waits for them, applies none, and copies them."""
+        self._check_usable()
+        in_flight = [
+            {
+                "iteration": gradient.iteration,
+                "hyperparameters": list(gradient.hyperparameters),
+                "finite": gradient.reduction.result().finite,
+                "norm": gradient.reduction.result().norm,
+                "comparison": list(gradient.reduction.result().comparison or ()),
+                "flats": [flat.clone() for flat in gradient.buffer.flats],
+                "scale": gradient.scale,
+                "kept": [tensor.clone() for tensor in gradient.kept],
+                "own_is_finite": gradient.reduction.result().finite or gradient.own_is_finite(),
+            }
+            for gradient in self._in_flight
+        ]
+        # Only now the communication thread rests, and the exchange with it.
+        return {
+            "iteration": self.iteration,
+            "in_flight": in_flight,
+            "exchange": self._exchange.state_dict(),
+            "prediction": self._prediction.state_dict(),
+            "agreement": self._agreement.state_dict(),
+            "loss_scale": self._loss_scale.state_dict(),
+            "guard": None if self._guard is None else self._guard.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, of when the model's weights were the true ones; what is in flight is dropped."""
+        self._thread.check()
+        self._error = self._half_done = self._meeting = None
+        self._true_weights_changed += 1
+        self._prediction.adopt()
+        while self._in_flight:
+            self._in_flight[0].reduction.result()
+            self._pool.append(self._in_flight.popleft().buffer)
+        self.iteration = state["iteration"]
+        device = self._parameters[0].device
+        self._exchange.load_state_dict(on_device(state["exchange"], device))
+        self._prediction.load_state_dict(on_device(state["prediction"], device))
+        self._agreement.load_state_dict(on_device(state["agreement"], device))
+        self._loss_scale.load_state_dict(state["loss_scale"])
+        if self._guard is not None and state["guard"] is not None:
+            self._guard.load_state_dict(state["guard"])
+        for entry in state["in_flight"]:
+            buffer = self._free_buffer()
+            self._pool.pop()
+            torch._foreach_copy_(buffer.flats, entry["flats"])
+            now = time.perf_counter()
+            span = Span("communication", entry["iteration"], now, now)
+            arrived: Future[_Reduction] = Future()
+            comparison = Comparison(*entry["comparison"]) if entry["comparison"] else None
+            arrived.set_result(_Reduction(entry["finite"], span, comparison, entry["norm"]))
+            kept, options = on_device(entry["kept"], device), entry["hyperparameters"]
+            own_is_finite = functools.partial(bool, entry["own_is_finite"])
+            self._in_flight.append(
+                _InFlight(entry["iteration"], buffer, kept, options, entry["scale"], own_is_finite, arrived)
+            )
+        self._predict()
+
+    def fail(self, error: BaseException) -> None:
+        """End every wait of this pipeline with ``error`` at once. Any thread may call this: another rank has failed."""
+        self._thread.fail(error)
+
+    def close(self) -> None:
+        """Apply what is in flight, and end the communication thread and its connections. Closing twice is harmless.
+
+        It returns when all ranks have called it, or after ``timeout`` seconds without one of them.
+
+        After an error it waits for no other rank: it drops what is in flight, says so in a warning, and leaves the true
+        weights in the model.
+
+        Raises what ``flush`` does; the pipeline is closed then, too.
+        """
+        if self._closed:
+            return
+        failure: BaseException | None = None
+        together = False
+        try:
+            if self._error is None and self._half_done is None and not self._thread.failed:
+                if self._in_flight:
+                    self.flush()
+                # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
+                failure = self._meet("close", self._connections.wait_for_all).exception()
+                together = failure is None
+        finally:
+            self._closed = True
+            self._stop_watching()
+            self._drop_in_flight()
+            # Peers may still read what this rank has sent them: the connections end when all have come to this point.
+            self._thread.close(at_the_end=self._connections.close, within=None if together else CLOSE_SECONDS)
+        if isinstance(failure, OutOfStepError):  # a rank that is lost now is missed by nobody: all is applied
+            raise failure
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._error = self._error or error
+        self.close()
+
+    def _drop_in_flight(self) -> None:
+        self._prediction.restore()
+        if self._in_flight:
+            iterations = ", ".join(str(gradient.iteration) for gradient in self._in_flight)
+            warnings.warn(
+                f"the pipeline was closed after an error: gradients in flight are dropped (iterations {iterations}), "
+                "and the model holds the weights without them",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._in_flight.clear()
+        self._pool.clear()
+
+    def _check_usable(self) -> None:
+        self._thread.check()
+        if self._half_done is not None:
+            raise RunError(
+                f"{self._half_done} was interrupted halfway, so this rank's weights are no other rank's: "
+                "load a state_dict, or continue from a checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        """Is done as a whole, or else nothing can be built upon it."""
+        self._half_done = what
+        try:
+            yield
+        except UserInputError:  # refused before anything was changed
+            self._half_done = None
+            raise
+        self._half_done = None
+
+    def _check_same_on_all_ranks(self) -> None:
+        check_same_settings(
+            self._ranks,
+            self._settings | optimizer_settings(self._optimizer),
+            {
+                "parameters": describe_parameters(self.module, trainable_parameters(self._optimizer)),
+                "buffers": describe_buffers(self.module),
+            },
+        )
+
+    def _follow_parameters(self) -> None:
+        """Train what the optimizer holds now, if parameters were frozen, unfrozen or added. Collective, if so."""
+        identities = trainable_identities(self._optimizer)
+        if identities == self._identities:
+            return
+        if self._in_flight:
+            raise UserInputError(
+                "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
+            )
+        self._meet("change of parameters", lambda: None).result()
+        try:
+            self._check_same_on_all_ranks()
+            old, new = self._parameters, trainable_parameters(self._optimizer)
+            self._parameters, self._identities = new, identities
+            self._updates.follow(new)
+            self._agreement.missed = []
+            self._exchange.rearrange(old, new)
+            self._pool.clear()
+            self.buffers_allocated = 0
+            drop_gradients_of_frozen(self._optimizer)
+            rank_0s = functools.partial(self._sum_over_ranks, "change of parameters")
+            share_rank_0s_values(nn.Module(), new, self._ranks.rank, rank_0s)
+        except BaseException as error:  # this rank has other parameters than the rest
+            self.fail(error)
+            raise
+
+    def _free_buffer(self) -> FlatBuffer:
+        """A buffer of the pool; it stays in it until what is in the buffer is in flight."""
+        if not self._pool:
+            self.buffers_allocated += 1
+            self._pool.append(FlatBuffer(self._parameters))
+        return self._pool[-1]
+
+    def _meet(self, call: str, job: Callable[[], T]) -> Future[T]:
+        """Have the communication thread do ``job`` after a header, which says that this rank is at ``call``."""
+        iteration = self.iteration
+        self._meeting = None  # a flush that was interrupted before this call is not taken up again
+
+        def run() -> T:
+            try:
+                self._connections.begin(call, iteration)
+                result = job()
+                self._connections.check()
+            except CommunicationError as failure:
+                failure.iteration = iteration
+                raise
+            return result
+
+        return self._thread.submit(run)
+
+    def _hand_over(self, buffer: FlatBuffer, local: Sequence[Tensor | None], scale: float) -> _InFlight:
+        iteration = self.iteration
+        kept = self._prediction.keep(local)
+        # At width 1 ``step`` keeps the gradients until their mean is there.
+        kept_anyway = self._prediction.keeps_gradients or self.width == 1
+        present = [gradient for gradient in local if gradient is not None] if kept_anyway else []
+        looked_at: list[bool] = []
+
+        def own_is_finite() -> bool:
+            return are_finite(present) if kept_anyway else looked_at[0]
+
+        if self._skip_nonfinite and kept and not all_finite(buffer):
+            kept, present, kept_anyway = [], [], False  # no update will come of it
+
+        def reduce() -> _Reduction:
+            start = time.perf_counter()
+            finite = True
+            if not kept_anyway:  # here, beside the computation, and not in the caller's thread
+                looked_at.append(all_finite(buffer))
+
+            def finish(part: Tensor) -> None:
+                nonlocal finite
+                if part.dtype != torch.float16:
+                    take_mean(part, self._ranks.world_size)
+                finite = finite and are_finite([part])
+
+            for flat in buffer.flats:
+                if flat.dtype == torch.float16:  # their sum would be infinite before that of longer floats is
+                    take_mean(flat, self._ranks.world_size)
+            self._exchange.sum(buffer, iteration, finish)
+            norm = None if self._guard is None else self._agreed_norm(buffer)
+            comparison = self._prediction.compare(buffer.views, kept)
+            return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)
+
+        options = self._updates.hand_over()
+        return _InFlight(iteration, buffer, kept, options, scale, own_is_finite, self._meet("step", reduce))
+
+    def _apply_until(self, remaining: int) -> StepReport:
+        """Apply the oldest gradients until only ``remaining`` are in flight, and predict from these."""
+        self._true_weights_changed += 1
+        self._prediction.restore()
+        arrivals: list[StepReport] = []
+        try:
+            while len(self._in_flight) > remaining:
+                arrivals.append(self._apply_oldest())
+            begin = time.perf_counter()
+            self._predict()
+        except BaseException as error:
+            self._prediction.restore()
+            self._error = error
+            raise
+        self._error = None
+        spans = [span for arrival in arrivals for span in arrival.spans]
+        if self._prediction.holds_predicted:
+            spans.append(Span("predict", self.iteration, begin, time.perf_counter()))
+        return StepReport(
+            applied=tuple(iteration for arrival in arrivals for iteration in arrival.applied),
+            skipped=tuple(iteration for arrival in arrivals for iteration in arrival.skipped),
+            nonfinite_ranks=tuple(rank for arrival in arrivals for rank in arrival.nonfinite_ranks),
+            spans=tuple(spans),
+            comparison=arrivals[-1].comparison if arrivals else None,
+            fell_back=any(arrival.fell_back for arrival in arrivals),
+        )
+
+    def _apply_oldest(self) -> StepReport:
+        """Wait for the oldest gradient in flight; apply it, or leave it out. An interrupted wait changes nothing."""
+        gradient = self._in_flight[0]
+        begin = time.perf_counter()
+        reduction = gradient.reduction.result()
+        arrived = time.perf_counter()
+        fell_back = False
+        culprits = () if reduction.finite else self._who_is_not_finite(gradient)
+        with self._whole(f"the update of iteration {gradient.iteration}"):
+            self._loss_scale.saw(reduction.finite, gradient.scale)
+            if self._guard is not None and reduction.finite and reduction.norm is not None:
+                fell_back = self._guard.saw(reduction.norm, self.iteration)
+            if reduction.finite:
+                views = gradient.buffer.views
+                self._prediction.learn(views, gradient.kept, reduction.comparison, self._agreement)
+                self._updates.apply(views, gradient.kept, gradient.hyperparameters)
+            self._in_flight.popleft()
+            self._pool.append(gradient.buffer)
+        if not (reduction.finite or self._skip_nonfinite):
+            raise NonFiniteGradientError(gradient.iteration, culprits, self._ranks.world_size)
+        return StepReport(
+            applied=(gradient.iteration,) if reduction.finite else (),
+            skipped=() if reduction.finite else (gradient.iteration,),
+            nonfinite_ranks=culprits,
+            spans=(
+                reduction.span,
+                Span("wait", gradient.iteration, begin, arrived),
+                Span("update", gradient.iteration, arrived, time.perf_counter()),
+            ),
+            comparison=reduction.comparison,
+            fell_back=fell_back,
+        )
+
+    def _who_is_not_finite(self, gradient: _InFlight) -> tuple[int, ...]:
+        """The ranks whose own gradients are not finite, of a mean that is not: all ranks ask this in the same step."""
+        finite = self._ranks.exchange("finite gradients", gradient.own_is_finite())
+        return tuple(rank for rank, own in enumerate(finite) if not own)
+
+    def _agreed_norm(self, buffer: FlatBuffer) -> float:
+        """The mean's norm, to the last bit the same on all ranks, whatever processors they have. Collective."""
+        norms = [torch.linalg.vector_norm(real(flat), dtype=torch.float64) for flat in buffer.flats]
+        total = torch.stack(norms).square().sum().reshape(1)
+        self._exact(total)
+        return math.sqrt(total.item() / self._ranks.world_size)
+
+    def _predict(self) -> None:
+        in_flight = [Unapplied(gradient.kept, gradient.hyperparameters) for gradient in self._in_flight]
+        self._prediction.predict(in_flight, self._agreement)
+
+    def _sum_over_ranks(self, call: str, buffer: FlatBuffer) -> None:
+        self._meet(call, lambda: sum_buffer(buffer, self._exact)).result()

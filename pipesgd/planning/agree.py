@@ -1,0 +1,173 @@
+"""What ranks do together to plan a run: they share or measure a cluster, and agree on what rank 0 decides by it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from pipesgd.calibration.measure import measure
+from pipesgd.calibration.options import DEFAULT_ALL_REDUCES, LEAST_LARGEST_BYTES, MEASURED_ALL_REDUCES, RING
+from pipesgd.config import TrainConfig
+from pipesgd.data import ShardedBatches
+from pipesgd.errors import CheckpointError, UserInputError
+from pipesgd.planning.choose import AUTO_CODECS, Known, Planned, choices_of, decide, of_file, words
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
+
+CALIBRATION_SECONDS = 12.0
+MOST_LARGEST_BYTES = 64 << 20
+"""Of the gradients that such a calibration reduces."""
+
+
+def plan_run(
+    config: TrainConfig,
+    ranks: Ranks,
+    model: nn.Module,
+    batches: ShardedBatches,
+    console: Console,
+    *,
+    samples: int,
+    iterations: int,
+    earlier: dict[str, Any] | None,
+) -> tuple[TrainConfig, Planned | None]:
+    """The configuration with nothing left to be chosen, the same on all ranks; and the prediction, if there is one.
+
+    All ranks call this together. Rank 0 decides, and says why. A run that continues one has what that one had. Else,
+    where no cluster is given, the ranks are measured first: a copy of ``model`` is trained for some seconds, and
+    torch's process group started and ended, of which there must be none. The state of random numbers is kept.
+
+    Args:
+        config: what was asked for.
+        ranks: that train.
+        model: that is trained, on a CPU.
+        batches: of this rank.
+        console: of rank 0.
+        samples: in the training set.
+        iterations: of the whole job.
+        earlier: ``output.earlier_run``.
+
+    Raises:
+        UserInputError: the cluster cannot be read, or is another one.
+        CommunicationError: a rank was lost while measuring.
+    """
+    path, asked = config.planning.cluster, config.planning.auto
+    given = share_cluster(path, ranks, console)
+    if earlier is not None:
+        config, planned = ranks.agree("earlier choice", lambda: continued(config, earlier))
+        if planned is not None:
+            say(console, f"planned when the run began: {words(planned.choices)}", *planned.lines()[len(planned.why) :])
+        if planned is not None or not given:
+            return config, planned
+    elif not (asked or given):
+        return config, None
+    if ranks.world_size == 1:
+        say(
+            console,
+            f"one rank has no network, so that there is nothing to plan: {words(choices_of(config))}, the defaults",
+        )
+        return config.with_choices({}), None
+
+    tensors = [one.numel() for one in model.parameters() if one.requires_grad]
+    if given:
+        found = ranks.agree("cluster", lambda: of_file(path, config, tensors) if ranks.rank == 0 and path else None)
+        source = str(path)
+    else:
+        found = calibrate_briefly(config, ranks, model, batches, console, samples=samples)
+        source = f"a calibration of {CALIBRATION_SECONDS:.0f} s"
+
+    return agree_on_plan(config, ranks, found, console, iterations=iterations, source=source, own=not given)
+
+
+def agree_on_plan(
+    config: TrainConfig,
+    ranks: Ranks,
+    found: Known | None,
+    console: Console,
+    *,
+    iterations: int,
+    source: str,
+    own: bool,
+) -> tuple[TrainConfig, Planned]:
+    """What rank 0 decides by what it has ``found``, with nothing left to be chosen, and said by it. Collective."""
+
+    def decide_on_rank_0() -> dict[str, Any] | None:
+        if found is None:
+            return None
+        decided = decide(*found, config, world_size=ranks.world_size, iterations=iterations, source=source, own=own)
+        return decided.as_json()
+
+    agreed = ranks.exchange("plan", ranks.agree("planning", decide_on_rank_0))[0]
+    planned = Planned(**agreed)
+    say(console, *planned.lines())
+    return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned
+
+
+def share_cluster(path: Path | None, ranks: Ranks, console: Console) -> bool:
+    """Whether a cluster is given, which rank 0 decides; says where others have none, or another one. Collective."""
+    digest = None
+    if path is not None:
+        with contextlib.suppress(OSError):  # rank 0 says so when it reads it
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    everybody = ranks.exchange("cluster", [path is not None, digest])
+    given, own = everybody[0]
+    if not given and any(other for other, _ in everybody):
+        rank = next(rank for rank, (other, _) in enumerate(everybody) if other)
+        text = f"cluster must be given to rank 0, whose file counts; got it on rank {rank} only"
+        raise UserInputError.on_all_ranks(text)
+    if given and own is not None:
+        without = [str(rank) for rank, (_, other) in enumerate(everybody) if other is None]
+        unlike = [str(rank) for rank, (_, other) in enumerate(everybody) if other not in (None, own)]
+        parts = [f"none on rank {', '.join(without)}"] * bool(without)
+        parts += [f"another one on rank {', '.join(unlike)}"] * bool(unlike)
+        if parts:
+            say(console, f"rank 0's {path} counts: there is {' and '.join(parts)}")
+    return bool(given)
+
+
+def calibrate_briefly(
+    config: TrainConfig, ranks: Ranks, model: nn.Module, batches: ShardedBatches, console: Console, *, samples: int
+) -> Known | None:
+    """What the ranks are found to cost, on rank 0. All ranks call this together; there must be no process group."""
+    codec = config.compression.codec
+    searched = AUTO_CODECS if "codec" in config.planning.auto else (codec,)
+    measured = [name for name in MEASURED_ALL_REDUCES if name in (RING, config.pipeline.all_reduce)]
+    nbytes = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
+    with torch.random.fork_rng(devices=[]):
+        found = measure(
+            config,
+            model,
+            batches,
+            ranks,
+            console,
+            seconds=CALIBRATION_SECONDS,
+            largest_bytes=max(LEAST_LARGEST_BYTES, min(nbytes, MOST_LARGEST_BYTES)),
+            codecs=[one for one in searched if one != "fp32"],
+            all_reduces=DEFAULT_ALL_REDUCES if "all-reduce" in config.planning.auto else measured,
+            servers=False,
+            prediction=config.pipeline.prediction,
+        )
+    ranks.leave()
+    if found is None:
+        return None
+    profile = found.profile(config, model, samples=samples, command=["-m pipesgd.train"])
+    return profile, profile.compute[0]
+
+
+def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig, Planned | None]:
+    """What the run that is continued had: its choices, and its prediction.
+
+    Raises:
+        CheckpointError: its folder does not tell.
+    """
+    options, planned = earlier["options"], earlier["planned"]
+    try:
+        config = config.with_choices({name: options[name] for name in config.planning.auto})
+        return config, None if planned is None else Planned(**planned)
+    except (KeyError, TypeError, UserInputError) as failure:
+        raise CheckpointError(f"the run to resume must tell its choices; got {failure!r}") from None

@@ -1,0 +1,245 @@
+"""What the timing model says of a run: how long an iteration takes, and what to choose where an option is ``auto``.
+
+The one place, beside what writes calibrations, where the trainer knows the timing model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.config import AUTO_OPTIONS, TrainConfig
+from pipesgd.errors import UserInputError
+from timing_model.advice import advice, reason, words_for_training
+from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Space
+from timing_model.cluster_profile import UNCOMPRESSED, ComputeProfile, Profile
+from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Question, support_of
+from timing_model.plan import Plan, plan
+from timing_model.predict import predict
+from timing_model.simulate_job import median_share
+from timing_model.units import format_seconds
+
+AUTO_CODECS = tuple(one for one in ACCURATE if one != "fp16")
+"""Codecs to choose from: those that cost next to no accuracy. bf16 takes as long as fp16, and cannot overflow."""
+
+Known = tuple[Profile, ComputeProfile]
+"""What is known of a cluster, and of the model on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What was chosen, and what it should take."""
+
+    asked: Sequence[str]
+    """The ``AUTO_OPTIONS`` that were left to be chosen."""
+    choices: dict[str, Any]
+    """All ``AUTO_OPTIONS``, as they are in this run."""
+    source: str
+    """Of what is known of the cluster."""
+    iteration_seconds: float
+    low: float
+    """Where the 90 % interval of ``iteration_seconds`` begins."""
+    high: float
+    job_seconds: float
+    """Of all iterations."""
+    support: str
+    """How far the run is from what was measured: one of ``timing_model.job.SUPPORTS``."""
+    reasons: Sequence[str]
+    """Why it is not interpolated."""
+    why: Sequence[str]
+    """The choice in words; empty if nothing was to be chosen."""
+    iterations: int
+    """Of the job."""
+    median_share: float = 1.0
+    """Median of an iteration over its mean: below 1 where a few are long. 1 in a run of an older version."""
+
+    def lines(self) -> list[str]:
+        """For the person who waits."""
+        interval = _interval(self.low, self.iteration_seconds, self.high)
+        far = "" if self.support == INTERPOLATED else f"; {self.support}: {', '.join(self.reasons)}"
+        return [
+            *self.why,
+            f"predicted by {self.source}: {interval} an iteration, {format_seconds(self.job_seconds)} for all "
+            f"{self.iterations}{far}",
+        ]
+
+    @property
+    def median(self) -> tuple[float, float, float]:
+        """The median iteration as predicted, in s: the low end of its interval, the middle, and the high end."""
+        low, middle, high = (self.median_share * one for one in (self.low, self.iteration_seconds, self.high))
+        return low, middle, high
+
+    def compare(self, measured: float) -> str:
+        """The predicted median next to the median of what iterations took, in s."""
+        low, middle, high = self.median
+        if low <= measured <= high:
+            place = "inside the interval"
+        else:
+            place = "above the interval" if measured > high else "below the interval"
+        off = measured / middle - 1 if middle > 0 else 0.0
+        predicted = _interval(*self.median)
+        return f"the median iteration took {format_seconds(measured)}, predicted {predicted}: {off:+.1%}, {place}"
+
+    def contradicted(self, measured: float) -> str:
+        """What to say when the median of iterations is ``measured``, in s, and not as predicted."""
+        word = "slower" if measured > self.median[2] else "faster"
+        return (
+            f"the median iteration takes {format_seconds(measured)}, predicted {_interval(*self.median)}: the cluster "
+            f"is {word} than the calibration found it, or the model is wrong"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def of_file(path: Path, config: TrainConfig, tensors: Sequence[int]) -> Known:
+    """The cluster in a file, and the computation of this run's model on it.
+
+    Raises:
+        UserInputError: it cannot be read, or this model with this many samples was not measured.
+    """
+    try:
+        profile = Profile.load(path)
+    except ValueError as failure:
+        raise UserInputError(f"cluster must be a file that pipesgd.calibrate wrote: {failure}") from None
+    model, batch_size = config.model.model, config.samples_per_rank
+    for one in profile.compute:
+        if (one.model, one.batch_size) == (model, batch_size):
+            if one.tensors != tuple(tensors):
+                raise UserInputError(
+                    f"cluster must be of the model that is trained, {model} with {sum(tensors):,} parameters; "
+                    f"got {path} with one of {one.numel:,}"
+                )
+            return profile, one
+    there = ", ".join(f"{one.model} with {one.batch_size}" for one in profile.compute) or "none"
+    raise UserInputError(
+        f"cluster must be of the model that is trained, {model} with {batch_size} samples on each rank; "
+        f"got {path} with {there}"
+    )
+
+
+def decide(
+    profile: Profile,
+    compute: ComputeProfile,
+    config: TrainConfig,
+    *,
+    world_size: int,
+    iterations: int,
+    source: str,
+    own: bool,
+) -> Planned:
+    """Choose what is auto, and predict.
+
+    Args:
+        profile: of the cluster.
+        compute: of the model on it.
+        config: what was asked for.
+        world_size: ranks.
+        iterations: of the whole job.
+        source: of ``profile``, in words.
+        own: whether ``profile`` was measured for this very run: then it is asked however far it has to be extrapolated.
+
+    Raises:
+        UserInputError: the job is outside of what was measured.
+    """
+    try:
+        base = Question(cluster=profile, compute=compute, world_size=world_size, iterations=iterations)
+        job = support_of(base)
+        if job.kind == OUTSIDE and not own:
+            raise UserInputError(f"cluster must be near what is to be run; got {job.reasons[0]}")
+        # The names that are not to be chosen may be outside of what was measured: it is said.
+        found = plan(base, space_of(profile, config), extrapolate=True)
+        answer = predict(found.best.question, extrapolate=True)
+    except UserInputError:
+        raise
+    except ValueError as failure:
+        raise UserInputError(f"cluster must be one that can tell of this run; got {failure}") from None
+    assert answer.job is not None
+    question, auto = found.best.question, config.planning.auto
+    chosen = {
+        "width": question.width,
+        "codec": question.codec,
+        "all-reduce": question.all_reduce,
+        "segment-bytes": question.segment_bytes,
+    }
+    support, reasons = answer.support.kind, list(answer.support.reasons)
+    unmodelled = unmeasured(config)
+    if unmodelled:
+        support = EXTRAPOLATED if support == INTERPOLATED else support
+        reasons += unmodelled
+    return Planned(
+        asked=list(auto),
+        choices=chosen,
+        source=source,
+        iteration_seconds=answer.iteration.total,
+        low=answer.low,
+        high=answer.high,
+        job_seconds=answer.job,
+        support=support,
+        reasons=reasons,
+        why=why(found, auto),
+        iterations=iterations,
+        median_share=median_share(question),
+    )
+
+
+def space_of(profile: Profile, config: TrainConfig) -> Space:
+    """What is searched: of what was measured, all that goes with the options that are not auto."""
+    auto, pipeline = config.planning.auto, config.pipeline
+    codecs = [one for one in AUTO_CODECS if one == UNCOMPRESSED or one in profile.codecs]
+    all_reduces = [one for one in profile.calibrated.all_reduces if one != "hierarchical" and goes_with(config, one)]
+    return Space(
+        strategies=("pipelined",),
+        widths=WIDTHS if "width" in auto else (pipeline.width,),
+        codecs=tuple(codecs) if "codec" in auto else (config.compression.codec,),
+        all_reduces=tuple(all_reduces) if "all-reduce" in auto else (pipeline.all_reduce,),
+        segments=SEGMENTS if "segment-bytes" in auto else (pipeline.segment_bytes,),
+    )
+
+
+def goes_with(config: TrainConfig, all_reduce: str) -> bool:
+    """Whether the all-reduce works with the options that are not auto."""
+    try:
+        config.with_choices({"all-reduce": all_reduce})
+    except UserInputError:
+        return False
+    return True
+
+
+def unmeasured(config: TrainConfig) -> list[str]:
+    """What the timing model does not know of a run, in words."""
+    found = []
+    if config.pipeline.streams > 1:
+        found.append(f"{config.pipeline.streams} streams; measured: 1")
+    if config.compression != CodecOptions(codec=config.compression.codec):
+        found.append(f"{config.compression.codec} with options of its own; measured: as it is by default")
+    return found
+
+
+def why(found: Plan, auto: Sequence[str]) -> list[str]:
+    """The choice in words."""
+    if not auto:
+        return []
+    if "codec" not in auto:
+        found = dataclasses.replace(found, uncompressed=None)  # nothing to be said of codecs
+    chosen = f"chosen of {found.considered}: {words_for_training(found.best.question)}; {reason(found.best)}"
+    return [chosen, " ".join(advice(found))] if advice(found) else [chosen]
+
+
+def _interval(low: float, middle: float, high: float) -> str:
+    return f"{format_seconds(middle)} ({format_seconds(low)} to {format_seconds(high)})"
+
+
+def choices_of(config: TrainConfig) -> dict[str, Any]:
+    """``AUTO_OPTIONS`` as they are in a configuration."""
+    options = config.with_choices({}).options()
+    return {name: options[name] for name in AUTO_OPTIONS}
+
+
+def words(choices: dict[str, Any]) -> str:
+    """Options as they are written on the command line."""
+    return " ".join(f"--{name} {value}" for name, value in choices.items())

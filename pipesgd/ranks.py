@@ -1,0 +1,590 @@
+"""Joining and leaving the other ranks, and what they tell each other outside of training.
+
+The only reader of the variables that torchrun sets. Ranks talk here through the key-value store that
+torchrun's agent (or rank 0) holds: to agree on something before any of them acts on it, and, when the
+run fails, to find out who is missing. Gradients never pass through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import reprlib
+import socket
+import struct
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pipesgd.config import DEFAULT_TIMEOUT, differing_options
+from pipesgd.errors import (
+    CommunicationError,
+    DeadlineExceeded,
+    DisagreementError,
+    PeerFailed,
+    RunError,
+    UserInputError,
+    named,
+)
+from pipesgd.membership.heartbeat import LONGEST_PHASE, Beat, Patience, Standing
+from pipesgd.membership.store import BoundedStore, MalformedValue, decode, decode_text, present, same_kind
+from pipesgd.membership.watcher import FAILURE, Watcher, report_key, root_cause
+from pipesgd.process import say
+
+T = TypeVar("T")
+
+HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.train ..."
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks, in an exchange, at what the ranks that are missing do."""
+
+LONGEST_PAUSE = 0.02
+"""Seconds between two looks into the store, at most."""
+
+SPEECH_SECONDS = 5.0
+"""How long a rank that exits waits for the others to say why they do."""
+
+REPORT_GRACE_SECONDS = 2.0
+"""How long a failing rank waits for the others' reports before it names the silent ones."""
+
+
+@dataclass(eq=False)
+class Ranks:
+    """The ranks of this job and the store that they share.
+
+    ``exchange`` and ``agree`` must be called by all ranks in the same order.
+    """
+
+    rank: int
+    world_size: int
+    store: dist.Store
+    local_rank: int = 0
+    local_world_size: int = 1
+    """Ranks on this node."""
+    restart_count: int = 0
+    """How often torchrun has restarted this job (``--max-restarts``)."""
+    by_torchrun: bool = True
+    standing: Standing = field(default_factory=Standing)
+    before_exchange: Callable[[str], None] | None = field(default=None, init=False, repr=False)
+    """Called before each exchange that is not ``close_by``, with its name; it waits for ranks that may rightly be far
+    behind."""
+    job_store: dist.Store | None = None
+    """The store as all attempts of the job share it, where ``store`` is the part of this attempt."""
+    job_size: int = 0
+    """All ranks of the job, where these are only its ``first``; by default these are all."""
+    _exchanges: int = field(default=0, init=False)
+    _process_groups: int = field(default=0, init=False)
+    _own_keys: list[str] = field(default_factory=list, init=False)
+    _first: dict[int, Ranks] = field(default_factory=dict, init=False, repr=False)
+    _calls: BoundedStore = field(init=False, repr=False)
+    _all_attempts: BoundedStore = field(init=False, repr=False)
+    _job: Ranks = field(init=False, repr=False)
+    _watcher: Watcher | None = field(default=None, init=False, repr=False)
+    _listeners: list[Callable[[RunError], None]] = field(default_factory=list, init=False, repr=False)
+    _failure: RunError | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.job_size = self.job_size or self.world_size
+        self._first[self.world_size] = self
+        self._calls = BoundedStore(self.store, lambda: self.timeout)
+        self._all_attempts = BoundedStore(self.job_store or self.store, lambda: self.timeout)
+        self._job = self
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that this rank waits for another one."""
+        return self.standing.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.standing.timeout = seconds
+
+    @property
+    def iteration(self) -> int | None:
+        """The iteration that this rank is in; None before training."""
+        return self.standing.iteration
+
+    @iteration.setter
+    def iteration(self, iteration: int) -> None:
+        self.standing.iteration = iteration
+
+    def enter(self, phase: str, *, waiting: bool = False) -> None:
+        """Say what this rank does from now on, and whether it waits for others in it; heartbeats tell it."""
+        self.standing.enter(phase, time.monotonic(), waiting=waiting)
+
+    def first(self, number: int) -> Ranks:
+        """The first ``number`` of these ranks, who exchange among themselves from now on; the others take no part."""
+        if number not in self._first:  # the same object every time, since it counts its exchanges
+            self._first[number] = dataclasses.replace(self, world_size=number)
+            self._first[number]._job = self._job
+        return self._first[number]
+
+    def watch(self, on_failure: Callable[[RunError], None]) -> Callable[[], None]:
+        """Call ``on_failure``, in a thread of its own, when another rank of the job is lost or has failed.
+
+        From the first call on this rank gives heartbeats, until every function that was returned has been called.
+
+        Returns:
+            The function that ends this.
+        """
+        job = self._job
+        if job.world_size == 1:
+            return lambda: None
+        if job._failure is not None:
+            on_failure(job._failure)
+        job._listeners.append(on_failure)
+        if job._watcher is None:
+            if job.standing.has_left:  # with an earlier watcher
+                job.enter("start")
+            store = job._calls.clone(lambda: job.timeout)
+            job._watcher = Watcher(
+                store, job.rank, job.world_size, job.standing, on_failure=job._tell_listeners, on_stall=say
+            )
+
+        def stop() -> None:
+            if on_failure in job._listeners:
+                job._listeners.remove(on_failure)
+            if not job._listeners and job._watcher is not None:
+                job._watcher.close()
+                job._watcher = None
+
+        return stop
+
+    def _tell_listeners(self, error: RunError) -> None:
+        self._failure = error
+        for listener in list(self._listeners):
+            listener(error)
+
+    def silent(self) -> dict[int, float]:
+        """Seconds since the last heartbeat of each rank that is known to be silent. Without input or output."""
+        return {} if self._job._watcher is None else self._job._watcher.silent()
+
+    def per_node(self) -> int:
+        """Ranks on each node. Collective.
+
+        Raises:
+            UserInputError: nodes differ in it, or a node's ranks have no adjoining numbers, as torchrun gives them.
+        """
+        places = self.exchange("ranks on each node", [self.local_world_size, self.local_rank])
+        for rank, place in enumerate(places):
+            if not _is_place(place):
+                raise CommunicationError(
+                    rank=self.rank,
+                    peer=rank,
+                    operation="exchange of ranks on each node",
+                    reason=f"it must be a number of ranks and a place among them; got {reprlib.repr(place)}",
+                )
+        numbers = sorted({number for number, _ in places})
+        number: int = numbers[0]
+        if len(numbers) > 1 or self.world_size % number or any(r % number != p for r, (_, p) in enumerate(places)):
+            raise UserInputError.on_all_ranks(
+                "all-reduce must not be hierarchical unless all nodes have the same number of ranks, and those of a "
+                f"node adjoining numbers; got {self.world_size} ranks on nodes of {' and '.join(map(str, numbers))}"
+            )
+        if number == 1 < self.world_size:
+            raise UserInputError.on_all_ranks(
+                "all-reduce must not be hierarchical with one rank on each node, where it would be a ring; got "
+                f"{self.world_size} nodes of one rank (torchrun's LOCAL_WORLD_SIZE says how many ranks a node has)"
+            )
+        return number
+
+    def exchange(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
+        """Every rank's ``value`` (anything JSON can write), in rank order.
+
+        Args:
+            what: its name, for messages.
+            value: this rank's.
+            within: seconds to wait for, if that is longer than ``timeout``.
+            close_by: true where all ranks have just met elsewhere, so that none is iterations behind: then
+                ``before_exchange`` is not called.
+
+        Raises:
+            DeadlineExceeded: some ranks did not come to this exchange, and showed no sign that they get on, within
+                ``timeout`` seconds, or ``within`` seconds if that is longer.
+            CommunicationError: a rank has failed meanwhile, or is lost, as far as ``watch`` has found.
+        """
+        if self.before_exchange is not None and not close_by:
+            self.before_exchange(what)
+        self._exchanges += 1
+        begin = time.monotonic()
+        key = f"exchange of {self.world_size}/{self._exchanges}/{what}/{{}}"
+        phase = self.standing.enter(f"exchange of {what}", time.monotonic(), waiting=True)
+        try:
+            self._calls.set(key.format(self.rank), json.dumps(value))
+            seconds = max(self.timeout, within)
+            missing = self._missing(key, seconds, until_a_failure=True)
+            if missing:  # longer than that if one of them got on for a while
+                waited = time.monotonic() - begin
+                self._raise_missing(missing, f"exchange of {what}", seconds if waited < 2 * seconds else round(waited))
+            answers = self._calls.get([key.format(rank) for rank in range(self.world_size)])
+            # Who has come to this exchange has read the one before: its key can go, so the store stays small.
+            self._own_keys.append(key.format(self.rank))
+            if len(self._own_keys) > 2:
+                self._calls.delete(self._own_keys.pop(0))
+        except dist.DistError as failure:
+            raise lost(failure, self.rank, None, f"exchange of {what} through the store", self.timeout) from failure
+        self.standing.resume(phase)
+        return [self._decoded(answer, rank, what, key.format(rank), value) for rank, answer in enumerate(answers)]
+
+    def _decoded(self, answer: bytes, rank: int, what: str, key: str, own: Any) -> Any:
+        """Rank ``rank``'s value, which must be of the same kind as this rank's ``own``."""
+        try:
+            value = decode(answer)
+            if not same_kind(value, own):
+                raise MalformedValue(f"it must be of the same kind as this rank's own; got {reprlib.repr(value)}")
+        except MalformedValue as problem:
+            raise CommunicationError(
+                rank=self.rank,
+                peer=rank,
+                operation=f"exchange of {what}",
+                reason=f"the store's value of {key!r} cannot be read: {problem}",
+                iteration=self.iteration,
+            ) from problem
+        return value
+
+    def _raise_missing(self, missing: list[int], operation: str, seconds: float) -> NoReturn:
+        reports = self._calls.run(lambda store: present(store, [report_key(rank) for rank in range(self.job_size)]))
+        cause = root_cause({rank: reports.get(report_key(rank), b"") for rank in range(self.job_size)})
+        beats = self._beats(missing)
+        silent = self.silent()
+        alive = [f"rank {rank} is alive: {beat.place()}" for rank, beat in beats.items() if rank not in silent]
+        text = f"no word within {seconds:g} s from {named(missing)}" + "".join(f"; {one}" for one in alive)
+        if cause is None and self._job._failure is not None:
+            raise self._job._failure
+        raise (PeerFailed if cause else DeadlineExceeded)(
+            rank=self.rank,
+            peer=cause[0] if cause else missing[0],
+            operation=operation,
+            reason=cause[1] if cause else text,
+            iteration=self.iteration,
+        )
+
+    def _beats(self, ranks: list[int]) -> dict[int, Beat]:
+        """The newest heartbeats of those of ``ranks`` that have given one."""
+        found = self._calls.run(lambda store: present(store, [f"beat/{rank}" for rank in ranks]))
+        beats = {rank: Beat.decode(found.get(f"beat/{rank}", b"")) for rank in ranks}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
+
+    def agree(self, what: str, attempt: Callable[[], T]) -> T:
+        """This rank's ``attempt()``; if it raises ``UserInputError`` on any rank, all ranks raise that.
+
+        The error is then ``known_to_all``: one rank's word is enough.
+        """
+        failure: UserInputError | None = None
+        try:
+            result = attempt()
+        except UserInputError as error:
+            failure = error
+        said = self.exchange(what, None if failure is None else str(failure))
+        errors = [(rank, text) for rank, text in enumerate(said) if text is not None]
+        if not errors:
+            return result
+        rank, text = errors[0]
+        agreed = text if said.count(text) == self.world_size else f"rank {rank}: {text}"
+        raise UserInputError.on_all_ranks(agreed) from failure
+
+    def mark_job(self, name: str) -> None:
+        """Note ``name`` for this job's later attempts: torchrun keeps the store when it restarts the ranks.
+
+        Raises:
+            CommunicationError: the store is gone, or hangs.
+        """
+        try:
+            self._all_attempts.set(f"mark/{name}", "")
+        except dist.DistError as failure:
+            raise lost(failure, self.rank, None, "note in the store", self.timeout) from failure
+
+    def job_has(self, name: str) -> bool:
+        """True if this attempt of the job or an earlier one has marked it with ``name``.
+
+        Raises:
+            CommunicationError: the store is gone, or hangs.
+        """
+        try:
+            return self._all_attempts.check([f"mark/{name}"])
+        except dist.DistError as failure:
+            raise lost(failure, self.rank, None, "look into the store", self.timeout) from failure
+
+    def wait_until_all_have_spoken(self) -> None:
+        """Return once all ranks have called this or ``need_not_speak``, or after some seconds.
+
+        torchrun ends all ranks as soon as one exits: nobody may exit before the others have said why.
+        """
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to wait for
+            self._calls.set(f"spoken/{self.rank}", "")
+            self._missing("spoken/{}", SPEECH_SECONDS)
+
+    def need_not_speak(self) -> None:
+        """Say that this rank ends as it should, so that nobody waits for it to say why.
+
+        A parameter server on a rank of its own does when its workers are told to stop.
+        """
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left who waits
+            self._calls.set(f"spoken/{self.rank}", "")
+
+    def start_process_group(self, device: str, timeout: float) -> None:
+        """Start torch's default process group with this deadline for every operation; there must be none.
+
+        It may be one after another: each has keys of its own in the store.
+
+        Raises:
+            CommunicationError: not every rank could be reached.
+        """
+        self.timeout = timeout
+        self._process_groups += 1
+        if device == "cuda":
+            torch.cuda.set_device(self.local_rank)
+        try:
+            dist.init_process_group(
+                backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+                store=dist.PrefixStore(f"process group of {self.world_size}/{self._process_groups}", self.store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+        except RuntimeError as failure:
+            raise lost(failure, self.rank, None, "connection to all ranks", timeout) from failure
+
+    def report(self, error: str, peer: int | None = None) -> None:
+        """Tell the other ranks why this one has failed, and which ``peer`` it has lost, if that is why.
+
+        An empty text says that another rank's failure has ended it.
+        """
+        calls = self._calls if self._job._watcher is None else self._job._watcher.store
+        calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line shall not wait for it
+        calls.set(report_key(self.rank), json.dumps([error, peer]))
+        if error:
+            calls.set(FAILURE, "")
+
+    def report_and_wait(self, error: str, peer: int | None = None) -> list[int]:
+        """``report`` it, and wait a moment for the other ranks to say that they end, too; those that do not say it.
+
+        Raises:
+            RuntimeError: the store is gone, or hangs.
+        """
+        calls = self._calls if self._job._watcher is None else self._job._watcher.store
+        self.report(error, peer)
+        keys = [report_key(rank) for rank in range(self.world_size)]
+        if _poll(lambda: calls.check(keys), REPORT_GRACE_SECONDS):
+            return []
+        return [rank for rank, key in enumerate(keys) if not calls.check([key])]
+
+    def leave(self) -> None:
+        """End torch's process groups of this process."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _knows_a_failure(self) -> bool:
+        """True if a rank has reported a failure, or this job's watcher has found that one is lost."""
+        return self._job._failure is not None or self._calls.check([FAILURE])
+
+    def _missing(self, key: str, timeout: float, *, until_a_failure: bool = False) -> list[int]:
+        """The ranks whose ``key`` is not in the store, once there are none, or ``timeout`` has passed.
+
+        With ``until_a_failure`` a rank that is missing and gets on is waited for longer (``Patience``), and a failure
+        of any rank ends the wait.
+        """
+        keys = [key.format(rank) for rank in range(self.world_size)]
+        check = self._calls.check
+        longest = max(timeout, LONGEST_PHASE * self.timeout)
+        patience = Patience(timeout=timeout, longest=longest, now=time.monotonic())
+        while True:
+            until = min(LOOK_SECONDS, max(0.0, patience.end - time.monotonic()))
+            if _poll(lambda: check(keys) or (until_a_failure and self._knows_a_failure()), until) and check(keys):
+                return []
+            missing = [rank for rank, one in enumerate(keys) if not check([one])]
+            if until_a_failure:
+                patience.saw(self._beats(missing), time.monotonic())
+            if time.monotonic() >= patience.end or (until_a_failure and self._knows_a_failure()):
+                return missing
+
+
+def join() -> Ranks:
+    """The ranks that torchrun started this process with; one rank alone without torchrun.
+
+    Raises:
+        UserInputError: torchrun's variables are set in part only.
+        CommunicationError: the store of the job cannot be reached.
+    """
+    given = [name for name in _TORCHRUN_VARIABLES if name in os.environ]
+    if not given:
+        return alone()
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if missing:
+        raise UserInputError(
+            f"torchrun's variables must be set all or none; got {', '.join(given)} without {', '.join(missing)} "
+            f"(start with: {HOW_TO_START})"
+        )
+    rank = int(os.environ["RANK"])
+    try:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=DEFAULT_TIMEOUT))))
+        store = dist.PrefixStore("pipesgd", store)
+        session = _open_session(store, rank, world_size, DEFAULT_TIMEOUT)
+    except dist.DistError as failure:
+        raise lost(failure, rank, None, "connection to the other ranks", DEFAULT_TIMEOUT) from failure
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        store=session,
+        job_store=store,
+        local_rank=_local_rank(),
+        local_world_size=_local_world_size(),
+        restart_count=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+
+
+def alone() -> Ranks:
+    """This process as the only rank, whatever others there are."""
+    return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False)
+
+
+def _is_place(place: Any) -> bool:
+    """True of a number of ranks and a place among them."""
+    numbers = isinstance(place, list) and len(place) == 2 and all(type(one) is int for one in place)
+    return numbers and 0 <= place[1] < place[0]
+
+
+def check_same_options(ranks: Ranks, options: dict[str, Any], *, free: frozenset[str]) -> None:
+    """Raise ``DisagreementError`` if ``options``, but those in ``free``, differ between the ranks. Collective."""
+    everybody = [others or {} for others in ranks.exchange("configuration", options)]
+    for rank, others in enumerate(everybody):
+        for name in differing_options(everybody[0], others, free=free):
+            raise DisagreementError(
+                f"--{name} must be the same on all ranks; got {everybody[0].get(name)!r} on rank 0, "
+                f"{others.get(name)!r} on rank {rank}"
+            )
+
+
+def current(timeout: float) -> Ranks:
+    """The ranks of the process group that is there already, or else of ``join()``, which it then starts."""
+    if not dist.is_initialized():
+        ranks = join()
+        ranks.start_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout)
+        return ranks
+    # torch offers no public way to the store of a group that somebody else has started.
+    store = dist.PrefixStore("pipesgd", dist.distributed_c10d._get_default_store())
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    session = _open_session(store, rank, world_size, timeout)
+    started = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
+    by_torchrun = started == [str(rank), str(world_size)]  # else torchrun's variables are not those of this group
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        store=session,
+        job_store=store,
+        standing=Standing(timeout),
+        local_rank=_local_rank() if by_torchrun else 0,
+        local_world_size=_local_world_size() if by_torchrun else 1,
+    )
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _local_world_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.Store:
+    """A part of ``store`` that no process of an earlier attempt has written to.
+
+    torchrun keeps the store when it restarts the ranks (``--max-restarts``), and its count of restarts may
+    differ between machines. So every process takes a name of its own, and rank 0 answers each name that it
+    finds with its own, which is the session's: an answer to a dead process is read by nobody.
+    """
+    calls = BoundedStore(store, lambda: timeout)
+    me = uuid.uuid4().hex
+    if rank > 0:
+        calls.set(f"name of rank {rank}", me)
+        if not _poll(lambda: calls.check([f"answer to {me}"]), timeout):
+            raise DeadlineExceeded(rank=rank, peer=0, operation="start", reason=f"no answer within {timeout:g} s")
+        session = decode_text(calls.get([f"answer to {me}"])[0])
+        calls.set(f"{session}/joined by {rank}", "")
+        return dist.PrefixStore(session, store)
+
+    missing = list(range(1, world_size))
+
+    def answer() -> bool:
+        missing[:] = [other for other in missing if not calls.check([f"{me}/joined by {other}"])]
+        for other in missing:
+            if calls.check([f"name of rank {other}"]):
+                name = decode_text(calls.get([f"name of rank {other}"])[0])
+                calls.set(f"answer to {name}", me)
+        return not missing
+
+    if not _poll(answer, timeout):
+        reason = f"no word within {timeout:g} s from ranks {missing}"
+        raise DeadlineExceeded(rank=rank, peer=missing[0], operation="start", reason=reason)
+    return dist.PrefixStore(me, store)
+
+
+def _poll(done: Callable[[], bool], timeout: float) -> bool:
+    """Whether ``done()`` became true within ``timeout`` seconds.
+
+    torch's stores can wait themselves, but write warnings of their own to stderr when that takes long.
+    """
+    deadline = time.monotonic() + timeout
+    pause = 0.0005
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return True
+
+
+def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, timeout: float) -> CommunicationError:
+    """What torch's ``failure`` means, as the error to raise: torch has one type for all of them."""
+    if "timed out" in str(failure).lower():
+        reason = f"no answer within {timeout:g} s"
+        return DeadlineExceeded(rank=rank, peer=peer, operation=operation, reason=reason)
+    # gloo's message ends in advice; its first sentence says what happened, after the place in its source.
+    reason = str(failure).split("] ", 1)[-1].split(". ")[0]
+    return CommunicationError(rank=rank, peer=peer, operation=operation, reason=reason)
+
+
+def network_address() -> str:
+    """The address at which gloo makes this rank reachable, and its interface: "10.0.0.2 (eth0)".
+
+    gloo takes the interface that GLOO_SOCKET_IFNAME names, else the address that the host's name stands for, else
+    loopback; a slow or wrong network card is a common cause of a slow job. Linux tells which address an interface
+    has; elsewhere the interface is not named.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    addresses = _interface_addresses()
+    if interface:
+        return f"{addresses.get(interface, 'no address')} ({interface})"
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = "127.0.0.1"
+    # Hosts often have an entry 127.0.1.1 for their own name: any such address is loopback's.
+    names = [name for name, own in addresses.items() if own == address or {own[:4], address[:4]} == {"127."}]
+    return f"{address} ({names[0]})" if names else address
+
+
+def _interface_addresses() -> dict[str, str]:
+    """The IPv4 address of every network interface that has one; none where the system is not Linux."""
+    if sys.platform != "linux":
+        return {}
+    import fcntl  # not on every system
+
+    get_interface_address = 0x8915  # SIOCGIFADDR
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(any_socket, get_interface_address, struct.pack("256s", name.encode()))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found

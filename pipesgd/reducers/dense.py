@@ -1,0 +1,70 @@
+"""Every value is summed in an all-reduce, with a codec on the wire, and with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesgd.codecs.keys import mixed
+from pipesgd.comm.base import AllReduce, Finish, leave
+from pipesgd.flat_buffer import FlatBuffer, rearranged
+from pipesgd.reducers.float32 import Float32Places, real
+
+
+class DenseExchange:
+    """One all-reduce for each flat tensor of the buffer.
+
+    With ``error_feedback``, what a rank's encodings leave out of the sum in one iteration is added to its own gradient
+    in the next one (Seide et al., 2014; Karimireddy et al., ICML 2019). Sum and residuals together are what the ranks
+    put in: nothing is lost, it only comes later.
+
+    A codec knows float32. Other gradients are summed in float32 then, and rounded back.
+
+    Args:
+        all_reduce: sums exactly, or with a codec on the wire.
+        exact: whether it sums any dtype as it is.
+        error_feedback: whether residuals are kept.
+        seed: of random numbers, the same on all ranks.
+    """
+
+    def __init__(self, all_reduce: AllReduce, *, exact: bool, error_feedback: bool = False, seed: int = 0):
+        self._all_reduce = all_reduce
+        self._exact = exact
+        self._error_feedback = error_feedback
+        self._seed = seed
+        self._residuals: list[Tensor] = []
+        self._places = Float32Places()
+
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
+        values = [self._float32(number, flat) for number, flat in enumerate(buffer.flats)]
+        if self._error_feedback and not self._residuals:
+            self._residuals = [torch.zeros_like(flat) for flat in values]
+        for number, (flat, own) in enumerate(zip(buffer.flats, values, strict=True)):
+            if own is not flat:
+                own.copy_(real(flat))
+            residual = self._residuals[number] if self._error_feedback else None
+            key = mixed(self._seed, iteration, number)
+            self._all_reduce(own, residual, key, finish if own is flat else leave)
+            if own is not flat:
+                real(flat).copy_(own)
+                finish(flat)
+
+    def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
+        return sum(self._all_reduce.wire_bytes(self._float32(number, flat)) for number, flat in enumerate(buffer.flats))
+
+    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        self._residuals = rearranged(self._residuals, old, new) if self._residuals else []
+        self._places = Float32Places()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residuals": [residual.clone() for residual in self._residuals]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._residuals = [residual.clone() for residual in state["residuals"]]
+
+    def _float32(self, number: int, flat: Tensor) -> Tensor:
+        """``flat``, or a place for its values in float32."""
+        return flat if self._exact else self._places.place(number, flat)

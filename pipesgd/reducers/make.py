@@ -1,0 +1,71 @@
+"""The exchange that options name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipesgd.checks import check_at_least
+from pipesgd.codecs.base import Codec
+from pipesgd.codecs.make import make_codec
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.comm.connections import Connections
+from pipesgd.errors import UserInputError
+from pipesgd.reducers.base import Exchange
+from pipesgd.reducers.dense import DenseExchange
+from pipesgd.reducers.powersgd import PowerSgdExchange
+from pipesgd.reducers.topk import TopKExchange, count_of
+
+COMPILE_SECONDS = 900.0
+"""How long ranks wait for one that compiles a codec's loops for the first time, on a busy machine."""
+
+
+def check_exchange(
+    options: CodecOptions, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], seed: int
+) -> None:
+    """Raise ``UserInputError`` unless gradients of ``parameters`` can be exchanged so, for ``optimizer``."""
+    check_at_least("seed", seed, 0)
+    momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
+    if options.momentum_correction and momenta:
+        raise UserInputError(f"momentum must be 0 with momentum_correction, which takes its place; got {momenta[0]}")
+    if options.codec == "topk":
+        for dtype in {parameter.dtype for parameter in parameters}:
+            count_of(sum(p.numel() * (1 + p.is_complex()) for p in parameters if p.dtype == dtype), options.density)
+
+
+def make_exchange(options: CodecOptions, connections: Connections, *, device: str, seed: int) -> Exchange:
+    """How gradients on ``device`` ("cpu" or "cuda") are summed over ``connections``."""
+    ranks = connections.ranks
+    if options.codec == "topk":
+        return TopKExchange(
+            connections.all_gather(),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            density=options.density,
+            density_warmup=options.density_warmup,
+            momentum=options.momentum_correction,
+        )
+    if options.codec == "powersgd":
+        return PowerSgdExchange(
+            connections.all_reduce(), world_size=ranks.world_size, low_rank=options.low_rank, seed=seed
+        )
+    codec = make_codec(options, device)
+    ranks.enter("compilation of the codec")
+    _compile(codec, device)
+    ranks.exchange("a compiled codec", None, within=COMPILE_SECONDS)
+    return DenseExchange(
+        connections.all_reduce(codec),
+        exact=codec.name == "fp32",
+        error_feedback=options.gives_back,
+        seed=seed,
+    )
+
+
+def _compile(codec: Codec, device: str) -> None:
+    """Have the codec's loops compiled, or loaded, now: in the first iteration other ranks would wait for it."""
+    values = torch.zeros(1, device=device)
+    wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
+    codec.encode(values, None, wire, 0)
+    codec.decode(wire, values)

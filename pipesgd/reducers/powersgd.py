@@ -1,0 +1,193 @@
+"""Factors of low rank are summed instead of matrices: PowerSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesgd.comm.base import AllReduce, Finish, leave
+from pipesgd.flat_buffer import FlatBuffer, are_finite
+from pipesgd.reducers.float32 import real
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A parameter that is compressed: views into the flat tensors that hold those of all parameters."""
+
+    index: int
+    """Of the parameter."""
+    residual: Tensor
+    """(rows, columns)"""
+    left: Tensor
+    """(rows, low_rank), P of the paper."""
+    right: Tensor
+    """(columns, low_rank), Q of the paper."""
+    first_right: Tensor
+    """The random one to begin with."""
+
+
+class PowerSgdExchange:
+    """Sums matrices by one step of a power iteration (Vogels, Karimireddy & Jaggi, NeurIPS 2019, algorithms 1 and 2).
+
+    A parameter of two dimensions and more is a matrix, its first dimension by the others, if its factors are smaller:
+    (rows + columns) * low_rank < rows * columns. All others are summed as they are. A ``sum`` over p ranks is
+
+    1. accumulate: M = gradient + residual, (rows, columns), of this rank;
+    2. left factors: P = M Q, (rows, low_rank), Q as the last iteration left it. All P, and what is not compressed, are
+       summed in one all-reduce; then the columns of each P are made orthonormal;
+    3. right factors: Q = M^T P, (columns, low_rank), summed in a second all-reduce;
+    4. decode: the sum is P Q^T; the residual becomes M - P Q^T / p, so that the sum and what all ranks keep are
+       together what was put in. The next iteration starts from Q, whose scale does not matter to it.
+
+    What is not finite makes the whole matrix NaN, on all ranks, which forget its residual and start from the first Q.
+
+    All is computed in float32. Every rank makes P orthonormal (Householder's QR: a column of zeros becomes a direction
+    to look into, where Gram-Schmidt's would stay zero for ever) and multiplies P Q^T for itself, from the same bytes.
+    The results are the same bytes too where torch computes alike: with the same kind of processor, torch, and number
+    of threads. Between machines that differ, ``--check-replicas`` says whether replicas do.
+
+    One rank keeps its gradients as they are.
+
+    Args:
+        all_reduce: sums exactly.
+        world_size: number of ranks, p.
+        low_rank: columns of the factors.
+        seed: of the first Q, the same on all ranks.
+    """
+
+    def __init__(self, all_reduce: AllReduce, *, world_size: int, low_rank: int, seed: int = 0):
+        self._all_reduce = all_reduce
+        self._world_size = world_size
+        self._low_rank = low_rank
+        self._seed = seed
+        self._left = torch.empty(0)  # all left factors, and what is not compressed
+        self._right = torch.empty(0)  # all right factors
+        self._residuals = torch.empty(0)
+        self._matrices: list[_Matrix] = []
+        self._uncompressed: list[tuple[int, Tensor]] = []  # the parameter's number, and its place among the left
+        self._ready = False
+
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
+        if self._world_size > 1:
+            self._sum(buffer)
+        for flat in buffer.flats:
+            finish(flat)
+
+    def _sum(self, buffer: FlatBuffer) -> None:
+        if not self._ready:
+            self._make_room(buffer)
+        # 1. and 2.
+        for matrix in self._matrices:
+            matrix.residual.add_(_as_matrix(buffer, matrix))
+            torch.mm(matrix.residual, matrix.right, out=matrix.left)
+        for index, place in self._uncompressed:
+            place.copy_(real(buffer.views[index]))
+        self._all_reduce(self._left)
+        for index, place in self._uncompressed:
+            real(buffer.views[index]).copy_(place)
+        # 3.
+        for matrix in self._matrices:
+            if are_finite([matrix.left]):
+                matrix.left.copy_(torch.linalg.qr(matrix.left).Q)
+            torch.mm(matrix.residual.t(), matrix.left, out=matrix.right)
+        self._all_reduce(self._right)
+        # 4.
+        for matrix in self._matrices:
+            values = _as_matrix(buffer, matrix)
+            if are_finite([matrix.left, matrix.right]):  # the same bytes on all ranks, so all do the same
+                values.copy_(matrix.left @ matrix.right.t())
+                matrix.residual.add_(values, alpha=-1 / self._world_size)
+            else:
+                values.fill_(torch.nan)
+                matrix.residual.zero_()
+                matrix.right.copy_(matrix.first_right)
+        if not are_finite([self._residuals]):  # what overflowed in the last step
+            self._residuals.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
+        lefts, rights = 0, 0
+        for view in buffer.views:
+            rows, columns = self._shape(view)
+            lefts += rows * self._low_rank if columns else rows
+            rights += columns * self._low_rank
+        device = buffer.flats[0].device
+        return sum(self._all_reduce.wire_bytes(torch.empty(numel, device=device)) for numel in (lefts, rights))
+
+    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        if not self._ready:
+            return
+        before = {id(old[matrix.index]): matrix for matrix in self._matrices}
+        self._right = torch.empty(0)
+        self._make_room(FlatBuffer(new))
+        for matrix in self._matrices:
+            if (origin := before.get(id(new[matrix.index]))) is not None:
+                matrix.residual.copy_(origin.residual)
+                matrix.right.copy_(origin.right)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"residuals": self._residuals.clone(), "right": self._right.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._residuals = state["residuals"].clone()
+        self._right = state["right"].clone()
+        self._ready = False
+
+    def _shape(self, view: Tensor) -> tuple[int, int]:
+        """Rows and columns of a parameter's matrix; of one that is not compressed, its numel and 0."""
+        numel = real(view).numel()
+        if view.dim() >= 2 and numel:
+            rows = len(view)
+            columns = numel // rows
+            if (rows + columns) * self._low_rank < numel:
+                return rows, columns
+        return numel, 0
+
+    def _make_room(self, buffer: FlatBuffer) -> None:
+        """Lay out the flat tensors for buffers like this one; what has been loaded stays."""
+        shapes = [self._shape(view) for view in buffer.views]
+        matrices = [(index, rows, columns) for index, (rows, columns) in enumerate(shapes) if columns]
+        uncompressed = [(index, numel) for index, (numel, columns) in enumerate(shapes) if not columns]
+        device, low_rank = buffer.flats[0].device, self._low_rank
+        of_lefts = [rows * low_rank for _, rows, _ in matrices]
+        of_rights = [columns * low_rank for _, _, columns in matrices]
+        of_residuals = [rows * columns for _, rows, columns in matrices]
+        # From integers, which are the same on all processors where torch's normal numbers are not.
+        generator = torch.Generator().manual_seed(self._seed)
+        integers = torch.randint(-(2**23), 2**23, (sum(of_rights),), generator=generator)
+        first_right = integers.float().mul_(2**-23).to(device)
+        if not self._right.numel():
+            self._right = first_right.clone()
+            self._residuals = torch.zeros(sum(of_residuals), device=device)
+        self._left = torch.zeros(sum(of_lefts) + sum(numel for _, numel in uncompressed), device=device)
+        lefts, whole = self._left.split([sum(of_lefts), self._left.numel() - sum(of_lefts)])
+        self._uncompressed = [
+            (index, place)
+            for (index, _), place in zip(uncompressed, whole.split([numel for _, numel in uncompressed]), strict=True)
+        ]
+        self._matrices = [
+            _Matrix(
+                index=index,
+                residual=residual.view(rows, columns),
+                left=left.view(rows, low_rank),
+                right=right.view(columns, low_rank),
+                first_right=first.view(columns, low_rank),
+            )
+            for (index, rows, columns), residual, left, right, first in zip(
+                matrices,
+                self._residuals.split(of_residuals),
+                lefts.split(of_lefts),
+                self._right.split(of_rights),
+                first_right.split(of_rights),
+                strict=True,
+            )
+        ]
+        self._ready = True
+
+
+def _as_matrix(buffer: FlatBuffer, matrix: _Matrix) -> Tensor:
+    """The parameter's gradient in ``buffer``: a view."""
+    return real(buffer.views[matrix.index]).view(matrix.residual.shape)

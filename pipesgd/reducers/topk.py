@@ -1,0 +1,188 @@
+"""The largest values of each rank are gathered: Deep Gradient Compression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipesgd.comm.base import AllReduce, Finish, leave
+from pipesgd.errors import UserInputError
+from pipesgd.flat_buffer import FlatBuffer, rearranged
+from pipesgd.reducers.float32 import Float32Places, real
+
+WARMUP_DENSITY = 0.25
+"""Where a warm-up begins, as in the paper."""
+SAMPLE = 1 << 16
+"""Values from which the threshold is guessed: for 1% of them the guess is wrong by a few percent."""
+NUMBERS_PER_VALUE = 2
+"""An index and a value, of 4 bytes each."""
+
+
+class TopKExchange:
+    """Every rank sends its k largest values of each flat tensor, and keeps the others for later.
+
+    Lin, Han, Mao, Wang & Dally, "Deep Gradient Compression", ICLR 2018, sections 3.1 to 3.3. Each ``sum``, with the
+    rank's gradient g, is
+
+    1. accumulate: u = momentum * u + g, v = v + u (without momentum v = v + g);
+    2. choose: the k = max(1, round(density * numel)) values of v that are largest in magnitude;
+    3. mask: u and v are cleared where they are chosen;
+    4. gather: k int32 indices and k float32 values of every rank go around the ring;
+    5. add: all parts, in rank order, into zeros: the same bytes on every rank.
+
+    Without momentum, sums and what the ranks keep are together what was put in. With it, the optimizer's own momentum
+    must be 0, since this one takes its place. In the first ``density_warmup`` iterations the density falls from a
+    quarter to ``density``, by the same factor each time. The paper's clipping of local gradients is left out.
+
+    A value that is not finite is chosen before all others, and is not kept if there is no room for it. Everything is
+    accumulated in float32, and rounded to the gradients' dtype at the end. One rank sends nothing, but chooses all the
+    same: it is the algorithm for one rank.
+
+    Args:
+        all_gather: gives every rank the parts of all: of a flat tensor of equal parts, the own one goes in.
+        rank: whose part this is.
+        world_size: number of parts.
+        density: share of the values that are sent.
+        density_warmup: iterations until ``density`` is reached.
+        momentum: of the correction, below 1; 0 for none.
+    """
+
+    def __init__(
+        self,
+        all_gather: AllReduce,
+        *,
+        rank: int,
+        world_size: int,
+        density: float,
+        density_warmup: int = 0,
+        momentum: float = 0.0,
+    ):
+        self._all_gather = all_gather
+        self._rank = rank
+        self._world_size = world_size
+        self._density = density
+        self._density_warmup = density_warmup
+        self._momentum = momentum
+        self._velocities: list[Tensor] = []  # u of the paper; none without momentum
+        self._residuals: list[Tensor] = []  # v of the paper
+        self._sums = Float32Places()
+        self._message = torch.empty(0, dtype=torch.int32)
+
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
+        if not self._residuals:
+            self._residuals = [torch.zeros_like(real(flat), dtype=torch.float32) for flat in buffer.flats]
+        if self._momentum and not self._velocities:
+            self._velocities = [torch.zeros_like(residual) for residual in self._residuals]
+        counts = self._counts(buffer, iteration)
+        message = self._message_of(NUMBERS_PER_VALUE * sum(counts), self._residuals[0].device)
+        for number, (indices, values) in enumerate(_parts(message[self._rank], counts)):
+            self._accumulate(number, real(buffer.flats[number]))
+            self._take(number, indices, values)
+        self._all_gather(message.view(-1))
+        sums = [self._sums.place(number, flat).zero_() for number, flat in enumerate(buffer.flats)]
+        for part in message:
+            for total, (indices, values) in zip(sums, _parts(part, counts), strict=True):
+                total.index_add_(0, indices, values)
+        for flat, total in zip(buffer.flats, sums, strict=True):
+            if total is not flat:
+                real(flat).copy_(total)
+            finish(flat)
+
+    def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
+        return 4 * NUMBERS_PER_VALUE * sum(self._counts(buffer, iteration)) * (self._world_size - 1)
+
+    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        self._residuals = rearranged(self._residuals, old, new) if self._residuals else []
+        self._velocities = rearranged(self._velocities, old, new) if self._velocities else []
+        self._sums = Float32Places()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "velocities": [velocity.clone() for velocity in self._velocities],
+            "residuals": [residual.clone() for residual in self._residuals],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._velocities = [velocity.clone() for velocity in state["velocities"]]
+        self._residuals = [residual.clone() for residual in state["residuals"]]
+
+    def _counts(self, buffer: FlatBuffer, iteration: int) -> list[int]:
+        """How many values of each flat tensor are sent in ``iteration``."""
+        density = density_in(iteration, self._density, self._density_warmup)
+        return [count_of(real(flat).numel(), density) for flat in buffer.flats]
+
+    def _message_of(self, numbers: int, device: torch.device) -> Tensor:
+        """int32 (world_size, ``numbers``), to be overwritten: the same memory as long as the density is the same."""
+        if self._message.numel() != self._world_size * numbers:
+            self._message = torch.empty(self._world_size * numbers, dtype=torch.int32, device=device)
+        return self._message.view(self._world_size, numbers)
+
+    def _accumulate(self, number: int, gradient: Tensor) -> None:
+        residual = self._residuals[number]
+        if self._momentum:
+            gradient = self._velocities[number].mul_(self._momentum).add_(gradient)
+        residual.add_(gradient)
+
+    def _take(self, number: int, indices: Tensor, values: Tensor) -> None:
+        """Move the largest residuals into ``indices`` and ``values``, (k,) each."""
+        residual = self._residuals[number]
+        chosen = largest(residual.abs(), indices.numel())
+        indices.copy_(chosen)
+        torch.index_select(residual, 0, chosen, out=values)
+        kept = [residual, *self._velocities[number : number + 1]]
+        for tensor in kept:
+            tensor.index_fill_(0, chosen, 0.0)
+        if not values.isfinite().all():  # there may be more of them than were sent
+            bad = ~residual.isfinite()
+            for tensor in kept:
+                tensor.masked_fill_(bad, 0.0)
+
+
+def density_in(iteration: int, density: float, warmup: int) -> float:
+    """The share of the values that is sent in ``iteration``, the first being 0.
+
+    >>> [density_in(iteration, 0.0625, 2) for iteration in range(4)]
+    [0.25, 0.125, 0.0625, 0.0625]
+    """
+    if iteration >= warmup:
+        return density
+    fallen: float = WARMUP_DENSITY * (density / WARMUP_DENSITY) ** (iteration / warmup)
+    return max(density, fallen)
+
+
+def count_of(numel: int, density: float) -> int:
+    """How many of ``numel`` values are sent: at least one, unless there is none.
+
+    Raises:
+        UserInputError: an index would not fit into 32 bits.
+    """
+    if numel > torch.iinfo(torch.int32).max:
+        raise UserInputError(f"parameters must be at most 2**31 - 1 with --codec topk; got {numel}")
+    return min(numel, max(1, round(density * numel)))
+
+
+def largest(magnitudes: Tensor, count: int) -> Tensor:
+    """Indices (``count``,) of the largest of ``magnitudes``, NaN above all, in no order.
+
+    Exact, and several times as fast as ``torch.topk`` on all of them: the paper's sample gives a threshold a little
+    too low, and only what lies above it is compared. If it was too high, all are.
+    """
+    numel = magnitudes.numel()
+    if numel > 2 * SAMPLE:
+        sample = magnitudes[:: numel // SAMPLE | 1]  # an odd step, which few rows of a matrix are a multiple of
+        expected = sample.numel() * count / numel
+        threshold = torch.topk(sample, min(sample.numel(), int(1.2 * expected) + 8), sorted=False).values.min()
+        candidates = torch.nonzero(~(magnitudes < threshold)).squeeze(1)  # so that NaN is among them
+        if candidates.numel() >= count:
+            return candidates[torch.topk(magnitudes[candidates], count, sorted=False).indices]
+    return torch.topk(magnitudes, count, sorted=False).indices
+
+
+def _parts(part: Tensor, counts: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of a rank's part of the message: indices and values of each flat tensor, as views."""
+    for of_flat in part.split([NUMBERS_PER_VALUE * count for count in counts]):
+        indices, values = of_flat.chunk(2) if of_flat.numel() else (of_flat, of_flat)
+        yield indices, values.view(torch.float32)

@@ -1,0 +1,146 @@
+"""The files of one checkpoint: what every rank has in common, what is one rank's own, and who wrote them in which save.
+
+``shared.pt`` and ``rank-<r>.pt`` hold a header beside the state. ``save`` is a random name that all ranks agreed on for
+this save, so that files of two saves of the same iteration are never taken for one checkpoint. ``rank`` and ``machine``
+tell whose file it is; shared.pt has neither, since machines with a common disk must write the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from dataclasses import dataclass
+from io import BufferedRandom
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipesgd.ranks import Ranks
+from pipesgd.run.files import reason, write_atomically, write_text_atomically
+
+FORMAT = 2
+SHARED = "shared.pt"
+_OWN = re.compile(r"rank-(\d+)\.pt")
+_HEADER = {"save": str, "iteration": int, "world_size": int, "state": dict}
+
+
+class UnusableCheckpointError(Exception):
+    """These files are no whole checkpoint of this run; the message says why."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint read back: what all ranks had in common, and what was this rank's own."""
+
+    iteration: int
+    save: str
+    """Random name of the save that wrote it."""
+    shared: dict[str, Any]
+    own: dict[str, Any]
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Write this rank's part: its own file, and ``shared.pt`` if it is the first rank of its machine.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {
+        "format": FORMAT,
+        "save": checkpoint.save,
+        "iteration": checkpoint.iteration,
+        "world_size": ranks.world_size,
+    }
+    if ranks.local_rank == 0:
+        save_atomically(header | {"state": checkpoint.shared}, folder / SHARED)
+    own = header | {"rank": ranks.rank, "machine": platform.node(), "state": checkpoint.own}
+    save_atomically(own, folder / f"rank-{ranks.rank}.pt")
+
+
+def read_checkpoint(folder: Path, iteration: int, ranks: Ranks) -> Checkpoint:
+    """What ``write_checkpoint`` wrote on this rank.
+
+    Raises:
+        UnusableCheckpointError: the files are missing, unreadable, damaged, torn, or not those of this rank.
+    """
+    shared = _read(folder / SHARED)
+    own = _read(path := folder / f"rank-{ranks.rank}.pt")
+    for name, expected in (("iteration", iteration), ("world_size", ranks.world_size), ("rank", ranks.rank)):
+        if own.get(name) != expected:
+            raise UnusableCheckpointError(f"{path} is of {name.replace('_', ' ')} {own.get(name)}, not {expected}")
+    if shared["save"] != own["save"]:
+        raise UnusableCheckpointError(f"{path} is of another save than the {SHARED} beside it")
+    return Checkpoint(iteration, own["save"], shared["state"], own["state"])
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """The ranks that have a file in ``folder``; none if it cannot be read."""
+    try:
+        matches = [_OWN.fullmatch(path.name) for path in folder.iterdir()]
+    except OSError:
+        return []
+    return [int(match[1]) for match in matches if match]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if problem := what_is_wrong_with(path):
+        raise UnusableCheckpointError(f"{path} is {problem}")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as failure:  # noqa: BLE001 (a damaged or crafted archive raises nearly anything)
+        # torch explains at length how to load it all the same, which nobody should.
+        cause = str(failure).partition("\n")[0][:100]
+        raise UnusableCheckpointError(f"{path} is no checkpoint ({type(failure).__name__}: {cause})") from None
+    if isinstance(found, dict) and "format" not in found and {"parameters", "strategy"} & found.keys():
+        raise UnusableCheckpointError(f"{path} is of an older pipesgd, whose checkpoints this one cannot read")
+    known = isinstance(found, dict) and found.get("format") == FORMAT
+    if not known or any(type(found.get(name)) is not kind for name, kind in _HEADER.items()):
+        raise UnusableCheckpointError(f"{path} is no checkpoint of pipesgd in format {FORMAT}")
+    return dict(found)
+
+
+def save_atomically(state: Any, path: Path) -> None:
+    """Write ``state`` with ``torch.save``, so that ``path`` is the old file or the whole new one, never a part.
+
+    Beside it goes ``<path>.sha256``, in the format of sha256sum: a zip archive, which is what torch writes, can be
+    changed in ways that neither torch nor its own checksums notice.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    digest = ""
+
+    def write(file: BufferedRandom) -> None:
+        nonlocal digest
+        torch.save(state, file)
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+
+    try:
+        write_atomically(path, write)
+    except RuntimeError as failure:
+        # torch finds its archive unfinished, and hides behind that why it is.
+        if isinstance(failure.__context__, OSError):
+            raise failure.__context__ from None
+        raise
+    write_text_atomically(_checksum_of(path), f"{digest}  {path.name}\n")
+
+
+def what_is_wrong_with(path: Path) -> str | None:
+    """Why ``path`` is not what ``save_atomically`` wrote; None if it is."""
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        meant = _checksum_of(path).read_bytes().split()[:1]
+    except FileNotFoundError as missing:
+        return f"not whole ({Path(missing.filename).name} is missing)"
+    except OSError as failure:
+        return f"unreadable ({reason(failure, path)})"
+    return None if meant == [found.encode()] else "truncated or corrupt (its SHA-256 is not the one beside it)"
+
+
+def _checksum_of(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")

@@ -1,0 +1,131 @@
+"""What a person sees of a run: a bar while it lasts, a table at its end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from pipesgd.ranks import Ranks
+from pipesgd.run.metrics import IterationMetrics, hidden_share, slowest_rank
+
+PLAIN_LINE_SECONDS = 10.0
+"""Where output is no terminal (a log file), a line this often instead of a bar."""
+
+LEAST_BAR = 10
+"""Columns of the bar itself, at least: on a narrow terminal, figures make room for it."""
+
+SMOOTHING = 0.05
+"""Weight of the newest iteration in the figures that the bar shows."""
+
+
+def screen(ranks: Ranks, file: IO[str] | None = None) -> Console:
+    """Where a command prints what it has to say: rank 0's standard output, or ``file``; other ranks say nothing."""
+    return Console(file=file, quiet=ranks.rank != 0)
+
+
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are: unbroken, without colours, brackets and all."""
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+class ProgressBar:
+    """Iterations, loss, test accuracy, samples/s and hidden communication, as a bar or as lines in a log."""
+
+    def __init__(self, console: Console, *, total: int, start: int):
+        self._console = console
+        self._total = total
+        self._smooth: dict[str, float] = {}
+        self._accuracy: float | None = None
+        self._spoke = time.monotonic()
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=total, completed=start, figures="")
+
+    def __enter__(self) -> ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def record(self, metrics: IterationMetrics) -> None:
+        """Show that this iteration is done."""
+        done = metrics.iteration + 1
+        now = {"loss": metrics.loss, "samples_per_second": metrics.samples_per_second, **metrics.seconds}
+        for name, value in now.items():
+            before = self._smooth.get(name, value)
+            self._smooth[name] = before + SMOOTHING * (value - before)
+        if metrics.test_accuracy is not None:
+            self._accuracy = metrics.test_accuracy
+        if self._console.is_terminal:
+            others = f"training {self._total}/{self._total} 0:00:00  "
+            room = self._console.width - len(others) - LEAST_BAR - 1
+            self._progress.update(self._task, completed=done, figures=self._figures(room))
+        elif time.monotonic() - self._spoke > PLAIN_LINE_SECONDS:
+            self._spoke = time.monotonic()
+            left = (self._total - done) * self._smooth["iteration"]
+            say(self._console, f"iteration {done}/{self._total}: {self._figures()}, {left:.0f} s left")
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def _figures(self, room: float = math.inf) -> str:
+        """The figures, the most important ones first, as far as they fit into ``room`` columns."""
+        figures = [f"loss {self._smooth['loss']:.3f}"]
+        if self._accuracy is not None:
+            figures.append(f"accuracy {self._accuracy:.1%}")
+        hidden = hidden_share(self._smooth["communication"], self._smooth["exposed"])
+        if hidden is not None:
+            figures.append(f"{hidden:.0%} hidden")
+        figures.append(f"{self._smooth['samples_per_second']:,.0f} samples/s")
+        while figures and len(", ".join(figures)) > room:
+            figures.pop()
+        return ", ".join(figures)
+
+
+def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Path]) -> None:
+    """The closing table, and what was written."""
+    table = Table(title=None, show_header=False, box=None, pad_edge=False)
+    final, seconds = summary["final"], summary["seconds"]
+    ranks = summary["world_size"]
+    table.add_row("trained", f"{summary['iterations']} iterations on {ranks} rank{'s' if ranks > 1 else ''}")
+    table.add_row("wall clock", f"{summary['wall_seconds']:.1f} s")
+    table.add_row("loss, last epoch", "not finite" if final["train_loss"] is None else f"{final['train_loss']:.4f}")
+    table.add_row("test accuracy", f"{final['test_accuracy']:.2%}")
+    table.add_row("test loss", "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}")
+    for name in ("iteration", "compute", "communication", "exposed", "update"):
+        if seconds[name]["median"] is not None:
+            figures = f"{seconds[name]['median'] * 1e3:.2f} ms median, {seconds[name]['p95'] * 1e3:.2f} ms p95"
+            table.add_row(name, figures)
+    slow = slowest_rank(summary["compute_seconds_of_ranks"], seconds["iteration"]["median"] or 0.0)
+    if slow is not None:
+        rank, extra = slow
+        share = f"{extra / seconds['iteration']['median']:.0%} of an iteration"
+        table.add_row("slowest rank", f"rank {rank}: {extra * 1e3:.2f} ms more computation, {share}")
+    hidden = hidden_share(seconds["communication"]["mean"] or 0.0, seconds["exposed"]["mean"] or 0.0)
+    if hidden is not None and ranks > 1:
+        table.add_row("hidden", f"{hidden:.0%} of communication")
+    if summary["wire_bytes_per_iteration"] is not None:
+        table.add_row("sent per iteration", f"{summary['wire_bytes_per_iteration'] / 1e6:.2f} MB by rank 0")
+    table.add_row("replicas", "bit-identical" if summary["replicas_identical"] else "each rank has its own weights")
+    console.print(table)
+    say(console, *(f"wrote {path}" for path in written))

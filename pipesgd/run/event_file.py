@@ -1,0 +1,54 @@
+"""TensorBoard's event files, written in a thread of their own, so that a full disk ends neither it nor the run.
+
+torch's SummaryWriter prints a traceback and raises in the training loop when its thread cannot write.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pipesgd.run.files import Appender
+
+EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..*\.[0-9]+\.0")
+"""The names of these files."""
+
+
+class EventFile:
+    """Scalars by name and iteration, in a new file in ``folder``; those of earlier files from ``start`` on are void."""
+
+    def __init__(self, folder: Path, *, start: int):
+        # Imported here: it takes a second, and only rank 0 writes.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        self._file = Appender(folder / f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}.0")
+        self._records = RecordWriter(self._file)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pipesgd events")
+        self._records.write(Event(step=start, file_version="brain.Event:2").SerializeToString())
+        restart = Event(step=start, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
+        self._records.write(restart.SerializeToString())
+
+    def add(self, iteration: int, scalars: dict[str, float]) -> None:
+        """Write these values of ``iteration``, sooner or later."""
+        self._thread.submit(self._write, iteration, time.time(), scalars)
+
+    def flush(self) -> None:
+        """Bring everything to the disk, if it can be written."""
+        self._thread.submit(self._file.flush).result()
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        self._thread.shutdown()
+        self._file.close()
+
+    def _write(self, iteration: int, when: float, scalars: dict[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        event = self._event(step=iteration, wall_time=when, summary=self._summary(value=values))
+        self._records.write(event.SerializeToString())

@@ -1,0 +1,200 @@
+"""What a run measures of itself: a line per iteration, TensorBoard events, and the summary at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from pipesgd.errors import warn
+from pipesgd.run.event_file import EventFile
+from pipesgd.run.files import Appender, reason, write_text_atomically
+from pipesgd.strategy import StepReport
+
+SECONDS = ("iteration", "compute", "communication", "exposed", "update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationMetrics:
+    """One line of metrics.jsonl, of rank 0."""
+
+    iteration: int
+    epoch: int
+    loss: float
+    """Of rank 0's batch."""
+    lr: float
+    samples_per_second: float
+    """All ranks together."""
+    seconds: dict[str, float]
+    """iteration = compute + exposed + update, where exposed is the communication that was waited for, and predicting
+    is part of the update; communication is the all-reduce of what was applied, hidden or not."""
+    wire_bytes: int
+    """Bytes that rank 0 sent."""
+    skipped: int
+    """Updates left out since their gradient was not finite."""
+    nonfinite_ranks: tuple[int, ...] = ()
+    """Ranks whose own gradients were not finite in these updates."""
+    prediction_cosine: float | None = None
+    """Between rank 0's gradient, which stood for the mean in flight, and that mean when it had arrived."""
+    prediction_error: float | None = None
+    """Length of their difference, in lengths of the mean."""
+    test_accuracy: float | None = None
+    """After the last iteration of an epoch: share of the test set's labels predicted rightly."""
+    test_loss: float | None = None
+    """Likewise: mean loss of a label of the test set."""
+
+
+def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, float]:
+    """The five durations of one iteration that took ``iteration_seconds``."""
+    exposed, update = report.seconds("wait"), report.seconds("update") + report.seconds("predict")
+    return {
+        "iteration": iteration_seconds,
+        "compute": iteration_seconds - exposed - update,
+        "communication": report.seconds("communication"),
+        "exposed": exposed,
+        "update": update,
+    }
+
+
+def hidden_share(communication: float, exposed: float) -> float | None:
+    """Share of the communication that the computation did not wait for; None without communication."""
+    return None if communication <= 0 else max(0.0, 1 - exposed / communication)
+
+
+SLOW_SHARE = 0.05
+"""Share of an iteration that a slow rank must cost to be named."""
+
+
+def slowest_rank(compute: Sequence[float | None], iteration: float) -> tuple[int, float] | None:
+    """The rank that computes for longest, and for how many seconds longer than the median of the others.
+
+    None if that is at most ``SLOW_SHARE`` of the ``iteration`` seconds, which all ranks take that wait for it.
+    """
+    known = [(seconds, rank) for rank, seconds in enumerate(compute) if seconds is not None]
+    if len(known) < 2 or iteration <= 0:
+        return None
+    longest, rank = max(known)
+    extra = longest - float(np.median([seconds for seconds, other in known if other != rank]))
+    return (rank, extra) if extra > SLOW_SHARE * iteration else None
+
+
+class MetricsWriter:
+    """Writes metrics.jsonl and TensorBoard events below ``output``. What cannot be written ends no run.
+
+    Lines from ``start`` on, which an interrupted run may have left, are dropped: these iterations are run again. If an
+    earlier metrics.jsonl cannot be read, or only in part, it is kept under another name.
+    """
+
+    def __init__(self, output: Path, *, start: int):
+        path = output / "metrics.jsonl"
+        lines, whole = _read(path)
+        kept = [line for line in lines if line["iteration"] < start]
+        try:
+            if not whole:
+                warn(f"{path} could not be read in full; it is kept as {_keep_aside(path).name}")
+            write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+        except OSError as failure:
+            warn(f"{reason(failure, path)}; training continues, and lines of iterations run again are there twice")
+        self._lines = Appender(path)
+        self._events = EventFile(output / "tensorboard", start=start)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lines.close()
+        self._events.close()
+
+    def record(self, metrics: IterationMetrics) -> None:
+        # NaN is no JSON: a loss that is not a number is written as null.
+        losses = {"loss": metrics.loss, "test_loss": metrics.test_loss}
+        finite = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
+        self._lines.write((json.dumps(asdict(metrics) | finite) + "\n").encode())
+        scalars = {
+            "train/loss": metrics.loss,
+            "train/lr": metrics.lr,
+            "train/samples_per_second": metrics.samples_per_second,
+            "prediction/cosine": metrics.prediction_cosine,
+            "prediction/error": metrics.prediction_error,
+            "test/accuracy": metrics.test_accuracy,
+            "test/loss": metrics.test_loss,
+            **{f"seconds/{name}": value for name, value in metrics.seconds.items()},
+        }
+        self._events.add(metrics.iteration, {name: value for name, value in scalars.items() if value is not None})
+
+    def flush(self) -> None:
+        """Bring what was written to the disk, so that a checkpoint written next has its metrics there too."""
+        self._lines.flush()
+        self._events.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, one for each iteration; none if there is no file.
+
+    A line at the end that a crash cut short is left out. Damaged lines elsewhere are left out with one warning.
+    """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """What ``read_metrics`` returns, and whether that is all that the file held."""
+    try:
+        texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return [], True
+    except OSError as failure:
+        warn(f"{reason(failure, path)}; its metrics are left out")
+        return [], False
+    lines = [(text, _line(text)) for text in texts]
+    damaged = sum(line is None for text, line in lines[:-1] if text)
+    if damaged:
+        warn(f"{damaged} damaged line{'s' if damaged > 1 else ''} of {path} left out")
+    return list({line["iteration"]: line for _, line in lines if line is not None}.values()), not damaged
+
+
+def _keep_aside(path: Path) -> Path:
+    """A second name of the file at ``path``, which stays when ``path`` is replaced. Raises ``OSError``."""
+    for number in itertools.count(1):
+        aside = path.with_name(f"{path.name}.aside-{number}")
+        with contextlib.suppress(FileExistsError):
+            os.link(path, aside, follow_symlinks=False)
+            break
+    return aside
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None if it is damaged."""
+    try:
+        line = json.loads(text)
+        numbers = [line["samples_per_second"], line["lr"], *(line["seconds"][name] for name in SECONDS)]
+        counts = [line[name] for name in ("iteration", "epoch", "wire_bytes", "skipped")]
+        whole = all(type(count) is int and count >= 0 for count in counts)
+        optional = [line.get(name) for name in ("loss", "test_loss", "test_accuracy")]
+        numbers += [number for number in optional if number is not None]
+        finite = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+    return line if whole and finite else None
+
+
+def statistics(values: Iterable[float]) -> dict[str, float | None]:
+    """Median, mean and 95th percentile; None without values."""
+    array = np.array(list(values), dtype=float)
+    if not array.size:
+        return {"median": None, "mean": None, "p95": None}
+    return {
+        "median": float(np.median(array)),
+        "mean": float(array.mean()),
+        "p95": float(np.percentile(array, 95)),
+    }

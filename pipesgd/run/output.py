@@ -1,0 +1,232 @@
+"""The folder that a run leaves behind: taken before anything is written, never taken from somebody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from pipesgd.config import FREE_ON_RESUME, TrainConfig, differing_options
+from pipesgd.errors import CheckpointError, UserInputError, warn
+from pipesgd.ranks import Ranks
+from pipesgd.run.checkpoint_folder import CheckpointFolder
+from pipesgd.run.event_file import EVENT_FILE
+from pipesgd.run.files import reason, write_text_atomically
+from pipesgd.run.folder_lock import FolderLock, check_unused
+
+RUN_FILE = "run.json"
+SUMMARY_FILE = "summary.json"
+METRICS_FILE = "metrics.jsonl"
+TRACE_FILE = "trace.json"
+WEIGHTS_FILE = "model.pt"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+
+TAKEN = "output folder taken"
+"""The mark of a job that has taken its folder: torchrun's restarts continue the run in it."""
+
+_FILES = (SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256")
+"""The files that a run writes beside run.json."""
+
+_ASIDE = re.compile(rf"{re.escape(METRICS_FILE)}\.aside-[0-9]+")
+_CUT_SHORT = re.compile(rf"\.({'|'.join(map(re.escape, (RUN_FILE, *_FILES)))})\.[0-9a-f]{{16}}\.tmp")
+"""What a killed run may leave of a file that it was writing."""
+
+
+def earlier_run(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
+    """What rank 0's ``--output`` says of the run that is to be continued; None where one begins. Reads only.
+
+    All ranks call this together, before they do what takes long.
+
+    Raises:
+        UserInputError: the folder holds something else, or a run that is neither to be continued nor to be deleted.
+        CheckpointError: what it holds cannot be read.
+    """
+    folder, resume = config.run.output, _resumes(config, ranks)
+
+    def check() -> None:
+        check_unused(folder)
+        _check_contents(folder, resume, config.run.overwrite)
+
+    ranks.agree("what the output folder holds", check)
+
+    def read() -> dict[str, Any] | None:
+        return _read(folder / RUN_FILE) if resume and (folder / RUN_FILE).exists() else None
+
+    earlier: dict[str, Any] | None = ranks.exchange("earlier run", ranks.agree("reading an earlier run", read))[0]
+    return earlier
+
+
+def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None = None) -> FolderLock | None:
+    """Make ``--output`` this run's on every machine; the lock that keeps it so. All ranks call this together.
+
+    An empty or new folder is taken; one that holds this very run is taken with ``--resume``, or when torchrun has
+    restarted a job that had taken it before; one that holds any run is emptied of it with ``--overwrite``. What was
+    ``planned`` is kept beside the options. The first rank of each machine has the lock, and must hold it as long as
+    anybody writes.
+
+    Raises:
+        UserInputError: the folder holds something else, cannot be written to, or is in use.
+        CheckpointError: it holds a run of another world size or configuration.
+    """
+    folder, overwrite = config.run.output, config.run.overwrite
+    resume = _resumes(config, ranks)
+    description = {"world_size": ranks.world_size, "options": config.options(), "planned": planned}
+    first_of_machine = ranks.local_rank == 0
+    lock: FolderLock | None = None
+
+    def lock_first() -> None:
+        nonlocal lock
+        lock = FolderLock(folder, job) if ranks.rank == 0 else None
+
+    def lock_and_check() -> None:
+        nonlocal lock
+        if first_of_machine and lock is None:
+            lock = FolderLock(folder, job)
+        _check(folder, description, resume, overwrite)  # again: somebody may have come first
+        if first_of_machine:  # before any machine with the same disk writes
+            _delete(_matching(folder, _CUT_SHORT))
+
+    def write() -> None:
+        if first_of_machine:
+            if overwrite and not resume:
+                _delete(_written(folder))
+            _describe(folder, description)
+
+    ranks.agree("the output folder", lambda: _check(folder, description, resume, overwrite))
+    job: str = ranks.exchange("the job's name", uuid.uuid4().hex)[0]
+    try:
+        # Machines with a common disk then find the job's name in the lock, whichever of them is faster.
+        ranks.agree("the lock of the output folder", lock_first)
+        ranks.agree("the lock on every machine", lock_and_check)
+        ranks.agree("the description of the run", write)
+        if ranks.rank == 0:
+            ranks.mark_job(TAKEN)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    return lock
+
+
+def _describe(folder: Path, description: dict[str, Any]) -> None:
+    try:
+        write_text_atomically(folder / RUN_FILE, json.dumps(description, indent=1))
+    except OSError as failure:
+        if not (folder / RUN_FILE).exists():
+            raise UserInputError(f"output must be a folder to write to; got {folder}: {failure.strerror}") from None
+        warn(f"{reason(failure, folder)}; training continues, and {RUN_FILE} stays as it was")
+
+
+def _resumes(config: TrainConfig, ranks: Ranks) -> bool:
+    # One machine's torchrun may not count a restart that another one asked for: all go by the highest count.
+    # A restart continues nothing that an earlier job has left: there, the options say what becomes of the folder.
+    restarted = max(ranks.exchange("count of restarts", ranks.restart_count)) > 0
+    return config.run.resume or (restarted and ranks.job_has(TAKEN))
+
+
+def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise UserInputError(f"output must be a folder to write to; got {folder}: {failure.strerror}") from None
+    _check_contents(folder, resume, overwrite)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserInputError(f"output must be a folder to write to; got {folder}, which is read-only")
+    if resume and (folder / RUN_FILE).exists():
+        _check_same_run(folder / RUN_FILE, description)
+
+
+def _check_contents(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Raise ``UserInputError`` if the folder is there and must not be taken."""
+    try:
+        names = {path.name for path in folder.iterdir() if not path.name.startswith(".")} if folder.exists() else set()
+    except OSError as failure:
+        raise UserInputError(f"output must be a folder to write to; got {folder}: {failure.strerror}") from None
+    if not names:
+        return
+    if RUN_FILE not in names:
+        raise UserInputError(
+            f"output must be new, empty, or a run's own; got {folder}, which holds {min(names)} but no {RUN_FILE}"
+        )
+    if not (resume or overwrite):
+        raise UserInputError(
+            f"output must not hold another run; got {folder} (--resume continues it, --overwrite deletes it)"
+        )
+    if not resume and not _describes_a_run(folder / RUN_FILE):
+        raise UserInputError(
+            f"output must hold a run of pipesgd to be overwritten; got {folder}, whose {RUN_FILE} describes none"
+        )
+    for name in () if resume else (CHECKPOINTS, TENSORBOARD):
+        if (folder / name).is_symlink():
+            raise _undeletable(f"{folder / name}, which is a link")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        options, world_size, planned = earlier["options"], earlier["world_size"], earlier.get("planned")
+        if not isinstance(options, dict) or type(world_size) is not int or not isinstance(planned, dict | None):
+            raise TypeError("its world_size, options, or planned is of another type")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
+        cause = " ".join(f"{type(failure).__name__}: {failure}".split())
+        raise CheckpointError(f"{path} must describe the run to resume; it cannot be read: {cause}") from None
+    return {"options": options, "world_size": world_size, "planned": planned}
+
+
+def _describes_a_run(path: Path) -> bool:
+    """Whether ``path`` is what this program wrote there: anybody may call a file of his run.json."""
+    try:
+        options: dict[str, Any] = _read(path)["options"]
+        return {"dataset", "model", "output"} <= options.keys()
+    except CheckpointError:
+        return False
+
+
+def _check_same_run(path: Path, description: dict[str, Any]) -> None:
+    earlier = _read(path)
+    options, world_size = earlier["options"], earlier["world_size"]
+    if world_size != description["world_size"]:
+        raise CheckpointError(
+            f"world size must be that of the run to resume, {world_size}; got {description['world_size']}"
+        )
+    for name in differing_options(options, description["options"], free=FREE_ON_RESUME):
+        raise CheckpointError(
+            f"{name} must be that of the run to resume, {options.get(name)!r}; got {description['options'].get(name)!r}"
+        )
+
+
+def _written(folder: Path) -> list[Path]:
+    """What a run wrote into ``folder``, by the names that it gives, but for run.json, which is about to be replaced."""
+    files = [path for name in _FILES if os.path.lexists(path := folder / name)]
+    try:
+        checkpoints = CheckpointFolder(folder / CHECKPOINTS).all()
+        events = _matching(folder / TENSORBOARD, EVENT_FILE)
+    except OSError as failure:
+        raise _undeletable(reason(failure, folder)) from None
+    return [*files, *_matching(folder, _ASIDE), *checkpoints, *events]
+
+
+def _matching(folder: Path, name: re.Pattern[str]) -> list[Path]:
+    return [path for path in folder.iterdir() if name.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def _delete(paths: list[Path]) -> None:
+    for path in paths:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except FileNotFoundError:
+            pass  # a machine with the same disk was faster
+        except OSError as failure:
+            raise _undeletable(reason(failure, path)) from None
+
+
+def _undeletable(what: str) -> UserInputError:
+    return UserInputError(f"output must hold a run that can be deleted; got {what} (--overwrite)")

@@ -1,0 +1,110 @@
+"""Everything that a run must keep to continue bit for bit, taken from and given back to its parts."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipesgd.errors import CheckpointError, PipesgdError
+from pipesgd.strategy import Strategy
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """The parts of a run that change while it runs. The position in the data follows from the iteration."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler
+    strategy: Strategy
+    losses: collections.deque[float]
+    """Of this rank's last batches, an epoch of them."""
+    seconds: float = field(default=0.0, init=False)
+    """Wall clock of the run up to the checkpoint that it was continued from."""
+
+    def snapshot(self, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(what is equal on all ranks, what is this rank's own), after ``seconds`` of wall clock in all."""
+        with self.strategy.true_weights() if self.strategy.replicated else contextlib.nullcontext():
+            replica = {
+                # Their storage: a parameter may have another one afterwards.
+                "parameters": {name: parameter.data for name, parameter in self.model.named_parameters()},
+                "optimizer": self.optimizer.state_dict(),
+                "schedule": self.schedule.state_dict(),
+            }
+        shared = replica if self.strategy.replicated else {}
+        own = {
+            **({} if self.strategy.replicated else replica),
+            "buffers": dict(self.model.named_buffers()),
+            "strategy": self.strategy.state_dict(),
+            "losses": list(self.losses),
+            "seconds": seconds,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        }
+        return shared, own
+
+    def what_is_wrong_with(self, shared: dict[str, Any], own: dict[str, Any]) -> str | None:
+        """Why (``shared``, ``own``) is no ``snapshot`` of these parts; None if it is one."""
+        replica = shared if self.strategy.replicated else own
+        for part, kind, there in [
+            *((name, dict, replica.get(name)) for name in ("parameters", "optimizer", "schedule")),
+            *((name, dict, own.get(name)) for name in ("buffers", "strategy")),
+            *(("losses", list, own.get("losses")), ("seconds", float, own.get("seconds"))),
+            ("rng", torch.Tensor, own.get("rng")),
+        ]:
+            if not isinstance(there, kind):
+                return f"its {part} must be a {kind.__name__}; got {type(there).__name__}"
+        tensors = (
+            ("parameters", dict(self.model.named_parameters()), replica["parameters"]),
+            ("buffers", dict(self.model.named_buffers()), own["buffers"]),
+        )
+        for part, expected, found in tensors:
+            if found.keys() != expected.keys():
+                return f"its {part} are others than the model's"
+            for name, tensor in expected.items():
+                if not isinstance(found[name], torch.Tensor) or found[name].shape != tensor.shape:
+                    return f"{name} must be of shape {tuple(tensor.shape)}"
+        groups = replica["optimizer"].get("param_groups")
+        if not isinstance(groups, list) or len(groups) != len(self.optimizer.param_groups):
+            return "its optimizer has other groups of parameters"
+        return None if all(isinstance(loss, float) for loss in own["losses"]) else "its losses must be numbers"
+
+    def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        """Go back to a ``snapshot``.
+
+        Raises:
+            CheckpointError: these are no snapshot of these parts, in spite of what ``what_is_wrong_with`` has checked.
+        """
+        try:
+            self._restore(shared, own)
+        except PipesgdError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as failure:
+            reason = f"{type(failure).__name__}: {failure}"
+            raise CheckpointError(
+                f"a checkpoint must be of this run; got one that cannot be restored ({reason}). Nothing was deleted: "
+                "move it away, or begin again with --overwrite"
+            ) from failure
+
+    def _restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
+        replica = shared if self.strategy.replicated else own
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(replica["parameters"][name])
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(own["buffers"][name])
+        self.optimizer.load_state_dict(replica["optimizer"])
+        self.schedule.load_state_dict(replica["schedule"])
+        self.strategy.load_state_dict(own["strategy"])
+        self.losses.extend(own["losses"])
+        self.seconds = own["seconds"]
+        torch.set_rng_state(own["rng"])
+        if own["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(own["cuda_rng"])

@@ -1,0 +1,105 @@
+"""What a run says of itself: in a line or two before it, and in summary.json after it."""
+
+from __future__ import annotations
+
+import collections
+import math
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import pipesgd
+from pipesgd.config import TrainConfig
+from pipesgd.ranks import HOW_TO_START, Ranks
+from pipesgd.run.metrics import SECONDS, statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came out of a run."""
+
+    iterations: int
+    wall_seconds: float
+    train_loss: float
+    """Mean over ranks and over the last epoch's iterations, of the loss before each update."""
+    test_accuracy: float
+    test_loss: float
+    iteration_seconds: list[float | None]
+    """Median of every rank's iterations."""
+    compute_seconds: list[float | None]
+    """Median of what every rank's iterations computed, without waiting for others."""
+    weights_sha256: str
+    """Of rank 0."""
+    replicas_identical: bool
+
+
+def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[str], *, total: int, start: int) -> str:
+    """What is about to run, in a line or two; ``network`` is every rank's address."""
+    size = sum(parameter.numel() for parameter in model.parameters())
+    workers = config.pipeline.workers(ranks.world_size)
+    text = (
+        f"{config.model.model} ({size:,} parameters) on {config.data.dataset}, {workers} "
+        f"rank{'s' if workers > 1 else ''} x {config.samples()} samples, {config.describe()}"
+    )
+    if ranks.world_size > 1:
+        here = f"all ranks at {network[0]}" if len(set(network)) == 1 else "ranks at " + ", ".join(network)
+        text += f"\nnetwork: {here}"
+    if not ranks.by_torchrun:
+        text += f"\nnot started by torchrun, hence one rank; for four: {HOW_TO_START}"
+    if config.run.resume or ranks.restart_count:
+        text += "\n" + _where_it_resumes(start, total)
+    return text
+
+
+def _where_it_resumes(start: int, total: int) -> str:
+    if start == 0:
+        return "no checkpoint yet: starting anew"
+    if start == total:
+        return f"all {total} iterations are done: evaluating, and writing the results again"
+    return f"continuing after iteration {start} of {total}"
+
+
+def summarize(
+    config: TrainConfig, ranks: Ranks, network: list[str], result: Result, lines: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """summary.json; ``lines`` are those of metrics.jsonl."""
+    pipeline = config.pipeline
+    pipelined = pipeline.strategy == "pipelined"
+    return {
+        "world_size": ranks.world_size,
+        "network": network,
+        "workers": pipeline.workers(ranks.world_size),
+        "strategy": pipeline.strategy,
+        "width": pipeline.width if pipelined else None,
+        "codec": config.compression.codec if pipelined else None,
+        "all_reduce": pipeline.all_reduce if pipelined else None,
+        "prediction": pipeline.prediction if pipelined and pipeline.width > 1 else "none",
+        "iterations": result.iterations,
+        "wall_seconds": result.wall_seconds,
+        "seconds": {name: statistics(line["seconds"][name] for line in lines) for name in SECONDS},
+        "iteration_seconds_of_ranks": result.iteration_seconds,
+        "compute_seconds_of_ranks": result.compute_seconds,
+        "wire_bytes_per_iteration": lines[-1]["wire_bytes"] if lines else None,
+        "skipped_updates": sum(line["skipped"] for line in lines),
+        "nonfinite_gradients_of_ranks": dict(
+            collections.Counter(rank for line in lines for rank in line.get("nonfinite_ranks", ()))
+        ),
+        "final": {
+            "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
+            "test_accuracy": result.test_accuracy,
+            "test_loss": result.test_loss if math.isfinite(result.test_loss) else None,
+        },
+        "replicas_identical": result.replicas_identical,
+        "weights_sha256": result.weights_sha256,
+        "versions": {
+            "pipesgd": pipesgd.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "options": config.options(),
+    }

@@ -1,0 +1,77 @@
+"""A run as a picture: spans of computation and communication in Chrome's trace format.
+
+Open the file in https://ui.perfetto.dev or chrome://tracing. One process row per rank, with a row for the
+computation and one for the communication below each other.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pipesgd.errors import warn
+from pipesgd.ranks import Ranks
+from pipesgd.run.files import reason, write_text_atomically
+from pipesgd.strategy import Span
+
+LAST_SPANS = 10_000
+"""How many spans of a rank are kept: the end of a long run, a file that a browser can open."""
+
+_ROWS = {"communication": (1, "communication")}
+_COMPUTATION = (0, "computation")
+
+
+class Trace:
+    """Collects this rank's spans, and writes those of all ranks into one file at the end."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._spans: collections.deque[Span] = collections.deque(maxlen=LAST_SPANS)
+
+    def add(self, spans: Iterable[Span]) -> None:
+        self._spans.extend(spans)
+
+    def write(self, path: Path) -> None:
+        """Write the trace on rank 0. All ranks call this together.
+
+        Clocks of different machines have different zeros: the moment at which all have come here serves as
+        the common one, exact to some milliseconds.
+        """
+        self._ranks.exchange("the end of the trace", None)
+        zero = time.perf_counter()
+        rows = [(span.what, span.iteration, span.start - zero, span.seconds) for span in self._spans]
+        all_rows = self._ranks.exchange("trace", rows)
+        if self._ranks.rank == 0:
+            try:
+                write_text_atomically(path, json.dumps({"traceEvents": chrome_events(all_rows)}))
+            except OSError as failure:
+                warn(f"the trace could not be written ({reason(failure, path)})")
+
+
+def chrome_events(rows_of_ranks: list[list[tuple[str, int, float, float]]]) -> list[dict[str, Any]]:
+    """Chrome trace events of (what, iteration, start in s, duration in s) for each rank."""
+    first = min((start for rows in rows_of_ranks for _, _, start, _ in rows), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, rows in enumerate(rows_of_ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        for row, name in (_COMPUTATION, *_ROWS.values()):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}})
+        events += [
+            {
+                "ph": "X",
+                "name": what,
+                "cat": _ROWS.get(what, _COMPUTATION)[1],
+                "pid": rank,
+                "tid": _ROWS.get(what, _COMPUTATION)[0],
+                "ts": (start - first) * 1e6,
+                "dur": seconds * 1e6,
+                "args": {"iteration": iteration},
+            }
+            for what, iteration, start, seconds in rows
+        ]
+    return events

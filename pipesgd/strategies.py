@@ -1,0 +1,84 @@
+"""The strategy that a configuration names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipesgd.baselines.ddp import Ddp
+from pipesgd.baselines.local import Local
+from pipesgd.baselines.parameter_server.strategy import ParameterServers, serve_shard
+from pipesgd.config import SERVER_STRATEGIES, TrainConfig
+from pipesgd.optim.clipping import Clipping
+from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.ranks import Ranks
+from pipesgd.strategy import Strategy
+
+
+def make_strategy(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    ranks: Ranks,
+) -> Strategy:
+    """The strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
+    pipeline, run = config.pipeline, config.run
+    clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
+    if pipeline.strategy == "local":
+        return Local(model, optimizer, clip=clip, scaler=scaler, on_nonfinite=run.on_nonfinite)
+    if pipeline.strategy == "ddp":
+        return Ddp(
+            model,
+            optimizer,
+            hook=pipeline.ddp_hook,
+            clip=clip,
+            scaler=scaler,
+            on_nonfinite=run.on_nonfinite,
+            timeout=run.timeout,
+            ranks=ranks,
+        )
+    if pipeline.strategy in SERVER_STRATEGIES:
+        return ParameterServers(model, optimizer, ranks=ranks, **_server_options(config))
+    return Pipelined(
+        model,
+        optimizer,
+        width=pipeline.width,
+        warmup_iterations=pipeline.warmup_iterations,
+        prediction=pipeline.prediction,
+        guard=pipeline.guard,
+        allow_drift=pipeline.allow_drift,
+        clip_norm=clip.norm,
+        clip_value=clip.value,
+        scaler=scaler,
+        codec=config.compression,
+        all_reduce=pipeline.all_reduce,
+        segment_bytes=pipeline.segment_bytes,
+        streams=pipeline.streams,
+        on_nonfinite=run.on_nonfinite,
+        timeout=run.timeout,
+        seed=config.optimization.seed,
+        ranks=ranks,
+    )
+
+
+def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """Be a parameter server on a rank of its own, until all workers have closed their strategies.
+
+    Raises:
+        CommunicationError: a worker was lost.
+    """
+    serve_shard(model, optimizer, ranks=ranks, **_server_options(config))
+
+
+def _server_options(config: TrainConfig) -> dict[str, Any]:
+    pipeline, run = config.pipeline, config.run
+    return {
+        "servers": pipeline.servers,
+        "placement": pipeline.server_placement,
+        "staleness_bound": 0 if pipeline.strategy == "ps-sync" else pipeline.staleness_bound,
+        "on_nonfinite": run.on_nonfinite,
+        "timeout": run.timeout,
+    }

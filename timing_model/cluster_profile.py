@@ -1,0 +1,225 @@
+"""A cluster as it was measured: what ``pipesgd.calibrate`` writes, and the timing model reads: ``cluster.toml``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from timing_model.all_reduce import ALL_REDUCES
+from timing_model.checks import check_one_of
+from timing_model.measured import (
+    LINK,
+    MOST,
+    PARAMETER_SERVER,
+    UNCOMPRESSED,
+    Calibrated,
+    CodecProfile,
+    CodecRates,
+    ComputeProfile,
+    Corrections,
+    Estimate,
+    LinkProfile,
+)
+from timing_model.params import CodecCost, LinkParams, uncompressed
+from timing_model.toml_io import Scalar, Table, format_tables, read_tables
+
+__all__ = [
+    "PARAMETER_SERVER",
+    "UNCOMPRESSED",
+    "Calibrated",
+    "CodecProfile",
+    "CodecRates",
+    "ComputeProfile",
+    "Corrections",
+    "Estimate",
+    "LinkProfile",
+    "Profile",
+]
+
+FORMAT = 3
+"""Of the file; raised whenever an older reader would misunderstand a newer file."""
+RING = "ring"
+BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
+"""What may have a link of its own."""
+MOST_CV = 10.0
+SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
+"""Of a value on the wire, and of a rank to a core."""
+ESTIMATES = ("forward", "backward", "update", "late_update", "contention", "codec_contention", "hindrance")
+"""Of a ``ComputeProfile``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A cluster, and models on it."""
+
+    calibrated: Calibrated
+    link: LinkProfile
+    """Of a ring, and of all that is not in ``links``."""
+    links: dict[str, LinkProfile] = field(default_factory=dict)
+    """Of other all-reduces by name, and of ``PARAMETER_SERVER``: what each was found to make of the same network."""
+    inner: LinkProfile | None = None
+    """Inside a node; its alpha and beta count."""
+    codecs: dict[str, CodecProfile] = field(default_factory=dict)
+    """By name; fp32 is not among them, it costs the link's gamma."""
+    sharing: Estimate | None = None
+    """Of ``servers.parameter_server_time``."""
+    compute: tuple[ComputeProfile, ...] = ()
+    provenance: dict[str, Scalar] = field(default_factory=dict)
+    """For people; the model does not read it."""
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read a file that ``save`` wrote, or a person edited.
+
+        Raises:
+            ValueError: it cannot be read, is of another format, or a field is missing, unknown, or wrong.
+        """
+        file = read_tables(path)
+        version = file.count("format")
+        if version != FORMAT:
+            raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate anew)", version)
+        links, codecs = (file.table(name) if name in file else None for name in ("links", "codecs"))
+        servers = file.table("servers") if "servers" in file else None
+        profile = cls(
+            provenance=file.table("provenance").scalars() if "provenance" in file else {},
+            calibrated=_calibrated(file.table("calibrated")),
+            link=_link(file.table("link")),
+            links={name: _link(links.table(name)) for name in _names(links, BESIDE_RING)} if links else {},
+            inner=_link(file.table("inner")) if "inner" in file else None,
+            codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
+            sharing=_estimate(servers, "sharing", most=1.0) if servers else None,
+            compute=tuple(map(_compute, file.tables("compute"))),
+        )
+        if servers:
+            servers.done()
+        file.done()
+        if UNCOMPRESSED in profile.codecs:
+            raise file.error("codecs", f"not have {UNCOMPRESSED}, which costs link.gamma", UNCOMPRESSED)
+        measured = [(one.model, one.batch_size) for one in profile.compute]
+        for twice in {pair for pair in measured if measured.count(pair) > 1}:
+            raise file.error("compute", "have each model and batch_size once", twice)
+        return profile
+
+    def save(self, path: Path) -> None:
+        """Write the file, whole or not at all. Raises ``ValueError`` if it cannot be written."""
+        values = {"format": FORMAT, **dataclasses.asdict(self)}
+        ordered = {name: values[name] for name in ("format", "provenance", "calibrated", "link", "links", "inner")}
+        ordered["codecs"] = {name: one | one.pop("rates") for name, one in values["codecs"].items()}
+        for one in ordered["codecs"].values():
+            if one["in_cache"] is None:
+                del one["in_cache"], one["cache_bytes"]
+            else:
+                one["in_cache"] = {"cache_bytes": one.pop("cache_bytes"), **one["in_cache"]}
+        ordered["servers"] = None if self.sharing is None else {"sharing": values["sharing"]}
+        ordered["compute"] = values["compute"]
+        aside = path.with_name(f".{path.name}.tmp")
+        try:
+            aside.write_text(format_tables(ordered) + "\n", encoding="utf-8")
+            aside.replace(path)
+        except OSError as failure:
+            raise ValueError(f"{path} must be a file to write; {failure.strerror}") from None
+
+    def link_params(self) -> LinkParams:
+        return self.link.params()
+
+    def link_of(self, name: str) -> LinkProfile:
+        """Of an all-reduce, or of ``PARAMETER_SERVER``."""
+        return self.links.get(name, self.link)
+
+    def corrections_of(self, name: str) -> Corrections | None:
+        """Likewise; None if it was not measured itself."""
+        link = self.link if name == RING else self.links.get(name)
+        return None if link is None else link.corrections
+
+    def codec_cost(self, name: str, message_values: float) -> CodecCost:
+        """What a codec costs on messages of so many values. Raises ``ValueError`` if it was not measured."""
+        if name == UNCOMPRESSED:
+            return uncompressed(self.link.gamma.value)
+        check_one_of("codec", name, [UNCOMPRESSED, *self.codecs])
+        return self.codecs[name].cost(name, message_values)
+
+
+def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
+    numbers = table.table(field)
+    value = numbers.number("value", most=most)
+    low, high = numbers.number("low", most=value), numbers.number("high", least=value)
+    numbers.done()
+    return Estimate(value, low, high)
+
+
+def _link(table: Table) -> LinkProfile:
+    corrections = _corrections(table.table("corrections")) if "corrections" in table else None
+    link = LinkProfile(corrections=corrections, **{name: _estimate(table, name) for name in LINK})
+    table.done()
+    return link
+
+
+def _corrections(table: Table) -> Corrections:
+    world_sizes = table.counts("world_sizes", least=2)
+    nbytes = table.counts("nbytes")
+    factors, errors = table.numbers("factors", least=SMALLEST_SHARE), table.numbers("errors")
+    for name, values in (("nbytes", nbytes), ("factors", factors), ("errors", errors)):
+        if len(values) != len(world_sizes):
+            raise table.error(name, f"have {len(world_sizes)} numbers, as world_sizes has", list(values))
+    table.done()
+    return Corrections(world_sizes=world_sizes, nbytes=nbytes, factors=factors, errors=errors)
+
+
+def _names(table: Table, known: Sequence[str]) -> list[str]:
+    for name in table.names():
+        if name not in known:
+            raise table.error(name, f"not be there, but some of {', '.join(known)}", name)
+    return table.names()
+
+
+def _rates(table: Table) -> CodecRates:
+    return CodecRates(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(CodecRates)})
+
+
+def _codec(table: Table) -> CodecProfile:
+    rates, cache_bytes = None, 0
+    if "in_cache" in table:
+        inner = table.table("in_cache")
+        rates, cache_bytes = _rates(inner), inner.count("cache_bytes")
+        inner.done()
+    codec = CodecProfile(
+        bits=table.number("bits", least=SMALLEST_BITS),
+        gathered=table.flag("gathered"),
+        call=_estimate(table, "call"),
+        rates=_rates(table),
+        in_cache=rates,
+        cache_bytes=cache_bytes,
+    )
+    table.done()
+    return codec
+
+
+def _calibrated(table: Table) -> Calibrated:
+    smallest, residuals = table.count("smallest_bytes"), table.table("residuals")
+    calibrated = Calibrated(
+        world_sizes=table.counts("world_sizes", least=2),
+        smallest_bytes=smallest,
+        largest_bytes=table.count("largest_bytes", least=smallest),
+        residuals={name: residuals.number(name) for name in _names(residuals, (RING, *BESIDE_RING))},
+        ranks_per_core=table.number("ranks_per_core", least=SMALLEST_SHARE),
+    )
+    table.done()
+    return calibrated
+
+
+def _compute(table: Table) -> ComputeProfile:
+    others = table.table("hindrances") if "hindrances" in table else None
+    compute = ComputeProfile(
+        model=table.text("model"),
+        batch_size=table.count("batch_size"),
+        tensors=table.counts("tensors"),
+        samples=table.count("samples") if "samples" in table else None,
+        cv=table.number("cv", most=MOST_CV),
+        slow_ranks=table.numbers("slow_ranks", least=1.0),
+        hindrances={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
+        **{name: _estimate(table, name) for name in ESTIMATES},
+    )
+    table.done()
+    return compute

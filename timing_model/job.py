@@ -1,0 +1,288 @@
+"""What is asked of the model: a job on a cluster; and how far that is from what was measured there."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES, messages_meet
+from timing_model.checks import check_count, check_one_of
+from timing_model.cluster_profile import UNCOMPRESSED, Profile
+from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile
+from timing_model.params import FLOAT_BYTES, Noise
+from timing_model.presets import CODECS, FASTEST_CHECKED
+
+STRATEGIES = ("pipelined", "ddp", "ps-sync")
+NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
+"""Those that torch's own all-reduce can add up."""
+OWN_ALL_REDUCE = {"pipelined": "ring", "ddp": "native", "ps-sync": None}
+"""What a strategy reduces by if nothing is said."""
+ON_NODES = ("ring", "native", "hierarchical")
+"""All-reduces whose time is known where adjoining ranks share a node and its network card. On a ring only one of them
+sends to another node, so nothing changes; with the others all would send at once."""
+CHECKED_CV = 0.6
+"""Spread of the computation up to which ``jitter.steady_state_period`` was held to the simulator."""
+REACH = 8.0
+"""How many times more, or less, than what was measured is extrapolated; further is outside."""
+LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
+"""Ranks; and those of an all-reduce whose messages meet, which is simulated message by message."""
+MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
+"""That a gradient may be cut into; and the same, times ranks, where messages are simulated. A second or so."""
+
+TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
+"""For those that were not measured."""
+
+WITH_BATCH = ("forward", "backward")
+"""What grows with the batch, of a ``ComputeProfile``."""
+
+FAST = (
+    "above 10 Gbit/s these times are too short by an unknown factor: the CPU time of every byte and copies from a GPU "
+    "were never measured and are left out; ddp is torch's over gloo, not NCCL"
+)
+
+GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE = "as given", "interpolated", "extrapolated", "outside"
+SUPPORTS = (GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
+
+
+class Support(NamedTuple):
+    """How far a question is from what was measured."""
+
+    kind: str
+    """One of ``SUPPORTS``."""
+    reasons: tuple[str, ...]
+    """In words, why it is not interpolated; the worst first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A job: what computes, how it is reduced, on how many ranks of which cluster."""
+
+    cluster: Profile
+    compute: ComputeProfile
+    world_size: int
+    strategy: str = "pipelined"
+    """One of ``STRATEGIES``."""
+    width: int = 1
+    """Of the pipeline; 1 is synchronous: D-Sync."""
+    codec: str = UNCOMPRESSED
+    all_reduce: str | None = "ring"
+    """One of ``ALL_REDUCES``; native with ddp, None with ps-sync."""
+    segment_bytes: int = SEGMENT_BYTES
+    ranks_per_node: int = 1
+    """Adjoining ranks that share a node; those of ``ON_NODES`` only."""
+    cards: int = 1
+    """Network cards of a node, which hierarchical's ranks share."""
+    servers: int = 1
+    """For ps-sync, as ``placement``: beside workers, or on ranks of their own."""
+    placement: str = "beside"
+    iterations: int | None = None
+    """Of the job; or ``epochs``, or neither."""
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "cards", "servers"):
+            check_count(name, getattr(self, name))
+        if self.world_size > LARGEST_WORLD:
+            raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
+        for name in ("iterations", "epochs"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        check_one_of("strategy", self.strategy, STRATEGIES)
+        if self.strategy != "pipelined" and self.width != 1:
+            raise ValueError(f"width must be 1 with strategy {self.strategy}, which has no pipeline; got {self.width}")
+        self._check_all_reduce()
+        self._check_nodes()
+        self._check_codec()
+        if self.epochs is not None and self.iterations is not None:
+            raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
+        if self.epochs is not None and self.iterations_per_epoch is None:
+            raise ValueError(
+                "epochs must be left out where the samples or the batch size are not known (give both, or iterations); "
+                f"got {self.epochs}"
+            )
+
+    def _check_nodes(self) -> None:
+        g = self.ranks_per_node
+        if self.world_size % g:
+            raise ValueError(f"ranks_per_node must divide {self.world_size} ranks; got {g}")
+        if self.cards > g:
+            raise ValueError(f"cards must be at most as many as ranks_per_node, {g}; got {self.cards}")
+        if g > 1 and self.all_reduce not in ON_NODES:
+            raise ValueError(
+                f"ranks_per_node must be 1 with {self.measured_as}, whose ranks would share their node's card, which "
+                f"the model cannot tell; got {g}"
+            )
+
+    def _check_all_reduce(self) -> None:
+        if self.strategy == "ps-sync":
+            if self.all_reduce is not None:
+                raise ValueError(f"all_reduce must be left out with strategy ps-sync; got {self.all_reduce}")
+            return
+        check_one_of("all_reduce", self.all_reduce or "none", ALL_REDUCES)
+        if self.strategy == "ddp" and self.all_reduce != "native":
+            raise ValueError(f"all_reduce must be native with strategy ddp; got {self.all_reduce}")
+        if self.all_reduce == "hierarchical" and self.cluster.inner is None:
+            raise ValueError(
+                "all_reduce must not be hierarchical without an inner link, a table [inner] in the cluster's file; "
+                "got hierarchical"
+            )
+        p = self.world_size
+        if self.meets and p > LARGEST_SIMULATED:
+            raise ValueError(
+                f"world_size must be a power of 2, or at most {LARGEST_SIMULATED}, with {self.all_reduce}; got {p}"
+            )
+        if self.all_reduce == "native" and self.segment_bytes != SEGMENT_BYTES:
+            raise ValueError(f"segment_bytes must be left out with native, which has its own; got {self.segment_bytes}")
+        if self.segment_bytes < self.least_segment_bytes:
+            raise ValueError(
+                f"segment_bytes must be at least {self.least_segment_bytes} for {self.nbytes} bytes on {p} ranks, or "
+                f"this would take too long; got {self.segment_bytes}"
+            )
+
+    def _check_codec(self) -> None:
+        known = [UNCOMPRESSED, *self.cluster.codecs, *(name for name in CODECS if name not in self.cluster.codecs)]
+        check_one_of("codec", self.codec, known)
+        if self.strategy == "ps-sync" and self.codec != UNCOMPRESSED:
+            raise ValueError(f"codec must be {UNCOMPRESSED} with strategy ps-sync; got {self.codec}")
+        if self.all_reduce == "native" and self.codec not in NATIVE_CODECS:
+            raise ValueError(f"codec must be one of {', '.join(NATIVE_CODECS)} with native; got {self.codec}")
+        if self.gathered and self.all_reduce != "ring":
+            raise ValueError(
+                f"all_reduce must be ring with {self.codec}, whose parts are gathered; got {self.all_reduce}"
+            )
+
+    @property
+    def codec_profile(self) -> CodecProfile | None:
+        """Its costs: those that were measured, else typical ones. None for fp32."""
+        if self.codec == UNCOMPRESSED:
+            return None
+        return self.cluster.codecs.get(self.codec) or TYPICAL_CODECS[self.codec]
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the codec's parts are gathered, not added up on the way."""
+        return self.codec_profile is not None and self.codec_profile.gathered
+
+    @property
+    def least_segment_bytes(self) -> int:
+        """With smaller ones, it would take too long to answer."""
+        most = MOST_SIMULATED // self.world_size if self.meets else MOST_SEGMENTS
+        return -(-self.nbytes // most)
+
+    @property
+    def measured_as(self) -> str:
+        """The name of what it reduces by, among what was measured of the cluster."""
+        return self.all_reduce or PARAMETER_SERVER
+
+    @property
+    def meets(self) -> bool:
+        """Whether messages meet on the way, so that they must be simulated one by one."""
+        return messages_meet(self.all_reduce, self.world_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the gradient, in float32."""
+        return FLOAT_BYTES * self.compute.numel
+
+    @property
+    def workers(self) -> int:
+        """Ranks that compute."""
+        apart = self.strategy == "ps-sync" and self.placement == "own"
+        return self.world_size - self.servers if apart else self.world_size
+
+    @property
+    def noise(self) -> Noise:
+        """Of the workers' computation."""
+        return Noise(cv=self.compute.cv, slow_ranks=self.compute.slow_ranks[: self.workers])
+
+    @property
+    def job_iterations(self) -> int | None:
+        """Of the whole job; None if it does not say how long it is."""
+        per_epoch = self.iterations_per_epoch
+        return self.iterations if self.epochs is None or per_epoch is None else self.epochs * per_epoch
+
+    @property
+    def iterations_per_epoch(self) -> int | None:
+        """The rest of the samples is dropped. None if samples are not known."""
+        if self.compute.samples is None or self.compute.batch_size == 0:
+            return None
+        return max(1, self.compute.samples // (self.workers * self.compute.batch_size))
+
+
+def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> ComputeProfile:
+    """The computation of a model that was measured, maybe with another batch size.
+
+    Forward and backward are on a straight line between the two batch sizes around, or proportional to the nearest
+    one's.
+    Raises ``ValueError`` if the model was not measured, or several batch sizes were, and none is given.
+    """
+    check_one_of("model", model, sorted({one.model for one in cluster.compute}))
+    measured = sorted((one for one in cluster.compute if one.model == model), key=lambda one: one.batch_size)
+    if batch_size is None:
+        if len(measured) > 1:
+            sizes = ", ".join(str(one.batch_size) for one in measured)
+            raise ValueError(f"batch_size must be given, since {sizes} were measured of {model}; got none")
+        return measured[0]
+    check_count("batch_size", batch_size)
+    for one in measured:
+        if one.batch_size == batch_size:
+            return one
+    for small, large in pairwise(measured):
+        if small.batch_size < batch_size < large.batch_size:
+            share = (batch_size - small.batch_size) / (large.batch_size - small.batch_size)
+            between = {name: getattr(small, name).towards(getattr(large, name), share) for name in WITH_BATCH}
+            return dataclasses.replace(small, batch_size=batch_size, **between)
+    near = measured[0] if batch_size < measured[0].batch_size else measured[-1]
+    more = batch_size / near.batch_size
+    grown = {name: getattr(near, name).times(more) for name in WITH_BATCH}
+    return dataclasses.replace(near, batch_size=batch_size, **grown)
+
+
+def support_of(question: Question) -> Support:
+    """Whether the question is within what was measured, near it, or outside.
+
+    Interpolated: world size and bytes are within what was measured, and so is everything that has a name. Extrapolated:
+    numbers are up to ``REACH`` times beyond, or a world size was not measured where ranks share cores, or an all-reduce
+    was not, which has the ring's link then, or the computation is as given. Outside: further, or a codec or servers
+    that never ran, or a spread of the computation above ``CHECKED_CV``.
+    """
+    cluster, ranges = question.cluster, question.cluster.calibrated
+    reasons: list[tuple[str, str]] = []
+    if question.compute.cv > CHECKED_CV:
+        checked = f"cv {question.compute.cv:g}; the formulas were checked up to {CHECKED_CV:g}"
+        reasons.append((OUTSIDE, f"{checked} (timing-model simulate needs no formula)"))
+    if not ranges.world_sizes:
+        if question.world_size > 1 and cluster.link.beta.value < 1 / FASTEST_CHECKED:
+            reasons.append((GIVEN, FAST))
+        return Support(reasons[0][0] if reasons else GIVEN, tuple(reason for _, reason in reasons))
+
+    def beyond(value: float, low: float, high: float, what: str, measured: str) -> None:
+        if not low <= value <= high:
+            near = low / REACH <= value <= high * REACH
+            reasons.append((EXTRAPOLATED if near else OUTSIDE, f"{what}; measured: {measured}"))
+
+    if question.world_size > 1:
+        sizes = ", ".join(map(str, ranges.world_sizes))
+        what = f"{question.world_size} ranks"
+        beyond(question.world_size, min(ranges.world_sizes), max(ranges.world_sizes), what, sizes)
+        if ranges.ranks_per_core > 1 and not reasons and question.world_size not in ranges.world_sizes:
+            reasons.append((EXTRAPOLATED, f"{what} on shared cores; measured: {sizes}"))
+        limits = ranges.smallest_bytes, ranges.largest_bytes
+        beyond(question.nbytes, *limits, f"a gradient of {question.nbytes} bytes", f"{limits[0]} to {limits[1]}")
+        if question.codec != UNCOMPRESSED and question.codec not in cluster.codecs:
+            reasons.append((OUTSIDE, f"codec {question.codec} was not measured; its costs are typical ones"))
+        if question.all_reduce is not None and question.all_reduce not in ranges.all_reduces:
+            own = "" if question.all_reduce in cluster.links else "; its link is taken to be the ring's"
+            reasons.append((EXTRAPOLATED, f"all-reduce {question.all_reduce} was not measured{own}"))
+        if question.strategy == "ps-sync" and cluster.sharing is None:
+            reasons.append((OUTSIDE, "parameter servers were not measured"))
+    batches = [one.batch_size for one in cluster.compute if one.model == question.compute.model]
+    if not batches:
+        reasons.append((EXTRAPOLATED, "the computation is as given; it was not measured"))
+    elif question.compute.batch_size not in batches:
+        what = f"a batch of {question.compute.batch_size}"
+        beyond(question.compute.batch_size, min(batches), max(batches), what, ", ".join(map(str, sorted(batches))))
+    reasons.sort(key=lambda one: SUPPORTS.index(one[0]), reverse=True)
+    return Support(reasons[0][0] if reasons else INTERPOLATED, tuple(reason for _, reason in reasons))

@@ -1,0 +1,70 @@
+"""Parameter servers, as ``pipesgd/baselines/parameter_server/`` runs them: the traffic of a synchronous round."""
+
+from __future__ import annotations
+
+from timing_model.all_reduce import CollectiveTime
+from timing_model.checks import check_at_least, check_count, check_one_of
+from timing_model.params import LinkParams
+
+PLACEMENTS = ("beside", "own")
+
+
+def parameter_server_time(
+    link: LinkParams,
+    nbytes: float,
+    world_size: int,
+    *,
+    servers: int = 1,
+    placement: str = "beside",
+    sharing: float = 1.0,
+) -> CollectiveTime:
+    r"""Time from the gradients of a round to the weights, in s, of a job of p ranks and s servers.
+
+    Beside the first workers, a server has w = p - 1 workers on other ranks; on ranks of their own, w = p - s. Gradients
+    come in, are added when all are there, and weights go out. With n' what a worker sends: n, or (s-1)/s n if all have
+    a server beside them,
+
+    .. math::
+
+        T_{shared} = 2 (\alpha + o) + 2 \max\left(n',\; w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma + S
+
+    if all workers share a server's card evenly, so that all begin and end together. If they are served in turn, those
+    who have their weights compute and send while others still wait, and in the steady state only
+
+    .. math:: T_{turn} = 2 (\alpha + o) + \left(n' + w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma + S
+
+    remain, (p + 1) n beta of 2 p n beta for one server and p workers. The truth is between them: ``sharing`` is 1 for
+    the first, 0 for the second. Measured on this project's testbed, one server beside worker 0: 0.48 at 100 Mbit/s,
+    0.47 at 200 Mbit/s, 0.28 at 1 Gbit/s (``experiments/LOG.md``, "parameter servers"). timing.md has 2 max(1, p/s) n
+    beta, with p workers and servers apart from them.
+
+    Codecs do not apply. What the servers' optimizer takes is part of the computation. Raises ``ValueError`` if a value
+    is out of range, or no rank is left to work.
+
+    >>> link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
+    >>> [parameter_server_time(link, 100.0, 4, sharing=sharing).total for sharing in (1.0, 0.0)]
+    [600.0, 400.0]
+    """
+    check_count("world_size", world_size)
+    check_count("servers", servers)
+    check_at_least("nbytes", nbytes, 0)
+    check_at_least("sharing", sharing, 0)
+    if sharing > 1:
+        raise ValueError(f"sharing must be at most 1; got {sharing}")
+    check_one_of("placement", placement, PLACEMENTS)
+    beside = placement == "beside"
+    most = world_size if beside else world_size - 1
+    if servers > most:
+        raise ValueError(
+            f"servers must be at most {most} with {world_size} ranks and placement {placement}; got {servers}"
+        )
+    workers = world_size - 1 if beside else world_size - servers
+    if workers == 0:
+        return CollectiveTime(0.0, 0.0, 0.0)
+    share = nbytes / servers
+    from_worker = nbytes - share if beside and servers == world_size else nbytes
+    shared = 2 * max(from_worker, workers * share) * link.beta
+    in_turn = (from_worker + workers * share) * link.beta
+    wire = 2 * (link.alpha + link.overhead) + in_turn + sharing * (shared - in_turn) + link.sync
+    sums = workers * share * link.gamma
+    return CollectiveTime(wire + sums, wire, sums)

@@ -1,0 +1,134 @@
+"""A question's iterations, simulated one by one: what the closed formulas say of the mean, with its spread."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from timing_model.advice import describe
+from timing_model.costs import costs_of
+from timing_model.job import Question, support_of
+from timing_model.plot_trace import plot_timeline
+from timing_model.predict import Answer, predict, refuse_outside
+from timing_model.report import job_line, support_lines, table
+from timing_model.simulate import simulate_iterations
+from timing_model.trace import timeline
+from timing_model.units import format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ITERATIONS = 1000
+MEDIAN_ITERATIONS = 5000
+"""Iterations for a median that varies by less than a percent with the seed."""
+MOST_DRAWS = 10**10
+"""Ranks times iterations: minutes."""
+DRAWN_RANKS, DRAWN_ITERATIONS = 6, 6
+"""Of the picture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What became of the iterations. Times are in s."""
+
+    answer: Answer
+    """By the formulas."""
+    iterations: int
+    period: float
+    """Mean time of an iteration, after the pipeline has filled."""
+    median: float
+    p95: float
+    slowest: float
+    job: float
+    """Of all iterations."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        numbers = {name: getattr(self, name) for name in ("iterations", "period", "median", "p95", "slowest", "job")}
+        return {"simulated_seconds": numbers, "predicted": self.answer.as_json()}
+
+    def text(self) -> str:
+        """For people."""
+        question, predicted = self.answer.question, self.answer.iteration.total
+        noise = question.noise
+        slow = f", ranks always slow: {', '.join(f'{one:g}x' for one in noise.slow_ranks)}" if noise.slow_ranks else ""
+        off = f"  ({predicted / self.period - 1:+.1%})" if self.period > 0 else ""
+        rows = [
+            ("an iteration, on average", format_seconds(self.period)),
+            ("  by the formulas", format_seconds(predicted) + off),
+            ("  median", format_seconds(self.median)),
+            ("  95th percentile", format_seconds(self.p95)),
+            ("  slowest", format_seconds(self.slowest)),
+            (f"all {self.iterations:,} iterations", format_seconds(self.job)),
+        ]
+        jitter = f"jitter: cv {noise.cv:.1%} {noise.distribution}{slow}"
+        head = [job_line(question), describe(question), jitter, ""]
+        return "\n".join([*head, *table(rows), "", *support_lines(self.answer.support)])
+
+
+def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) -> Rehearsal:
+    """Simulate the job's iterations, 1000 if it does not say how many.
+
+    Raises ``ValueError`` as ``predict`` does, for ddp, and if it would take too long.
+    """
+    if question.strategy == "ddp":
+        raise ValueError("strategy must be pipelined or ps-sync to be simulated; got ddp")
+    calm = dataclasses.replace(question, compute=dataclasses.replace(question.compute, cv=0.0))
+    refuse_outside(support_of(calm), extrapolate)  # the simulation needs none of the formulas that cv limits
+    answer = predict(question, extrapolate=True)
+    iterations = question.job_iterations or ITERATIONS
+    if iterations * question.world_size > MOST_DRAWS:
+        most = MOST_DRAWS // question.world_size
+        raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
+    t_compute, t_comm = costs_of(question).times.at_width(question.width, answer.collective.total)
+    simulation = simulate_iterations(
+        t_compute=t_compute,
+        t_comm=t_comm,
+        width=question.width,
+        world_size=question.workers,
+        iterations=iterations,
+        noise=question.noise,
+        seed=seed,
+    )
+    each = simulation.each
+    return Rehearsal(
+        answer=answer,
+        iterations=iterations,
+        period=simulation.period,
+        median=float(np.median(each)),
+        p95=float(np.percentile(each, 95)),
+        slowest=float(each.max()),
+        job=float(simulation.ends[-1]),
+    )
+
+
+def median_share(question: Question) -> float:
+    """Median of an iteration over its mean, as simulated: what people measure of a run is its median."""
+    if question.noise.cv == 0:
+        return 1.0
+    rehearsal = rehearse(dataclasses.replace(question, iterations=MEDIAN_ITERATIONS, epochs=None), extrapolate=True)
+    return rehearsal.median / rehearsal.period if rehearsal.period > 0 else 1.0
+
+
+def plot_rehearsal(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
+    """Who computes and who communicates in the first iterations, of a few ranks."""
+    question = answer.question
+    ranks = min(question.workers, DRAWN_RANKS)
+    noise = dataclasses.replace(question.noise, slow_ranks=question.noise.slow_ranks[:ranks])
+    servers = question.strategy == "ps-sync"
+    t_comm = answer.collective.total / (2 * ranks if servers else 1)
+    spans = timeline(
+        "parameter-server" if servers else "pipelined",
+        costs_of(question).times,
+        t_comm,
+        world_size=ranks,
+        iterations=DRAWN_ITERATIONS,
+        width=question.width,
+        noise=noise,
+        seed=seed,
+    )
+    title = describe(question) + ("" if ranks == question.workers else f": {ranks} of {question.workers} ranks")
+    return plot_timeline(spans, axes, title=title)
