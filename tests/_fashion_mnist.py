@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
+from pipesgd.data import ShardedBatches, build_model, load_dataset
 from pipesgd.data.datasets import DEBIAN_FASHION_MNIST
 
 PART = Path(__file__).resolve().parent / "data" / "fashion-mnist"
 FASHION_MNIST = DEBIAN_FASHION_MNIST if DEBIAN_FASHION_MNIST.is_dir() else PART
+
+
+def fashion_mnist_batches(
+    rank: int, world_size: int, iterations: int, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    data = load_dataset("fashion-mnist", FASHION_MNIST, image_size=28)
+    shards = ShardedBatches(data.train, batch_size=32, rank=rank, world_size=world_size, seed=1)
+    first = itertools.islice(shards.from_iteration(0), iterations)
+    return [(images.to(dtype), labels) for images, labels in first]
+
+
+def paper_mlp(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(5)
+    return build_model("mlp", sample_shape=(1, 28, 28), num_classes=10).to(dtype)
+
+
+def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -16,8 +16,8 @@ import torch
 import torch._dynamo.testing
 from _ranks import run_ranks
 from _reference import pipe_sgd
+from _runs import succeed
 from _small_problem import assert_same_weights, clip_by_torch, regress, small_problem
-from test_train import succeed
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -85,10 +85,10 @@ def test_the_loop_in_the_documentation_runs_as_it_stands(tmp_path: Path, monkeyp
 def test_the_documentation_names_tests_that_exist() -> None:
     """Those with a file's name before them in that file, the others in this one."""
     text = DOCUMENTATION.read_text(encoding="utf-8")
-    named = re.findall(r"(?:`(test_\w+\.py)`:\s+)?`(test_\w+)`", text)
+    named = re.findall(r"(?:`([\w/]+\.py)`:\s+)?`(test_\w+)`", text)
     assert len(named) > 30
     for file, name in named:
-        source = Path(__file__).with_name(file or Path(__file__).name).read_text(encoding="utf-8")
+        source = (Path(__file__).parent / (file or Path(__file__).name)).read_text(encoding="utf-8")
         assert f"def {name}(" in source, (file, name)
 
 

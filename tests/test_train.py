@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import math
@@ -17,48 +16,17 @@ import pytest
 import torch
 from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
+from _runs import run, succeed, summary, train_as_a_rank
 
 from pipesgd.comm.scheduled import ScheduledAllReduce
-from pipesgd.errors import DisagreementError, RunError, UserInputError
+from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
-from pipesgd.run.output import TAKEN
 from pipesgd.train import train
 
 pytestmark = pytest.mark.slow
 
 SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
-
-
-def _train(ranks: Ranks, words: list[str], restart_count: int = 0) -> tuple[str, str, str]:
-    """(kind and text of the error, stdout, stderr) of one run."""
-    ranks.restart_count = restart_count
-    if restart_count:
-        ranks.mark_job(TAKEN)
-    out = io.StringIO()
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            train(words, ranks, screen(ranks, out))
-            error = ""
-        except (UserInputError, RunError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-    return error, out.getvalue(), err.getvalue()
-
-
-def run(world_size: int, words: str, output: Path, restart_count: int = 0) -> list[tuple[str, str, str]]:
-    options = [*shlex.split(words), "--output", str(output)]
-    return run_ranks(world_size, _train, options, restart_count, process_group=False)
-
-
-def summary(output: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((output / "summary.json").read_text())
-    return result
-
-
-def succeed(world_size: int, words: str, output: Path, restart_count: int = 0) -> dict[str, Any]:
-    results = run(world_size, words, output, restart_count)
-    assert [error for error, _, _ in results] == [""] * world_size
-    return summary(output)
 
 
 def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
@@ -397,7 +365,7 @@ def test_ranks_with_different_data_all_say_so(tmp_path: Path) -> None:
 
 def _train_in_own_folder(ranks: Ranks, folder: str, words: str) -> str:
     os.chdir(Path(folder) / str(ranks.rank))
-    return _train(ranks, words.split())[0]
+    return train_as_a_rank(ranks, words.split())[0]
 
 
 def test_ranks_with_different_texts_of_one_size_all_say_so(tmp_path: Path) -> None:
@@ -444,7 +412,7 @@ def _train_with_a_faulty_ring(ranks: Ranks, output: str) -> str:
             flat[7] += 1e-3
 
         ScheduledAllReduce.__call__ = wrong  # type: ignore[method-assign]
-    return _train(ranks, [*SHORT.split(), "--check-replicas", "4", "--output", output])[0]
+    return train_as_a_rank(ranks, [*SHORT.split(), "--check-replicas", "4", "--output", output])[0]
 
 
 def test_replicas_that_differ_end_the_run(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 Followed along one rank, since all do the same, message for message: what a rank sends as its n-th message to a partner
 arrives when its own n-th one from the corresponding partner does. One function an algorithm, which goes through the
 schedule of that name in ``schedules.py`` many segments at a time; recursive ones are for 2^k ranks only, since
-elsewhere messages of two ranks meet at the wire of a third. ``tests/timing_model/test_messages.py`` holds them to a
-simulator of every message.
+elsewhere messages of two ranks meet at the wire of a third. ``tests/timing_model/test_simulate_messages.py`` holds them
+to a simulator of every message.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from _fashion_mnist import fashion_mnist_batches, momentum_sgd, paper_mlp
 from _ranks import run_ranks
 from _reference import pipe_sgd
 from _small_problem import assert_same_weights, classify
-from test_pipelined import fashion_mnist_batches, momentum_sgd, paper_mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

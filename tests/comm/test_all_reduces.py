@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from _all_reduces import ALGORITHMS, options
 from _memory_transport import MemoryTransport, Network, integers, run_threads
 from _ranks import run_ranks
 from hypothesis import given
@@ -19,7 +19,7 @@ from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.comm.connections import SCHEDULES, Connections
+from pipesgd.comm.connections import Connections
 from pipesgd.comm.hierarchical import hierarchical
 from pipesgd.comm.ring import gather_ring, ring, ring_wire_bytes
 from pipesgd.comm.schedule import Encode, Receive, Schedule, Send, split
@@ -31,11 +31,6 @@ from pipesgd.ranks import Ranks
 pytestmark = pytest.mark.slow
 
 AWKWARD_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 1000, 1001, 4099)
-ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
-    **SCHEDULES,
-    "hierarchical, 2 a node": lambda rank, p: hierarchical(rank, p, 2 if p % 2 == 0 else 1),
-    "hierarchical, 3 a node": lambda rank, p: hierarchical(rank, p, 3 if p % 3 == 0 else p),
-}
 TOLERANCE = 2e-6
 """Of float32 sums of nine values near 1, in any order, with residuals added and taken away."""
 
@@ -194,12 +189,6 @@ def test_the_sum_is_exact_the_same_everywhere_and_counted(
     assert all(nbytes <= max(segment_bytes, 4) for _, _, nbytes, _ in network.log)
     if name in ("ring", "all-to-all") or name.startswith("hierarchical"):
         assert sum(nbytes for _, _, nbytes, _ in network.log) == 2 * (world_size - 1) * numel * 4
-
-
-def options(codec: str, **others: Any) -> CodecOptions:
-    """Small blocks, so that a small buffer has many."""
-    block = {} if codec in ("fp32", "truncate16", "bf16", "fp16") else {"codec_block": 8}
-    return CodecOptions(codec=codec, **block, **others)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

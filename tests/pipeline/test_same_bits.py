@@ -61,7 +61,9 @@ def test_other_instruction_sets_are_refused_with_the_remedy_or_kept_together(tmp
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path / "store")],
-            env=os.environ | ({"ATEN_CPU_CAPABILITY": "default"} if rank else {}),
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            | ({"ATEN_CPU_CAPABILITY": "default"} if rank else {}),
             stdout=subprocess.PIPE,
             text=True,
         )

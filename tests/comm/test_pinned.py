@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from _all_reduces import ALGORITHMS, options
 from _memory_transport import MemoryTransport, Network, integers, run_threads
-from test_all_reduces import ALGORITHMS, options
 
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 from typing import Any
 
 import pytest
 import torch
-from _fashion_mnist import FASHION_MNIST
+from _fashion_mnist import fashion_mnist_batches, momentum_sgd, paper_mlp
 from _ranks import run_ranks
 from _reference import pipe_sgd
 from _small_problem import (
-    Batch,
     Case,
     MakeOptimizer,
     Outcome,
@@ -28,28 +26,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd import Pipelined, flat_buffer
-from pipesgd.data import ShardedBatches, build_model, load_dataset
 from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
 pytestmark = pytest.mark.slow
-
-
-def fashion_mnist_batches(rank: int, world_size: int, iterations: int, dtype: torch.dtype) -> list[Batch]:
-    data = load_dataset("fashion-mnist", FASHION_MNIST, image_size=28)
-    shards = ShardedBatches(data.train, batch_size=32, rank=rank, world_size=world_size, seed=1)
-    first = itertools.islice(shards.from_iteration(0), iterations)
-    return [(images.to(dtype), labels) for images, labels in first]
-
-
-def paper_mlp(dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(5)
-    return build_model("mlp", sample_shape=(1, 28, 28), num_classes=10).to(dtype)
-
-
-def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def _train_on_fashion_mnist(

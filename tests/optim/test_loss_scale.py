@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
+from _runs import succeed
 from _small_problem import assert_same_weights
-from test_train import succeed
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
