@@ -37,7 +37,7 @@ from experiments.testbed import Link, Testbed, parse_rate, rate_name
 from pipesgd.checks import check_one_of
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions
-from pipesgd.comm.base import AllReduce
+from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import Connections
 from pipesgd.config import ALL_REDUCES, DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError

@@ -30,7 +30,7 @@ from experiments.limits import SLOW_LINK
 from experiments.paired import Contender, Seconds, interquartile_range, median, paired_ratio
 from experiments.results import REPOSITORY, Row, load, save, save_figure
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
-from pipesgd.comm.base import AllReduce
+from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
 from pipesgd.config import DEFAULT_SEGMENT_BYTES, DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError

@@ -37,8 +37,7 @@ from experiments.loops import Batch, Loop, Piped, Plain, sgd
 from experiments.results import REPOSITORY, Row, load, save
 from experiments.style import BLACK, METHODS
 from experiments.testbed import Link, Testbed
-from pipesgd.comm.base import AllReduce, Finish, leave
-from pipesgd.comm.schedule import split
+from pipesgd.comm.all_reduce import AllReduce, Finish, leave
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
@@ -46,6 +45,7 @@ from timing_model.all_reduce import CollectiveTime, all_reduce_time
 from timing_model.iteration import layerwise_iteration_time, pipelined_iteration_time
 from timing_model.params import FLOAT_BYTES, ComputeTimes, LinkParams
 from timing_model.presets import PAYLOAD_SHARE, SUMS
+from timing_model.schedules import split
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

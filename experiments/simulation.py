@@ -20,7 +20,6 @@ from pipesgd.codecs.base import Codec
 from pipesgd.codecs.keys import mixed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.comm.schedule import split
 from pipesgd.flat_buffer import FlatBuffer, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.hyperparameters import Hyperparameters
@@ -28,6 +27,7 @@ from pipesgd.optim.step import trainable_parameters
 from pipesgd.pipeline.agreement import Agreement
 from pipesgd.pipeline.delayed_update import LateUpdates
 from pipesgd.pipeline.prediction import Unapplied
+from timing_model.schedules import split
 
 
 @dataclass(frozen=True)

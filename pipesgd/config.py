@@ -16,6 +16,8 @@ import tyro
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
+from timing_model.schedules import ALL_REDUCES
+from timing_model.schedules import SEGMENT_BYTES as DEFAULT_SEGMENT_BYTES
 
 TEXTS = ("python-stdlib", "text:PATH")
 IMAGE_DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
@@ -25,7 +27,6 @@ TEXT_MODELS = ("transformer",)
 MODELS = (*IMAGE_MODELS, *TEXT_MODELS)
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
-ALL_REDUCES = ("ring", "halving-doubling", "recursive-doubling", "all-to-all", "hierarchical", "native")
 PREDICTIONS = ("eager", "local", "previous", "nesterov", "spectrain", "dc", "none")
 SERVER_PLACEMENTS = ("beside", "own")
 DDP_HOOKS = ("none", "fp16", "bf16")
@@ -51,8 +52,6 @@ MAX_LOSS_SCALE = 2.0**127
 DEFAULT_TIMEOUT = 120.0
 DEFAULT_STALL_SECONDS = 30.0
 DEFAULT_FAREWELL_SECONDS = 20.0
-DEFAULT_SEGMENT_BYTES = 1 << 20
-"""Measured: smaller segments pay a rendezvous each, larger ones leave gaps on a slow link while ranks compute."""
 
 
 def check_clipping(norm: float | None, value: float | None) -> None:

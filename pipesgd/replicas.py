@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipesgd.checks import check_one_of
-from pipesgd.comm.base import AllReduce
+from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.config import BUFFERS
 from pipesgd.errors import ReplicasDivergedError
 from pipesgd.flat_buffer import FlatBuffer, take_mean

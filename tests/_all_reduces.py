@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.comm.connections import SCHEDULES
-from pipesgd.comm.hierarchical import hierarchical
-from pipesgd.comm.schedule import Schedule
+from timing_model.schedules import SCHEDULES, Schedule, hierarchical
 
 ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
     **SCHEDULES,

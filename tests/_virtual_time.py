@@ -16,9 +16,9 @@ from _memory_transport import MemoryTransport, run_threads
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec
-from pipesgd.comm.schedule import Schedule
-from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.comm.all_reduce import ScheduledAllReduce
 from timing_model import CodecCost
+from timing_model.schedules import Schedule
 from timing_model.simulate_messages import Network, Task, simulate_messages
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.comm.base import Finish, leave
+from pipesgd.comm.all_reduce import Finish, leave
 from pipesgd.config import PREDICTIONS
 from pipesgd.flat_buffer import FlatBuffer, on_device
 from pipesgd.ranks import Ranks

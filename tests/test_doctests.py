@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize(
     "name",
     [
-        "pipesgd.comm.schedule",
+        "timing_model.schedules",
         "pipesgd.pipeline.pipelined",
         "timing_model.all_reduce",
         "timing_model.collective_time",

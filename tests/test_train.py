@@ -18,7 +18,7 @@ from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
 from _runs import run, succeed, summary, train_as_a_rank
 
-from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen

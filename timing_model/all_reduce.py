@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from timing_model import critical_path, schedules
+from timing_model import critical_path
 from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.critical_path import SegmentCosts
 from timing_model.gloo import native_all_reduce_time
 from timing_model.params import CodecCost, LinkParams, uncompressed
+from timing_model.schedules import ALL_REDUCES, SCHEDULES, SEGMENT_BYTES, SEGMENTS_AHEAD, Schedule, segments_of
 from timing_model.simulate_messages import Network, simulate_messages, tasks_of
 
-SEGMENT_BYTES = 1 << 20
-"""Most that a message has, unless told otherwise: ``--segment-bytes``."""
-LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
-"""A chunk is cut in two as long as that leaves messages of at least so many bytes."""
-SEGMENTS_AHEAD = 4
-"""Receives of what is to be added up that are posted at a time."""
-
-SCHEDULES: dict[str, Callable[[int], schedules.Schedule]] = {
-    "ring": schedules.ring,
-    "halving-doubling": schedules.halving_doubling,
-    "recursive-doubling": schedules.recursive_doubling,
-    "all-to-all": schedules.all_to_all,
-}
-"""Of the number of ranks."""
-ALL_REDUCES = (*SCHEDULES, "hierarchical", "native")
 PATHS: dict[str, Callable[[SegmentCosts, int, int], float]] = {
     "ring": critical_path.ring,
     "gather-ring": critical_path.gather_ring,
@@ -37,7 +22,8 @@ PATHS: dict[str, Callable[[SegmentCosts, int, int], float]] = {
     "recursive-doubling": critical_path.recursive_doubling,
     "all-to-all": critical_path.all_to_all,
 }
-"""Of what a segment costs, the number of ranks, and that of segments in a chunk."""
+"""The longest path through an all-reduce, from what a segment costs, the number of ranks, and that of segments in a
+chunk. What has none is simulated, message by message: exact, but O(p^2)."""
 
 
 class CollectiveTime(NamedTuple):
@@ -51,12 +37,14 @@ class CollectiveTime(NamedTuple):
 
 
 def messages_meet(all_reduce: str | None, world_size: int) -> bool:
-    """Whether messages of two ranks meet at the wire of a third, so that they must be simulated one by one.
+    """Whether messages must be simulated one by one: those of two ranks may meet at the wire of a third.
 
     >>> [messages_meet("halving-doubling", p) for p in (4, 5)]
     [False, True]
     """
-    return all_reduce in ("halving-doubling", "recursive-doubling") and world_size & (world_size - 1) != 0
+    if all_reduce in ("halving-doubling", "recursive-doubling"):
+        return world_size & (world_size - 1) != 0
+    return all_reduce not in (None, *PATHS, "hierarchical", "native")
 
 
 def chunks_of(all_reduce: str, world_size: int) -> int:
@@ -67,17 +55,11 @@ def chunks_of(all_reduce: str, world_size: int) -> int:
     """
     if all_reduce in ("recursive-doubling", "native"):
         return 1
-    return 1 << (world_size.bit_length() - 1) if all_reduce == "halving-doubling" else world_size
-
-
-def segments_of(chunk_bytes: float, segment_bytes: int = SEGMENT_BYTES) -> int:
-    """Messages in which a chunk of so many bytes on the wire travels.
-
-    >>> [segments_of(nbytes) for nbytes in (0, 1 << 17, 1 << 18, 1 << 21, (1 << 21) + 1)]
-    [1, 1, 2, 2, 3]
-    """
-    check_count("segment_bytes", segment_bytes)
-    return max(1, math.ceil(chunk_bytes / segment_bytes), min(LEAST_SEGMENTS, int(chunk_bytes // SMALLEST_SEGMENT)))
+    if all_reduce == "halving-doubling":
+        return 1 << (world_size.bit_length() - 1)
+    if all_reduce in ("ring", "gather-ring", "all-to-all", "hierarchical"):
+        return world_size
+    return SCHEDULES[all_reduce](0, world_size).chunks
 
 
 def all_reduce_time(
@@ -178,8 +160,12 @@ def forget() -> None:
     """Drop all that is kept between calls: times, and schedules."""
     _time.cache_clear()
     _native_times.cache_clear()
-    for schedule in SCHEDULES.values():
-        schedule.cache_clear()  # type: ignore[attr-defined]  # they are lru_caches
+    _parts.cache_clear()
+
+
+@lru_cache(maxsize=256)
+def _parts(all_reduce: str, world_size: int) -> list[Schedule]:
+    return [SCHEDULES[all_reduce](rank, world_size) for rank in range(world_size)]
 
 
 @lru_cache(maxsize=65536)
@@ -197,7 +183,7 @@ def _time(
     chunk = numel / chunks_of(all_reduce, world_size)
     segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
     if messages_meet(all_reduce, world_size):
-        programs = tasks_of(SCHEDULES[all_reduce](world_size), numel, codec, segments=segments, ahead=SEGMENTS_AHEAD)
+        programs = tasks_of(_parts(all_reduce, world_size), numel, codec, segments=segments, ahead=SEGMENTS_AHEAD)
         return max(simulate_messages(programs, Network(link=link))) + link.sync
     values = chunk / segments
     nbytes = codec.wire_bytes(values)

@@ -1,247 +1,382 @@
-"""What every rank does in a collective, as data: the order in which ``pipesgd`` works through its schedules.
+"""Every all-reduce of this project, as integers: which rank encodes, sends and receives which chunk, in which order.
 
-A ``Program`` is a rank's events, one for every segment that arrives or begins its way. This package may not import
-pipesgd, so the schedules are written down here once more; ``tests/timing_model/test_code.py`` holds them to the code.
+This is the only definition. ``pipesgd.comm.all_reduce`` plays a schedule with tensors and a codec;
+``timing_model.simulate_messages`` plays it on a simulated network, and ``timing_model.critical_path`` follows one rank
+through it. No tensors, no communication, no time: nothing is imported here.
+
+An algorithm is a function that gives each rank its ``Schedule``. The buffer is cut into chunks, and a rank encodes,
+sends and receives chunks. Every algorithm keeps these rules:
+
+- A chunk is encoded when it holds what is to be sent next, and sent as it was last encoded or received.
+- Two ranks list the messages between them in the same order.
+- A rank sends chunks to a peer in the order in which it receives them itself, after those that it need not receive. So
+  a message can leave as soon as its segment has come, and the order is kept nevertheless.
+
+To add an algorithm, write its function here and enter it in ``SCHEDULES``. The trainer then offers it, and the timing
+model predicts it message by message, until ``timing_model.all_reduce.PATHS`` has a faster way for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
-from timing_model.checks import check_count
+SEGMENT_BYTES = 1 << 20
+"""Default size of the largest message, in bytes. Measured: smaller segments pay a rendezvous each, larger ones leave
+gaps on a slow link while ranks compute."""
+LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
+"""A chunk is cut in two as long as that leaves messages of at least this size, in bytes. A step waits for the one
+before only segment by segment: with a second one on its way, a rank that the computation holds up leaves no gap on the
+wire."""
+SEGMENTS_AHEAD = 4
+"""Receives of segments to be added up that are posted before their turn. gloo's sender starts only when the receiver is
+ready, so with one the wire would rest while a segment is added up. Each takes a segment of scratch memory."""
+
+
+def split(numel: int, parts: int) -> list[tuple[int, int]]:
+    """``parts`` adjoining (start, stop) that cover ``numel`` elements, sizes differing by one at most.
+
+    >>> split(10, 3)
+    [(0, 3), (3, 6), (6, 10)]
+    """
+    return [(numel * i // parts, numel * (i + 1) // parts) for i in range(parts)]
+
+
+def segments_of(chunk_bytes: float, segment_bytes: int = SEGMENT_BYTES) -> int:
+    """Number of messages in which a chunk travels that has ``chunk_bytes`` on the wire.
+
+    Raises ``ValueError`` unless ``segment_bytes`` is at least 1.
+
+    >>> [segments_of(nbytes) for nbytes in (0, 1 << 17, 1 << 18, 1 << 21, (1 << 21) + 1)]
+    [1, 1, 2, 2, 3]
+    """
+    if segment_bytes < 1:
+        raise ValueError(f"segment_bytes must be at least 1; got {segment_bytes}")
+    return max(1, math.ceil(chunk_bytes / segment_bytes), min(LEAST_SEGMENTS, int(chunk_bytes // SMALLEST_SEGMENT)))
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Turn a chunk's values into bytes."""
+
+    chunk: int
+    holders: int = 1
+    """Number of ranks, aligned to a multiple of it, that hold the same values and encode them to the same bytes: they
+    share the error, which is made once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a chunk's bytes to ``peer``."""
+
+    chunk: int
+    peer: int
+    step: int
+    """Step of the algorithm, for messages that people read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Receive a chunk from ``peer``, and add it to one's own values or take it in their place."""
+
+    chunk: int
+    peer: int
+    step: int
+    reduce: bool
+
+
+Operation = Encode | Send | Receive
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A segment that arrives, or one to begin with, and what is done with it then: work, then messages."""
-
-    segment: int
-    """Its number. Before it changes, what has been sent of it before must have left."""
-    source: int | None
-    """Rank whose next message is waited for."""
-    work: tuple[str, ...]
-    """Operations on the segment's values: "encode", "decode", "add", "hop", as in ``CodecCost``."""
-    targets: tuple[int, ...]
-    """Ranks to which the segment is sent."""
-
-    @property
-    def adds(self) -> bool:
-        """Whether what arrives is added up, not taken."""
-        return "add" in self.work or "hop" in self.work
-
-
-Program = tuple[Event, ...]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A collective: programs of its ranks, whose messages all have a ``chunks``-th of the values, or a part of it."""
-
-    world_size: int
-    chunks: int
-    program: Callable[[int, int], Program]
-    """Of a rank, with so many segments a chunk."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Op:
-    """One word of a schedule: encode a chunk, send it to ``target``, or receive it from ``source``."""
+    """A chunk that arrives, or one to begin with, and what is done with it then."""
 
     chunk: int
-    source: int | None = None
-    target: int | None = None
-    reduce: bool = False
+    arrival: Receive | None
+    """The message that this waits for; None for a chunk to begin with."""
+    encode: Encode | None
+    sends: tuple[Send, ...]
+    following: Receive | None
+    """The next arrival of the chunk; None if its values are the sum now."""
+
+    @property
+    def reduces(self) -> bool:
+        """True if what arrives is added up, not taken."""
+        return self.arrival is not None and self.arrival.reduce
+
+    @property
+    def keeps_encoded(self) -> bool:
+        """True if this rank goes on with the values that its own bytes stand for: none arrive in their place."""
+        return self.encode is not None and (self.following is None or self.following.reduce)
 
 
-@lru_cache(maxsize=256)
-def ring(world_size: int) -> Schedule:
-    """Reduce-scatter and all-gather between neighbours, p chunks."""
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One rank's part in an all-reduce of ``chunks`` chunks."""
+
+    chunks: int
+    operations: tuple[Operation, ...]
+
+    @property
+    def sends(self) -> list[Send]:
+        return [operation for operation in self.operations if isinstance(operation, Send)]
+
+    @property
+    def receives(self) -> list[Receive]:
+        return [operation for operation in self.operations if isinstance(operation, Receive)]
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """The operations, each tied to the arrival that it waits for: first the chunks that wait for none."""
+        begun: list[list[Operation]] = []
+        arriving: list[list[Operation]] = []
+        latest: dict[int, list[Operation]] = {}
+        for operation in self.operations:
+            if isinstance(operation, Receive):
+                latest[operation.chunk] = []
+                arriving.append(latest[operation.chunk])
+            elif operation.chunk not in latest:
+                latest[operation.chunk] = []
+                begun.append(latest[operation.chunk])
+            latest[operation.chunk].append(operation)
+        events: list[Event] = []
+        following: dict[int, Receive] = {}
+        for group in reversed(begun + arriving):
+            first = group[0]
+            arrival = first if isinstance(first, Receive) else None
+            encode = next((operation for operation in group if isinstance(operation, Encode)), None)
+            sends = tuple(operation for operation in group if isinstance(operation, Send))
+            events.append(Event(first.chunk, arrival, encode, sends, following.get(first.chunk)))
+            if arrival is not None:
+                following[first.chunk] = arrival
+        return tuple(reversed(events))
+
+
+# ---- Rings
+
+
+def ring(rank: int, world_size: int) -> Schedule:
+    """The ring: reduce-scatter, then all-gather, between neighbours (Patarasuk & Yuan, 2009). 2(p-1) steps, p chunks.
+
+    Reduce-scatter, p-1 steps: chunk r travels from rank r around the ring, summed up on its way, and is finished on
+    rank r-1. All-gather, p-1 steps: the finished chunks travel around once more. What a rank receives at one step is
+    what it sends at the next: there is no other dependence.
+    """
     p = world_size
+    if p == 1:
+        return Schedule(chunks=1, operations=())
+    groups = [[chunk] for chunk in range(p)]
+    return Schedule(
+        chunks=p,
+        operations=(
+            *_reduce_scatter(rank, range(p), groups),
+            Encode((rank + 1) % p),
+            *_all_gather(rank, range(p), groups, first_step=p - 1),
+        ),
+    )
 
-    def ops(rank: int) -> list[_Op]:
-        groups = [[chunk] for chunk in range(p)]
-        if p == 1:
-            return []
-        own = [*_reduce_scatter(rank, range(p), groups), _Op((rank + 1) % p)]
-        return own + _all_gather(rank, range(p), groups)
 
-    return Schedule(p, p, _programs(ops))
-
-
-@lru_cache(maxsize=256)
-def gather_ring(world_size: int) -> Schedule:
-    """All-gather between neighbours: every rank begins with one of p chunks."""
+def gather_ring(rank: int, world_size: int) -> Schedule:
+    """An all-gather, not an all-reduce: p-1 ring steps give every rank all p chunks, of which rank r has chunk r."""
     p = world_size
-
-    def ops(rank: int) -> list[_Op]:
-        groups = [[(member - 1) % p] for member in range(p)]
-        return [_Op(rank), *_all_gather(rank, range(p), groups)] if p > 1 else []
-
-    return Schedule(p, p, _programs(ops))
+    gathered = _all_gather(rank, range(p), [[(member - 1) % p] for member in range(p)])
+    return Schedule(chunks=p, operations=(Encode(rank), *gathered) if p > 1 else ())
 
 
-@lru_cache(maxsize=256)
-def all_to_all(world_size: int) -> Schedule:
-    """Chunk r of all ranks goes to rank r, which sums it up and sends it to all."""
-    p = world_size
+def hierarchical(rank: int, world_size: int, ranks_per_node: int) -> Schedule:
+    """Three rings: inside a node, between nodes, inside a node; each value crosses a node's NIC once each way.
 
-    def ops(rank: int) -> list[_Op]:
-        if p == 1:
-            return []
-        listed: list[_Op] = []
-        for k in range(1, p):
-            listed += [_Op((rank + k) % p), _Op((rank + k) % p, target=(rank + k) % p)]
-        listed += [_Op(rank, source=(rank - k) % p, reduce=True) for k in range(1, p)]
-        listed.append(_Op(rank))
-        listed += [_Op(rank, target=(rank + k) % p) for k in range(1, p)]
-        return listed + [_Op((rank - k) % p, source=(rank - k) % p) for k in range(1, p)]
+    The ranks of a node have adjoining numbers, and there is a chunk for each rank. Reduce-scatter around the node
+    leaves each of its ranks with the node's sum of one share. The ranks of all nodes that have the same share reduce it
+    around a ring between nodes. All-gather around the node. With N nodes of g ranks, a rank sends 2(N-1)/N n/g bytes of
+    n to another node, and a node's NIC carries what it would for one rank.
 
-    return Schedule(p, p, _programs(ops))
-
-
-@lru_cache(maxsize=256)
-def recursive_doubling(world_size: int) -> Schedule:
-    """Partners at distances 1, 2, 4, ... exchange all they have; ranks above the largest power of two fold in first."""
-    p, q = world_size, _power_of_two(world_size)
-
-    def ops(rank: int) -> list[_Op]:
-        if rank >= q:
-            return [_Op(0), _Op(0, target=rank - q), _Op(0, source=rank - q)]
-        folded = rank + q < p
-        listed = [_Op(0, source=rank + q, reduce=True)] if folded else []
-        for step in range(q.bit_length() - 1):
-            partner = rank ^ (1 << step)
-            listed += [_Op(0), _Op(0, target=partner), _Op(0, source=partner, reduce=True)]
-        listed += [_Op(0)] if p > q else []
-        return listed + ([_Op(0, target=rank + q)] if folded else [])
-
-    return Schedule(p, 1, _programs(ops))
-
-
-@lru_cache(maxsize=256)
-def halving_doubling(world_size: int) -> Schedule:
-    """Recursive halving, then doubling, q chunks; ranks above q, the largest power of two, fold in first."""
-    p, q = world_size, _power_of_two(world_size)
-    distances = [q >> step for step in range(1, q.bit_length())]
-
-    def ops(rank: int) -> list[_Op]:
-        if rank >= q:
-            partner, listed = rank - q, []
-            for k in reversed(range(q)):
-                listed += [_Op(partner ^ k), _Op(partner ^ k, target=partner)]
-            return listed + [_Op(partner ^ k, source=partner) for k in range(q)]
-        extra = rank + q
-        listed = [_Op(rank ^ k, source=extra, reduce=True) for k in reversed(range(q))] if extra < p else []
-        for distance in distances:
-            partner = rank ^ distance
-            for k in reversed(range(distance)):
-                listed += [_Op(partner ^ k), _Op(partner ^ k, target=partner)]
-            listed += [_Op(rank ^ k, source=partner, reduce=True) for k in reversed(range(distance))]
-        listed += [_Op(rank)] if p > 1 else []
-        for distance in reversed(distances):
-            partner = rank ^ distance
-            listed += [_Op(rank ^ k, target=partner) for k in range(distance)]
-            listed += [_Op(partner ^ k, source=partner) for k in range(distance)]
-        return listed + ([_Op(rank ^ k, target=extra) for k in range(q)] if extra < p else [])
-
-    return Schedule(p, q, _programs(ops))
-
-
-@lru_cache(maxsize=256)
-def hierarchical(world_size: int, ranks_per_node: int) -> Schedule:
-    """A ring on each node, rings between nodes, and a ring on each node; ranks of a node adjoin."""
+    Raises ``ValueError`` unless ``ranks_per_node`` divides ``world_size``.
+    """
     g, nodes = ranks_per_node, world_size // ranks_per_node
     if world_size % g:
         raise ValueError(f"ranks_per_node must divide world_size {world_size}; got {ranks_per_node}")
     if g == 1 or nodes == 1:
-        return ring(world_size)
-
-    def ops(rank: int) -> list[_Op]:
-        node, local = divmod(rank, g)
-        on_node = range(node * g, node * g + g)
-        share = (local + 1) % g
-        on_share = range(local, world_size, g)
-        chunks = [[part * nodes + (node - k) % nodes for k in range(nodes)] for part in range(g)]
-        finished = [[part * nodes + (node + 1 - k) % nodes for k in range(nodes)] for part in range(g)]
-        single = [[share * nodes + other] for other in range(nodes)]
-        return [
+        return ring(rank, world_size)
+    node, local = divmod(rank, g)
+    on_node = range(node * g, node * g + g)
+    share = (local + 1) % g  # what this rank holds after the first ring
+    on_share = range(local, world_size, g)
+    # Of each share, in the order in which this node sends them on to others, so that the first can go at once.
+    chunks = [[part * nodes + (node - k) % nodes for k in range(nodes)] for part in range(g)]
+    inner_steps, outer_steps = g - 1, nodes - 1
+    # And in that in which others leave their sums here.
+    finished = [[part * nodes + (node + 1 - k) % nodes for k in range(nodes)] for part in range(g)]
+    single = [[share * nodes + other] for other in range(nodes)]
+    return Schedule(
+        chunks=world_size,
+        operations=(
             *_reduce_scatter(local, on_node, chunks),
-            *_reduce_scatter(node, on_share, single),
-            _Op(finished[share][0]),
-            *_all_gather(node, on_share, single),
-            *_all_gather(local, on_node, finished),
-        ]
+            *_reduce_scatter(node, on_share, single, inner_steps),
+            Encode(finished[share][0]),
+            *_all_gather(node, on_share, single, inner_steps + outer_steps),
+            *_all_gather(local, on_node, finished, inner_steps + 2 * outer_steps),
+        ),
+    )
 
-    return Schedule(world_size, world_size, _programs(ops))
+
+def _reduce_scatter(
+    index: int, members: Sequence[int], groups: Sequence[Sequence[int]], first_step: int = 0
+) -> list[Operation]:
+    """Ring steps after which ``members[index]`` holds the sum of the chunks in ``groups[index + 1]``.
+
+    ``members`` are the ranks on the ring, ``groups`` the chunks that travel together, one group for each member.
+    """
+    p = len(members)
+    left, right = members[(index - 1) % p], members[(index + 1) % p]
+    operations: list[Operation] = []
+    for step in range(p - 1):
+        for chunk in groups[(index - step) % p]:
+            operations += [Encode(chunk), Send(chunk, right, first_step + step)]
+        for chunk in groups[(index - step - 1) % p]:
+            operations.append(Receive(chunk, left, first_step + step, reduce=True))
+    return operations
+
+
+def _all_gather(
+    index: int, members: Sequence[int], groups: Sequence[Sequence[int]], first_step: int = 0
+) -> list[Operation]:
+    """Ring steps that bring the chunks of ``groups[index + 1]``, which ``members[index]`` has, to all members."""
+    p = len(members)
+    left, right = members[(index - 1) % p], members[(index + 1) % p]
+    operations: list[Operation] = []
+    for step in range(p - 1):
+        operations += [Send(chunk, right, first_step + step) for chunk in groups[(index - step + 1) % p]]
+        operations += [Receive(chunk, left, first_step + step, reduce=False) for chunk in groups[(index - step) % p]]
+    return operations
+
+
+# ---- Partners at distances that are powers of two
+
+
+def halving_doubling(rank: int, world_size: int) -> Schedule:
+    """Recursive halving, then recursive doubling (Rabenseifner, 2004; Thakur, Rabenseifner & Gropp, 2005).
+
+    2 log2 p steps with q chunks, q being the largest power of two that is not above p. Reduce-scatter: at distances
+    q/2, ..., 2, 1 a rank gives its partner the half of its chunks that is the partner's, and adds up its own half,
+    until one chunk is left: that of its own number. All-gather: the same backwards. Where p is no power of two, each of
+    the p - q ranks above q gives all of its values to one below first, and gets the result from it at the end.
+
+    Seen from a rank, chunk ``rank ^ k`` is at distance k. Chunks come in the order of falling distances, since what is
+    far is sent on first, and are gathered in the order of rising ones.
+    """
+    q = _power_of_two(world_size)
+    steps = q.bit_length() - 1
+    operations: list[Operation] = []
+    if rank >= q:  # an extra rank
+        partner = rank - q
+        for k in reversed(range(q)):
+            operations += [Encode(partner ^ k), Send(partner ^ k, partner, 0)]
+        operations += [Receive(partner ^ k, partner, 2 * steps + 1, reduce=False) for k in range(q)]
+        return Schedule(chunks=q, operations=tuple(operations))
+    extra = rank + q if rank + q < world_size else None
+    if extra is not None:
+        operations += [Receive(rank ^ k, extra, 0, reduce=True) for k in reversed(range(q))]
+    for step in range(1, steps + 1):
+        distance = q >> step
+        partner = rank ^ distance
+        for k in reversed(range(distance)):
+            operations += [Encode(partner ^ k), Send(partner ^ k, partner, step)]
+        operations += [Receive(rank ^ k, partner, step, reduce=True) for k in reversed(range(distance))]
+    if world_size > 1:
+        operations.append(Encode(rank))
+    for step in range(steps):
+        distance = 1 << step
+        partner = rank ^ distance
+        operations += [Send(rank ^ k, partner, steps + 1 + step) for k in range(distance)]
+        operations += [Receive(partner ^ k, partner, steps + 1 + step, reduce=False) for k in range(distance)]
+    if extra is not None:
+        operations += [Send(rank ^ k, extra, 2 * steps + 1) for k in range(q)]
+    return Schedule(chunks=q, operations=tuple(operations))
+
+
+def recursive_doubling(rank: int, world_size: int) -> Schedule:
+    """Few messages, each with the whole buffer, for small buffers (Thakur et al., 2005). log2 p steps, one chunk.
+
+    Partners at distances 1, 2, 4, ... exchange what they have, and add it up. Both add the same two messages, so they
+    go on with the same values, and encode them to the same bytes. Where p is no power of two, each rank above the
+    largest one, q, gives its values to one below first, and gets the result at the end, which therefore all encode once
+    more."""
+    q = _power_of_two(world_size)
+    steps = q.bit_length() - 1
+    if rank >= q:  # an extra rank
+        partner = rank - q
+        return Schedule(
+            chunks=1,
+            operations=(Encode(0), Send(0, partner, 0), Receive(0, partner, steps + 1, reduce=False)),
+        )
+    extra = rank + q if rank + q < world_size else None
+    operations: list[Operation] = []
+    if extra is not None:
+        operations.append(Receive(0, extra, 0, reduce=True))
+    for step in range(steps):
+        partner = rank ^ (1 << step)
+        operations += [
+            Encode(0, holders=1 << step),
+            Send(0, partner, step + 1),
+            Receive(0, partner, step + 1, reduce=True),
+        ]
+    if world_size > q:
+        operations.append(Encode(0, holders=q))
+    if extra is not None:
+        operations.append(Send(0, extra, steps + 1))
+    return Schedule(chunks=1, operations=tuple(operations))
 
 
 def _power_of_two(world_size: int) -> int:
-    """The largest that is not above ``world_size``."""
-    check_count("world_size", world_size)
+    """The largest power of two that is not above ``world_size``."""
     return 1 << (world_size.bit_length() - 1)
 
 
-def _reduce_scatter(index: int, members: Sequence[int], groups: Sequence[Sequence[int]]) -> list[_Op]:
-    p = len(members)
-    left, right = members[(index - 1) % p], members[(index + 1) % p]
-    listed: list[_Op] = []
-    for step in range(p - 1):
-        for chunk in groups[(index - step) % p]:
-            listed += [_Op(chunk), _Op(chunk, target=right)]
-        listed += [_Op(chunk, source=left, reduce=True) for chunk in groups[(index - step - 1) % p]]
-    return listed
+# ---- Every rank with every other at once
 
 
-def _all_gather(index: int, members: Sequence[int], groups: Sequence[Sequence[int]]) -> list[_Op]:
-    p = len(members)
-    left, right = members[(index - 1) % p], members[(index + 1) % p]
-    listed: list[_Op] = []
-    for step in range(p - 1):
-        listed += [_Op(chunk, target=right) for chunk in groups[(index - step + 1) % p]]
-        listed += [_Op(chunk, source=left) for chunk in groups[(index - step) % p]]
-    return listed
+def all_to_all(rank: int, world_size: int) -> Schedule:
+    """All-to-all, a sum, and all-gather (Theano-MPI's ASA, Ma et al., 2016). Two steps, p chunks.
+
+    Chunk r of all ranks goes to rank r, which sums it up in float32 and sends it to all. A value is encoded once by
+    each rank, and once as a sum: the fewest roundings of all algorithms. p-1 senders meet at every NIC.
+    """
+    p = world_size
+    if p == 1:
+        return Schedule(chunks=1, operations=())
+    operations: list[Operation] = []
+    for k in range(1, p):
+        peer = (rank + k) % p
+        operations += [Encode(peer), Send(peer, peer, 0)]
+    operations += [Receive(rank, (rank - k) % p, 0, reduce=True) for k in range(1, p)]
+    operations.append(Encode(rank))
+    operations += [Send(rank, (rank + k) % p, 1) for k in range(1, p)]
+    operations += [Receive((rank - k) % p, (rank - k) % p, 1, reduce=False) for k in range(1, p)]
+    return Schedule(chunks=p, operations=tuple(operations))
 
 
-def _programs(ops: Callable[[int], list[_Op]]) -> Callable[[int, int], Program]:
-    @lru_cache(maxsize=4096)
-    def program(rank: int, segments: int) -> Program:
-        return _events(ops(rank), segments)
+# ---- By name
 
-    return program
-
-
-def _events(ops: Sequence[_Op], segments: int) -> Program:
-    """One event for every segment of every arrival of a chunk, and of every chunk that begins here."""
-    begun: list[list[_Op]] = []
-    arriving: list[list[_Op]] = []
-    latest: dict[int, list[_Op]] = {}
-    for op in ops:
-        if op.source is not None:
-            latest[op.chunk] = []
-            arriving.append(latest[op.chunk])
-        elif op.chunk not in latest:
-            latest[op.chunk] = []
-            begun.append(latest[op.chunk])
-        latest[op.chunk].append(op)
-    events: list[Event] = []
-    reduced_later: dict[int, bool] = {}  # by chunk: whether what arrives of it next is added up
-    for group in reversed(begun + arriving):
-        chunk, later = group[0].chunk, reduced_later.get(group[0].chunk)
-        events += [_event(chunk * segments + index, group, later) for index in reversed(range(segments))]
-        if group[0].source is not None:
-            reduced_later[chunk] = group[0].reduce
-    return tuple(reversed(events))
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "ring": ring,
+    "halving-doubling": halving_doubling,
+    "recursive-doubling": recursive_doubling,
+    "all-to-all": all_to_all,
+}
+"""The algorithms that need only a rank and the number of ranks, by the names of the command line."""
+ALL_REDUCES = (*SCHEDULES, "hierarchical", "native")
+"""Every all-reduce by name. "native" is torch's own, which has no schedule here: gloo's ring, or nccl's choice."""
 
 
-def _event(segment: int, group: Sequence[_Op], reduced_later: bool | None) -> Event:
-    first = group[0]
-    encodes = any(op.source is None and op.target is None for op in group)
-    if first.source is None or not first.reduce:
-        work = ["encode"] if encodes else ["decode"]
-    else:
-        work = ["hop"] if encodes else ["add"]
-    if encodes and reduced_later is not False:  # nothing will come in its place: this rank too goes on with the bytes
-        work.append("decode")
-    return Event(segment, first.source, tuple(work), tuple(op.target for op in group if op.target is not None))
+def make_schedule(all_reduce: str, rank: int, world_size: int, ranks_per_node: int = 1) -> Schedule:
+    """The part of ``rank`` in the all-reduce of this name, which must not be "native".
+
+    Raises ``ValueError`` unless ``ranks_per_node``, which only hierarchical reads, divides ``world_size``.
+    """
+    if all_reduce == "hierarchical":
+        return hierarchical(rank, world_size, ranks_per_node)
+    return SCHEDULES[all_reduce](rank, world_size)

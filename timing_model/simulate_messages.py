@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from timing_model.checks import check_above_0, check_at_least, check_count
 from timing_model.params import CodecCost, LinkParams
-from timing_model.schedules import Program, Schedule
+from timing_model.schedules import Event, Schedule
 
 Values = NDArray[np.float64]
 
@@ -189,46 +189,55 @@ class _Simulation:
 
 
 def tasks_of(
-    schedule: Schedule, numel: float, codec: CodecCost, *, segments: int = 1, ahead: int | None = None
+    schedules: Sequence[Schedule], numel: float, codec: CodecCost, *, segments: int = 1, ahead: int | None = None
 ) -> list[list[Task]]:
-    """Programs of all ranks for a collective of ``numel`` float32 values, in so many segments a chunk.
+    """Programs of all ranks for a collective of ``numel`` float32 values, with ``segments`` messages for each chunk.
 
-    Of what is to be added up, ``ahead`` receives are posted at a time, in the schedule's order, and what is to be taken
-    as soon as its turn comes; without, no program posts any.
+    ``schedules`` are the parts of all ranks, in rank order. ``ahead`` receives of what is to be added up are posted at
+    a time, in the schedule's order, and what is to be taken as soon as its turn comes; without, no program posts any.
     """
-    values = numel / schedule.chunks / segments
+    values = numel / schedules[0].chunks / segments
     nbytes = codec.wire_bytes(values)
     seconds = codec.seconds(values)
 
-    def tasks(rank: int) -> list[Task]:
-        program = schedule.program(rank, segments)
-        first, *posts = [()] * (len(program) + 1) if ahead is None else _posts(program, ahead)
+    def tasks(schedule: Schedule) -> list[Task]:
+        events = [event for event in schedule.events for _ in range(segments)]
+        first, *posts = [()] * (len(events) + 1) if ahead is None else _posts(events, ahead)
         done = [
             Task(
-                source=event.source,
-                seconds=sum(seconds[operation] for operation in event.work),
-                sends=tuple((target, nbytes) for target in event.targets),
-                memory=event.segment,
+                source=None if event.arrival is None else event.arrival.peer,
+                seconds=sum(seconds[operation] for operation in _work(event)),
+                sends=tuple((send.peer, nbytes) for send in event.sends),
+                memory=event.chunk * segments + number % segments,
                 posts=posted,
             )
-            for event, posted in zip(program, posts, strict=True)
+            for number, (event, posted) in enumerate(zip(events, posts, strict=True))
         ]
         return [Task(posts=first), *done] if first else done
 
-    return [tasks(rank) for rank in range(schedule.world_size)]
+    return [tasks(schedule) for schedule in schedules]
 
 
-def _posts(program: Program, ahead: int) -> list[tuple[int, ...]]:
+def _work(event: Event) -> list[str]:
+    """What is done with a segment's values, in the words of ``CodecCost``."""
+    if event.reduces:
+        work = ["add" if event.encode is None else "hop"]
+    else:
+        work = ["decode" if event.encode is None else "encode"]
+    return [*work, "decode"] if event.keeps_encoded else work
+
+
+def _posts(events: Sequence[Event], ahead: int) -> list[tuple[int, ...]]:
     """Sources of the receives that are posted before the first event, and after each."""
     free, position = ahead, 0
     posts: list[tuple[int, ...]] = []
-    for event in (None, *program):
-        free += event is not None and event.adds
+    for event in (None, *events):
+        free += event is not None and event.reduces
         posted: list[int] = []
-        while position < len(program) and (free or not program[position].adds):
-            free -= program[position].adds
-            source = program[position].source
-            posted += [] if source is None else [source]
+        while position < len(events) and (free or not events[position].reduces):
+            free -= events[position].reduces
+            arrival = events[position].arrival
+            posted += [] if arrival is None else [arrival.peer]
             position += 1
         posts.append(tuple(posted))
     return posts

@@ -20,22 +20,22 @@ class Traffic(NamedTuple):
 
 
 def traffic(question: Question, codec: CodecCost) -> Traffic:
-    """Of the question's all-reduce; nothing for hierarchical, of which little is known without its nodes."""
+    """Traffic of the question's all-reduce; zeros for one that is not known here, and for hierarchical."""
     p = question.world_size
     if p == 1:
         return Traffic(0, 0.0, 0.0)
     numel, steps = question.compute.numel, p.bit_length() - 1
     others = (p - 1) / p
     added = min(codec.add, codec.hop)
-    messages, sent, work = 2, 2 * others, others * (added + codec.decode)  # all-to-all
+    messages, sent, work = 0, 0.0, 0.0
     if question.gathered:
         messages, sent, work = 1, p - 1.0, codec.encode + p * codec.add
-    elif question.all_reduce == "hierarchical":
-        messages, sent, work = 0, 0.0, 0.0
+    elif question.all_reduce == "all-to-all":
+        messages, sent, work = 2, 2 * others, others * (added + codec.decode)
     elif question.all_reduce == "native":
-        work = 0.0
+        messages, sent = 2, 2 * others
     elif question.all_reduce == "ring":
-        messages, work = 2 * (p - 1), codec.encode / p + others * (codec.hop + codec.decode)
+        messages, sent, work = 2 * (p - 1), 2 * others, codec.encode / p + others * (codec.hop + codec.decode)
     elif question.all_reduce == "halving-doubling":
         folds = p != 1 << steps
         messages, sent = 2 * steps, 2 * (1 - 2.0**-steps) + folds

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.comm.connections import make_all_reduce
-from pipesgd.comm.ring import ring_wire_bytes
+from pipesgd.comm.native import ring_wire_bytes
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import communication_group
 from pipesgd.config import DDP_HOOKS, DEFAULT_TIMEOUT

@@ -16,7 +16,7 @@ from pipesgd.calibration.sweep import finish_part
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.comm.base import Finish, leave
+from pipesgd.comm.all_reduce import Finish, leave
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.reducers.topk import NUMBERS_PER_VALUE, TopKExchange

@@ -11,6 +11,7 @@ import tyro
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_timeout
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.config import (
+    ALL_REDUCES,
     DEFAULT_TIMEOUT,
     PREDICTIONS,
     DataConfig,
@@ -27,7 +28,7 @@ SMALLEST_BYTES = 1 << 10
 LEAST_LARGEST_BYTES = 64 << 10
 """With less, what a byte costs would not show."""
 RING = "ring"
-MEASURED_ALL_REDUCES = (RING, "halving-doubling", "recursive-doubling", "all-to-all", "native")
+MEASURED_ALL_REDUCES = tuple(name for name in ALL_REDUCES if name != "hierarchical")
 DEFAULT_ALL_REDUCES = (RING, "native")
 MEASURED_CODECS = (*DENSE_CODECS[1:], "topk")
 UNCOMPRESSED, TYPICAL_CODEC = "fp32", "int8"

@@ -15,13 +15,12 @@ from pipesgd.calibration.groups import Part
 from pipesgd.calibration.options import RING, SMALLEST_BYTES
 from pipesgd.calibration.robust_fit import Floats
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.comm.base import AllReduce
-from pipesgd.comm.connections import SCHEDULES
+from pipesgd.comm.all_reduce import AllReduce, ScheduledAllReduce
 from pipesgd.comm.native import NativeAllReduce
-from pipesgd.comm.scheduled import ScheduledAllReduce
 from pipesgd.comm.transport import TorchTransport, communication_group
 from pipesgd.flat_buffer import are_finite, take_mean
 from pipesgd.ranks import Ranks
+from timing_model.schedules import SCHEDULES
 
 GROWTH = 4
 """From one size to the next."""

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.comm.all_to_all import all_to_all
-from pipesgd.comm.base import AllReduce
-from pipesgd.comm.halving_doubling import halving_doubling
+from pipesgd.comm.all_reduce import AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
-from pipesgd.comm.hierarchical import hierarchical
 from pipesgd.comm.native import NativeAllReduce
 from pipesgd.comm.pinned import PinnedTransport
-from pipesgd.comm.recursive_doubling import recursive_doubling
-from pipesgd.comm.ring import gather_ring, ring
-from pipesgd.comm.schedule import Schedule
-from pipesgd.comm.scheduled import ScheduledAllReduce
 from pipesgd.comm.transport import (
     TorchTransport,
     Transport,
@@ -26,14 +17,7 @@ from pipesgd.comm.transport import (
 )
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 from pipesgd.ranks import Ranks
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "ring": ring,
-    "halving-doubling": halving_doubling,
-    "recursive-doubling": recursive_doubling,
-    "all-to-all": all_to_all,
-}
-"""Of a rank and the number of ranks."""
+from timing_model.schedules import Schedule, gather_ring, make_schedule
 
 
 class Connections:
@@ -68,7 +52,7 @@ class Connections:
         self.ranks = ranks
         self._timeout = timeout
         self._segment_bytes = segment_bytes
-        ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 0
+        ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 1
         backend = None if all_reduce == "native" else "gloo"
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(streams)]
         on_host = all_reduce != "native" or device == "cpu"  # nccl knows no tensors on the host
@@ -82,10 +66,7 @@ class Connections:
             return
         self._transport = TorchTransport(self._groups, timeout, before_arrivals=self._headers.check)
         self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
-        if all_reduce == "hierarchical":
-            self._schedule = hierarchical(ranks.rank, ranks.world_size, ranks_per_node)
-        else:
-            self._schedule = SCHEDULES[all_reduce](ranks.rank, ranks.world_size)
+        self._schedule = make_schedule(all_reduce, ranks.rank, ranks.world_size, ranks_per_node)
 
     def begin(self, call: str, iteration: int) -> None:
         """What is summed until the next ``begin`` is of ``call`` (one of ``headers.CALLS``) in ``iteration``.

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipesgd.comm.base import Finish, leave
-from pipesgd.comm.ring import ring_wire_bytes
+from pipesgd.comm.all_reduce import Finish, leave
 from pipesgd.ranks import lost
+from timing_model.schedules import ring, split
 
 NATIVE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What torch adds up, by the name of the codec; None for what the tensor is of."""
@@ -70,3 +70,10 @@ class NativeAllReduce:
                 torch.cuda.current_stream().synchronize()
         except RuntimeError as failure:
             raise lost(failure, self._rank, None, "native all-reduce", self._timeout) from failure
+
+
+def ring_wire_bytes(rank: int, world_size: int, numel: int, element_size: int) -> int:
+    """Bytes that ``rank`` sends in a ring all-reduce of ``numel`` elements: about 2(p-1)/p of them."""
+    chunks = split(numel, world_size)
+    sizes = [(stop - start) * element_size for start, stop in chunks]
+    return sum(sizes[send.chunk] for send in ring(rank, world_size).sends)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from pipesgd.comm.base import Finish, leave
+from pipesgd.comm.all_reduce import Finish, leave
 from pipesgd.flat_buffer import FlatBuffer
 
 

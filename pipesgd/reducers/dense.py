@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.codecs.keys import mixed
-from pipesgd.comm.base import AllReduce, Finish, leave
+from pipesgd.comm.all_reduce import AllReduce, Finish, leave
 from pipesgd.flat_buffer import FlatBuffer, rearranged
 from pipesgd.reducers.float32 import Float32Places, real
 

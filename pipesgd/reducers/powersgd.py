@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd.comm.base import AllReduce, Finish, leave
+from pipesgd.comm.all_reduce import AllReduce, Finish, leave
 from pipesgd.flat_buffer import FlatBuffer, are_finite
 from pipesgd.reducers.float32 import real
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd.comm.base import AllReduce, Finish, leave
+from pipesgd.comm.all_reduce import AllReduce, Finish, leave
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer, rearranged
 from pipesgd.reducers.float32 import Float32Places, real

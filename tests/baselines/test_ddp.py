@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
-from pipesgd.comm.ring import ring_wire_bytes
+from pipesgd.comm.native import ring_wire_bytes
 from pipesgd.errors import CommunicationError, DeadlineExceeded, NonFiniteGradientError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256

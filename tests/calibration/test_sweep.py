@@ -17,11 +17,11 @@ from pipesgd.calibration.codec_speeds import CACHED_NUMEL, OPERATIONS, SMALL_NUM
 from pipesgd.calibration.groups import Part, groups_to_measure, places
 from pipesgd.calibration.sweep import Cell, Sweep
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.comm.ring import ring
-from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.transport import TorchTransport, communication_group
 from pipesgd.ranks import Ranks
 from timing_model.all_reduce import messages_meet
+from timing_model.schedules import ring
 
 pytestmark = pytest.mark.slow
 

@@ -19,14 +19,13 @@ from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.connections import Connections
-from pipesgd.comm.hierarchical import hierarchical
-from pipesgd.comm.ring import gather_ring, ring, ring_wire_bytes
-from pipesgd.comm.schedule import Encode, Receive, Schedule, Send, split
-from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.comm.native import ring_wire_bytes
 from pipesgd.config import ALL_REDUCES
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
+from timing_model.schedules import Encode, Receive, Schedule, Send, gather_ring, hierarchical, ring, split
 
 pytestmark = pytest.mark.slow
 

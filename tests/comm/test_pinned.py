@@ -9,8 +9,8 @@ from _memory_transport import MemoryTransport, Network, integers, run_threads
 
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS
+from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.pinned import PinnedTransport
-from pipesgd.comm.scheduled import ScheduledAllReduce
 
 WORLD_SIZE = 6
 SIZES = (1000, 17, 1000)

@@ -18,11 +18,10 @@ from torch.utils._pytree import tree_leaves
 from pipesgd import Pipelined
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.comm.connections import SCHEDULES
-from pipesgd.comm.hierarchical import hierarchical
-from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from timing_model.schedules import SCHEDULES, hierarchical
 
 pytestmark = pytest.mark.slow
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.comm.connections import SCHEDULES
-from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.config import ALL_REDUCES
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.powersgd import PowerSgdExchange
 from pipesgd.replicas import weights_sha256
+from timing_model.schedules import SCHEDULES
 
 pytestmark = pytest.mark.slow
 

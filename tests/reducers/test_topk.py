@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.comm.ring import gather_ring
-from pipesgd.comm.scheduled import ScheduledAllReduce
+from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.topk import SAMPLE, TopKExchange, count_of, density_in, largest
 from pipesgd.replicas import weights_sha256
+from timing_model.schedules import gather_ring
 
 pytestmark = pytest.mark.slow
 

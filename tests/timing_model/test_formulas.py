@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipesgd.comm.ring import ring, ring_wire_bytes
+from pipesgd.comm.native import ring_wire_bytes
 from timing_model import (
     CodecCost,
     LinkParams,
@@ -26,6 +26,7 @@ from timing_model.collective_time import (
     hierarchical_time,
     ring_codec_time,
 )
+from timing_model.schedules import ring
 
 SECONDS = st.floats(0, 1e3)
 LINK = LinkParams(alpha=2e-4, beta=3e-9, gamma=1e-10, sync=5e-5, overhead=1e-5)

@@ -19,13 +19,18 @@ from timing_model import (
     schedules,
     uncompressed,
 )
-from timing_model.all_reduce import SCHEDULES, SEGMENTS_AHEAD, messages_meet, segments_of
+from timing_model.all_reduce import messages_meet
+from timing_model.schedules import SCHEDULES, SEGMENTS_AHEAD, Schedule, segments_of
 from timing_model.simulate_messages import Network, Task, simulate_messages, simulate_ring, tasks_of
 
 EXACT = 1e-9
 SECONDS = st.floats(0, 1)
 LINK = LinkParams(alpha=1.0, beta=2.0, gamma=0.5, sync=0.0)
 WORLD_SIZES = st.one_of(st.integers(1, 9), st.sampled_from((13, 16, 32)))
+
+
+def ring_of(world_size: int) -> list[Schedule]:
+    return [schedules.ring(rank, world_size) for rank in range(world_size)]
 
 
 @st.composite
@@ -45,12 +50,12 @@ def codecs(draw: st.DrawFn) -> CodecCost:
 def test_the_time_is_that_of_the_messages(
     name: str, link: LinkParams, codec: CodecCost, world_size: int, each: float, segments: int
 ) -> None:
-    schedule = SCHEDULES[name](world_size)
-    numel = each * schedule.chunks
+    parts = [SCHEDULES[name](rank, world_size) for rank in range(world_size)]
+    numel = each * parts[0].chunks
     segment_bytes = max(1, math.ceil(codec.wire_bytes(each) / segments))
     segments = segments_of(codec.wire_bytes(each), segment_bytes)
     ahead = SEGMENTS_AHEAD if messages_meet(name, world_size) else None
-    programs = tasks_of(schedule, numel, codec, segments=segments, ahead=ahead)
+    programs = tasks_of(parts, numel, codec, segments=segments, ahead=ahead)
     simulated = max(simulate_messages(programs, Network(link=link)))
     predicted = all_reduce_time(name, link, numel, world_size, codec=codec, segment_bytes=segment_bytes)
     assert predicted.total == pytest.approx(simulated, rel=EXACT, abs=1e-12)
@@ -72,8 +77,8 @@ def test_the_time_of_hierarchical_is_that_of_the_messages(
     inner = LinkParams(alpha=inner.alpha, beta=inner.beta, gamma=0.0, sync=0.0, overhead=link.overhead)
     segment_bytes = math.ceil(codec.wire_bytes(7.0) / segments)
     segments = segments_of(codec.wire_bytes(7.0), segment_bytes)
-    schedule = schedules.hierarchical(world_size, ranks_per_node)
-    programs = tasks_of(schedule, 7.0 * world_size, codec, segments=segments)
+    parts = [schedules.hierarchical(rank, world_size, ranks_per_node) for rank in range(world_size)]
+    programs = tasks_of(parts, 7.0 * world_size, codec, segments=segments)
     simulated = max(simulate_messages(programs, Network(link=link, inner=inner, ranks_per_node=ranks_per_node)))
     predicted = all_reduce_time(
         "hierarchical",
@@ -128,7 +133,7 @@ def test_a_large_ring_is_that_of_the_messages() -> None:
 
 @given(link=links(), world_size=st.integers(1, 9), nbytes=st.floats(0, 1e4))
 def test_all_ranks_of_a_ring_at_once_are_the_ranks_one_by_one(link: LinkParams, world_size: int, nbytes: float) -> None:
-    programs = tasks_of(schedules.ring(world_size), nbytes / 4, uncompressed(link.gamma))
+    programs = tasks_of(ring_of(world_size), nbytes / 4, uncompressed(link.gamma))
     one_by_one = simulate_messages(programs, Network(link=link))
     assert simulate_ring(link, nbytes, world_size) == pytest.approx(np.array(one_by_one), rel=EXACT, abs=1e-12)
     assert max(one_by_one) == pytest.approx(ring_all_reduce_time(link, nbytes, world_size), rel=EXACT, abs=1e-12)
@@ -139,7 +144,7 @@ def test_all_ranks_of_a_ring_at_once_are_the_ranks_one_by_one(link: LinkParams, 
 def test_slow_links_and_slow_ranks_of_a_ring(world_size: int, data: st.DataObject) -> None:
     factors = np.array(data.draw(st.lists(st.floats(0.5, 1.9), min_size=world_size, max_size=world_size)))
     slow = {(rank, (rank + 1) % world_size): factor for rank, factor in enumerate(factors)}
-    programs = tasks_of(schedules.ring(world_size), 10.0 * world_size, uncompressed(0.25))
+    programs = tasks_of(ring_of(world_size), 10.0 * world_size, uncompressed(0.25))
     one_by_one = simulate_messages(programs, Network(link=LINK, slow=slow))
     link = LinkParams(alpha=1.0, beta=2.0, gamma=0.25, sync=0.0)
     assert simulate_ring(link, 40.0 * world_size, world_size, slow_links=factors).max() == pytest.approx(
@@ -197,11 +202,11 @@ def test_where_all_do_the_same_receives_are_posted_in_time(name: str, segments: 
     link = LinkParams(alpha=0.3, beta=1.0, gamma=0.0, sync=0.0)
     codec = CodecCost(name="", bits=8.0, encode=0.1, decode=0.1, add=0.1, hop=0.2)
     for world_size in (2, 4, 8):
-        schedule = SCHEDULES[name](world_size)
+        parts = [SCHEDULES[name](rank, world_size) for rank in range(world_size)]
         free, posted = (
             max(
                 simulate_messages(
-                    tasks_of(schedule, float(schedule.chunks * segments), codec, segments=segments, ahead=ahead),
+                    tasks_of(parts, float(parts[0].chunks * segments), codec, segments=segments, ahead=ahead),
                     Network(link=link),
                 )
             )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd.comm.schedule import split
 from pipesgd.flat_buffer import FlatBuffer
+from timing_model.schedules import split
 
 MOST_STATE_PER_WEIGHT = 16
 """The largest state of a server, in sizes of its weights: optimizers keep up to three times their parameters."""

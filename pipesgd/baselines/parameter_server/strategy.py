@@ -17,7 +17,7 @@ from pipesgd.baselines.parameter_server.server import Links, ShardServer
 from pipesgd.baselines.parameter_server.shard import Shard
 from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
 from pipesgd.checks import check_one_of, check_timeout
-from pipesgd.comm.base import AllReduce
+from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Pending, communication_group

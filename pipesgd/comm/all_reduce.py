@@ -1,32 +1,61 @@
-"""An all-reduce by messages: any schedule, with any codec that is decoded and encoded at every hop."""
+"""What an all-reduce is; and one by messages: any schedule, with any codec that is decoded and encoded at every hop."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.keys import mixed
-from pipesgd.comm.base import Finish, leave
-from pipesgd.comm.schedule import Encode, Operation, Receive, Schedule, Send, split
 from pipesgd.comm.transport import Pending, Transport
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
+from timing_model import schedules
+from timing_model.schedules import SEGMENTS_AHEAD, Receive, Schedule, Send, segments_of, split
 
-SEGMENTS_AHEAD = 4
-"""Receives of segments to be added up that are posted before their turn. gloo's sender starts only when the receiver is
-ready, so with one the wire would rest while a segment is added up. Each takes a segment of scratch."""
-LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
-"""A chunk is cut in two, as long as that leaves messages of some size, in bytes. A step waits for the one before only
-segment by segment: with a second one on its way, a rank that the computation holds up leaves no gap on the wire."""
 MOST_PLANS = 16
 """Kinds of buffers that a run reduces again and again."""
 ALIGNMENT = 64
 """Bytes; where segments begin in memory."""
+
+
+Finish = Callable[[Tensor], None]
+"""What is done with a part of a sum as soon as it is there."""
+
+
+def leave(part: Tensor) -> None:
+    """Nothing."""
+
+
+class AllReduce(Protocol):
+    """Sums a flat tensor over all ranks, in place, leaving the same bytes on every rank.
+
+    One instance serves one thread. It never takes a mean: that is ``flat_buffer.take_mean``'s.
+    """
+
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+        """Replace ``flat`` (numel,) by its sum over the ranks, as exactly as the codec on the wire allows.
+
+        Args:
+            flat: the values, contiguous.
+            residual: shaped like ``flat``, or None. It is added to the values first, and is afterwards what this rank's
+                encodings have left out: the sums and all ranks' residuals together are what all ranks put in.
+            key: 32 bits, the same on all ranks, that choose the random numbers of a codec that draws any.
+            finish: called with the parts of ``flat``, each once, when this rank has its sum and needs it no more: while
+                it is still in the cache, and others are on the wire. Where the mean is taken.
+
+        Raises:
+            CommunicationError: a peer was lost, or silent for longer than the deadline.
+        """
+
+    def wire_bytes(self, flat: Tensor) -> int:
+        """Bytes that this rank sends to reduce ``flat``, headers of the network apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +224,7 @@ class ScheduledAllReduce:
 
     def _make_plan(self, flat: Tensor) -> _Plan:
         segments, nbytes = self._segments(flat)
-        events = self._events(segments)
+        events = [self._event(event, segment) for event in self._schedule.events for segment in segments[event.chunk]]
         largest = max((_length(event.segment.wire) for event in events), default=0)
         most = max((_length(event.segment.values) for event in events), default=0)
         shared = any(event.encoding is not None and event.encoding.holders > 1 for event in events)
@@ -222,7 +251,7 @@ class ScheduledAllReduce:
 
         chunks = split(flat.numel(), self._schedule.chunks)
         nbytes = wire_bytes(max(stop - start for start, stop in chunks))
-        per_chunk = max(1, math.ceil(nbytes / self._segment_bytes), min(LEAST_SEGMENTS, nbytes // SMALLEST_SEGMENT))
+        per_chunk = segments_of(nbytes, self._segment_bytes)
         segments: list[list[_Segment]] = []
         position = 0
         for chunk, (start, stop) in enumerate(chunks):
@@ -240,46 +269,25 @@ class ScheduledAllReduce:
                 position += size if codec.in_place else math.ceil(size / ALIGNMENT) * ALIGNMENT
         return segments, position
 
-    def _events(self, segments: list[list[_Segment]]) -> list[_Event]:
-        """The schedule's operations, segment by segment, each tied to the arrival that it waits for."""
-        # Each group is of one chunk: at most one arrival, then at most one encoding, then sends.
-        begun: list[list[Operation]] = []
-        arriving: list[list[Operation]] = []
-        latest: dict[int, list[Operation]] = {}
-        for operation in self._schedule.operations:
-            if isinstance(operation, Receive):
-                latest[operation.chunk] = []
-                arriving.append(latest[operation.chunk])
-            elif operation.chunk not in latest:
-                latest[operation.chunk] = []
-                begun.append(latest[operation.chunk])
-            latest[operation.chunk].append(operation)
-        events: list[_Event] = []
-        following: dict[int, Receive] = {}  # by chunk: what arrives of it next
-        for group in reversed(begun + arriving):
-            first = group[0]
-            later = following.get(first.chunk)
-            events[:0] = [self._event(segment, group, later) for segment in segments[first.chunk]]
-            if isinstance(first, Receive):
-                following[first.chunk] = first
-        return events
+    def _event(self, event: schedules.Event, segment: _Segment) -> _Event:
+        """What the schedule does with a chunk, for one segment of it."""
+        arrival, encoding = event.arrival, None
+        if event.encode is not None:
+            holders = event.encode.holders
+            salt = mixed(self._transport.rank // holders * holders, holders, segment.values.start)
+            encoding = _Encoding(holders=holders, salt=salt, keep=event.keeps_encoded)
+        return _Event(
+            segment=segment,
+            arrival=None if arrival is None else _message(arrival, segment),
+            reduce=event.reduces,
+            encoding=encoding,
+            sends=tuple(_message(send, segment) for send in event.sends),
+            last=event.following is None,
+        )
 
-    def _event(self, segment: _Segment, group: list[Operation], later: Receive | None) -> _Event:
-        arrival, encoding, reduce = None, None, False
-        sends = []
-        for operation in group:
-            if isinstance(operation, Encode):
-                holders = operation.holders
-                first = self._transport.rank // holders * holders
-                salt = mixed(first, holders, segment.values.start)
-                encoding = _Encoding(holders=holders, salt=salt, keep=later is None or later.reduce)
-            else:
-                message = _Message(operation.peer, f"{segment.name} at step {operation.step}")
-                if isinstance(operation, Send):
-                    sends.append(message)
-                else:
-                    arrival, reduce = message, operation.reduce
-        return _Event(segment, arrival, reduce, encoding, tuple(sends), last=later is None)
+
+def _message(operation: Send | Receive, segment: _Segment) -> _Message:
+    return _Message(operation.peer, f"{segment.name} at step {operation.step}")
 
 
 def _length(part: slice) -> int:

@@ -1,0 +1,71 @@
+"""An all-reduce is added by its schedule and one entry in a dictionary: then it trains, and is predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import _sixth_all_reduce
+import pytest
+from _fashion_mnist import FASHION_MNIST
+from _virtual_time import virtual_time
+
+from pipesgd.codecs.floats import Uncompressed
+from timing_model import LinkParams, schedules, uncompressed
+from timing_model.all_reduce import all_reduce_time
+from timing_model.simulate_messages import Network
+
+PROGRAM = str(Path(_sixth_all_reduce.__file__))
+NAME = "binomial-tree"
+
+
+@pytest.mark.slow
+def test_it_trains_to_the_weights_of_the_ring(tmp_path: Path) -> None:
+    job = f"train --data-dir {FASHION_MNIST} --hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05".split()
+    losses = {}
+    for all_reduce in ("ring", NAME):
+        words = [*job, "--dataset", "fashion-mnist", "--all-reduce", all_reduce, "--output", str(tmp_path / all_reduce)]
+        done = _run("-m", "torch.distributed.run", "--nproc-per-node", "3", PROGRAM, *words)
+        assert done.returncode == 0, done.stderr
+        summary = json.loads((tmp_path / all_reduce / "summary.json").read_text())
+        assert (summary["all_reduce"], summary["replicas_identical"]) == (all_reduce, True)
+        losses[all_reduce] = summary["final"]["train_loss"]
+    assert losses[NAME] == pytest.approx(losses["ring"], rel=1e-4)  # sums are added up in another order
+
+
+def test_the_model_predicts_it_by_its_messages() -> None:
+    done = _run(
+        PROGRAM, "predict", "--all-reduce", NAME, *["--model", "resnet18", "--network", "1Gbit/s", "--ranks", "6"]
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert NAME in done.stdout
+
+
+@pytest.mark.parametrize("world_size", range(1, 10))
+def test_the_predicted_time_is_that_of_the_code(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(schedules.SCHEDULES, NAME, _sixth_all_reduce.binomial_tree)
+    monkeypatch.setattr("timing_model.all_reduce.ALL_REDUCES", (*schedules.SCHEDULES, "hierarchical", "native"))
+    link = LinkParams(alpha=3e-4, beta=1.1e-8, gamma=0.7e-9, sync=0.0, overhead=2e-5)
+    numel = 1 << 20
+    measured = virtual_time(
+        _sixth_all_reduce.binomial_tree,
+        world_size,
+        Network(link=link),
+        Uncompressed(),
+        uncompressed(link.gamma),
+        numel,
+        schedules.SEGMENT_BYTES,
+        posted=True,
+    )
+    predicted = all_reduce_time(NAME, link, numel, world_size)
+    assert predicted.total == pytest.approx(measured, rel=1e-9)
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
