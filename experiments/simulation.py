@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipesgd.codecs.base import Codec
-from pipesgd.codecs.keys import mixed
+from pipesgd.codecs.base import Codec, mixed
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.flat_buffer import FlatBuffer, pack_gradients, take_mean

@@ -1,7 +1,10 @@
-"""What a codec is: how values become the bytes that travel, and values again."""
+"""What a codec is: how values become the bytes that travel, and values again; and what several codecs share."""
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from torch import Tensor
@@ -46,3 +49,41 @@ class Codec(Protocol):
         self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
     ) -> None:
         """``decode_add`` of ``received``, then ``encode``, in one pass over blocks that stay in cache."""
+
+
+class FusedCodec(ABC):
+    """A ``Codec`` whose loops decode, add and encode in one pass.
+
+    Its four operations are made of two: encode, after adding what was received if there is anything, and decode, which
+    replaces or adds.
+    """
+
+    in_place = False
+
+    @abstractmethod
+    def _encode(
+        self, received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
+    ) -> None: ...
+
+    @abstractmethod
+    def _decode(self, wire: Tensor, values: Tensor, *, add: bool) -> None: ...
+
+    def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
+        self._encode(None, values, residual, wire, key)
+
+    def decode(self, wire: Tensor, values: Tensor) -> None:
+        self._decode(wire, values, add=False)
+
+    def decode_add(self, wire: Tensor, values: Tensor) -> None:
+        self._decode(wire, values, add=True)
+
+    def decode_add_encode(
+        self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
+    ) -> None:
+        self._encode(received, values, residual, wire, key)
+
+
+def mixed(*numbers: int) -> int:
+    """A key of random numbers, the same on every machine: 32 bits that depend on all bits of ``numbers``, each below
+    2**64."""
+    return int.from_bytes(hashlib.blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=4).digest(), "little")

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from pipesgd.codecs.fused import FusedCodec
+from pipesgd.codecs.base import FusedCodec
 from pipesgd.codecs.kernels import kernels_for
 from pipesgd.codecs.kernels.kinds import BF16, FP16, TRUNCATE16
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pipesgd.codecs.base import Codec
-from pipesgd.codecs.blocks import Int4, Int8, Qsgd, Ternary
+from pipesgd.codecs.blocks import Int4, Int8, Qsgd, Sign, Ternary
 from pipesgd.codecs.floats import Bf16, Fp16, Truncate16, Uncompressed
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.codecs.sign import Sign
 
 _SIXTEEN = {"truncate16": Truncate16, "bf16": Bf16, "fp16": Fp16}
 _ROUNDED = {"int8": Int8, "int4": Int4, "ternary": Ternary}

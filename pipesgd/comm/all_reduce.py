@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipesgd.codecs.base import Codec
-from pipesgd.codecs.keys import mixed
+from pipesgd.codecs.base import Codec, mixed
 from pipesgd.comm.transport import Pending, Transport
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 from timing_model import schedules

@@ -48,7 +48,7 @@ from pipesgd.pipeline.sameness import (
     plain,
 )
 from pipesgd.ranks import Ranks, current
-from pipesgd.reducers.float32 import real
+from pipesgd.reducers.base import real
 from pipesgd.reducers.make import check_exchange, make_exchange
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd.codecs.keys import mixed
+from pipesgd.codecs.base import mixed
 from pipesgd.comm.all_reduce import AllReduce, Finish, leave
 from pipesgd.flat_buffer import FlatBuffer, rearranged
-from pipesgd.reducers.float32 import Float32Places, real
+from pipesgd.reducers.base import Float32Places, real
 
 
 class DenseExchange:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipesgd.comm.all_reduce import AllReduce, Finish, leave
 from pipesgd.flat_buffer import FlatBuffer, are_finite
-from pipesgd.reducers.float32 import real
+from pipesgd.reducers.base import real
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipesgd.comm.all_reduce import AllReduce, Finish, leave
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer, rearranged
-from pipesgd.reducers.float32 import Float32Places, real
+from pipesgd.reducers.base import Float32Places, real
 
 WARMUP_DENSITY = 0.25
 """Where a warm-up begins, as in the paper."""

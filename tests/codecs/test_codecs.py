@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipesgd.codecs.base import Codec
-from pipesgd.codecs.blocks import CLIP_NEAREST, CLIP_STOCHASTIC, Int4, Int8, Qsgd, Ternary
+from pipesgd.codecs.blocks import CLIP_NEAREST, CLIP_STOCHASTIC, Int4, Int8, Qsgd, Sign, Ternary
 from pipesgd.codecs.floats import Bf16, Fp16, Truncate16, Uncompressed
-from pipesgd.codecs.sign import Sign
 
 # --- Bytes ------------------------------------------------------------------------------------------------------------
 

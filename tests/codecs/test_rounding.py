@@ -13,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipesgd.codecs.base import Codec
-from pipesgd.codecs.blocks import Int4, Int8, Qsgd, Ternary
+from pipesgd.codecs.base import Codec, mixed
+from pipesgd.codecs.blocks import Int4, Int8, Qsgd, Sign, Ternary
 from pipesgd.codecs.floats import Bf16, Fp16, Truncate16
-from pipesgd.codecs.keys import mixed
-from pipesgd.codecs.sign import Sign
 
 ROUNDED = [Int8, Int4, Ternary, Qsgd, partial(Qsgd, levels=1), partial(Qsgd, levels=127)]
 

@@ -37,9 +37,7 @@ def test_it_trains_to_the_weights_of_the_ring(tmp_path: Path) -> None:
 
 
 def test_the_model_predicts_it_by_its_messages() -> None:
-    done = _run(
-        PROGRAM, "predict", "--all-reduce", NAME, *["--model", "resnet18", "--network", "1Gbit/s", "--ranks", "6"]
-    )
+    done = _run(PROGRAM, *f"predict --all-reduce {NAME} --model resnet18 --network 1Gbit/s --ranks 6".split())
     assert (done.returncode, done.stderr) == (0, "")
     assert NAME in done.stdout
 
