@@ -120,6 +120,9 @@ class Schedule:
     chunks: int
     operations: tuple[Operation, ...]
 
+    def __post_init__(self) -> None:
+        assert all(0 <= operation.chunk < self.chunks for operation in self.operations)
+
     @property
     def sends(self) -> list[Send]:
         return [operation for operation in self.operations if isinstance(operation, Send)]
