@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio
+from experiments.predictions import COMPARED
 from experiments.results import Row, save, save_figure
-from pipesgd.config import PREDICTIONS
 from pipesgd.data import build_model
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.clipping import Clipping
-from pipesgd.pipeline.agreement import Agreement
-from pipesgd.pipeline.prediction import Prediction, Unapplied, make_prediction
+from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied, make_prediction
 from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-6),
 }
 STEP = "the optimizer's step"
+NAMES = ("eager", "local", *COMPARED, "none")
 ROUNDS, QUICK_ROUNDS, WARM_UP = 200, 3, 3
 COLOUR = "#0072B2"
 
@@ -54,7 +54,7 @@ class Contender:
         self._gradients = [torch.randn_like(parameter) for parameter in self._parameters]
         self._name = name
         self._prediction: Prediction = make_prediction(
-            "none" if name == STEP else name, self._parameters, self._optimizer, Clipping()
+            COMPARED.get(name, "none" if name == STEP else name), self._parameters, self._optimizer, Clipping()
         )
         self._agreement = Agreement()
         self._agreement.cosine = 0.6  # as it is in training: eager has something to do
@@ -67,7 +67,7 @@ class Contender:
         """An iteration, of which what is compared is timed."""
         kept = self._prediction.keep(self._gradients)
         in_flight = [Unapplied(kept, hyperparameters.current(self._optimizer))]
-        self._prediction.restore()
+        self._prediction.weights.restore()
         begin = time.perf_counter()
         self._prediction.learn(self._gradients, kept, None, self._agreement)
         self._prediction.correct(self._gradients, kept)
@@ -97,7 +97,7 @@ def compute(rounds: int, hidden: tuple[int, ...], console: Console) -> list[Row]
     rows: list[Row] = []
     with command.progress(console, "predictions", len(OPTIMIZERS) * (rounds + WARM_UP)) as advance:
         for optimizer, make in OPTIMIZERS.items():
-            contenders = {name: Contender(name, make, hidden) for name in (STEP, *PREDICTIONS)}
+            contenders = {name: Contender(name, make, hidden) for name in (STEP, *NAMES)}
             seconds = paired.interleave_here(
                 contenders, rounds, warm_up=WARM_UP, after_round=partial(advance, 1, optimizer)
             )

@@ -21,20 +21,17 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.flat_buffer import FlatBuffer, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
-from pipesgd.optim.hyperparameters import Hyperparameters
 from pipesgd.optim.step import trainable_parameters
-from pipesgd.pipeline.agreement import Agreement
-from pipesgd.pipeline.delayed_update import LateUpdates
-from pipesgd.pipeline.prediction import Unapplied
+from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
+from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
 from timing_model.schedules import split
 
 
 @dataclass(frozen=True)
 class _InFlight:
     mean: FlatBuffer
-    kept: list[list[Tensor]]
-    """Of each rank, by the prediction."""
-    hyperparameters: Hyperparameters
+    unapplied: list[Unapplied]
+    """By rank."""
 
 
 class SimulatedRanks:
@@ -56,7 +53,7 @@ class SimulatedRanks:
         world_size: int,
         width: int = 2,
         warmup_iterations: int = 0,
-        prediction: str = "eager",
+        prediction: str | type[Prediction] = "eager",
         guard: bool = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -70,7 +67,7 @@ class SimulatedRanks:
         self._world_size = world_size
         self._parameters = trainable_parameters(optimizer)
         # One for all ranks: what is a rank's own, how well it agrees and what it missed, is in its Agreement.
-        self._updates = LateUpdates(
+        self._updates = DelayedUpdate(
             optimizer,
             self._parameters,
             width=width,
@@ -79,7 +76,6 @@ class SimulatedRanks:
             guard=guard,
             clip=Clipping(norm=clip_norm, value=clip_value),
         )
-        self._prediction, self._guard = self._updates.prediction, self._updates.guard
         self._agreements = [Agreement() for _ in range(world_size)]
         self._in_flight: deque[_InFlight] = deque()
         self._flats = [FlatBuffer(self._parameters) for _ in range(world_size)]
@@ -90,21 +86,20 @@ class SimulatedRanks:
     def iterate(self, loss_of: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> list[float]:
         """One iteration on ``batches``, one a rank: their losses."""
         losses: list[float] = []
-        kept: list[list[Tensor]] = []
+        unapplied: list[Unapplied] = []
         for rank, batch in enumerate(batches):
-            in_flight = [Unapplied(gradient.kept[rank], gradient.hyperparameters) for gradient in self._in_flight]
-            self._prediction.predict(in_flight, self._agreements[rank])
+            self._updates.predict([gradient.unapplied[rank] for gradient in self._in_flight], self._agreements[rank])
             self._take_buffers(self._buffers[rank])
             loss = loss_of(self._model, batch)
             loss.backward()
             losses.append(loss.item())
             self._keep_buffers(self._buffers[rank])
-            kept.append(self._prediction.keep(pack_gradients(self._parameters, self._flats[rank])))
-            self._prediction.restore()
+            unapplied.append(self._updates.hand_over(pack_gradients(self._parameters, self._flats[rank])))
+            self._updates.weights.restore()
         mean = FlatBuffer(self._parameters)
         self._ring.sum_into(mean.flats[0])
         take_mean(mean.flats[0], self._world_size)
-        self._in_flight.append(_InFlight(mean, kept, self._updates.hand_over()))
+        self._in_flight.append(_InFlight(mean, unapplied))
         self.iteration += 1
         self._apply_until(self._updates.width_after(self.iteration) - 1)
         return losses
@@ -121,13 +116,14 @@ class SimulatedRanks:
     def _apply_until(self, remaining: int) -> None:
         while len(self._in_flight) > remaining:
             gradient = self._in_flight.popleft()
-            if self._guard is not None:
-                norm = torch.linalg.vector_norm(gradient.mean.flats[0], dtype=torch.float64)
-                self._guard.saw(norm.item(), self.iteration)
-            for agreement, kept in zip(self._agreements, gradient.kept, strict=True):
-                comparison = self._prediction.compare(gradient.mean.views, kept)
-                self._prediction.learn(gradient.mean.views, kept, comparison, agreement)
-            self._updates.apply(gradient.mean.views, gradient.kept[0], gradient.hyperparameters)
+            mean, norm = gradient.mean.views, None
+            if self._updates.wants_norms:
+                norm = torch.linalg.vector_norm(gradient.mean.flats[0], dtype=torch.float64).item()
+            guessed = [
+                Guessed(unapplied, self._updates.compare(mean, unapplied), agreement)
+                for unapplied, agreement in zip(gradient.unapplied, self._agreements, strict=True)
+            ]
+            self._updates.arrived(mean, guessed, norm=norm, iteration=self.iteration)
 
     def _take_buffers(self, values: Sequence[Tensor]) -> None:
         for buffer, value in zip(self._model.buffers(), values, strict=True):

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from experiments.predictions import COMPARED
 from experiments.results import code_state
 from experiments.simulation import SimulatedRanks
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
 from pipesgd.data import DataSplits, ShardedBatches, evaluation_batches, make_workload
 from pipesgd.optim.build import build_optimizer, build_schedule
+from pipesgd.pipeline.prediction import Prediction
 from pipesgd.run import evaluation
 
 WORLD_SIZE = 4
@@ -204,10 +206,19 @@ def plan(
     return planned
 
 
+def _compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
+    """The arguments without a ``--prediction`` that ``pipesgd.train`` does not offer, and that prediction."""
+    for number, (option, name) in enumerate(itertools.pairwise(arguments)):
+        if option == "--prediction" and name in COMPARED:
+            return arguments[:number] + arguments[number + 2 :], COMPARED[name]
+    return arguments, None
+
+
 def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -> Run:
     """What ``pipesgd.train`` with these words comes to on so many ranks; tested on every so many-th sample."""
     begin = time.perf_counter()
-    config = parse_training(shlex.split(words))
+    arguments, compared = _compared_prediction(shlex.split(words))
+    config = parse_training(arguments)
     optimization, pipeline = config.optimization, config.pipeline
     torch.manual_seed(optimization.seed)
     data, model = make_workload(config)
@@ -222,7 +233,7 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
         world_size=world_size,
         width=pipeline.width,
         warmup_iterations=pipeline.warmup_iterations,
-        prediction=pipeline.prediction,
+        prediction=compared or pipeline.prediction,
         guard=pipeline.guard,
         codec=config.compression.codec,
     )

@@ -27,7 +27,7 @@ TEXT_MODELS = ("transformer",)
 MODELS = (*IMAGE_MODELS, *TEXT_MODELS)
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
-PREDICTIONS = ("eager", "local", "previous", "nesterov", "spectrain", "dc", "none")
+PREDICTIONS = ("eager", "local", "none")
 SERVER_PLACEMENTS = ("beside", "own")
 DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
@@ -230,8 +230,7 @@ class PipelineConfig:
     prediction: str = "eager"
     """What stands for the gradients in flight in the weights that the next ones are computed on: local (this rank's
     own gradients), eager (the same, turned back by what they missed before, and further on the less they agree with the
-    means), previous (the last mean), nesterov (momentum alone), spectrain (the last update), dc (no predicted weights,
-    but corrected gradients), or none. Width 1 has none in flight."""
+    means), or none. Width 1 has none in flight."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is how harmful staleness shows."""
     allow_drift: bool = False

@@ -13,6 +13,7 @@ from _reference import pipe_sgd
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from experiments.predictions import COMPARED
 from pipesgd import Pipelined
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
@@ -97,7 +98,7 @@ def train_on_ranks(ranks: Ranks, case: Case, make_optimizer: MakeOptimizer) -> O
         optimizer,
         width=case["width"],
         warmup_iterations=case["warmup"],
-        prediction=case["prediction"],
+        prediction=COMPARED.get(case["prediction"], case["prediction"]),
         ranks=ranks,
         **case["clip"],
         **case["options"],

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from experiments.predictions import COMPARED
 from pipesgd import Pipelined
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
@@ -32,6 +33,7 @@ from pipesgd.data import evaluation_batches
 from pipesgd.data.samples import InMemoryImages, PixelScale
 from pipesgd.errors import UserInputError
 from pipesgd.optim.clipping import Clipping
+from pipesgd.pipeline.prediction import Prediction
 from pipesgd.ranks import Ranks
 from pipesgd.run.evaluation import evaluate, mean, sums
 from pipesgd.run.forward_backward import forward_backward
@@ -483,7 +485,7 @@ def test_an_average_of_true_weights_is_that_of_synchronous_training_some_iterati
     assert_same_weights(average, expected.module.state_dict(), rtol=0.0)
 
 
-def count_hooks(prediction: str) -> tuple[int, int]:
+def count_hooks(prediction: str | type[Prediction]) -> tuple[int, int]:
     """How often a hook of the optimizer ran, and one of all optimizers, in 5 updates."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -501,12 +503,14 @@ def count_hooks(prediction: str) -> tuple[int, int]:
     return len(own), len(everywhere)
 
 
-@pytest.mark.parametrize("prediction", ["local", "previous", "nesterov"])
-def test_an_optimizers_hooks_run_for_updates_and_torchs_global_ones_for_predictions_too(prediction: str) -> None:
+@pytest.mark.parametrize("prediction", ["local", COMPARED["previous"], COMPARED["nesterov"]])
+def test_an_optimizers_hooks_run_for_updates_and_torchs_global_ones_for_predictions_too(
+    prediction: str | type[Prediction],
+) -> None:
     own, everywhere = count_hooks(prediction)
     assert own == 5
     # Of two gradients in flight, but for the first iteration; "previous" needs a mean first.
-    assert everywhere == 5 + (6 if prediction == "previous" else 9)
+    assert everywhere == 5 + (6 if prediction == COMPARED["previous"] else 9)
 
 
 def pipeline_of_ones(width: int) -> tuple[nn.Linear, Pipelined, Callable[[], None]]:

@@ -36,7 +36,7 @@ class OptimizerCopy:
             self._follow_attributes()
         except Exception as failure:
             raise UserInputError(
-                "prediction must be none, spectrain or dc for an optimizer that cannot be copied; "
+                "prediction must be none for an optimizer that cannot be copied; "
                 f"got {type(optimizer).__name__}: {failure}"
             ) from failure
 

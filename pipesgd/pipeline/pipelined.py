@@ -33,12 +33,10 @@ from pipesgd.config import (
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, OutOfStepError, RunError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
-from pipesgd.optim.hyperparameters import Hyperparameters
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
-from pipesgd.pipeline.agreement import Agreement
-from pipesgd.pipeline.delayed_update import LateUpdates
-from pipesgd.pipeline.prediction import Prediction, Unapplied
+from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
+from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
 from pipesgd.pipeline.same_bits import check_same_bits
 from pipesgd.pipeline.sameness import (
     check_same_settings,
@@ -70,15 +68,13 @@ class _Reduction:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A gradient on its way: handed over in ``iteration``, to be applied with these options of the optimizer."""
+    """A gradient on its way, handed over in ``iteration``."""
 
     iteration: int
     buffer: FlatBuffer
-    kept: Sequence[Tensor]
-    """By the prediction."""
-    hyperparameters: Hyperparameters
+    unapplied: Unapplied
     scale: float
-    """That its loss was multiplied by."""
+    """Loss scale in effect when this gradient was computed."""
     own_is_finite: Callable[[], bool]
     """Whether this rank's own gradient is finite; asked only if the mean is not."""
     reduction: Future[_Reduction]
@@ -113,7 +109,8 @@ class Pipelined(Strategy):
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
-        prediction: what stands for the gradients in flight: "eager", or another of ``pipesgd.pipeline.prediction``.
+        prediction: what stands for the gradients in flight: "eager", "local" or "none", or a class of predictions
+            (``pipesgd.pipeline.prediction``).
         guard: whether to fall back to width 1 for a while, on all ranks, when gradients blow up
             (``pipesgd.pipeline.divergence_guard``).
         clip_norm: largest norm of the averaged gradient, to which it is scaled down when it is applied.
@@ -152,7 +149,7 @@ class Pipelined(Strategy):
         *,
         width: int = 2,
         warmup_iterations: int = 0,
-        prediction: str = "eager",
+        prediction: str | type[Prediction] = "eager",
         guard: bool = False,
         clip_norm: float | None = None,
         clip_value: float | None = None,
@@ -178,7 +175,7 @@ class Pipelined(Strategy):
         self._optimizer = optimizer
         self._parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
         clip = Clipping(norm=clip_norm, value=clip_value)
-        self._updates = LateUpdates(
+        self._updates = DelayedUpdate(
             optimizer,
             self._parameters,
             width=width,
@@ -188,7 +185,6 @@ class Pipelined(Strategy):
             clip=clip,
         )
         check_exchange(options, optimizer, self._parameters, seed)
-        self._guard = self._updates.guard
         device = self._parameters[0].device
         self.iteration = 0
         self.replicated = True
@@ -211,7 +207,7 @@ class Pipelined(Strategy):
         self._settings = {
             "width": width,
             "warmup_iterations": warmup_iterations,
-            "prediction": prediction,
+            "prediction": plain(prediction),
             "guard": guard,
             "clip_norm": clip_norm,
             "clip_value": clip_value,
@@ -250,10 +246,6 @@ class Pipelined(Strategy):
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-
-    @property
-    def _prediction(self) -> Prediction:
-        return self._updates.prediction
 
     @property
     def width(self) -> int:
@@ -321,15 +313,15 @@ class Pipelined(Strategy):
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
         """While it is open, the model holds the weights that all ranks agree on; what changes them then is kept."""
-        predicted = self._prediction.holds_predicted
+        predicted = self._updates.weights.are_predicted
         changed = self._true_weights_changed
-        self._prediction.restore()
+        self._updates.weights.restore()
         try:
             yield
         finally:
             # Unless a ``flush`` or a ``step`` in between has left other weights.
             if predicted and self._true_weights_changed == changed:
-                self._prediction.return_to_predicted()
+                self._updates.weights.return_to_predicted()
 
     def share_weights(self) -> None:
         """Give all ranks rank 0's true weights and state of the optimizer, if replicas drift. Collective."""
@@ -358,13 +350,13 @@ class Pipelined(Strategy):
         in_flight = [
             {
                 "iteration": gradient.iteration,
-                "hyperparameters": list(gradient.hyperparameters),
+                "hyperparameters": list(gradient.unapplied.hyperparameters),
                 "finite": gradient.reduction.result().finite,
                 "norm": gradient.reduction.result().norm,
                 "comparison": list(gradient.reduction.result().comparison or ()),
                 "flats": [flat.clone() for flat in gradient.buffer.flats],
                 "scale": gradient.scale,
-                "kept": [tensor.clone() for tensor in gradient.kept],
+                "kept": [tensor.clone() for tensor in gradient.unapplied.kept],
                 "own_is_finite": gradient.reduction.result().finite or gradient.own_is_finite(),
             }
             for gradient in self._in_flight
@@ -374,10 +366,9 @@ class Pipelined(Strategy):
             "iteration": self.iteration,
             "in_flight": in_flight,
             "exchange": self._exchange.state_dict(),
-            "prediction": self._prediction.state_dict(),
+            **self._updates.state_dict(),
             "agreement": self._agreement.state_dict(),
             "loss_scale": self._loss_scale.state_dict(),
-            "guard": None if self._guard is None else self._guard.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -385,18 +376,16 @@ class Pipelined(Strategy):
         self._thread.check()
         self._error = self._half_done = self._meeting = None
         self._true_weights_changed += 1
-        self._prediction.adopt()
+        self._updates.weights.adopt()
         while self._in_flight:
             self._in_flight[0].reduction.result()
             self._pool.append(self._in_flight.popleft().buffer)
         self.iteration = state["iteration"]
         device = self._parameters[0].device
         self._exchange.load_state_dict(on_device(state["exchange"], device))
-        self._prediction.load_state_dict(on_device(state["prediction"], device))
+        self._updates.load_state_dict(on_device({name: state[name] for name in ("prediction", "guard")}, device))
         self._agreement.load_state_dict(on_device(state["agreement"], device))
         self._loss_scale.load_state_dict(state["loss_scale"])
-        if self._guard is not None and state["guard"] is not None:
-            self._guard.load_state_dict(state["guard"])
         for entry in state["in_flight"]:
             buffer = self._free_buffer()
             self._pool.pop()
@@ -406,10 +395,10 @@ class Pipelined(Strategy):
             arrived: Future[_Reduction] = Future()
             comparison = Comparison(*entry["comparison"]) if entry["comparison"] else None
             arrived.set_result(_Reduction(entry["finite"], span, comparison, entry["norm"]))
-            kept, options = on_device(entry["kept"], device), entry["hyperparameters"]
+            unapplied = Unapplied(on_device(entry["kept"], device), entry["hyperparameters"])
             own_is_finite = functools.partial(bool, entry["own_is_finite"])
             self._in_flight.append(
-                _InFlight(entry["iteration"], buffer, kept, options, entry["scale"], own_is_finite, arrived)
+                _InFlight(entry["iteration"], buffer, unapplied, entry["scale"], own_is_finite, arrived)
             )
         self._predict()
 
@@ -457,7 +446,7 @@ class Pipelined(Strategy):
         self.close()
 
     def _drop_in_flight(self) -> None:
-        self._prediction.restore()
+        self._updates.weights.restore()
         if self._in_flight:
             iterations = ", ".join(str(gradient.iteration) for gradient in self._in_flight)
             warnings.warn(
@@ -550,17 +539,18 @@ class Pipelined(Strategy):
 
     def _hand_over(self, buffer: FlatBuffer, local: Sequence[Tensor | None], scale: float) -> _InFlight:
         iteration = self.iteration
-        kept = self._prediction.keep(local)
+        unapplied = self._updates.hand_over(local)
         # At width 1 ``step`` keeps the gradients until their mean is there.
-        kept_anyway = self._prediction.keeps_gradients or self.width == 1
+        kept_anyway = self._updates.keeps_gradients or self.width == 1
         present = [gradient for gradient in local if gradient is not None] if kept_anyway else []
         looked_at: list[bool] = []
 
         def own_is_finite() -> bool:
             return are_finite(present) if kept_anyway else looked_at[0]
 
-        if self._skip_nonfinite and kept and not all_finite(buffer):
-            kept, present, kept_anyway = [], [], False  # no update will come of it
+        if self._skip_nonfinite and unapplied.kept and not all_finite(buffer):
+            unapplied = dataclasses.replace(unapplied, kept=[])  # no update will come of it
+            present, kept_anyway = [], False
 
         def reduce() -> _Reduction:
             start = time.perf_counter()
@@ -578,17 +568,16 @@ class Pipelined(Strategy):
                 if flat.dtype == torch.float16:  # their sum would be infinite before that of longer floats is
                     take_mean(flat, self._ranks.world_size)
             self._exchange.sum(buffer, iteration, finish)
-            norm = None if self._guard is None else self._agreed_norm(buffer)
-            comparison = self._prediction.compare(buffer.views, kept)
+            norm = self._agreed_norm(buffer) if self._updates.wants_norms else None
+            comparison = self._updates.compare(buffer.views, unapplied)
             return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)
 
-        options = self._updates.hand_over()
-        return _InFlight(iteration, buffer, kept, options, scale, own_is_finite, self._meet("step", reduce))
+        return _InFlight(iteration, buffer, unapplied, scale, own_is_finite, self._meet("step", reduce))
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict from these."""
         self._true_weights_changed += 1
-        self._prediction.restore()
+        self._updates.weights.restore()
         arrivals: list[StepReport] = []
         try:
             while len(self._in_flight) > remaining:
@@ -596,12 +585,12 @@ class Pipelined(Strategy):
             begin = time.perf_counter()
             self._predict()
         except BaseException as error:
-            self._prediction.restore()
+            self._updates.weights.restore()
             self._error = error
             raise
         self._error = None
         spans = [span for arrival in arrivals for span in arrival.spans]
-        if self._prediction.holds_predicted:
+        if self._updates.weights.are_predicted:
             spans.append(Span("predict", self.iteration, begin, time.perf_counter()))
         return StepReport(
             applied=tuple(iteration for arrival in arrivals for iteration in arrival.applied),
@@ -622,12 +611,11 @@ class Pipelined(Strategy):
         culprits = () if reduction.finite else self._who_is_not_finite(gradient)
         with self._whole(f"the update of iteration {gradient.iteration}"):
             self._loss_scale.saw(reduction.finite, gradient.scale)
-            if self._guard is not None and reduction.finite and reduction.norm is not None:
-                fell_back = self._guard.saw(reduction.norm, self.iteration)
             if reduction.finite:
-                views = gradient.buffer.views
-                self._prediction.learn(views, gradient.kept, reduction.comparison, self._agreement)
-                self._updates.apply(views, gradient.kept, gradient.hyperparameters)
+                guessed = Guessed(gradient.unapplied, reduction.comparison, self._agreement)
+                fell_back = self._updates.arrived(
+                    gradient.buffer.views, [guessed], norm=reduction.norm, iteration=self.iteration
+                )
             self._in_flight.popleft()
             self._pool.append(gradient.buffer)
         if not (reduction.finite or self._skip_nonfinite):
@@ -658,8 +646,7 @@ class Pipelined(Strategy):
         return math.sqrt(total.item() / self._ranks.world_size)
 
     def _predict(self) -> None:
-        in_flight = [Unapplied(gradient.kept, gradient.hyperparameters) for gradient in self._in_flight]
-        self._prediction.predict(in_flight, self._agreement)
+        self._updates.predict([gradient.unapplied for gradient in self._in_flight], self._agreement)
 
     def _sum_over_ranks(self, call: str, buffer: FlatBuffer) -> None:
         self._meet(call, lambda: sum_buffer(buffer, self._exact)).result()

@@ -1,4 +1,4 @@
-"""What takes the staleness out: gradients are computed on weights that are predicted from what is still in flight.
+"""Weight prediction: gradients are computed at the weights that are expected once all that is in flight is applied.
 
 A gradient that is applied K-1 iterations late was computed on weights that lack K-1 updates. The predictions here
 differ in what they put in place of those:
@@ -9,24 +9,20 @@ differ in what they put in place of those:
 - ``eager``: the same gradients, smaller the less they have agreed with the means so far, and turned back by what they
   missed these by; and from there on along the whole predicted update. Ours; measured in experiments/LOG.md. Where ranks
   agree fully it is ``local``, to the bit.
-- ``previous``: the last mean that was applied, once more for each.
-- ``nesterov``: gradients of zero: momentum alone goes on (as in DANA, Hakimi et al., 2019).
-- ``spectrain``: the last update, once more for each (Chen et al., 2018). In width 2 the points at which gradients are
-  computed are also those of an error feedback on updates: apply u[t] + (u[t] - u[t-1]).
-- ``dc``: no predicted weights, but a late gradient is corrected by ``lambda * g * g * (w_now - w_then)``, which stands
-  for the curvature (DC-ASGD, Zheng et al., ICML 2017).
 - ``none``: weights as they are; plain staleness.
 
-What is predicted is this rank's own affair: the true weights change by the means alone, so they stay bit-identical on
-all ranks, and nothing of this travels.
+``experiments/predictions.py`` has others from the literature, to compare with: every class of predictions can be given
+to ``Pipelined``. A prediction is this rank's own affair: the true weights change by the means alone, so they stay
+bit-identical on all ranks, and nothing of this travels.
 """
 
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -37,21 +33,22 @@ from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.hyperparameters import Hyperparameters
 from pipesgd.optim.optimizer_copy import OptimizerCopy
-from pipesgd.pipeline.agreement import Agreement, compare
 from pipesgd.strategy import Comparison
 
 Prepare = Callable[[Sequence[Tensor]], None]
 """What is done in place with gradients before the optimizer sees them: clipping."""
 
 SHRINKAGE, REACH, CARRIED = 1 / 3, 1.0, 0.7
-"""Of ``Eager``: how much smaller its guesses are and how much further it goes where ranks do not agree, and the share
-of what it missed that it carries on.
+"""Coefficients of ``Eager``: how much smaller its guesses are and how much further it goes where ranks do not agree,
+and the share of what it missed that it carries on.
 
 In width 2 the ranks' errors die out up to a product of learning rate and curvature of (1 + CARRIED) / ((1 + r) s), and
 their variance in flat directions is ((1 + r) s)^2 / (1 - CARRIED^2) times ``local``'s, with s and r as below.
 """
-DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
-"""Of the adaptive form of DC-ASGD: lambda is divided by the root of a moving mean of the gradient's squares."""
+COMPARED_DIGITS = 5
+"""After the point, of comparisons: the same values, added up in another order, must compare as the same."""
+AGREEMENT_DECAY = 0.95
+"""Of the running mean of cosines between this rank's gradients and the means that arrived: about 20 iterations."""
 
 
 @dataclass(frozen=True)
@@ -59,66 +56,139 @@ class Unapplied:
     """What this rank knows of a gradient that is in flight."""
 
     kept: Sequence[Tensor]
-    """What the prediction kept of it, shaped like the parameters; not to be changed."""
+    """Tensors that the prediction kept of it, shaped like the parameters; not to be changed."""
     hyperparameters: Hyperparameters
-    """That it will be applied with."""
+    """Options of the optimizer that it will be applied with."""
 
 
-class Prediction:
-    """Nothing is predicted: gradients are computed on the true weights, K-1 updates late.
+class Agreement:
+    """What this rank has seen of its guesses lately."""
 
-    The base of the others. Between ``predict`` and ``restore`` the parameters may hold other weights than the true
-    ones; what changes hands is their storage, so that nothing is copied back.
-    """
+    def __init__(self) -> None:
+        self.cosine = 1.0
+        """A running mean of cosines between this rank's gradients and the means."""
+        self.missed: list[Tensor] = []
+        """By what its guesses missed the means, added up and fading; empty until a prediction wants it."""
 
-    keeps_gradients = False
-    """Whether what it keeps of a gradient is the gradient itself."""
-
-    def __init__(self, parameters: Sequence[Tensor]):
-        self._parameters = parameters
-        self._true: list[Tensor] = []
-        """Storage of the true weights while the parameters hold others; empty otherwise."""
-        self._predicted: list[Tensor] = []
-        """Storage for predicted weights, once there were any."""
-        self._memory: dict[str, list[Tensor]] = {}
-        """What must be remembered to predict the same after a restart, besides what is in flight, by name."""
-
-    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
-        """Let the parameters hold what they will be when the gradients in flight, oldest first, are applied."""
-
-    def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
-        """How well what stands for ``mean`` did; None if nothing does. Called by the communication thread."""
-        return None
-
-    def restore(self) -> None:
-        """Let the parameters hold the true weights."""
-        if self._true:
-            _give_storage(self._parameters, self._true)
-            self._true = []
-
-    def return_to_predicted(self) -> None:
-        """After ``restore``, let the parameters hold the predicted weights again."""
-        self._true = [parameter.data for parameter in self._parameters]
-        _give_storage(self._parameters, self._predicted)
-
-    def adopt(self) -> None:
-        """Take the weights that the parameters hold for the true ones."""
-        if self._true:
-            self._predicted, self._true = self._true, []
+    def saw(self, comparison: Comparison | None) -> None:
+        """Take note of a mean that has arrived."""
+        if comparison is not None and comparison.cosine is not None:
+            # So written, cosines of exactly 1 leave it at exactly 1.
+            self.cosine += (1 - AGREEMENT_DECAY) * (comparison.cosine - self.cosine)
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds, besides the true weights and what it keeps of gradients in flight."""
-        return sum(_nbytes(tensors) for tensors in (self._predicted, *self._memory.values()))
+        """Memory that it holds."""
+        return sum(tensor.nbytes for tensor in self.missed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to go on the same after a restart."""
+        return {"cosine": self.cosine, "missed": [tensor.clone() for tensor in self.missed]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict``."""
+        self.cosine = state["cosine"]
+        self.missed = [tensor.clone() for tensor in state["missed"]]
+
+
+def compare(mean: Sequence[Tensor], guess: Sequence[Tensor]) -> Comparison:
+    """How well ``guess``, of real numbers, stood for ``mean``."""
+    dots = [
+        torch.dot(_wide(one), _wide(other))
+        for a, b in ((mean, guess), (mean, mean), (guess, guess))
+        for one, other in zip(a, b, strict=True)
+    ]
+    # From the device all at once; Python adds them up in float64.
+    both, means, guesses = (sum(of_tensors) for of_tensors in torch.stack(dots).view(3, -1).tolist())
+    if not (math.isfinite(means + guesses) and means > 0 and guesses > 0):
+        return Comparison(cosine=None, relative_error=None)
+    squared_error = round((means + guesses - 2 * both) / means, COMPARED_DIGITS)
+    return Comparison(
+        cosine=round(both / math.sqrt(means * guesses), COMPARED_DIGITS),
+        relative_error=math.sqrt(max(squared_error, 0.0)),
+    )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The values in one dimension, of float32 at least: sums of shorter floats overflow, or lose nearly all digits."""
+    flat = tensor.reshape(-1)
+    return flat.float() if flat.itemsize < torch.float32.itemsize else flat
+
+
+class SwappedWeights:
+    """Two sets of storage that the parameters change between: of the true weights, and of predicted ones.
+
+    They change hands, so nothing is copied back.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        self._parameters = parameters
+        self.true: list[Tensor] = []
+        """Storage of the true weights while the parameters hold others; empty otherwise."""
+        self.predicted: list[Tensor] = []
+        """Storage for predicted weights, once there were any."""
 
     @property
-    def holds_predicted(self) -> bool:
-        """Whether the parameters hold predicted weights now."""
-        return bool(self._true)
+    def are_predicted(self) -> bool:
+        """True if the parameters hold predicted weights now."""
+        return bool(self.true)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory besides that of the true weights."""
+        return _nbytes(self.predicted)
+
+    def begin(self, weights: Sequence[Tensor]) -> None:
+        """Let the parameters hold a copy of ``weights``, to be changed into what is predicted."""
+        if not self.predicted:
+            self.predicted = [torch.empty_like(parameter.data) for parameter in self._parameters]
+        torch._foreach_copy_(self.predicted, list(weights))
+        self.return_to_predicted()
+
+    def restore(self) -> None:
+        """Let the parameters hold the true weights."""
+        if self.true:
+            _give_storage(self._parameters, self.true)
+            self.true = []
+
+    def return_to_predicted(self) -> None:
+        """Let the parameters, which hold the true weights, hold the predicted ones again."""
+        self.true = [parameter.data for parameter in self._parameters]
+        _give_storage(self._parameters, self.predicted)
+
+    def adopt(self) -> None:
+        """Take the weights that the parameters hold for the true ones."""
+        if self.true:
+            self.predicted, self.true = self.true, []
+
+
+class Prediction(abc.ABC):
+    """A way to predict weights. What is abstract or empty here is what kinds of predictions differ in.
+
+    Args:
+        parameters: those that ``optimizer`` updates.
+        optimizer: the user's own.
+        prepare: what is done with gradients before the optimizer sees them.
+    """
+
+    keeps_gradients = False
+    """True if what is kept of a gradient is the gradient itself."""
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        self._parameters = parameters
+        self.weights = SwappedWeights(parameters)
+
+    @abc.abstractmethod
+    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
+        """Let the parameters hold what they will be when the gradients in flight, oldest first, are applied."""
 
     def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
         """What to keep of a gradient that is handed over, computed by this rank on the weights as they are now."""
         return []
+
+    def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
+        """How well what stood for ``mean`` did; None if nothing did. Called by the communication thread."""
+        return None
 
     def learn(
         self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
@@ -128,27 +198,28 @@ class Prediction:
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
         """The ``mean`` of a gradient of which this was ``kept`` is about to be applied; it may be changed."""
+        return
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it holds, besides the true weights and what it keeps of gradients in flight."""
+        return self.weights.nbytes
 
     def state_dict(self) -> dict[str, Any]:
         """What must be kept to predict the same after a restart, besides what is in flight."""
-        return {name: _clones(tensors) for name, tensors in self._memory.items()}
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict``."""
-        self._memory = {name: _clones(state[name]) for name in self._memory}
+        return
 
-    def _remember(self, name: str, tensors: Sequence[Tensor]) -> None:
-        """Copy these, in the place of what was remembered under this name."""
-        if not self._memory[name]:
-            self._memory[name] = [torch.empty_like(tensor) for tensor in tensors]
-        torch._foreach_copy_(self._memory[name], list(tensors))
 
-    def _begin(self, weights: Sequence[Tensor]) -> None:
-        """Give the parameters storage for predicted weights, which are ``weights`` to begin with."""
-        if not self._predicted:
-            self._predicted = [torch.empty_like(parameter.data) for parameter in self._parameters]
-        torch._foreach_copy_(self._predicted, list(weights))
-        self.return_to_predicted()
+@final
+class NoPrediction(Prediction):
+    """Gradients are computed on the true weights, K-1 updates late."""
+
+    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
+        return
 
 
 class Replayed(Prediction, abc.ABC):
@@ -158,7 +229,8 @@ class Replayed(Prediction, abc.ABC):
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters)
+        _check_apart(parameters, type(self))
+        super().__init__(parameters, optimizer, prepare)
         self._prepare = prepare
         self._copy = OptimizerCopy(optimizer)
         self._gradients = [torch.zeros_like(parameter.data) for parameter in parameters]
@@ -167,7 +239,7 @@ class Replayed(Prediction, abc.ABC):
         guesses = [(guess, gradient.hyperparameters) for gradient in in_flight if (guess := self._guess(gradient))]
         if not guesses:
             return
-        self._begin([parameter.data for parameter in self._parameters])
+        self.weights.begin([parameter.data for parameter in self._parameters])
         self._copy.follow()
         try:
             for number, (guess, options) in enumerate(guesses):
@@ -179,7 +251,8 @@ class Replayed(Prediction, abc.ABC):
                 self._copy.step(options)
         finally:  # also when interrupted: the next gradient would be added to a guess
             give_gradients(self._parameters, [None] * len(self._parameters))
-        self._predicted = [parameter.data for parameter in self._parameters]  # an optimizer may give them other storage
+        # An optimizer may have given them other storage.
+        self.weights.predicted = [parameter.data for parameter in self._parameters]
 
     @property
     def nbytes(self) -> int:
@@ -193,7 +266,7 @@ class Replayed(Prediction, abc.ABC):
         """Change a guess in place; that for the ``oldest`` gradient in flight, or for another one."""
 
 
-class Local(Replayed):
+class OwnGradients(Replayed):
     """This rank's own gradients stand for the means."""
 
     keeps_gradients = True
@@ -213,7 +286,13 @@ class Local(Replayed):
         return gradient.kept
 
 
-class Eager(Local):
+@final
+class Local(OwnGradients):
+    """This rank's own gradients stand for the means, as they are."""
+
+
+@final
+class Eager(OwnGradients):
     """This rank's own gradients stand for the means, turned back by what they missed before; and then further on.
 
     With the disagreement d = 1 - mean cosine, the guess for the oldest gradient in flight is ``s g + CARRIED e``, for
@@ -230,9 +309,9 @@ class Eager(Local):
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         super().predict(in_flight, agreement)
-        if self.holds_predicted and agreement.cosine != 1.0:
+        if self.weights.are_predicted and agreement.cosine != 1.0:
             # true + (1 + r) (predicted - true)
-            torch._foreach_lerp_(self._predicted, self._true, -REACH * (1.0 - agreement.cosine))
+            torch._foreach_lerp_(self.weights.predicted, self.weights.true, -REACH * (1.0 - agreement.cosine))
 
     def learn(
         self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
@@ -258,115 +337,36 @@ class Eager(Local):
         return 1.0 - SHRINKAGE * (1.0 - agreement.cosine)
 
 
-class Nesterov(Replayed):
-    """Gradients of zero stand for the means."""
-
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
-        self._zeros = [torch.zeros_like(parameter.data) for parameter in parameters]
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes + _nbytes(self._zeros)
-
-    def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
-        return self._zeros
-
-
-class Previous(Replayed):
-    """The last mean stands for the next ones."""
-
-    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
-        super().__init__(parameters, optimizer, prepare)
-        self._memory["mean"] = []
-
-    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        self._remember("mean", mean)
-
-    def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
-        return self._memory["mean"]
-
-
-class SpecTrain(Prediction):
-    """The last update stands for those of the gradients in flight: no second step, and only weights are copied."""
-
-    def __init__(self, parameters: Sequence[Tensor]):
-        super().__init__(parameters)
-        self._memory["before"] = []  # the true weights before the last update
-
-    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        self._remember("before", [parameter.data for parameter in self._parameters])
-
-    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
-        before = self._memory["before"]
-        if not (in_flight and before):
-            return
-        self._begin(before)
-        # before + (1 + s) (now - before) = now + s (now - before)
-        torch._foreach_lerp_(self._predicted, self._true, 1.0 + len(in_flight))
-
-
-class DelayCompensation(Prediction):
-    """Late means are corrected by how far the weights have moved since, times their own squares."""
-
-    def __init__(self, parameters: Sequence[Tensor]):
-        super().__init__(parameters)
-        self._memory["squares"] = [torch.zeros_like(parameter.data) for parameter in parameters]
-
-    def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
-        return _clones([parameter.data for parameter in self._parameters])
-
-    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        gradients = list(mean)
-        moved = torch._foreach_sub([parameter.data for parameter in self._parameters], list(kept))
-        squares = torch._foreach_mul(gradients, gradients)
-        running = self._memory["squares"]
-        torch._foreach_lerp_(running, squares, 1 - DC_DECAY)
-        scale = torch._foreach_add(torch._foreach_sqrt(running), DC_EPSILON)
-        torch._foreach_mul_(squares, moved)
-        torch._foreach_addcdiv_(gradients, squares, scale, value=DC_LAMBDA)
+_KINDS: dict[str, type[Prediction]] = {"eager": Eager, "local": Local, "none": NoPrediction}
 
 
 def make_prediction(
-    name: str, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare
+    kind: str | type[Prediction], parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare
 ) -> Prediction:
-    """The prediction called ``name``, for the ``parameters`` that ``optimizer`` updates.
+    """The prediction of this name or class, for the ``parameters`` that ``optimizer`` updates.
 
     Raises:
         UserInputError: there is none of this name, the optimizer cannot be copied for it, or the prediction
             would step parameters that share memory apart.
     """
-    check_one_of("prediction", name, PREDICTIONS)
-    kind = _PREDICTIONS[name]
-    if not issubclass(kind, Replayed):
-        return kind(parameters)
-    places = [(p.untyped_storage()._cdata, p.storage_offset()) for p in parameters if p.numel()]
-    if len(set(places)) < len(places):
-        raise UserInputError(
-            "prediction must be none, spectrain or dc where parameters share memory (tie them by assigning the "
-            f"Parameter itself, b.weight = a.weight); got {name}"
-        )
+    if isinstance(kind, str):
+        check_one_of("prediction", kind, PREDICTIONS)
+        kind = _KINDS[kind]
     return kind(parameters, optimizer, prepare)
 
 
-_PREDICTIONS: dict[str, type[Prediction]] = {
-    "eager": Eager,
-    "local": Local,
-    "previous": Previous,
-    "nesterov": Nesterov,
-    "spectrain": SpecTrain,
-    "dc": DelayCompensation,
-    "none": Prediction,
-}
+def _check_apart(parameters: Sequence[Tensor], kind: type[Prediction]) -> None:
+    places = [(p.untyped_storage()._cdata, p.storage_offset()) for p in parameters if p.numel()]
+    if len(set(places)) < len(places):
+        raise UserInputError(
+            "prediction must be none where parameters share memory (tie them by assigning the Parameter itself, "
+            f"b.weight = a.weight); got {kind.__name__.lower()}"
+        )
 
 
 def _give_storage(parameters: Sequence[Tensor], storage: Sequence[Tensor]) -> None:
     for parameter, tensor in zip(parameters, storage, strict=True):
         parameter.data = tensor
-
-
-def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

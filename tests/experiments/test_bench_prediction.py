@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench_prediction import OPTIMIZERS, STEP, parse
+from experiments.bench_prediction import NAMES, OPTIMIZERS, STEP, parse
 from experiments.results import REPOSITORY, load
-from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow
@@ -21,7 +20,7 @@ def test_a_quick_run_has_a_row_for_every_optimizer_and_prediction(tmp_path: Path
     done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {(row["optimizer"], row["prediction"]): row for row in load(tmp_path / "bench_prediction.csv")}
-    assert list(rows) == [(optimizer, name) for optimizer in OPTIMIZERS for name in (STEP, *PREDICTIONS)]
+    assert list(rows) == [(optimizer, name) for optimizer in OPTIMIZERS for name in (STEP, *NAMES)]
     # Float32: a gradient in flight, weights and gradients to step with, and the state: one buffer, or two and a count.
     assert rows["sgd", "local"]["bytes_per_parameter"] == 4 * 4
     assert rows["adamw", "eager"]["bytes_per_parameter"] == pytest.approx(4 * 6, abs=0.01)

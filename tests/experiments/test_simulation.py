@@ -11,6 +11,7 @@ from _ranks import run_ranks
 from _small_problem import classify
 from torch import Tensor, nn
 
+from experiments.predictions import COMPARED
 from experiments.simulation import SimulatedRanks
 from pipesgd import Pipelined
 from pipesgd.data import ShardedBatches, build_model, load_dataset
@@ -24,10 +25,10 @@ CASES: dict[str, dict[str, Any]] = {
     "local": {"width": 2, "prediction": "local"},
     "eager": {"width": 3, "prediction": "eager"},
     "local, width 3, warm-up, clipped": {"width": 3, "warmup_iterations": 3, "clip_norm": 0.5},
-    "previous": {"prediction": "previous"},
-    "nesterov": {"prediction": "nesterov", "width": 3},
-    "spectrain": {"prediction": "spectrain"},
-    "dc": {"prediction": "dc", "width": 3},
+    "previous": {"prediction": COMPARED["previous"]},
+    "nesterov": {"prediction": COMPARED["nesterov"], "width": 3},
+    "spectrain": {"prediction": COMPARED["spectrain"]},
+    "dc": {"prediction": COMPARED["dc"], "width": 3},
     "none": {"prediction": "none"},
     "int8": {"codec": "int8"},
     "int4": {"codec": "int4", "width": 3},

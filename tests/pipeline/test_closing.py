@@ -319,7 +319,7 @@ def test_an_interrupted_prediction_leaves_true_weights_and_no_gradient() -> None
 
     model(torch.ones(1, 1)).sum().backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline._prediction._copy, "step", interrupted)  # type: ignore[attr-defined]
+        patch.setattr(pipeline._updates._prediction._copy, "step", interrupted)  # type: ignore[attr-defined]
         with pytest.raises(KeyboardInterrupt):
             pipeline.step()
     assert [parameter.grad for parameter in model.parameters()] == [None, None]

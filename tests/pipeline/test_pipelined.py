@@ -25,8 +25,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from experiments.predictions import COMPARED
 from pipesgd import Pipelined, flat_buffer
 from pipesgd.errors import NonFiniteGradientError, UserInputError
+from pipesgd.pipeline.prediction import Prediction
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
@@ -292,7 +294,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_on_all_ranks() -> None:
         assert sha256 == results[0][2]
 
 
-def _resume_in_the_middle(ranks: Ranks, width: int, prediction: str, at: int) -> tuple[str, str]:
+def _resume_in_the_middle(ranks: Ranks, width: int, prediction: str | type[Prediction], at: int) -> tuple[str, str]:
     def build() -> tuple[nn.Module, Any, Any, Pipelined]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
@@ -333,9 +335,9 @@ def _resume_in_the_middle(ranks: Ranks, width: int, prediction: str, at: int) ->
 @pytest.mark.parametrize(
     ("width", "prediction", "at"),
     [(1, "local", 4), (2, "local", 1), (2, "none", 5), (3, "local", 2), (4, "local", 8)]
-    + [(3, prediction, 4) for prediction in ("eager", "previous", "nesterov", "spectrain", "dc")],
+    + [(3, prediction, 4) for prediction in ("eager", *COMPARED.values())],
 )
-def test_a_state_dict_continues_bit_for_bit(width: int, prediction: str, at: int) -> None:
+def test_a_state_dict_continues_bit_for_bit(width: int, prediction: str | type[Prediction], at: int) -> None:
     for uninterrupted, resumed in run_ranks(2, _resume_in_the_middle, width, prediction, at):
         assert resumed == uninterrupted
 
@@ -404,9 +406,9 @@ def test_sparse_gradients_are_refused() -> None:
     pipeline.close()
 
 
-@pytest.mark.parametrize("prediction", ["none", "previous", "dc"])
+@pytest.mark.parametrize("prediction", ["none", COMPARED["previous"], COMPARED["dc"]])
 def test_gradients_that_are_not_kept_are_looked_at_beside_the_computation(
-    prediction: str, monkeypatch: pytest.MonkeyPatch
+    prediction: str | type[Prediction], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller's thread made one more pass over all gradients in every step."""
     threads = []

@@ -24,12 +24,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from experiments.predictions import COMPARED
 from experiments.simulation import SimulatedRanks
 from pipesgd import Pipelined
 from pipesgd.config import PREDICTIONS
 from pipesgd.errors import UserInputError
 from pipesgd.optim.clipping import Clipping
-from pipesgd.pipeline.agreement import COMPARED_DIGITS, compare
+from pipesgd.pipeline.prediction import COMPARED_DIGITS, Prediction, compare
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
@@ -173,7 +174,7 @@ CASES = st.fixed_dictionaries(
         "iterations": st.integers(1, 8),
         "width": st.integers(1, 4),
         "warmup": st.integers(0, 4),
-        "prediction": st.sampled_from(PREDICTIONS),
+        "prediction": st.sampled_from((*PREDICTIONS, *COMPARED)),
         "optimizer": st.sampled_from(["sgd", "momentum", "nesterov, foreach", "adam", "adagrad"]),
         "clip": st.sampled_from(list(IN_MIND.values())),
         "options": st.just({}),
@@ -260,7 +261,7 @@ def test_a_rank_does_not_predict_with_a_gradient_that_is_not_finite(width: int) 
         assert sha256 == results[0][2]
 
 
-def _compare(ranks: Ranks, prediction: str) -> list[Any]:
+def _compare(ranks: Ranks, prediction: str | type[Prediction]) -> list[Any]:
     """Rank r's gradient is the r-th unit vector, on one rank or two."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -280,10 +281,11 @@ def test_what_was_predicted_is_compared_with_what_arrives() -> None:
         assert (zero.cosine, zero.relative_error) == (None, None)
     [[_, alone, _]] = run_ranks(1, _compare, "local")
     assert (alone.cosine, alone.relative_error) == (1.0, 0.0)
-    assert run_ranks(1, _compare, "spectrain") == [[None, None, None]]
+    assert run_ranks(1, _compare, "none") == [[None, None, None]]
+    assert run_ranks(1, _compare, COMPARED["spectrain"]) == [[None, None, None]]
 
 
-def _copies_optimizer(ranks: Ranks, prediction: str) -> str:
+def _copies_optimizer(ranks: Ranks, prediction: str | type[Prediction]) -> str:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.lock = threading.Lock()  # type: ignore[attr-defined]
@@ -296,10 +298,9 @@ def _copies_optimizer(ranks: Ranks, prediction: str) -> str:
 
 def test_an_optimizer_that_cannot_be_copied_is_refused_where_it_would_be() -> None:
     [message] = run_ranks(1, _copies_optimizer, "local")
-    assert message.startswith(
-        "prediction must be none, spectrain or dc for an optimizer that cannot be copied; got SGD:"
-    )
-    assert run_ranks(1, _copies_optimizer, "spectrain") == [""]
+    assert message.startswith("prediction must be none for an optimizer that cannot be copied; got SGD:")
+    assert run_ranks(1, _copies_optimizer, "none") == [""]
+    assert run_ranks(1, _copies_optimizer, COMPARED["spectrain"]) == [""]
 
 
 @pytest.mark.parametrize(("prediction", "swings"), [("local", True), ("eager", False)])
@@ -318,7 +319,7 @@ def test_eager_keeps_ranks_together_where_local_lets_them_swing_apart(prediction
     assert max(losses[:10]) < 1e3
 
 
-def _share_memory(ranks: Ranks, prediction: str) -> str:
+def _share_memory(ranks: Ranks, prediction: str | type[Prediction]) -> str:
     one, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     other.weight.data = one.weight.data
     model = nn.Sequential(one, other)
@@ -331,10 +332,11 @@ def _share_memory(ranks: Ranks, prediction: str) -> str:
 
 def test_parameters_that_share_memory_are_refused_where_they_would_be_predicted_apart() -> None:
     assert run_ranks(1, _share_memory, "eager") == [
-        "prediction must be none, spectrain or dc where parameters share memory (tie them by assigning the Parameter "
-        "itself, b.weight = a.weight); got eager"
+        "prediction must be none where parameters share memory (tie them by assigning the Parameter itself, "
+        "b.weight = a.weight); got eager"
     ]
-    assert run_ranks(1, _share_memory, "spectrain") == [""]
+    assert run_ranks(1, _share_memory, "none") == [""]
+    assert run_ranks(1, _share_memory, COMPARED["spectrain"]) == [""]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

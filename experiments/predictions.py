@@ -1,0 +1,142 @@
+"""Predictions from the literature, to compare ``pipesgd``'s own with (``experiments/staleness.py``).
+
+- ``Previous``: the last mean that was applied, once more for each gradient in flight.
+- ``Nesterov``: gradients of zero: momentum alone continues (as in DANA, Hakimi et al., 2019).
+- ``SpecTrain``: the last update, once more for each (Chen et al., 2018). In width 2 the points at which gradients are
+  computed are also those of an error feedback on updates: apply u[t] + (u[t] - u[t-1]).
+- ``DelayCompensation``: no predicted weights, but a late gradient is corrected by
+  ``lambda * g * g * (w_now - w_then)``, which stands for the curvature (DC-ASGD, Zheng et al., ICML 2017).
+
+Any of these classes can be given to ``Pipelined`` as its ``prediction``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from pipesgd.pipeline.prediction import Agreement, Prediction, Prepare, Replayed, Unapplied
+
+DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
+"""Constants of DC-ASGD in its adaptive form: lambda is divided by the root of a moving mean of squared gradients."""
+
+
+class _Memory:
+    """Tensors that must be remembered to predict the same after a restart."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def set_to(self, tensors: Sequence[Tensor]) -> None:
+        """Copy these, in the place of what was remembered."""
+        if not self.tensors:
+            self.tensors = [torch.empty_like(tensor) for tensor in tensors]
+        torch._foreach_copy_(self.tensors, list(tensors))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensors": [tensor.clone() for tensor in self.tensors]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.tensors = [tensor.clone() for tensor in state["tensors"]]
+
+
+@final
+class Nesterov(Replayed):
+    """Gradients of zero stand for the means."""
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        super().__init__(parameters, optimizer, prepare)
+        self._zeros = [torch.zeros_like(parameter.data) for parameter in parameters]
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(tensor.nbytes for tensor in self._zeros)
+
+    def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
+        return self._zeros
+
+
+class _Remembers(Prediction):
+    """Predicts from something that it remembers."""
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        super().__init__(parameters, optimizer, prepare)
+        self._memory = _Memory()
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._memory.nbytes
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._memory.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._memory.load_state_dict(state)
+
+
+@final
+class Previous(_Remembers, Replayed):
+    """The last mean stands for the next ones."""
+
+    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        self._memory.set_to(mean)
+
+    def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
+        return self._memory.tensors
+
+
+@final
+class SpecTrain(_Remembers):
+    """The last update stands for those of the gradients in flight: no second step, and only weights are copied."""
+
+    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        self._memory.set_to([parameter.data for parameter in self._parameters])  # the weights before this update
+
+    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
+        before = self._memory.tensors
+        if not (in_flight and before):
+            return
+        self.weights.begin(before)
+        # before + (1 + s) (now - before) = now + s (now - before)
+        torch._foreach_lerp_(self.weights.predicted, self.weights.true, 1.0 + len(in_flight))
+
+
+@final
+class DelayCompensation(_Remembers):
+    """Late means are corrected by how far the weights have moved since, times their own squares."""
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
+        super().__init__(parameters, optimizer, prepare)
+        self._memory.tensors = [torch.zeros_like(parameter.data) for parameter in parameters]
+
+    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
+        return
+
+    def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
+        return [parameter.data.clone() for parameter in self._parameters]
+
+    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        gradients = list(mean)
+        moved = torch._foreach_sub([parameter.data for parameter in self._parameters], list(kept))
+        squares = torch._foreach_mul(gradients, gradients)
+        running = self._memory.tensors
+        torch._foreach_lerp_(running, squares, 1 - DC_DECAY)
+        scale = torch._foreach_add(torch._foreach_sqrt(running), DC_EPSILON)
+        torch._foreach_mul_(squares, moved)
+        torch._foreach_addcdiv_(gradients, squares, scale, value=DC_LAMBDA)
+
+
+COMPARED: dict[str, type[Prediction]] = {
+    "previous": Previous,
+    "nesterov": Nesterov,
+    "spectrain": SpecTrain,
+    "dc": DelayCompensation,
+}
+"""By the names that result files have for them."""
