@@ -19,23 +19,27 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from rich.console import Console
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from pipesgd.baselines.ddp import check_hook
 from pipesgd.cli import as_toml, parse
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
-from pipesgd.data import DataSplits
+from pipesgd.data import DataSplits, ShardedBatches
 from pipesgd.errors import CommunicationError, DisagreementError, PeerFailed, RunError, StoppedBySignal, named
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.agree import plan_run
+from pipesgd.planning.choose import Planned
 from pipesgd.planning.drift import Drift
 from pipesgd.ranks import Ranks, check_same_options, network_address
 from pipesgd.replicas import check_replicas, hashes_of_ranks
@@ -43,8 +47,9 @@ from pipesgd.run import output
 from pipesgd.run.checkpoint import Checkpoints, CheckpointSchedule
 from pipesgd.run.checkpoint_files import save_atomically
 from pipesgd.run.console import ProgressBar, say, show_summary
-from pipesgd.run.evaluation import evaluate
+from pipesgd.run.evaluation import Evaluation, evaluate
 from pipesgd.run.files import write_text_atomically
+from pipesgd.run.folder_lock import FolderLock
 from pipesgd.run.forward_backward import forward_backward, load
 from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.run.state import RunState
@@ -85,189 +90,325 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("pipesgd").setLevel(logging.DEBUG)
 
-    # 2. Data and model, from one seed on all ranks; what is left to be chosen; and the folder to write to.
+    # 2. Data, model and optimizer; what is left to be chosen; and the folder to write to.
+    job = prepare(config, ranks, console)
+    if ranks.rank >= job.workers.world_size:
+        ranks.standing.farewell.open(members=job.workers.world_size, start=0, seconds=job.config.run.farewell_seconds)
+        serve(job.config, job.model, job.optimizer, ranks)  # a parameter server on a rank of its own does nothing else
+        return
+
+    # 3. Train, from where an earlier run of the same command has come to.
+    with Run(job) as run:
+        run.resume()
+        run.train()
+        result = run.finish()
+
+    # 4. What it leaves behind.
+    run.leave_behind(result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, where, and for how long: all that is settled before training begins."""
+
+    config: TrainConfig
+    """As it was asked for, with what the timing model has chosen."""
+    ranks: Ranks
+    workers: Ranks
+    """The ranks that compute gradients."""
+    console: Console
+    data: DataSplits
+    batches: ShardedBatches
+    model: nn.Module
+    device: torch.device
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    iterations: int
+    planned: Planned | None
+    """What the timing model has predicted, if it was asked."""
+    network: list[str]
+    """Addresses of all ranks."""
+    lock: FolderLock | None
+
+    @property
+    def folder(self) -> Path:
+        return self.config.run.output
+
+    def say(self, line: str) -> None:
+        """Print a line, on rank 0 alone."""
+        say(self.console, line)
+
+
+def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
+    """Load data and model, from one seed on all ranks, choose what was left to be chosen, and take the folder.
+
+    Raises:
+        UserInputError: something of it is not possible; nothing was written or deleted.
+    """
     workers = ranks.agree("strategy", lambda: who_works(config, ranks))
     ranks.enter("loading of data and model")
     data, batches, model, device = ranks.agree("data and model", lambda: load(config, workers))
     agree_on_data(data, ranks)
-    per_epoch = batches.iterations_per_epoch
-    total = config.optimization.iterations or (config.optimization.epochs or DEFAULT_EPOCHS) * per_epoch
+    total = config.optimization.iterations or (
+        (config.optimization.epochs or DEFAULT_EPOCHS) * batches.iterations_per_epoch
+    )
     earlier = output.earlier_run(config, ranks)
-    config, planned = plan_run(
+    chosen, planned = plan_run(
         config, ranks, model, batches, console, samples=len(data.train), iterations=total, earlier=earlier
     )
-    lock = output.take_folder(config, ranks, planned.as_json() if planned else None)
-    folder = config.run.output
-
-    # 3. The optimizer, and the strategy that feeds it.
+    lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None)
     network: list[str] = ranks.exchange("network address", network_address())
-    ranks.start_process_group(config.run.device, config.run.timeout)
+    ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     model.to(device)
-    optimizer = build_optimizer(config.optimization, model)
-    schedule = build_schedule(config.optimization, optimizer, total)
-    if ranks.rank >= workers.world_size:
-        ranks.standing.farewell.open(members=workers.world_size, start=0, seconds=config.run.farewell_seconds)
-        serve(config, model, optimizer, ranks)  # a parameter server on a rank of its own does nothing else
-        return
-    scaler = torch.amp.GradScaler(
-        config.run.device, init_scale=config.optimization.loss_scale, enabled=config.optimization.precision == "fp16"
+    optimizer = build_optimizer(chosen.optimization, model)
+    return Job(
+        config=chosen,
+        ranks=ranks,
+        workers=workers,
+        console=console,
+        data=data,
+        batches=batches,
+        model=model,
+        device=device,
+        optimizer=optimizer,
+        schedule=build_schedule(chosen.optimization, optimizer, total),
+        iterations=total,
+        planned=planned,
+        network=network,
+        lock=lock,
     )
-    strategy = make_strategy(config, model, optimizer, scaler, ranks)
-    with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+
+
+class Run:
+    """A run on a rank that computes gradients: ``resume``, ``train``, ``finish``, and afterwards ``leave_behind``.
+
+    As a context manager it closes the strategy and the files, and tells the other ranks of an error.
+    """
+
+    def __init__(self, job: Job):
+        config, ranks = job.config, job.ranks
+        self.job = job
+        self.start = 0
+        """The iteration that this attempt begins with."""
+        self.scaler = torch.amp.GradScaler(
+            config.run.device,
+            init_scale=config.optimization.loss_scale,
+            enabled=config.optimization.precision == "fp16",
+        )
+        self.strategy = make_strategy(config, job.model, job.optimizer, self.scaler, ranks)
+        self.losses: collections.deque[float] = collections.deque(maxlen=job.batches.iterations_per_epoch)
+        self.state = RunState(
+            model=job.model,
+            optimizer=job.optimizer,
+            schedule=job.schedule,
+            strategy=self.strategy,
+            losses=self.losses,
+        )
+        self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
+        self.trace = Trace(job.workers) if config.run.trace else None
+        self._recorders: list[MetricsWriter | ProgressBar] = []
+        self._paces: list[float] = []
+        self._computing: list[float] = []
+        self._blamed: set[int] = set()
+        """Ranks whose gradients were not finite, and that have been named."""
+        self._stack = contextlib.ExitStack()
+        self._begin = self._last = time.perf_counter()
+        """When the run would have begun if it had never been interrupted; and when the last iteration ended."""
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(warnings.catch_warnings())
         # After an error: whoever resumes finds gradients in flight in the checkpoint.
         warnings.filterwarnings("ignore", "the pipeline was closed after an error")
-        # 4. Where an earlier run of the same command has come to.
-        losses: collections.deque[float] = collections.deque(maxlen=per_epoch)
-        state = RunState(model=model, optimizer=optimizer, schedule=schedule, strategy=strategy, losses=losses)
-        stack.enter_context(strategy)
-        checkpoints = Checkpoints(folder / output.CHECKPOINTS, workers, keep=config.run.keep_checkpoints)
-        if (found := checkpoints.load_newest(state.what_is_wrong_with)) is not None:
-            workers.agree("a restored checkpoint", functools.partial(state.restore, found.shared, found.own))
-        start = strategy.iteration
-        ranks.standing.newest_checkpoint = checkpoints.newest
+        self._stack.enter_context(self.strategy)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint that is whole on all ranks, if there is one.
+
+        Raises:
+            UserInputError: ranks have checkpoints, but none in common. Nothing was deleted.
+        """
+        workers = self.job.workers
+        if (found := self.checkpoints.load_newest(self.state.what_is_wrong_with)) is not None:
+            workers.agree("a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own))
+        self.start = self.strategy.iteration
+        self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
+
+    def train(self) -> None:
+        """All iterations that are left.
+
+        Raises:
+            StoppedBySignal: Ctrl-C or SIGTERM, on any rank; a checkpoint was written, if that was possible.
+            RunError: the run failed.
+        """
+        job, config, ranks = self.job, self.job.config, self.job.ranks
         checkpoint_schedule = CheckpointSchedule(
-            workers, iterations=config.run.checkpoint_iterations, seconds=config.run.checkpoint_seconds, start=start
+            job.workers,
+            iterations=config.run.checkpoint_iterations,
+            seconds=config.run.checkpoint_seconds,
+            start=self.start,
         )
-
-        # 5. Train.
-        trace = Trace(workers) if config.run.trace else None
-        samples = stack.enter_context(contextlib.closing(batches.from_iteration(start)))
-        recorders: list[MetricsWriter | ProgressBar] = []
-        if workers.rank == 0:
-            say(console, describe(config, ranks, model, network, total=total, start=start))
-            recorders.append(stack.enter_context(MetricsWriter(folder, start=start)))
-            recorders.append(stack.enter_context(ProgressBar(console, total=total, start=start)))
-
-        if strategy.drifts:
-            say(console, DRIFTS)
-
-        def save_checkpoint(done: int) -> bool:
-            strategy.share_weights()
-            ranks.enter("checkpoint")
-            for recorder in recorders:
-                recorder.flush()
-            written = checkpoints.save(done, *state.snapshot(time.perf_counter() - begin))
-            ranks.standing.newest_checkpoint = checkpoints.newest
-            return written
-
+        samples = self._stack.enter_context(contextlib.closing(job.batches.from_iteration(self.start)))
+        if job.workers.rank == 0:
+            job.say(describe(config, ranks, job.model, job.network, total=job.iterations, start=self.start))
+            self._recorders.append(self._stack.enter_context(MetricsWriter(job.folder, start=self.start)))
+            bar = ProgressBar(job.console, total=job.iterations, start=self.start)
+            self._recorders.append(self._stack.enter_context(bar))
+        if self.strategy.drifts:
+            job.say(DRIFTS)
         # Pushed last, so run first: the others shall not take this rank for dead while it closes the rest.
-        stack.push(functools.partial(report_failure, ranks))
-        paces: list[float] = []
-        blamed: set[int] = set()
-        computing: list[float] = []
-        drift = None if planned is None or ranks.rank else Drift(planned)
-        samples_per_iteration = config.samples_per_rank * workers.world_size
-        evaluated: dict[str, Any] = {"loader_workers": config.data.workers, "buffers": config.pipeline.buffers}
-        model.train()
-        last = time.perf_counter()
-        begin = last - state.seconds
+        self._stack.push(functools.partial(report_failure, ranks))
+        drift = None if job.planned is None or ranks.rank else Drift(job.planned)
+        job.model.train()
+        self._last = time.perf_counter()
+        self._begin = self._last - self.state.seconds
         farewell = ranks.standing.farewell
-        farewell.open(members=workers.world_size, start=start, seconds=config.run.farewell_seconds)
-        for iteration in range(start, total):
+        farewell.open(members=job.workers.world_size, start=self.start, seconds=config.run.farewell_seconds)
+        for iteration in range(self.start, job.iterations):
             if farewell.is_due(iteration):
-                raise say_farewell(ranks, iteration, save_checkpoint)
-            ranks.iteration = iteration
-            lr = float(schedule.get_last_lr()[0])
-            ranks.enter("compute")
-            loss, spans = forward_backward(strategy, samples, config, scaler, iteration)
-            ranks.enter("all-reduce", waiting=True)
-            report = strategy.step()
-            for _ in range(report.schedule_steps):
-                schedule.step()
-            losses.append(loss)
-            if (new := set(report.nonfinite_ranks) - blamed) and not scaler.is_enabled():
-                blamed |= new
-                say(console, LEFT_OUT.format(iteration=report.skipped[0], ranks=named(sorted(new))))
-            if report.fell_back:
-                say(console, FELL_BACK.format(iteration=iteration))
-            seconds = step_seconds(report, time.perf_counter() - last)
-            paces.append(seconds["iteration"])
-            computing.append(seconds["compute"])
+                raise say_farewell(ranks, iteration, self.save_checkpoint)
+            metrics = self._iterate(iteration, samples)
             done = iteration + 1
-            evaluation = None
-            if done % per_epoch == 0 and done < total:
-                ranks.enter("evaluation")
-                strategy.share_weights()
-                evaluation = evaluate(model, strategy, data.test, workers, device, **evaluated)
-            metrics = IterationMetrics(
-                iteration=iteration,
-                epoch=iteration // per_epoch,
-                loss=loss,
-                lr=lr,
-                samples_per_second=samples_per_iteration / seconds["iteration"],
-                seconds=seconds,
-                wire_bytes=report.wire_bytes,
-                skipped=len(report.skipped),
-                nonfinite_ranks=report.nonfinite_ranks,
-                prediction_cosine=report.comparison.cosine if report.comparison else None,
-                prediction_error=report.comparison.relative_error if report.comparison else None,
-                test_accuracy=evaluation.accuracy if evaluation else None,
-                test_loss=evaluation.loss if evaluation else None,
-            )
-            for recorder in recorders:
+            for recorder in self._recorders:
                 recorder.record(metrics)
-            if trace is not None:
-                trace.add([*spans, *report.spans])
             if config.run.check_replicas and done % config.run.check_replicas == 0:
-                with strategy.true_weights():
-                    check_replicas(hashes_of_ranks(model, workers), done)
-            if checkpoint_schedule.is_due(done, (time.perf_counter() - begin) / done) or done == total:
-                save_checkpoint(done)
-            if drift is not None and (line := drift.saw(seconds["iteration"])):
-                say(console, line)
-            last = time.perf_counter()
-
+                with self.strategy.true_weights():
+                    check_replicas(hashes_of_ranks(job.model, job.workers), done)
+            if checkpoint_schedule.is_due(done, (time.perf_counter() - self._begin) / done) or done == job.iterations:
+                self.save_checkpoint(done)
+            if drift is not None and (line := drift.saw(metrics.seconds["iteration"])):
+                job.say(line)
+            self._last = time.perf_counter()
         farewell.is_open = False
 
-        # 6. Apply what is still in flight, and measure what came out.
-        ranks.enter("last all-reduce", waiting=True)
-        strategy.flush()
-        strategy.share_weights()
-        ranks.enter("evaluation")
-        hashes = hashes_of_ranks(model, workers)
-        if strategy.replicated:
-            check_replicas(hashes, total)
-        evaluation = evaluate(model, strategy, data.test, workers, device, **evaluated)
-        result = Result(
-            iterations=total,
-            wall_seconds=time.perf_counter() - begin,
-            train_loss=float(np.mean(workers.exchange("loss of the last epoch", float(np.mean(losses))))),
+    def _iterate(self, iteration: int, samples: Iterator[Any]) -> IterationMetrics:
+        """One iteration: its gradients, what the strategy makes of them, and an evaluation at the end of an epoch."""
+        job, ranks, per_epoch = self.job, self.job.ranks, self.job.batches.iterations_per_epoch
+        ranks.iteration = iteration
+        lr = float(job.schedule.get_last_lr()[0])
+        ranks.enter("compute")
+        loss, spans = forward_backward(self.strategy, samples, job.config, self.scaler, iteration)
+        ranks.enter("all-reduce", waiting=True)
+        report = self.strategy.step()
+        for _ in range(report.schedule_steps):
+            job.schedule.step()
+        self.losses.append(loss)
+        if (new := set(report.nonfinite_ranks) - self._blamed) and not self.scaler.is_enabled():
+            self._blamed |= new
+            job.say(LEFT_OUT.format(iteration=report.skipped[0], ranks=named(sorted(new))))
+        if report.fell_back:
+            job.say(FELL_BACK.format(iteration=iteration))
+        if self.trace is not None:
+            self.trace.add([*spans, *report.spans])
+        seconds = step_seconds(report, time.perf_counter() - self._last)
+        self._paces.append(seconds["iteration"])
+        self._computing.append(seconds["compute"])
+        evaluation = None
+        if (iteration + 1) % per_epoch == 0 and iteration + 1 < job.iterations:
+            ranks.enter("evaluation")
+            self.strategy.share_weights()
+            evaluation = self._evaluate()
+        return IterationMetrics(
+            iteration=iteration,
+            epoch=iteration // per_epoch,
+            loss=loss,
+            lr=lr,
+            samples_per_second=job.config.samples_per_rank * job.workers.world_size / seconds["iteration"],
+            seconds=seconds,
+            wire_bytes=report.wire_bytes,
+            skipped=len(report.skipped),
+            nonfinite_ranks=report.nonfinite_ranks,
+            prediction_cosine=report.comparison.cosine if report.comparison else None,
+            prediction_error=report.comparison.relative_error if report.comparison else None,
+            test_accuracy=evaluation.accuracy if evaluation else None,
+            test_loss=evaluation.loss if evaluation else None,
+        )
+
+    def _evaluate(self) -> Evaluation:
+        job = self.job
+        return evaluate(
+            job.model,
+            self.strategy,
+            job.data.test,
+            job.workers,
+            job.device,
+            loader_workers=job.config.data.workers,
+            buffers=job.config.pipeline.buffers,
+        )
+
+    def save_checkpoint(self, done: int) -> bool:
+        """Write the checkpoint of ``done`` iterations, on all ranks together; False if one of them could not."""
+        self.strategy.share_weights()
+        self.job.ranks.enter("checkpoint")
+        for recorder in self._recorders:
+            recorder.flush()
+        written = self.checkpoints.save(done, *self.state.snapshot(time.perf_counter() - self._begin))
+        self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
+        return written
+
+    def finish(self) -> Result:
+        """Apply what is still in flight, and measure what came out."""
+        job, workers = self.job, self.job.workers
+        job.ranks.enter("last all-reduce", waiting=True)
+        self.strategy.flush()
+        self.strategy.share_weights()
+        job.ranks.enter("evaluation")
+        hashes = hashes_of_ranks(job.model, workers)
+        if self.strategy.replicated:
+            check_replicas(hashes, job.iterations)
+        evaluation = self._evaluate()
+        return Result(
+            iterations=job.iterations,
+            wall_seconds=time.perf_counter() - self._begin,
+            train_loss=float(np.mean(workers.exchange("loss of the last epoch", float(np.mean(self.losses))))),
             test_accuracy=evaluation.accuracy,
             test_loss=evaluation.loss,
-            iteration_seconds=workers.exchange("pace", statistics(paces)["median"]),
-            compute_seconds=workers.exchange("pace of computing", statistics(computing)["median"]),
+            iteration_seconds=workers.exchange("pace", statistics(self._paces)["median"]),
+            compute_seconds=workers.exchange("pace of computing", statistics(self._computing)["median"]),
             weights_sha256=hashes[0],
             replicas_identical=len(set(hashes)) == 1,
         )
 
-    # 7. What it leaves behind. A file that cannot be written is said at the end, when all is tried.
-    trouble: list[str] = []
-    if trace is not None:
-        trace.write(folder / output.TRACE_FILE)
-    if workers.local_rank == 0:
-        with note_trouble(trouble, path := folder / output.WEIGHTS_FILE):
-            save_atomically(model.state_dict(), path)
-    if workers.rank == 0:
-        metrics_lines = read_metrics(folder / output.METRICS_FILE)
-        summary = summarize(config, ranks, network, result, metrics_lines)
-        if planned is not None:
-            own = [line for line in metrics_lines if line["iteration"] >= total - planned.iterations]
-            measured = statistics(line["seconds"]["iteration"] for line in own)["median"]
-            summary["planned"] = planned.as_json() | {"measured_seconds": measured}
-        with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
-            write_text_atomically(path, json.dumps(summary, indent=1) + "\n")
-        names = (output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE)
-        show_summary(console, summary, [folder / name for name in names if (folder / name).exists()])
-        if planned is not None and summary["planned"]["measured_seconds"] is not None:
-            say(console, planned.compare(summary["planned"]["measured_seconds"]))
-    for rank, failures in enumerate(workers.exchange("the end", trouble)):
-        if failures:
-            raise RunError(
-                f"rank {rank}: training is done, but {'; '.join(failures)}. The newest checkpoint is that of iteration "
-                f"{checkpoints.newest or 0} of {total}: --resume ends the run once there is room"
-            )
-    if lock is not None:
-        lock.release()
+    def leave_behind(self, result: Result) -> None:
+        """Write the weights, the summary and the trace. What cannot be written is said at the end, when all is tried.
+
+        Raises:
+            RunError: a file could not be written.
+        """
+        job, config, folder, planned = self.job, self.job.config, self.job.folder, self.job.planned
+        trouble: list[str] = []
+        if self.trace is not None:
+            self.trace.write(folder / output.TRACE_FILE)
+        if job.workers.local_rank == 0:
+            with note_trouble(trouble, path := folder / output.WEIGHTS_FILE):
+                save_atomically(job.model.state_dict(), path)
+        if job.workers.rank == 0:
+            metrics_lines = read_metrics(folder / output.METRICS_FILE)
+            summary = summarize(config, job.ranks, job.network, result, metrics_lines)
+            if planned is not None:
+                own = [line for line in metrics_lines if line["iteration"] >= job.iterations - planned.iterations]
+                measured = statistics(line["seconds"]["iteration"] for line in own)["median"]
+                summary["planned"] = planned.as_json() | {"measured_seconds": measured}
+            with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
+                write_text_atomically(path, json.dumps(summary, indent=1) + "\n")
+            names = (output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE)
+            show_summary(job.console, summary, [folder / name for name in names if (folder / name).exists()])
+            if planned is not None and summary["planned"]["measured_seconds"] is not None:
+                job.say(planned.compare(summary["planned"]["measured_seconds"]))
+        for rank, failures in enumerate(job.workers.exchange("the end", trouble)):
+            if failures:
+                raise RunError(
+                    f"rank {rank}: training is done, but {'; '.join(failures)}. The newest checkpoint is that of "
+                    f"iteration {self.checkpoints.newest or 0} of {job.iterations}: --resume ends the run once there "
+                    "is room"
+                )
+        if job.lock is not None:
+            job.lock.release()
 
 
 @contextlib.contextmanager
