@@ -7,9 +7,14 @@ it happens.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
+    import sys
+
     from pipesgd import process
+    from pipesgd.calibration.options import CalibrateConfig
+    from pipesgd.cli import answer_questions, parse_as
 
     process.begin()
+    answer_questions(lambda words: parse_as(CalibrateConfig, "calibrate", words), sys.argv[1:])
 
 import os
 import sys

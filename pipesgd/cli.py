@@ -10,19 +10,21 @@ import ast
 import collections
 import contextlib
 import dataclasses
+import importlib.metadata
 import inspect
 import io
 import itertools
 import json
+import os
 import platform
 import re
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-import torch
 import tyro
 
 from pipesgd import __version__
@@ -102,9 +104,28 @@ class HelpRequested(Exception):  # noqa: N818 (a request, not an error)
     """``--help`` or ``--version`` was among the words; the text is the message."""
 
 
+def answer_questions(parse_words: Callable[[Sequence[str]], object], words: Sequence[str]) -> None:
+    """Print what ``--help`` or ``--version`` asks for, on one rank, and exit; return if ``words`` are something else.
+
+    A command calls this before it imports torch, which takes seconds. Wrong words are left to the run, whose ranks say
+    together what is wrong.
+    """
+    if not {"--help", "-h", "--version"} & set(words):
+        return
+    try:
+        parse_words(words)
+    except HelpRequested as request:
+        if os.environ.get("RANK", "0") == "0":
+            print(request)
+        sys.exit(0)
+    except UserInputError:
+        return
+
+
 def version() -> str:
     """The versions of this package and of what it runs on."""
-    return f"pipesgd {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
+    torch = importlib.metadata.version("torch")  # to import it takes seconds
+    return f"pipesgd {__version__} (torch {torch}, Python {platform.python_version()})"
 
 
 def help_texts(section: type) -> dict[str, str]:

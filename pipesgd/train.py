@@ -6,9 +6,13 @@ Reads from top to bottom as a run happens. One path for every number of ranks.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
+    import sys
+
     from pipesgd import process
+    from pipesgd.cli import answer_questions, parse
 
     process.begin()
+    answer_questions(parse, sys.argv[1:])
 
 import collections
 import contextlib
@@ -39,8 +43,8 @@ from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.agree import plan_run
-from pipesgd.planning.choose import Planned
 from pipesgd.planning.drift import Drift
+from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks, check_same_options, network_address
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.run import output

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from pipesgd.cli import parse
-from pipesgd.planning.choose import Planned, decide
+from pipesgd.planning.choose import decide
+from pipesgd.planning.planned import Planned
 from tests.timing_model._profiles import MLP, PROFILE
 from timing_model import LinkParams
 from timing_model.cluster_profile import Profile

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from pipesgd.calibration.measure import measure
-from pipesgd.calibration.options import DEFAULT_ALL_REDUCES, LEAST_LARGEST_BYTES, MEASURED_ALL_REDUCES, RING
 from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.errors import CheckpointError, UserInputError
-from pipesgd.planning.choose import AUTO_CODECS, Known, Planned, choices_of, decide, of_file, words
+from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
+
+if TYPE_CHECKING:
+    from pipesgd.planning.choose import Known
 
 CALIBRATION_SECONDS = 12.0
 MOST_LARGEST_BYTES = 64 << 20
@@ -73,6 +74,8 @@ def plan_run(
         )
         return config.with_choices({}), None
 
+    from pipesgd.planning.choose import of_file  # here and below: a run that plans nothing does not load the model
+
     tensors = [one.numel() for one in model.parameters() if one.requires_grad]
     if given:
         found = ranks.agree("cluster", lambda: of_file(path, config, tensors) if ranks.rank == 0 and path else None)
@@ -95,6 +98,7 @@ def agree_on_plan(
     own: bool,
 ) -> tuple[TrainConfig, Planned]:
     """What rank 0 decides by what it has ``found``, with nothing left to be chosen, and said by it. Collective."""
+    from pipesgd.planning.choose import decide
 
     def decide_on_rank_0() -> dict[str, Any] | None:
         if found is None:
@@ -134,6 +138,10 @@ def calibrate_briefly(
     config: TrainConfig, ranks: Ranks, model: nn.Module, batches: ShardedBatches, console: Console, *, samples: int
 ) -> Known | None:
     """What the ranks are found to cost, on rank 0. All ranks call this together; there must be no process group."""
+    from pipesgd.calibration.measure import measure
+    from pipesgd.calibration.options import DEFAULT_ALL_REDUCES, LEAST_LARGEST_BYTES, MEASURED_ALL_REDUCES, RING
+    from pipesgd.planning.choose import AUTO_CODECS
+
     codec = config.compression.codec
     searched = AUTO_CODECS if "codec" in config.planning.auto else (codec,)
     measured = [name for name in MEASURED_ALL_REDUCES if name in (RING, config.pipeline.all_reduce)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from pipesgd.planning.choose import Planned
+from pipesgd.planning.planned import Planned
 
 WINDOW, WINDOWS = 20, 3
 """Iterations whose median is compared with the prediction; and how many such in a row must be off to be mentioned."""

@@ -1,0 +1,92 @@
+"""A plan: what was chosen for a run, and how long the timing model says that its iterations take."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipesgd.config import AUTO_OPTIONS, TrainConfig
+from timing_model.units import format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What was chosen, and what it should take."""
+
+    asked: Sequence[str]
+    """The ``AUTO_OPTIONS`` that were left to be chosen."""
+    choices: dict[str, Any]
+    """All ``AUTO_OPTIONS``, as they are in this run."""
+    source: str
+    """Of what is known of the cluster."""
+    iteration_seconds: float
+    low: float
+    """Where the 90 % interval of ``iteration_seconds`` begins."""
+    high: float
+    job_seconds: float
+    """Of all iterations."""
+    support: str
+    """How far the run is from what was measured: one of ``timing_model.job.SUPPORTS``."""
+    reasons: Sequence[str]
+    """Why it is not interpolated."""
+    why: Sequence[str]
+    """The choice in words; empty if nothing was to be chosen."""
+    iterations: int
+    """Of the job."""
+    median_share: float = 1.0
+    """Median of an iteration over its mean: below 1 where a few are long. 1 in a run of an older version."""
+
+    def lines(self) -> list[str]:
+        """For the person who waits."""
+        interval = _interval(self.low, self.iteration_seconds, self.high)
+        far = "" if not self.reasons else f"; {self.support}: {', '.join(self.reasons)}"
+        return [
+            *self.why,
+            f"predicted by {self.source}: {interval} an iteration, {format_seconds(self.job_seconds)} for all "
+            f"{self.iterations}{far}",
+        ]
+
+    @property
+    def median(self) -> tuple[float, float, float]:
+        """The median iteration as predicted, in s: the low end of its interval, the middle, and the high end."""
+        low, middle, high = (self.median_share * one for one in (self.low, self.iteration_seconds, self.high))
+        return low, middle, high
+
+    def compare(self, measured: float) -> str:
+        """The predicted median next to the median of what iterations took, in s."""
+        low, middle, high = self.median
+        if low <= measured <= high:
+            place = "inside the interval"
+        else:
+            place = "above the interval" if measured > high else "below the interval"
+        off = measured / middle - 1 if middle > 0 else 0.0
+        predicted = _interval(*self.median)
+        return f"the median iteration took {format_seconds(measured)}, predicted {predicted}: {off:+.1%}, {place}"
+
+    def contradicted(self, measured: float) -> str:
+        """What to say when the median of iterations is ``measured``, in s, and not as predicted."""
+        word = "slower" if measured > self.median[2] else "faster"
+        return (
+            f"the median iteration takes {format_seconds(measured)}, predicted {_interval(*self.median)}: the cluster "
+            f"is {word} than the calibration found it, or the model is wrong"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _interval(low: float, middle: float, high: float) -> str:
+    return f"{format_seconds(middle)} ({format_seconds(low)} to {format_seconds(high)})"
+
+
+def choices_of(config: TrainConfig) -> dict[str, Any]:
+    """``AUTO_OPTIONS`` as they are in a configuration."""
+    options = config.with_choices({}).options()
+    return {name: options[name] for name in AUTO_OPTIONS}
+
+
+def words(choices: dict[str, Any]) -> str:
+    """Options as they are written on the command line."""
+    return " ".join(f"--{name} {value}" for name, value in choices.items())
