@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipesgd.calibration.robust_fit import Floats, Range, median_range
+from pipesgd.calibration.robust_fit import Floats, median_of
 from pipesgd.calibration.sweep import finish_part
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
@@ -20,6 +20,7 @@ from pipesgd.comm.all_reduce import Finish, leave
 from pipesgd.config import DEFAULT_SEGMENT_BYTES
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.reducers.topk import NUMBERS_PER_VALUE, TopKExchange
+from timing_model.measured import Estimate
 
 OPERATIONS = ("encode", "decode", "add", "hop")
 TOPK = "topk"
@@ -47,10 +48,10 @@ class CodecSpeed:
     """Of one codec, over all ranks."""
 
     bits: float
-    call: Range
-    memory: dict[str, Range]
+    call: Estimate
+    memory: dict[str, Estimate]
     """By operation, in s per value."""
-    cache: dict[str, Range]
+    cache: dict[str, Estimate]
     """Likewise; empty for topk, which is never used in small pieces."""
     gathered: bool = False
     """Whether every rank gets all parts, as topk's, and adds them when all are there."""
@@ -102,18 +103,18 @@ def summarize(name: str, everybody: Sequence[Times]) -> CodecSpeed:
     for operation in OPERATIONS:
         small, cached = pooled("small", operation), pooled("cache", operation)
         rate = np.maximum(cached - small, 0.0) / (CACHED_NUMEL - SMALL_NUMEL)
-        cache[operation] = median_range(rate)
-        calls.append(median_range(np.maximum(small - SMALL_NUMEL * rate, 0.0)))
+        cache[operation] = median_of(rate)
+        calls.append(median_of(np.maximum(small - SMALL_NUMEL * rate, 0.0)))
     codec = make_codec(CodecOptions(codec=name))
     return CodecSpeed(
         bits=8 * codec.wire_bytes(MEMORY_NUMEL) / MEMORY_NUMEL,
-        call=Range(*(float(one) for one in np.median(calls, axis=0))),
-        memory={operation: median_range(pooled("memory", operation)) for operation in OPERATIONS},
+        call=Estimate(*(float(one) for one in np.median([astuple(one) for one in calls], axis=0))),
+        memory={operation: median_of(pooled("memory", operation)) for operation in OPERATIONS},
         cache=cache,
     )
 
 
-def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Range:
+def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Estimate:
     """What summing up a byte of float32 costs in an all-reduce of so many ranks, by these measurements, in s.
 
     A rank adds (p-1)/p of the bytes, and finishes all of them.
@@ -121,7 +122,7 @@ def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Ra
     memory = [np.array(times["fp32"]["memory"]["add"]) for times in everybody]
     finish = [np.array(times["fp32"]["memory"]["decode"]) for times in everybody]
     share = (world_size - 1) / world_size
-    return median_range((np.concatenate(memory) + np.concatenate(finish) / share) / 4)
+    return median_of((np.concatenate(memory) + np.concatenate(finish) / share) / 4)
 
 
 def _round(found: Times, codec: Codec, values: Tensor, residual: Tensor | None, *, first: bool) -> None:
@@ -214,9 +215,9 @@ class _Repeat:
 
 
 def _summarize_topk(everybody: Sequence[Times]) -> CodecSpeed:
-    nothing = Range(0.0, 0.0, 0.0)
+    nothing = Estimate.exact(0.0)
     memory = dict.fromkeys(OPERATIONS, nothing)  # a part is neither decoded nor sent on as something else
     for operation in ("encode", "add"):
-        memory[operation] = median_range(np.concatenate([times["memory"][operation] for times in everybody]))
+        memory[operation] = median_of(np.concatenate([times["memory"][operation] for times in everybody]))
     bits = 32 * NUMBERS_PER_VALUE * CodecOptions(codec=TOPK).density
     return CodecSpeed(bits=bits, call=nothing, memory=memory, cache={}, gathered=True)

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from pipesgd.calibration.options import TYPICAL_CODEC, UNCOMPRESSED
-from pipesgd.calibration.robust_fit import Floats, Range
+from pipesgd.calibration.robust_fit import Floats
 from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.optim.build import build_optimizer
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.ranks import Ranks
 from pipesgd.run.forward_backward import forward_backward
+from timing_model.measured import Estimate
 
 SYNCHRONOUS, LATE = 1, 2
 """Widths that are trained. Every one above 1 does the same as 2, and a prediction for each gradient more in flight."""
@@ -61,16 +62,16 @@ Lap = NDArray[np.float64]
 class Computation:
     """What the ranks' iterations took, in s."""
 
-    parts: dict[str, Range]
+    parts: dict[str, Estimate]
     """Of ``PARTS``: means over iterations and ranks, those that are always slow apart."""
     cv: float
     """By how much ranks differ in an iteration: standard deviation over mean of one rank's time."""
     slow_ranks: dict[int, float]
     """Of the ranks that are always slow: median iteration over the median rank's."""
-    contention: Range
-    codec_contention: Range
+    contention: Estimate
+    codec_contention: Estimate
     """Beside an all-reduce that is compressed."""
-    hindrances: dict[str, Range]
+    hindrances: dict[str, Estimate]
     """By all-reduce."""
 
 
@@ -220,7 +221,7 @@ def summarize(
     deviations = np.sqrt((count - 1) * np.var(without, axis=0)) if without else np.zeros(len(value))
     reach = np.sqrt(2) * deviations * T90[min(max(count - 1, 1), len(T90)) - 1]
     found = [
-        Range(float(middle), max(0.0, float(middle - far)), float(middle + far))
+        Estimate(float(middle), max(0.0, float(middle - far)), float(middle + far))
         for middle, far in zip(value, reach, strict=True)
     ]
     contention, codec_contention, *hindrances = found[len(PARTS) :]

@@ -1,4 +1,4 @@
-"""From measurements to ``cluster.toml``: the one place where the trainer knows the timing model."""
+"""From measurements to ``cluster.toml``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed, cache_bytes
 from pipesgd.calibration.computation import LATE, Computation
 from pipesgd.calibration.links import Probes
 from pipesgd.calibration.options import RING
-from pipesgd.calibration.robust_fit import LEAST_SPREAD, Fit, Floats, Prior, Range, fit, spread
+from pipesgd.calibration.robust_fit import LEAST_SPREAD, Fit, Floats, Prior, fit, spread
 from pipesgd.calibration.sweep import Cell
 from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
-from timing_model.all_reduce import messages_meet as messages_meet
-from timing_model.cluster_profile import PARAMETER_SERVER as PARAMETER_SERVER
 from timing_model.cluster_profile import (
+    PARAMETER_SERVER,
     Calibrated,
     CodecProfile,
     CodecRates,
@@ -31,10 +30,10 @@ from timing_model.cluster_profile import (
     Corrections,
     Estimate,
     LinkProfile,
+    Profile,
 )
-from timing_model.cluster_profile import Profile as Profile
 from timing_model.iteration import collective_within, computation_within
-from timing_model.measured import LINK as LINK
+from timing_model.measured import LINK
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES
 
@@ -133,7 +132,7 @@ class CollectiveFit:
         return factor * all_reduce_time(self.all_reduce, self.link, numel, world_size).total
 
 
-def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Range) -> CollectiveFit:
+def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Estimate) -> CollectiveFit:
     """Fit ``timing_model.all_reduce_time`` to the measured cells of one algorithm.
 
     Sums and message overhead hide behind the wire in most cells, and the wire behind latency in the smallest: what
@@ -196,10 +195,10 @@ def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
     return CollectiveFit(all_reduce=PARAMETER_SERVER, cells=own, fit=found, names=SERVER_PARAMETERS)
 
 
-def sharing_of(servers: CollectiveFit) -> Range:
+def sharing_of(servers: CollectiveFit) -> Estimate:
     """What ``SERVER_PARAMETERS`` say of it, from 0 to 1."""
-    beta, _, shared = servers.fit.ranges()
-    return Range(*(min(1.0, one / beta.value) if beta.value > 0 else 0.0 for one in shared))
+    beta, _, shared = servers.fit.estimates()
+    return Estimate(*(min(1.0, one / beta.value) if beta.value > 0 else 0.0 for one in dataclasses.astuple(shared)))
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,7 @@ def make_profile(
     links = {name: _link_profile(one) for name, one in fits.items() if one.names == LINK}
     link = links.pop(RING)
     if servers is not None:
-        beta, sync, _ = (Estimate(*one) for one in servers.fit.ranges())
+        beta, sync, _ = servers.fit.estimates()
         links[PARAMETER_SERVER] = dataclasses.replace(link, beta=beta, sync=sync, corrections=servers.corrections)
     return Profile(
         provenance=provenance,
@@ -248,7 +247,7 @@ def make_profile(
         ),
         link=link,
         links=links,
-        sharing=None if servers is None else Estimate(*sharing_of(servers)),
+        sharing=None if servers is None else sharing_of(servers),
         codecs={name: _codec_profile(speed) for name, speed in codecs.items()},
         compute=(compute,),
     )
@@ -263,13 +262,13 @@ def compute_profile(
         batch_size=batch_size,
         tensors=tuple(tensors),
         samples=samples,
-        contention=Estimate(*computation.contention),
-        codec_contention=Estimate(*computation.codec_contention),
-        hindrance=Estimate(*computation.hindrances[RING]),
-        hindrances={name: Estimate(*one) for name, one in computation.hindrances.items() if name != RING},
+        contention=computation.contention,
+        codec_contention=computation.codec_contention,
+        hindrance=computation.hindrances[RING],
+        hindrances={name: one for name, one in computation.hindrances.items() if name != RING},
         cv=computation.cv,
         slow_ranks=tuple(computation.slow_ranks.values()),
-        **{name: Estimate(*part) for name, part in computation.parts.items()},
+        **computation.parts,
     )
 
 
@@ -294,17 +293,17 @@ def _link_params(parameters: Floats) -> LinkParams:
 
 
 def _link_profile(found: CollectiveFit) -> LinkProfile:
-    fitted = {name: Estimate(*one) for name, one in zip(LINK, found.fit.ranges(), strict=True)}
+    fitted = dict(zip(LINK, found.fit.estimates(), strict=True))
     return LinkProfile(**fitted, corrections=found.corrections)
 
 
 def _codec_profile(speed: CodecSpeed) -> CodecProfile:
-    def rates(of: Mapping[str, Range]) -> CodecRates:
-        return CodecRates(**{operation: Estimate(*of[operation]) for operation in OPERATIONS})
+    def rates(of: Mapping[str, Estimate]) -> CodecRates:
+        return CodecRates(**{operation: of[operation] for operation in OPERATIONS})
 
     return CodecProfile(
         bits=speed.bits,
-        call=Estimate(*speed.call),
+        call=speed.call,
         rates=rates(speed.memory),
         in_cache=rates(speed.cache) if speed.cache else None,
         cache_bytes=cache_bytes() if speed.cache else 0,

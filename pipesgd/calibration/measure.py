@@ -16,7 +16,7 @@ from pipesgd.calibration import codec_speeds, fit_cluster, interfaces, links, ma
 from pipesgd.calibration import servers as server_rounds
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation, Training, summarize, ways
-from pipesgd.calibration.fit_cluster import CollectiveFit, Profile
+from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
 from pipesgd.calibration.options import RING
@@ -27,6 +27,8 @@ from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
+from timing_model.all_reduce import messages_meet
+from timing_model.cluster_profile import PARAMETER_SERVER, Profile
 
 CODECS, SERVERS, LINKS, TRAINING = (
     "codecs (compiled first on a new machine)",
@@ -158,7 +160,7 @@ def measure(
         probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
         slow = links.slow_links(probes, where)
         groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
-        sweep = Sweep(ranks, transport, groups, names, uneven=fit_cluster.messages_meet, timeout=timeout)
+        sweep = Sweep(ranks, transport, groups, names, uneven=messages_meet, timeout=timeout)
         stolen_time = machines.StolenTime()
 
         def quiet() -> bool:
@@ -193,7 +195,7 @@ def measure(
         shared_cores=shared > 1,
     )
     if SERVERS in planned:
-        fits[fit_cluster.PARAMETER_SERVER] = fit_cluster.fit_servers(cells, fits[RING])
+        fits[PARAMETER_SERVER] = fit_cluster.fit_servers(cells, fits[RING])
     lost = float(np.mean([stolen[lap] for lap in laps]))
     warnings = report.warnings(computation, fits, lost)
     say(console, *interfaces.wrong_interfaces(cards, where), *(one.line for one in slow), *warnings)

@@ -12,9 +12,10 @@ from rich.table import Table
 from pipesgd.calibration import machines
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation
-from pipesgd.calibration.fit_cluster import BETA, LINK, PARAMETER_SERVER, CollectiveFit
-from pipesgd.calibration.robust_fit import Range
+from pipesgd.calibration.fit_cluster import BETA, CollectiveFit
 from pipesgd.errors import UserInputError
+from timing_model.cluster_profile import PARAMETER_SERVER
+from timing_model.measured import LINK, Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +36,7 @@ def show(
     """The tables."""
     for name, one in fits.items():
         table = Table(title=titled(name), title_justify="left", show_header=False, box=None)
-        for parameter, value in zip(one.names, one.fit.ranges(), strict=True):
+        for parameter, value in zip(one.names, one.fit.estimates(), strict=True):
             table.add_row(parameter, _parameter(parameter, value))
         table.add_row("held-out cells", held_out(one))
         console.print(table)
@@ -138,7 +139,7 @@ def plot_residuals(one: CollectiveFit, axes: Axes) -> Axes:
     return axes
 
 
-def _parameter(name: str, value: Range) -> str:
+def _parameter(name: str, value: Estimate) -> str:
     if name == LINK[BETA] and value.value > 0:
         low, middle, high = (
             f"{8e-6 / one:,.0f}" if one else "no limit" for one in (value.high, value.value, value.low)
@@ -148,5 +149,5 @@ def _parameter(name: str, value: Range) -> str:
     return f"{scale * value.value:.3g} {unit} ({scale * value.low:.3g} to {scale * value.high:.3g})"
 
 
-def _ms(value: Range) -> str:
+def _ms(value: Estimate) -> str:
     return f"{1e3 * value.value:.3g} ms ({1e3 * value.low:.3g} to {1e3 * value.high:.3g})"

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from timing_model.measured import Estimate
+
 Floats = NDArray[np.float64]
 Predict = Callable[[Floats], Floats]
 """The times that parameters (k,) give, one for each cell (n,): linear in the parameters, piece by piece, and 0 at 0."""
@@ -42,14 +44,6 @@ class Prior(NamedTuple):
     """By what share of it the value may well be off."""
 
 
-class Range(NamedTuple):
-    """A value and its 90 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class Fit:
     """What came out."""
@@ -63,9 +57,9 @@ class Fit:
     held_out: Floats
     """fitted / measured - 1 of every cell (n,), each by a fit to the other half of the cells."""
 
-    def ranges(self) -> list[Range]:
-        """Of every parameter."""
-        return [Range(*map(float, three)) for three in zip(self.parameters, self.low, self.high, strict=True)]
+    def estimates(self) -> list[Estimate]:
+        """Every parameter, with its interval."""
+        return [Estimate(*map(float, three)) for three in zip(self.parameters, self.low, self.high, strict=True)]
 
 
 def spread(times: Floats) -> float:
@@ -217,9 +211,9 @@ def _choices(count: int) -> Floats:
     return np.array(list(itertools.product((0.0, 1.0), repeat=count)))
 
 
-def median_range(times: Floats, seed: int = 0) -> Range:
+def median_of(times: Floats, seed: int = 0) -> Estimate:
     """The median and the interval in which resampled ones lie."""
     drawn = np.random.default_rng(seed).choice(times, (RESAMPLES, len(times)))
     medians = np.median(drawn, axis=1)
     value = float(np.median(times))
-    return Range(value, min(value, float(np.quantile(medians, LOW))), max(value, float(np.quantile(medians, HIGH))))
+    return Estimate(value, min(value, float(np.quantile(medians, LOW))), max(value, float(np.quantile(medians, HIGH))))

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from pipesgd.baselines.parameter_server.strategy import ParameterServers
-from pipesgd.calibration.fit_cluster import PARAMETER_SERVER
 from pipesgd.calibration.groups import Place, groups_to_measure
 from pipesgd.calibration.options import LEAST_LARGEST_BYTES
 from pipesgd.calibration.sweep import GROWTH, Cell
 from pipesgd.ranks import Ranks
+from timing_model.cluster_profile import PARAMETER_SERVER
 
 SIZES = 5
 """About; the time that there is, is divided among so many."""

@@ -22,6 +22,7 @@ from pipesgd.calibration.computation import (
     summarize,
 )
 from timing_model import ComputeTimes
+from timing_model.measured import Estimate
 
 MEANS = (1.0, 2.0, 0.5, 0.75)
 """Of ``PARTS``."""
@@ -98,8 +99,8 @@ def test_means_are_those_of_the_ranks_that_are_not_slow_and_their_difference_is_
     found = of([0.95, 1.05, 3.0], cv=0.05)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS, rel=0.03)
     assert found.cv == pytest.approx(0.05, rel=0.15)
-    assert found.contention == (0.0, 0.0, 0.0)
-    assert found.hindrances == {"ring": (0.0, 0.0, 0.0)}
+    assert found.contention == Estimate.exact(0.0)
+    assert found.hindrances == {"ring": Estimate.exact(0.0)}
 
 
 def test_a_rank_that_is_always_slow_is_found_by_its_factor() -> None:
@@ -174,7 +175,7 @@ def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
     ranks = [laps(t_comm=8.0, hindrance=0.3)] * 2
     assert summary(ranks, t_comms={"ring": 8.0}).hindrances["ring"].value == pytest.approx(0.3)
     found = summary(ranks, t_comms={"ring": 8.0}, late_iteration=Waiting)
-    assert found.hindrances["ring"] == (0.0, 0.0, 0.0)
+    assert found.hindrances["ring"] == Estimate.exact(0.0)
     assert asked[0][:2] == pytest.approx((10.4, 3.75))
     assert asked[0][2] == Waiting(world_size=2, cv=0.0, slow_ranks=())
 
@@ -185,7 +186,7 @@ def test_an_all_reduce_that_explains_nothing_is_not_hindered() -> None:
             return 0.0
 
     found = summary([laps(t_comm=8.0)] * 2, t_comms={"ring": 0.0}, late_iteration=ComputationAlone)
-    assert found.hindrances["ring"] == (0.0, 0.0, 0.0)
+    assert found.hindrances["ring"] == Estimate.exact(0.0)
 
 
 def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little() -> None:

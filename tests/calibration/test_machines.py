@@ -8,10 +8,10 @@ import pytest
 from pipesgd.calibration import machines, report
 from pipesgd.calibration.computation import Computation
 from pipesgd.calibration.machines import StolenTime
-from pipesgd.calibration.robust_fit import Range
 from pipesgd.ranks import alone
+from timing_model.measured import Estimate
 
-UNKNOWN = Range(1.0, 0.0, 2.0)
+UNKNOWN = Estimate(1.0, 0.0, 2.0)
 COMPUTATION = Computation(parts={}, cv=0.0, slow_ranks={}, contention=UNKNOWN, codec_contention=UNKNOWN, hindrances={})
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from pipesgd.calibration.fit_cluster import ALPHA, BETA, CollectiveFit, fit_collective, fit_servers, sharing_of
 from pipesgd.calibration.links import Probes
-from pipesgd.calibration.robust_fit import Floats, Prior, Range, fit, median_range, non_negative, spread
+from pipesgd.calibration.robust_fit import Floats, Prior, fit, median_of, non_negative, spread
 from pipesgd.calibration.sweep import Cell
 from timing_model import LinkParams, all_reduce_time
+from timing_model.measured import Estimate
 from timing_model.parameter_server import parameter_server_time
 
 LINK = LinkParams(alpha=60e-6, beta=4.2e-8, gamma=2e-10, sync=40e-6, overhead=4e-6)
@@ -40,7 +41,7 @@ def probes(link: LinkParams) -> Probes:
 
 
 def fitted(name: str, cells: list[Cell], link: LinkParams = LINK) -> CollectiveFit:
-    return fit_collective(name, cells, probes(link), Range(*3 * (1.3 * link.gamma,)))
+    return fit_collective(name, cells, probes(link), Estimate.exact(1.3 * link.gamma))
 
 
 @pytest.mark.parametrize("name", ["ring", "native"])
@@ -58,7 +59,7 @@ def test_without_noise_the_fit_is_the_truth(name: str) -> None:
     cells = made_cells(name, LINK, 0, noise=0.0, interrupted=0.0)
     exact = probes(LINK)
     exact = dataclasses.replace(exact, overhead=exact.overhead / 1.2)
-    found = fit_collective(name, cells, exact, Range(*3 * (LINK.gamma,)))
+    found = fit_collective(name, cells, exact, Estimate.exact(LINK.gamma))
     assert found.fit.parameters[[ALPHA, BETA]] == pytest.approx([LINK.alpha, LINK.beta], rel=1e-3)
     assert np.abs(found.fit.held_out).max() < 0.01
     for cell in found.cells:
@@ -172,7 +173,7 @@ def test_the_spread_is_the_standard_deviation_and_ignores_a_few_that_are_far_off
 
 def test_ranges_hold_the_value_and_shrink_with_more_times() -> None:
     times = np.random.default_rng(0).exponential(size=400)
-    few, many = (median_range(times[:count]) for count in (10, 400))
+    few, many = (median_of(times[:count]) for count in (10, 400))
     assert few.low < few.value < few.high
     assert many.high - many.low < few.high - few.low
 
