@@ -27,7 +27,6 @@ few seconds stays silent for as long again, since TCP repeats what was lost afte
 
 CLOSE_SECONDS = 2.0
 
-
 _PLACE = re.compile(rb"[0-9]{1,18}")
 
 

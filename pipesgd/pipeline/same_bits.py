@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipesgd.errors import DisagreementError
+from pipesgd.errors import DisagreementError, named
 from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.optimizer_copy import OptimizerCopy
 from pipesgd.ranks import Ranks
@@ -42,10 +42,10 @@ def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Pre
     same = len({bits for bits, _, _ in found}) == 1
     if same or allow_drift:
         return same
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[int]] = {}
     for rank, (_, machine, instructions) in enumerate(found):
-        kinds.setdefault(f"{machine} {instructions}", []).append(str(rank))
-    got = ", ".join(f"{kind} on rank{'s' if len(of) > 1 else ''} {', '.join(of)}" for kind, of in kinds.items())
+        kinds.setdefault(f"{machine} {instructions}", []).append(rank)
+    got = ", ".join(f"{kind} on {named(of)}" for kind, of in kinds.items())
     common = _common_capability([(machine, instructions) for _, machine, instructions in found])
     remedy = (
         f"set ATEN_CPU_CAPABILITY={common} on all ranks"
