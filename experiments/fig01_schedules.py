@@ -27,7 +27,7 @@ from pipesgd.data import make_workload
 from pipesgd.ranks import Ranks
 from pipesgd.run.output import TRACE_FILE
 from timing_model.params import ComputeTimes
-from timing_model.plot_trace import COLOURS, plot_timeline
+from timing_model.plots import COLOURS, plot_timeline
 from timing_model.trace import ALL_REDUCE, COMPUTATION, GRADIENT, UPDATE, WEIGHTS, Span, timeline
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import numpy as np
 from timing_model.advice import describe
 from timing_model.costs import costs_of
 from timing_model.job import Question, support_of
-from timing_model.plot_trace import plot_timeline
+from timing_model.plots import plot_timeline
 from timing_model.predict import Answer, predict, refuse_outside
 from timing_model.report import job_line, support_lines, table
 from timing_model.simulate import simulate_iterations

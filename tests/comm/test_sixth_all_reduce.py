@@ -37,7 +37,8 @@ def test_it_trains_to_the_weights_of_the_ring(tmp_path: Path) -> None:
 
 
 def test_the_model_predicts_it_by_its_messages() -> None:
-    done = _run(PROGRAM, *f"predict --all-reduce {NAME} --model resnet18 --network 1Gbit/s --ranks 6".split())
+    job = "--latency 50us --bandwidth 1Gbit/s --world-size 6 --parameters 11.7M --compute 0.3s"
+    done = _run(PROGRAM, *f"predict --all-reduce {NAME} {job}".split())
     assert (done.returncode, done.stderr) == (0, "")
     assert NAME in done.stdout
 

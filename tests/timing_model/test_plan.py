@@ -14,10 +14,10 @@ from tests.timing_model._profiles import MLP, PROFILE
 from tests.timing_model.test_predict import by_hand, compute
 from timing_model import LinkParams
 from timing_model.advice import advice, describe, reason, words_for_training
-from timing_model.bounds import least_collective_time
 from timing_model.choices import ACCURATE, LARGEST_ALL_TO_ALL, TIE, Space, simplicity
 from timing_model.costs import collective_time, costs_of, iteration_time
 from timing_model.job import NATIVE_CODECS, Question
+from timing_model.lower_bound import least_collective_time
 from timing_model.plan import Plan, plan
 from timing_model.predict import predict
 from timing_model.presets import MODELS, NETWORKS, OVERHEAD

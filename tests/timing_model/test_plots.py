@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from timing_model import CollectiveTime, ComputeTimes, Noise, job_time, pipelined_iteration_time
-from timing_model.plot_trace import HEIGHT, plot_timeline
+from timing_model.plots import HEIGHT, plot_timeline
 from timing_model.trace import COMMUNICATION, COMPUTATION, GRADIENT, SERVER, STRATEGIES, UPDATE, Span, timeline
 
 TIMES = ComputeTimes(update=0.5, forward=1.0, backward=2.0)

@@ -1,15 +1,17 @@
-"""What a collective takes at least of a rank: messages that wait for each other, bytes, and work."""
+"""A lower bound of what a collective takes, in closed form: it rules out most of a search."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from timing_model.costs import Costs
 from timing_model.job import Question
 from timing_model.params import CodecCost
 
 
 class Traffic(NamedTuple):
-    """Of the rank that has most to send, and of the one that has least to do."""
+    """What a collective takes at least of a rank: messages and bytes of the one that sends most, work of the one that has
+    least of it."""
 
     messages: int
     """Of which each waits for another one."""
@@ -43,3 +45,18 @@ def traffic(question: Question, codec: CodecCost) -> Traffic:
     elif question.all_reduce == "recursive-doubling":
         messages, sent, work = steps, steps + (p != 1 << steps), steps * added
     return Traffic(messages, sent * codec.wire_bytes(numel), work * numel)
+
+
+def least_collective_time(question: Question, costs: Costs) -> float:
+    r"""A lower bound of ``costs.collective_time``, in s, for any segment size.
+
+    .. math:: T \ge \max(k \alpha,\; \alpha + w \beta,\; W) + S
+
+    k are the messages of which each waits for another one, w the bytes that the busiest rank sends, and W the work of
+    the one that has the least of it. Hierarchical is bound by S alone.
+    """
+    if question.world_size == 1:
+        return 0.0
+    link, least = costs.link, traffic(question, costs.codec)
+    wire = min(least.messages, 1) * link.alpha + least.sent * link.beta
+    return max(least.messages * link.alpha, wire, least.work) + link.sync
