@@ -75,7 +75,7 @@ class Strategy(Protocol):
     replicated: bool
     """Whether all ranks hold the same weights, bit for bit, after every step."""
     drifts: bool = False
-    """Whether replicas drift apart, since the ranks' processors compute other bits (``pipesgd.pipeline.same_bits``)."""
+    """Whether replicas drift apart, since the ranks' processors compute other bits (``pipesgd.pipeline.sameness``)."""
 
     def step(self) -> StepReport:
         """Take the gradients over and apply those that are due."""

@@ -10,8 +10,7 @@ from timing_model.params import CodecCost
 
 
 class Traffic(NamedTuple):
-    """What a collective takes at least of a rank: messages and bytes of the one that sends most, work of the one that has
-    least of it."""
+    """The least that a collective takes: messages and bytes of the rank that sends most, work of the one with least."""
 
     messages: int
     """Of which each waits for another one."""

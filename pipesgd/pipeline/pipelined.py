@@ -37,8 +37,8 @@ from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
-from pipesgd.pipeline.same_bits import check_same_bits
 from pipesgd.pipeline.sameness import (
+    check_same_bits,
     check_same_settings,
     describe_buffers,
     describe_parameters,
@@ -125,7 +125,7 @@ class Pipelined(Strategy):
         segment_bytes: largest message; native cuts as torch does.
         streams: connections to each rank, on which messages take turns.
         seed: of the random numbers of stochastic rounding, and of those that powersgd begins with.
-        allow_drift: whether to train on processors that compute other bits (``pipesgd.pipeline.same_bits``), which are
+        allow_drift: whether to train on processors that compute other bits (``pipesgd.pipeline.sameness``), which are
             refused by default. ``share_weights`` then brings the replicas together again: call it before weights are
             saved.
         ranks: the ranks to work with; by default those of torch's process group, which is started from

@@ -19,7 +19,7 @@ from pipesgd import Pipelined
 from pipesgd.errors import DisagreementError
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.muon import MuonWithAdamW
-from pipesgd.pipeline.same_bits import _common_capability, bits_of_updates
+from pipesgd.pipeline.sameness import _common_capability, bits_of_updates
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
