@@ -1,4 +1,4 @@
-"""The strategy that a configuration names."""
+"""The strategy that a configuration names. A run imports its own strategy alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipesgd.baselines.ddp import Ddp
-from pipesgd.baselines.local import Local
-from pipesgd.baselines.parameter_server.strategy import ParameterServers, serve_shard
 from pipesgd.config import SERVER_STRATEGIES, TrainConfig
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.pipelined import Pipelined
@@ -28,8 +25,12 @@ def make_strategy(
     pipeline, run = config.pipeline, config.run
     clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
     if pipeline.strategy == "local":
+        from pipesgd.baselines.local import Local
+
         return Local(model, optimizer, clip=clip, scaler=scaler, on_nonfinite=run.on_nonfinite)
     if pipeline.strategy == "ddp":
+        from pipesgd.baselines.ddp import Ddp
+
         return Ddp(
             model,
             optimizer,
@@ -41,6 +42,8 @@ def make_strategy(
             ranks=ranks,
         )
     if pipeline.strategy in SERVER_STRATEGIES:
+        from pipesgd.baselines.parameter_server.strategy import ParameterServers
+
         return ParameterServers(model, optimizer, ranks=ranks, **_server_options(config))
     return Pipelined(
         model,
@@ -70,6 +73,8 @@ def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimize
     Raises:
         CommunicationError: a worker was lost.
     """
+    from pipesgd.baselines.parameter_server.strategy import serve_shard
+
     serve_shard(model, optimizer, ranks=ranks, **_server_options(config))
 
 

@@ -34,7 +34,6 @@ from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipesgd.baselines.ddp import check_hook
 from pipesgd.cli import as_toml, parse
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
 from pipesgd.data import DataSplits, ShardedBatches
@@ -474,7 +473,10 @@ def who_works(config: TrainConfig, ranks: Ranks) -> Ranks:
     Raises:
         UserInputError: the strategy cannot run on these ranks or with this torch.
     """
-    check_hook(config.pipeline.ddp_hook)
+    if config.pipeline.strategy == "ddp":
+        from pipesgd.baselines.ddp import check_hook
+
+        check_hook(config.pipeline.ddp_hook)
     return ranks.first(config.pipeline.workers(ranks.world_size))
 
 

@@ -15,8 +15,6 @@ from pipesgd.comm.connections import Connections
 from pipesgd.errors import UserInputError
 from pipesgd.reducers.base import Exchange
 from pipesgd.reducers.dense import DenseExchange
-from pipesgd.reducers.powersgd import PowerSgdExchange
-from pipesgd.reducers.topk import TopKExchange, count_of
 
 COMPILE_SECONDS = 900.0
 """How long ranks wait for one that compiles a codec's loops for the first time, on a busy machine."""
@@ -31,6 +29,8 @@ def check_exchange(
     if options.momentum_correction and momenta:
         raise UserInputError(f"momentum must be 0 with momentum_correction, which takes its place; got {momenta[0]}")
     if options.codec == "topk":
+        from pipesgd.reducers.topk import count_of
+
         for dtype in {parameter.dtype for parameter in parameters}:
             count_of(sum(p.numel() * (1 + p.is_complex()) for p in parameters if p.dtype == dtype), options.density)
 
@@ -39,6 +39,8 @@ def make_exchange(options: CodecOptions, connections: Connections, *, device: st
     """How gradients on ``device`` ("cpu" or "cuda") are summed over ``connections``."""
     ranks = connections.ranks
     if options.codec == "topk":
+        from pipesgd.reducers.topk import TopKExchange
+
         return TopKExchange(
             connections.all_gather(),
             rank=ranks.rank,
@@ -48,6 +50,8 @@ def make_exchange(options: CodecOptions, connections: Connections, *, device: st
             momentum=options.momentum_correction,
         )
     if options.codec == "powersgd":
+        from pipesgd.reducers.powersgd import PowerSgdExchange
+
         return PowerSgdExchange(
             connections.all_reduce(), world_size=ranks.world_size, low_rank=options.low_rank, seed=seed
         )
