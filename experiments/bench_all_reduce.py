@@ -39,9 +39,10 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, NATIVE_CODECS, CodecOptions
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import Connections
-from pipesgd.config import ALL_REDUCES, DEFAULT_TIMEOUT
+from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
+from timing_model.schedules import ALL_REDUCES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,9 +32,10 @@ from experiments.results import REPOSITORY, Row, load, save, save_figure
 from experiments.testbed import Link, Testbed, parse_rate, rate_name
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
-from pipesgd.config import DEFAULT_SEGMENT_BYTES, DEFAULT_TIMEOUT
+from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
+from timing_model.schedules import SEGMENT_BYTES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +89,7 @@ def compute(ranks: Ranks, effort: Effort, console: Console) -> list[Row]:
         RunError: the two all-reduces do not give the same sums.
     """
     all_reduces = {
-        name: make_all_reduce(name, ranks, timeout=DEFAULT_TIMEOUT, segment_bytes=DEFAULT_SEGMENT_BYTES)
+        name: make_all_reduce(name, ranks, timeout=DEFAULT_TIMEOUT, segment_bytes=SEGMENT_BYTES)
         for name in ("native", "ring")
     }
     # 1. The same sums? And how long a round takes says how many there will be.

@@ -16,8 +16,7 @@ import tyro
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
-from timing_model.schedules import ALL_REDUCES
-from timing_model.schedules import SEGMENT_BYTES as DEFAULT_SEGMENT_BYTES
+from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
 TEXTS = ("python-stdlib", "text:PATH")
 IMAGE_DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
@@ -79,7 +78,7 @@ def check_connections(all_reduce: str, segment_bytes: int, streams: int) -> None
         raise UserInputError(
             f"streams must be at most {MAX_STREAMS}, since each is a connection to every rank; got {streams}"
         )
-    if all_reduce == "native" and (streams, segment_bytes) != (1, DEFAULT_SEGMENT_BYTES):
+    if all_reduce == "native" and (streams, segment_bytes) != (1, SEGMENT_BYTES):
         raise UserInputError("streams and segment-bytes must be left out with --all-reduce native, torch's own")
 
 
@@ -242,7 +241,7 @@ class PipelineConfig:
     all_reduce: str = "ring"
     """Algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then between
     them), or native (torch's own); auto chooses one (see --cluster)."""
-    segment_bytes: Annotated[int, tyro.conf.arg(metavar="INT|auto")] = DEFAULT_SEGMENT_BYTES
+    segment_bytes: Annotated[int, tyro.conf.arg(metavar="INT|auto")] = SEGMENT_BYTES
     """Largest message; native cuts as torch does; auto chooses (see --cluster)."""
     streams: int = 1
     """Connections to each rank, on which messages take turns: one TCP stream may not fill a fast or a long link."""

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from pipesgd import __version__
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.cli import CONFIG_HELP, HelpRequested, as_toml, parse, parse_as, version
-from pipesgd.config import ALL_REDUCES, FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
+from pipesgd.config import FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
 from pipesgd.errors import UserInputError
+from timing_model.schedules import ALL_REDUCES
 
 
 @pytest.mark.parametrize(

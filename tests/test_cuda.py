@@ -13,8 +13,9 @@ from torch import nn
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.thread import CommunicationThread
-from pipesgd.config import ALL_REDUCES, PREDICTIONS
+from pipesgd.config import PREDICTIONS
 from pipesgd.ranks import Ranks
+from timing_model.schedules import ALL_REDUCES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

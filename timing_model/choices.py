@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES, CollectiveTime
+from timing_model.all_reduce import CollectiveTime
 from timing_model.checks import check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.iteration import IterationTime
 from timing_model.job import STRATEGIES, Question
 from timing_model.presets import CODECS
+from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
 TIE = 0.03
 """Configurations that are nearer than this to the fastest one are as fast: the simplest of them is chosen. So a width,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from timing_model.all_reduce import ALL_REDUCES
 from timing_model.checks import check_one_of
 from timing_model.measured import (
     LINK,
@@ -23,6 +22,7 @@ from timing_model.measured import (
     LinkProfile,
 )
 from timing_model.params import CodecCost, LinkParams, uncompressed
+from timing_model.schedules import ALL_REDUCES
 from timing_model.toml_io import Scalar, Table, format_tables, read_tables
 
 __all__ = [

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from timing_model.all_reduce import CollectiveTime, all_reduce_time, chunks_of, gather_time, segments_of
+from timing_model.all_reduce import CollectiveTime, all_reduce_time, chunks_of, gather_time
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.iteration import (
     IterationTime,
@@ -19,6 +19,7 @@ from timing_model.job import Question
 from timing_model.measured import LINK, CodecProfile, Estimate, LinkProfile
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, uncompressed
+from timing_model.schedules import segments_of
 
 DEFAULT_SHARING = 0.5
 """Of servers that were not measured: between both bounds, as this project's testbed was."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES, messages_meet
+from timing_model.all_reduce import messages_meet
 from timing_model.checks import check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile
 from timing_model.params import FLOAT_BYTES, Noise
 from timing_model.presets import CODECS, FASTEST_CHECKED
+from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")

@@ -7,12 +7,12 @@ import dataclasses
 from argparse import Namespace
 from pathlib import Path
 
-from timing_model.all_reduce import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.checks import check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Question, compute_of
 from timing_model.measured import MOST, Calibrated, ComputeProfile, LinkProfile
 from timing_model.presets import MODELS, NETWORKS, ethernet
+from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.units import parse_bandwidth, parse_count, parse_seconds
 from timing_model.words import Parser, number_of, quantity, whole
 

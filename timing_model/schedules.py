@@ -47,13 +47,13 @@ def split(numel: int, parts: int) -> list[tuple[int, int]]:
 def segments_of(chunk_bytes: float, segment_bytes: int = SEGMENT_BYTES) -> int:
     """Number of messages in which a chunk travels that has ``chunk_bytes`` on the wire.
 
-    Raises ``ValueError`` unless ``segment_bytes`` is at least 1.
+    Raises ``ValueError`` unless ``segment_bytes`` is a whole number of at least 1.
 
     >>> [segments_of(nbytes) for nbytes in (0, 1 << 17, 1 << 18, 1 << 21, (1 << 21) + 1)]
     [1, 1, 2, 2, 3]
     """
     if segment_bytes < 1:
-        raise ValueError(f"segment_bytes must be at least 1; got {segment_bytes}")
+        raise ValueError(f"segment_bytes must be a whole number of at least 1; got {segment_bytes}")
     return max(1, math.ceil(chunk_bytes / segment_bytes), min(LEAST_SEGMENTS, int(chunk_bytes // SMALLEST_SEGMENT)))
 
 

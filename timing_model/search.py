@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
-from timing_model.all_reduce import SEGMENT_BYTES, CollectiveTime, chunks_of, segments_of
+from timing_model.all_reduce import CollectiveTime, chunks_of
 from timing_model.checks import check_at_least, check_one_of
 from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.cluster_profile import UNCOMPRESSED
@@ -15,6 +15,7 @@ from timing_model.costs import collective_time, costs_of, pipelined_time
 from timing_model.iteration import IterationTime
 from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Question, support_of
 from timing_model.lower_bound import least_collective_time
+from timing_model.schedules import SEGMENT_BYTES, segments_of
 
 LARGEST_MEETING = 32
 """Ranks up to which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and it

@@ -17,10 +17,10 @@ from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import Finish, leave
-from pipesgd.config import DEFAULT_SEGMENT_BYTES
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.reducers.topk import NUMBERS_PER_VALUE, TopKExchange
 from timing_model.measured import Estimate
+from timing_model.schedules import SEGMENT_BYTES
 
 OPERATIONS = ("encode", "decode", "add", "hop")
 TOPK = "topk"
@@ -128,7 +128,7 @@ def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Es
 def _round(found: Times, codec: Codec, values: Tensor, residual: Tensor | None, *, first: bool) -> None:
     """Every operation once in every place."""
     values_per_byte = SMALL_NUMEL / codec.wire_bytes(SMALL_NUMEL)
-    segment = min(int(DEFAULT_SEGMENT_BYTES * values_per_byte) // codec.block * codec.block, MEMORY_NUMEL)
+    segment = min(int(SEGMENT_BYTES * values_per_byte) // codec.block * codec.block, MEMORY_NUMEL)
     starts = range(0, MEMORY_NUMEL - segment + 1, segment)
     wire, received = (torch.zeros(codec.wire_bytes(segment), dtype=torch.uint8) for _ in range(2))
     if not codec.in_place:

@@ -11,7 +11,6 @@ import tyro
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_timeout
 from pipesgd.codecs.options import DENSE_CODECS
 from pipesgd.config import (
-    ALL_REDUCES,
     DEFAULT_TIMEOUT,
     PREDICTIONS,
     DataConfig,
@@ -22,6 +21,7 @@ from pipesgd.config import (
     options_of,
 )
 from pipesgd.errors import UserInputError
+from timing_model.schedules import ALL_REDUCES
 
 SMALLEST_BYTES = 1 << 10
 """Of the gradients that are all-reduced."""

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from pipesgd.codecs.base import Codec, mixed
 from pipesgd.comm.transport import Pending, Transport
-from pipesgd.config import DEFAULT_SEGMENT_BYTES
 from timing_model import schedules
-from timing_model.schedules import SEGMENTS_AHEAD, Receive, Schedule, Send, segments_of, split
+from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Receive, Schedule, Send, segments_of, split
 
 MOST_PLANS = 16
 """Kinds of buffers that a run reduces again and again."""
@@ -126,9 +125,7 @@ class ScheduledAllReduce:
     values on every rank.
     """
 
-    def __init__(
-        self, transport: Transport, schedule: Schedule, codec: Codec, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES
-    ):
+    def __init__(self, transport: Transport, schedule: Schedule, codec: Codec, *, segment_bytes: int = SEGMENT_BYTES):
         self._transport = transport
         self._schedule = schedule
         self._codec = codec

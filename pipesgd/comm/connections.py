@@ -15,9 +15,8 @@ from pipesgd.comm.transport import (
     destroy,
     wait_for_all,
 )
-from pipesgd.config import DEFAULT_SEGMENT_BYTES
 from pipesgd.ranks import Ranks
-from timing_model.schedules import Schedule, gather_ring, make_schedule
+from timing_model.schedules import SEGMENT_BYTES, Schedule, gather_ring, make_schedule
 
 
 class Connections:
@@ -44,7 +43,7 @@ class Connections:
         ranks: Ranks,
         *,
         timeout: float,
-        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
         streams: int = 1,
         device: str = "cpu",
     ):
@@ -118,8 +117,6 @@ class Connections:
         return ScheduledAllReduce(self.transport, schedule, codec, segment_bytes=self._segment_bytes)
 
 
-def make_all_reduce(
-    name: str, ranks: Ranks, *, timeout: float, segment_bytes: int = DEFAULT_SEGMENT_BYTES
-) -> AllReduce:
+def make_all_reduce(name: str, ranks: Ranks, *, timeout: float, segment_bytes: int = SEGMENT_BYTES) -> AllReduce:
     """The exact all-reduce of this name over ``ranks``, on connections of its own. All ranks of the job call this."""
     return Connections(name, ranks, timeout=timeout, segment_bytes=segment_bytes).all_reduce()

@@ -22,14 +22,7 @@ from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
-from pipesgd.config import (
-    ALL_REDUCES,
-    DEFAULT_SEGMENT_BYTES,
-    DEFAULT_TIMEOUT,
-    ON_NONFINITE,
-    check_connections,
-    check_width,
-)
+from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_connections, check_width
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, OutOfStepError, RunError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
@@ -50,6 +43,7 @@ from pipesgd.reducers.base import real
 from pipesgd.reducers.make import check_exchange, make_exchange
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
+from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
 T = TypeVar("T")
 
@@ -158,7 +152,7 @@ class Pipelined(Strategy):
         all_reduce: str = "ring",
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
-        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
         streams: int = 1,
         seed: int = 0,
         allow_drift: bool = False,

@@ -22,10 +22,9 @@ from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.native import ring_wire_bytes
-from pipesgd.config import ALL_REDUCES
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
-from timing_model.schedules import Encode, Receive, Schedule, Send, gather_ring, hierarchical, ring, split
+from timing_model.schedules import ALL_REDUCES, Encode, Receive, Schedule, Send, gather_ring, hierarchical, ring, split
 
 pytestmark = pytest.mark.slow
 

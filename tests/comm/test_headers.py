@@ -12,9 +12,9 @@ from torch import nn
 
 from pipesgd import Pipelined
 from pipesgd.comm.headers import Headers
-from pipesgd.config import ALL_REDUCES
 from pipesgd.errors import CommunicationError, OutOfStepError
 from pipesgd.ranks import Ranks
+from timing_model.schedules import ALL_REDUCES
 
 pytestmark = pytest.mark.slow
 

@@ -17,12 +17,11 @@ from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import ScheduledAllReduce
-from pipesgd.config import ALL_REDUCES
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.powersgd import PowerSgdExchange
 from pipesgd.replicas import weights_sha256
-from timing_model.schedules import SCHEDULES
+from timing_model.schedules import ALL_REDUCES, SCHEDULES
 
 pytestmark = pytest.mark.slow
 
