@@ -206,7 +206,7 @@ def plan(
     return planned
 
 
-def _compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
+def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
     """The arguments without a ``--prediction`` that ``pipesgd.train`` does not offer, and that prediction."""
     for number, (option, name) in enumerate(itertools.pairwise(arguments)):
         if option == "--prediction" and name in COMPARED:
@@ -217,7 +217,7 @@ def _compared_prediction(arguments: list[str]) -> tuple[list[str], type[Predicti
 def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -> Run:
     """What ``pipesgd.train`` with these words comes to on so many ranks; tested on every so many-th sample."""
     begin = time.perf_counter()
-    arguments, compared = _compared_prediction(shlex.split(words))
+    arguments, compared = compared_prediction(shlex.split(words))
     config = parse_training(arguments)
     optimization, pipeline = config.optimization, config.pipeline
     torch.manual_seed(optimization.seed)

@@ -23,7 +23,8 @@ PORTABLE = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
     "OMP_NUM_THREADS": "1",
 }
-"""Environment in which torch and its libraries compute the same bits on every x86 processor."""
+"""Environment in which torch and its libraries compute the same bits on every x86 processor, square roots apart: MKL
+takes them from an approximation that differs between processors, so no run here has an optimizer of Adam's kind."""
 GOLDEN = Path(__file__).with_name("golden.json")
 PLAIN = (
     "--dataset digits --batch-size 16 --lr 0.1 --momentum 0.9 --iterations 24 --seed 3 --checkpoint-iterations 8 "
@@ -46,7 +47,7 @@ CONFIGURATIONS = {
     "plain, resumed": Golden("", killed=True),
     "width 1": Golden("--width 1"),
     "width 3, no prediction": Golden("--width 3 --prediction none"),
-    "width 2, prediction local, AdamW, clipped": Golden("--prediction local --optimizer adamw --lr 0.01 --clip-norm 1"),
+    "width 2, prediction local, nesterov, clipped": Golden("--prediction local --optimizer nesterov --clip-norm 1"),
     "int8, error feedback, small segments, two streams": Golden(
         "--codec int8 --error-feedback on --segment-bytes 1000 --streams 2"
     ),

@@ -67,7 +67,7 @@ def test_a_quoted_command_does_not_say_where_its_results_were_written(word: str)
     assert command_of(manifest) == "python -m experiments.compare --contenders 'width 2, int8'"
 
 
-COMPARISONS = ["accuracy_*.manifest.json", "compare_*.manifest.json"]
+COMPARISONS = ["accuracy_*.manifest.json", "compare_*x*.manifest.json"]
 """Results whose commands have arguments with blanks in them: names of contenders."""
 
 

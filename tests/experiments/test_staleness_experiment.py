@@ -14,7 +14,16 @@ from matplotlib.figure import Figure
 from experiments.results import REPOSITORY, RESULTS, Row, load
 from experiments.staleness import parse, stability, summarize, tabulate
 from experiments.staleness_figure import plot
-from experiments.staleness_runs import CLOSELY, METHODS, MULTIPLES, OPTIMIZERS, WORKLOADS, Run, plan
+from experiments.staleness_runs import (
+    CLOSELY,
+    METHODS,
+    MULTIPLES,
+    OPTIMIZERS,
+    WORKLOADS,
+    Run,
+    compared_prediction,
+    plan,
+)
 from pipesgd.cli import parse as parse_training
 from pipesgd.errors import UserInputError
 
@@ -51,7 +60,8 @@ def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
     assert len({one.words for one in planned}) == len(planned)
     assert {one.optimizer for one in planned} == set(OPTIMIZERS)
     for one in planned[::19]:  # of every method, as 19 and their number have no common divisor
-        config = parse_training(one.words.split())
+        arguments, _ = compared_prediction(one.words.split())
+        config = parse_training(arguments)
         assert config.optimization.lr == one.lr
         assert config.pipeline.width == (1 if one.method == "sync" else 3 if "width 3" in one.method else 2)
         assert (config.pipeline.warmup_iterations > 0) == (one.method == "stale, warm-up")
