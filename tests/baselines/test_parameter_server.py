@@ -18,8 +18,8 @@ from _ranks import RankFailed, run_ranks
 from _reference import pipe_sgd
 from torch import Tensor, nn
 
-from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
 from pipesgd.baselines.parameter_server.strategy import ParameterServers, serve_shard
+from pipesgd.baselines.parameter_server.update_rule import ShardLayout
 from pipesgd.errors import CommunicationError, DeadlineExceeded, NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks

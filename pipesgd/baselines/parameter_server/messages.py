@@ -1,13 +1,20 @@
-"""Requests to a parameter server and its replies: numbers in float64, checked when they arrive."""
+"""Requests to a parameter server, its replies, and its state: checked when they arrive, before they are used.
+
+Requests and replies are numbers in float64. A state is a file of torch's, from another rank or from a checkpoint.
+"""
 
 from __future__ import annotations
 
 import enum
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from pipesgd.errors import UserInputError
 
 MOST_COUNTED = 1 << 53
 """The largest count: a float64 holds all whole numbers up to it."""
@@ -17,7 +24,7 @@ MOST_OPTION = 1e9
 
 
 class Request(enum.IntEnum):
-    """What a worker asks of a server."""
+    """The kinds of a worker's requests."""
 
     PUSH = 0
     """Take this gradient; give the weights as soon as I may start my next iteration."""
@@ -36,6 +43,8 @@ class Request(enum.IntEnum):
 
 
 ONLY_FROM_WORKER_0 = (Request.SAVE, Request.LOAD, Request.STORE)
+STATE_PARTS = {"weights", "optimizer", "arrivals"}
+"""A server's state: its ranges of the weights, its update rule's state, each worker's gradients that have arrived."""
 
 REQUEST_NUMBERS = 4
 """Numbers of a request before the optimizer's options."""
@@ -115,3 +124,46 @@ def _whole(name: str, number: float, most: int) -> int:
     if not (0 <= number <= most and number == int(number)):  # no comparison with a NaN is true
         raise ValueError(f"{name} must be a whole number from 0 to {most}; got {number:g}")
     return int(number)
+
+
+def pack_state(state: dict[str, Any], most_bytes: int) -> Tensor:
+    """``state``, of ``STATE_PARTS``, as bytes (uint8); raises ``UserInputError`` if these are too many to be sent."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    check_state_bytes(packed.nbytes, most_bytes)
+    return packed
+
+
+def unpack_state(packed: Tensor, weights: Sequence[Tensor], workers: int) -> dict[str, Any]:
+    """The state that ``pack_state`` packed, of a server with such ``weights``; else raises ``UserInputError``."""
+    try:
+        state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    except Exception:  # noqa: BLE001 (torch raises many kinds: of archives, of pickles, and of what is in them)
+        state = None
+    if not (isinstance(state, dict) and set(state) == STATE_PARTS):
+        raise UserInputError("a server's state must be one that a server has saved; got something else")
+    kinds = _kinds(state["weights"])
+    if kinds is None or kinds != _kinds(list(weights)):
+        raise UserInputError("a server's state must hold the weights of this model; got others")
+    arrivals = state["arrivals"]
+    if not (
+        isinstance(arrivals, list)
+        and len(arrivals) == workers
+        and all(type(one) is int and 0 <= one <= MOST_COUNTED for one in arrivals)
+    ):
+        raise UserInputError(f"a server's state must count the gradients of {workers} workers; got something else")
+    return state
+
+
+def check_state_bytes(nbytes: int, most: int) -> None:
+    """Raise ``UserInputError`` if a server's state is too large to be sent."""
+    if nbytes > most:
+        raise UserInputError(f"a server's state must be at most 16 times its weights, {most} bytes; got {nbytes}")
+
+
+def _kinds(weights: object) -> list[tuple[torch.Size, torch.dtype]] | None:
+    """Shape and type of each; None unless these are tensors."""
+    if not (isinstance(weights, list) and all(isinstance(one, Tensor) for one in weights)):
+        return None
+    return [(one.shape, one.dtype) for one in weights]

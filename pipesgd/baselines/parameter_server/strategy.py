@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipesgd.baselines.parameter_server.client import Answer, RemoteServer, Server, ServerBeside
-from pipesgd.baselines.parameter_server.messages import Reply
-from pipesgd.baselines.parameter_server.server import Links, ShardServer
+from pipesgd.baselines.parameter_server.ends import FOREVER, Links, Server, WorkerThread
+from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage
 from pipesgd.baselines.parameter_server.shard import Shard
-from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
+from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout
 from pipesgd.checks import check_one_of, check_timeout
-from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Pending, communication_group
@@ -29,8 +27,6 @@ from pipesgd.optim.step import check_unchanged, count_as_stepped, trainable_iden
 from pipesgd.ranks import Ranks, current
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Span, StepReport, Strategy
-
-T = TypeVar("T")
 
 REPLY_GRACE_SECONDS = 1.0
 """How much longer than a server waits for gradients a worker waits for its reply: the server knows who is missing."""
@@ -101,8 +97,7 @@ class ParameterServers(Strategy):
         timeout: float = DEFAULT_TIMEOUT,
         ranks: Ranks | None = None,
     ):
-        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
-        job = _Job(model, optimizer, servers, placement, staleness_bound, timeout, ranks)
+        job = _Job(model, optimizer, servers, placement, staleness_bound, on_nonfinite, timeout, ranks)
         assert job.rank < job.workers.world_size, "a rank that is a server alone calls serve_shard"
         self.iteration = 0
         self.module = model
@@ -111,25 +106,20 @@ class ParameterServers(Strategy):
         self._identities = trainable_identities(optimizer)
         self._skip_nonfinite = on_nonfinite == "skip"
         self._job = job
-        self._parameters = job.parameters
         self._schedule_steps = 0
-        self._gradient = FlatBuffer(self._parameters)
-        self._weights = FlatBuffer(self._parameters)
-        self._weights.fill_from([parameter.detach() for parameter in self._parameters])
+        self._gradient = FlatBuffer(job.parameters)
+        self._weights = FlatBuffer(job.parameters)
+        self._weights.fill_from(self._values)
         self._meetings = 0
         self._links = Links.over(job.group, timeout, replies=timeout + REPLY_GRACE_SECONDS)
-        self._failed = False
-        self._servers: list[Server] = [
-            ServerBeside(job.server, job.rank)
-            if job.server is not None and rank == job.rank
-            else RemoteServer(
-                rank,
-                ShardLayout(self._gradient, index, servers),
-                self._gradient,
+        farewells = Links.over(job.group, CLOSE_SECONDS).requests
+        self._servers = [
+            Server(
+                rank=rank,
+                layout=ShardLayout(self._gradient, index, servers),
+                shard=job.shard if rank == job.rank else None,
                 links=self._links,
-                group=job.group,
-                own_rank=job.rank,
-                ranks=job.world_size,
+                farewells=farewells,
                 options=job.options,
             )
             for index, rank in enumerate(job.server_ranks)
@@ -139,8 +129,7 @@ class ParameterServers(Strategy):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent so far, as worker and as server."""
-        beside = self._job.server
-        return self._links.bytes_sent + (0 if beside is None else beside.bytes_sent)
+        return self._links.bytes_sent + sum(thread.links.bytes_sent for thread in self._job.threads)
 
     def step(self) -> StepReport:
         """Push the gradients in ``.grad`` and pull the weights: see the class.
@@ -154,20 +143,20 @@ class ParameterServers(Strategy):
         self._job.workers.iteration = iteration
         # 1. Pack.
         begin = time.perf_counter()
-        pack_gradients(self._parameters, self._gradient)
-        finite = all_finite(self._gradient)
-        options = hyperparameters.as_numbers(self._optimizer)
+        pack_gradients(self._job.parameters, self._gradient)
+        options = tuple(hyperparameters.as_numbers(self._optimizer))
+        push = RequestMessage(Request.PUSH, finite=all_finite(self._gradient), options=options)
         count_as_stepped(self._optimizer)
         self.iteration += 1
         # 2. and 3. Push and wait.
         packed = time.perf_counter()
-        replies = self._ask(lambda server: server.push(self._gradient, finite, options, self._weights))
+        [(reply, _), *_] = self._ask(push, values=self._gradient, into=self._weights)
         arrived = time.perf_counter()
         # 4. Update.
-        applied = replies[0].applied
+        applied = reply.applied
         if not (applied or self._skip_nonfinite):
             raise NonFiniteGradientError(iteration)
-        self._take_weights()
+        self._weights.copy_to(self._values)
         spans = (
             Span("pack", iteration, begin, packed),
             Span("communication", iteration, packed, arrived),
@@ -179,7 +168,7 @@ class ParameterServers(Strategy):
             skipped=() if applied else (iteration,),
             spans=spans,
             wire_bytes=sum(server.wire_bytes for server in self._servers),
-            schedule_steps=self._count_schedule_steps(replies[0]),
+            schedule_steps=self._count_schedule_steps(reply),
         )
 
     def flush(self) -> StepReport:
@@ -191,7 +180,6 @@ class ParameterServers(Strategy):
         with self._at_rest():
             if not self.replicated:
                 steps = self._count_schedule_steps(self._pull())
-                self._take_weights()
         return StepReport(schedule_steps=steps)
 
     @contextlib.contextmanager
@@ -204,20 +192,19 @@ class ParameterServers(Strategy):
         """
         own = None
         if not self.replicated:
-            own = FlatBuffer(self._parameters)
-            own.fill_from([parameter.detach() for parameter in self._parameters])
+            own = FlatBuffer(self._values)
+            own.fill_from(self._values)
             with self._at_rest():
                 self._pull()
-                self._take_weights()
         changed = False
         try:
             yield
-            changed = self._weights_were_changed()
+            changed = not all(map(torch.equal, self._values, self._weights.views))
         finally:
             if changed:
                 self._store_weights()
             elif own is not None:
-                own.copy_to([parameter.detach() for parameter in self._parameters])
+                own.copy_to(self._values)
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Nothing leaves before ``step``."""
@@ -235,16 +222,15 @@ class ParameterServers(Strategy):
         saved = None
         with self._at_rest():
             if self._job.rank == 0:
-                saved = self._ask(lambda server: server.save())
+                saved = [state for _, state in self._ask(RequestMessage(Request.SAVE))]
         return {"iteration": self.iteration, "schedule_steps": self._schedule_steps, "servers": saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``. Collective."""
         with self._at_rest():
             if self._job.rank == 0:
-                saved = dict(zip(self._servers, state["servers"], strict=True))
-                self._ask(lambda server: server.load(saved[server]))
-        self._pull()
+                self._ask(RequestMessage(Request.LOAD), states=state["servers"])
+        self._ask(RequestMessage(Request.PULL), into=self._weights)  # the model goes on with what it has
         self.iteration = state["iteration"]
         self._schedule_steps = state["schedule_steps"]
 
@@ -255,49 +241,56 @@ class ParameterServers(Strategy):
         for server in self._servers:
             with contextlib.suppress(CommunicationError):  # it is gone
                 byes += server.leave()
-        if self._job.server is not None:
-            self._job.server.close(CLOSE_SECONDS if self._failed else FAREWELL_SECONDS)
+        self._job.join(CLOSE_SECONDS if self._job.thread.failed else FAREWELL_SECONDS)
         for bye in byes:
             with contextlib.suppress(CommunicationError):
                 bye.wait()
         self._job.thread.close()
 
-    def _ask(self, question: Callable[[Server], Answer[T]], servers: Sequence[Server] | None = None) -> list[T]:
-        """Ask all servers, or those given, and wait for their answers, in their order."""
-        asked = self._servers if servers is None else servers
+    @property
+    def _values(self) -> list[Tensor]:
+        """The parameters' values, in the order of the flat buffers."""
+        return [parameter.detach() for parameter in self._job.parameters]
 
-        def ask() -> list[T]:
+    def _ask(
+        self,
+        request: RequestMessage,
+        *,
+        values: FlatBuffer | None = None,
+        into: FlatBuffer | None = None,
+        states: Sequence[Tensor | None] | None = None,
+        first_alone: bool = False,
+    ) -> list[tuple[Reply, Tensor]]:
+        """Ask all servers, or the first alone, and wait for their answers: see ``Server.ask``; each gets its state."""
+        asked = list(zip(self._servers, states or [None] * len(self._servers), strict=True))
+
+        def ask() -> list[tuple[Reply, Tensor]]:
             # The one beside this worker may keep it waiting for the others, who need what goes to other servers.
-            answers = {server: question(server) for server in sorted(asked, key=lambda one: one.is_beside)}
-            return [answers[server]() for server in asked]
+            in_order = sorted(asked[: 1 if first_alone else None], key=lambda one: one[0].shard is not None)
+            answers = {server.rank: server.ask(request, values, into, state) for server, state in in_order}
+            return [answers[rank]() for rank in sorted(answers)]
 
         try:
             return self._job.thread.submit(ask).result()
-        except Exception as failure:
-            self._failed = True
-            if isinstance(failure, CommunicationError) and failure.iteration is None:
+        except CommunicationError as failure:
+            if failure.iteration is None:
                 failure.iteration = self._job.workers.iteration
             raise
 
     def _pull(self) -> Reply:
-        return self._ask(lambda server: server.pull(self._weights))[0]
-
-    def _take_weights(self) -> None:
-        self._weights.copy_to([parameter.detach() for parameter in self._parameters])
-
-    def _weights_were_changed(self) -> bool:
-        views = zip(self._parameters, self._weights.views, strict=True)
-        return not all(torch.equal(parameter.detach(), view) for parameter, view in views)
+        """Take the servers' weights over; the model has them, too."""
+        [(reply, _), *_] = self._ask(RequestMessage(Request.PULL), into=self._weights)
+        self._weights.copy_to(self._values)
+        return reply
 
     def _store_weights(self) -> None:
         """Give the servers the weights that worker 0's model holds, and all models the same. Collective."""
         with self._at_rest("changed weights"):
             if self._job.rank == 0:
-                self._weights.fill_from([parameter.detach() for parameter in self._parameters])
-                self._ask(lambda server: server.store(self._weights))
+                self._weights.fill_from(self._values)
+                self._ask(RequestMessage(Request.STORE), values=self._weights)
         with self._at_rest():
             self._pull()
-            self._take_weights()
 
     def _count_schedule_steps(self, reply: Reply) -> int:
         """How often a schedule is to be stepped now, so that it follows the updates of all workers."""
@@ -308,8 +301,8 @@ class ParameterServers(Strategy):
     def _meet(self, what: str) -> None:
         """Wait until all workers have come to the collective call ``what``."""
         self._meetings += 1
-        place = zlib.crc32(what.encode())
-        while not self._ask(lambda server: server.meet(self._meetings, place), self._servers[:1])[0].applied:
+        request = RequestMessage(Request.MEET, number=self._meetings, place=zlib.crc32(what.encode()))
+        while not self._ask(request, first_alone=True)[0][0].applied:
             pass  # the server has waited for a moment
 
     @contextlib.contextmanager
@@ -340,17 +333,16 @@ def serve_shard(
         UserInputError: a value out of range, or an optimizer without a parameter to train.
         CommunicationError: a worker was lost.
     """
-    check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
-    job = _Job(model, optimizer, servers, placement, staleness_bound, timeout, ranks)
-    assert job.server is not None, "a rank that computes makes a ParameterServers"
+    job = _Job(model, optimizer, servers, placement, staleness_bound, on_nonfinite, timeout, ranks)
+    assert job.shard is not None, "a rank that computes makes a ParameterServers"
     assert job.rank >= job.workers.world_size, "a rank that computes makes a ParameterServers"
     job.thread.close()
-    job.server.shard.wait_until_all_have_left()
-    job.server.close(CLOSE_SECONDS)
+    job.shard.wait_until_all_have_left()
+    job.join(CLOSE_SECONDS)
 
 
 class _Job:
-    """What workers and servers set up together: who is who, connections, rank 0's values, this rank's server."""
+    """The things that workers and servers set up together: who is who, connections, rank 0's values, its server."""
 
     def __init__(
         self,
@@ -359,9 +351,11 @@ class _Job:
         servers: int,
         placement: str,
         bound: int | None,
+        on_nonfinite: str,
         timeout: float,
         ranks: Ranks | None,
     ):
+        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         config = PipelineConfig(
             strategy="ps-async", servers=servers, server_placement=placement, staleness_bound=bound
         )  # checks them
@@ -372,7 +366,6 @@ class _Job:
             raise UserInputError(f"parameters must be on the CPU, where the servers are; got {device}")
         ranks = ranks or current(timeout)
         self.rank = ranks.rank
-        self.world_size = ranks.world_size
         self.workers = ranks.first(config.workers(ranks.world_size))
         workers = self.workers.world_size
         first_server = 0 if placement == "beside" else workers
@@ -381,20 +374,29 @@ class _Job:
         # Waiting in a thread of its own leaves the main one free for signals.
         self.thread = CommunicationThread(device)
         self.group = communication_group(ranks, timeout, backend="gloo")
-        over_all = make_all_reduce("native", ranks, timeout=timeout)
-        self._over_workers = make_all_reduce("native", self.workers, timeout=timeout)
-        share_rank_0s_values(model, self.parameters, self.rank, lambda buffer: self._sum(buffer, over_all))
-        self.server: ShardServer | None = None
+        self._all_reduces = [make_all_reduce("native", who, timeout=timeout) for who in (ranks, self.workers)]
+        share_rank_0s_values(model, self.parameters, self.rank, lambda buffer: self._sum(buffer, 0))
+        self.shard: Shard | None = None
+        """The server in this process, if there is one."""
+        self.threads: list[WorkerThread] = []
+        """Those that serve it to the workers on other ranks."""
         if self.rank in self.server_ranks:
             layout = ShardLayout(FlatBuffer(self.parameters), self.server_ranks.index(self.rank), servers)
-            shard = Shard(
-                self.parameters, optimizer, layout, workers=workers, bound=bound, rank=self.rank, timeout=timeout
-            )
-            elsewhere = [worker for worker in range(workers) if worker != self.rank]
-            self.server = ShardServer(shard, self.group, elsewhere, self.options, timeout)
+            rule = OptimizerRule(self.parameters, optimizer, layout)
+            self.shard = Shard(rule, workers=workers, bound=bound, rank=self.rank, timeout=timeout)
+            for worker in set(range(workers)) - {self.rank}:
+                links = Links.over(self.group, timeout, requests=FOREVER)
+                self.threads.append(WorkerThread(self.shard, worker, self.options, links))
+                self.threads[-1].start()
 
     def sum_over_workers(self, buffer: FlatBuffer) -> None:
-        self._sum(buffer, self._over_workers)
+        self._sum(buffer, 1)
 
-    def _sum(self, buffer: FlatBuffer, all_reduce: AllReduce) -> None:
-        self.thread.submit(lambda: sum_buffer(buffer, all_reduce)).result()
+    def join(self, seconds: float) -> None:
+        """Wait for the threads to end, but not longer than this for all of them."""
+        end = time.monotonic() + seconds
+        for thread in self.threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _sum(self, buffer: FlatBuffer, which: int) -> None:
+        self.thread.submit(lambda: sum_buffer(buffer, self._all_reduces[which])).result()

@@ -1,0 +1,138 @@
+"""A parameter server's range of the weights, and the rule by which a gradient moves it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.optim import hyperparameters
+from timing_model.schedules import split
+
+MOST_STATE_PER_WEIGHT = 16
+"""The largest state of a server, in sizes of its weights: optimizers keep up to three times their parameters."""
+MOST_STATE_PER_PIECE = 1 << 16
+"""Added bytes for each part of a parameter: names and headers in torch's file format."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The part of one parameter that a server owns: elements ``start`` to ``stop`` of it."""
+
+    parameter: int
+    flat: int
+    offset: int
+    """Where it begins in the server's range of that flat buffer."""
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    """The parameter's own if it is there as a whole, else (elements,)."""
+
+
+class ShardLayout:
+    """The part of a model's flat buffers that server ``index`` of ``servers`` owns: one contiguous range of each."""
+
+    def __init__(self, buffer: FlatBuffer, index: int, servers: int):
+        self._ranges = [split(flat.numel(), servers)[index] for flat in buffer.flats]
+        self.pieces: list[_Piece] = []
+        kinds = [flat.dtype for flat in buffer.flats]
+        for parameter, view in enumerate(buffer.views):
+            kind = kinds.index(view.dtype)
+            offset, (first, last) = int(view.storage_offset()), self._ranges[kind]
+            start, stop = max(offset, first) - offset, min(offset + view.numel(), last) - offset
+            if start < stop:
+                shape = tuple(view.shape) if stop - start == view.numel() else (stop - start,)
+                self.pieces.append(_Piece(parameter, kind, offset + start - first, start, stop, shape))
+        self.nbytes = sum(part.nbytes for part in self.ranges_of(buffer))
+        self.most_state_bytes = MOST_STATE_PER_WEIGHT * self.nbytes + MOST_STATE_PER_PIECE * (len(self.pieces) + 1)
+        """Largest size of the server's state that is sent or accepted."""
+
+    def ranges_of(self, buffer: FlatBuffer) -> list[Tensor]:
+        """The server's ranges of ``buffer``, as views: one a flat tensor, in their order."""
+        return [flat[start:stop] for flat, (start, stop) in zip(buffer.flats, self._ranges, strict=True)]
+
+    def views(self, ranges: Sequence[Tensor]) -> list[Tensor]:
+        """For each of ``pieces``, a view of its shape into the server's ranges."""
+        return [
+            ranges[piece.flat][piece.offset : piece.offset + piece.stop - piece.start].view(piece.shape)
+            for piece in self.pieces
+        ]
+
+
+class UpdateRule(Protocol):
+    """The weights that a server owns, and how a gradient moves them."""
+
+    weights: list[Tensor]
+    """The server's ranges of the flat buffers."""
+    most_state_bytes: int
+    """Largest size of the weights and the rule's state together, as a file of torch's."""
+
+    def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
+        """Move the weights by ``gradient``, which has their shapes.
+
+        Args:
+            gradient: a round's mean, or one worker's gradient alone.
+            options: of the worker's optimizer when the gradient was computed (``hyperparameters.as_numbers``).
+            lr_divisor: 1 for a mean; else the number of workers, so that so many gradients move the weights about as
+                far as their mean would.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the rule remembers between updates, besides the weights."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state_dict``; whatever is raised is said to be wrong with ``state``."""
+
+
+class OptimizerRule:
+    """Steps a copy of the user's optimizer on the server's ranges of the weights.
+
+    Groups and their options stay, and the state so far where that has an element for each of a parameter's; parameters
+    of other servers are dropped.
+
+    Args:
+        parameters: all trainable ones, with their initial values.
+        optimizer: the model's; it is copied.
+        layout: which part of them this server owns.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, layout: ShardLayout):
+        initial = FlatBuffer(parameters)
+        initial.fill_from([parameter.detach() for parameter in parameters])
+        self.weights = [part.clone() for part in layout.ranges_of(initial)]
+        self.most_state_bytes = layout.most_state_bytes
+        self._layout = layout
+        self._pieces = layout.views(self.weights)
+        absent = torch.empty(0)
+        memo: dict[int, Any] = {id(one): absent for group in optimizer.param_groups for one in group["params"]}
+        for piece, weight in zip(layout.pieces, self._pieces, strict=True):
+            parameter = parameters[piece.parameter]
+            memo[id(parameter)] = weight
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    memo[id(value)] = value.reshape(-1)[piece.start : piece.stop].view(piece.shape).clone()
+        self._optimizer = copy.deepcopy(optimizer, memo)
+        self._optimizer.state.pop(absent, None)
+        for group in self._optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter is not absent]
+
+    def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
+        for weight, view in zip(self._pieces, self._layout.views(gradient), strict=True):
+            weight.grad = view
+        hyperparameters.set_numbers(self._optimizer, options)
+        for group in self._optimizer.param_groups:
+            group["lr"] /= lr_divisor
+        self._optimizer.step()
+        for weight in self._pieces:
+            weight.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)
