@@ -9,7 +9,7 @@ from torch import nn
 
 from pipesgd.baselines.ddp import Ddp
 from pipesgd.baselines.local import Local
-from pipesgd.baselines.parameter_server.strategy import ParameterServers, serve_shard
+from pipesgd.baselines.parameter_server.strategy import ParameterServers
 from pipesgd.config import SERVER_STRATEGIES, TrainConfig
 from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.pipelined import Pipelined
@@ -70,7 +70,7 @@ def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimize
     Raises:
         CommunicationError: a worker was lost.
     """
-    serve_shard(model, optimizer, ranks=ranks, **_server_options(config))
+    ParameterServers(model, optimizer, ranks=ranks, **_server_options(config)).serve()
 
 
 def _server_options(config: TrainConfig) -> dict[str, Any]:

@@ -12,14 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipesgd.baselines.parameter_server.messages import (
-    REPLY_NUMBERS,
-    REQUEST_NUMBERS,
-    Reply,
-    Request,
-    RequestMessage,
-    check_state_bytes,
-)
+from pipesgd.baselines.parameter_server import messages
+from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage
 from pipesgd.baselines.parameter_server.shard import Shard
 from pipesgd.baselines.parameter_server.update_rule import ShardLayout
 from pipesgd.comm.transport import Group, Pending, TorchTransport, Transport
@@ -31,11 +25,15 @@ FOREVER = 10 * 365 * 86400.0
 noticed by its closed connection, and who waits for one that hangs has a deadline."""
 
 Answer = Callable[[], tuple[Reply, Tensor]]
-"""Waits for a server's reply, and gives it with the state that follows, which has no byte unless one was asked for."""
+"""Waits for a server's reply, and gives it with the state that was asked for, if any."""
 
 
 class Links(NamedTuple):
-    """The kinds of messages between workers and servers, for one thread of one rank."""
+    """The kinds of messages between workers and servers, for one thread of one rank.
+
+    Each kind has a tag of its own, and goes from one thread of a rank to one thread of another: no message can be taken
+    for another thread's. One connection between two ranks carries them all.
+    """
 
     requests: Transport
     gradients: Transport
@@ -47,11 +45,7 @@ class Links(NamedTuple):
     def over(
         cls, group: Group, timeout: float, *, requests: float | None = None, replies: float | None = None
     ) -> Links:
-        """Links over one process group, which all threads use; requests and replies may have their own deadlines, in s.
-
-        Each kind has a tag of its own, and goes from one thread of a rank to one thread of another: no message can be
-        taken for another thread's. One connection between two ranks carries them all.
-        """
+        """Links over the group that all threads use; requests and replies may have deadlines of their own, in s."""
         deadlines = (requests or timeout, timeout, replies or timeout, timeout, timeout)
         return cls(*(TorchTransport([group], deadline, tag=tag) for tag, deadline in enumerate(deadlines, start=1)))
 
@@ -78,8 +72,8 @@ class Server:
     def wire_bytes(self) -> int:
         """Bytes that this rank sends in an iteration: its gradient to the server, or this server's replies."""
         if self.shard is None:
-            return 8 * (REQUEST_NUMBERS + self.options) + self.layout.nbytes
-        return (self.shard.workers - 1) * (8 * REPLY_NUMBERS + self.layout.nbytes)
+            return 8 * (messages.REQUEST_NUMBERS + self.options) + self.layout.nbytes
+        return (self.shard.workers - 1) * (8 * messages.REPLY_NUMBERS + self.layout.nbytes)
 
     def ask(
         self, request: RequestMessage, values: FlatBuffer | None, into: FlatBuffer | None, state: Tensor | None
@@ -90,27 +84,27 @@ class Server:
         """
         given, weights = ([] if flat is None else self.layout.ranges_of(flat) for flat in (values, into))
         if state is not None:
-            check_state_bytes(state.nbytes, self.layout.most_state_bytes)
+            messages.check_state_bytes(state.nbytes, self.layout.most_state_bytes)
             request, given = dataclasses.replace(request, number=state.nbytes), [state]
+        links, peer = self.links, self.rank
         if self.shard is not None:
-            outcome = self.shard.serve(self.links.requests.rank, request, given)
+            outcome = self.shard.serve(links.requests.rank, request, given)
             if weights:
                 self.shard.copy_weights_to(weights)
             return lambda: outcome
-        links, peer = self.links, self.rank
         # Receives are posted first, since gloo's sender starts only when the receiver is ready.
-        numbers = torch.empty(REPLY_NUMBERS, dtype=torch.float64)
+        numbers = torch.empty(messages.REPLY_NUMBERS, dtype=torch.float64)
         reply = links.replies.receive(numbers, peer, "a reply")
-        under_way = receive_all(links.weights, weights, peer, "weights")
-        under_way.append(links.requests.send(request.pack(self.options), peer, "a request"))
+        under_way = begin(links.weights.receive, weights, peer, "weights")
+        under_way += [links.requests.send(request.pack(self.options), peer, "a request")]
         kind, what = (links.gradients, "a gradient") if state is None else (links.states, "a state")
-        under_way += send_all(kind, given, peer, what)
+        under_way += begin(kind.send, given, peer, what)
 
         def answer() -> tuple[Reply, Tensor]:
             reply.wait()
             told = self._checked(numbers)
             saved = torch.empty(told.state_bytes, dtype=torch.uint8)
-            wait_for([*under_way, *receive_all(links.states, [saved], peer, "a state")])
+            wait_for(under_way + begin(links.states.receive, [saved], peer, "a state"))
             return told, saved
 
         return answer
@@ -138,67 +132,61 @@ class Server:
 
 
 class WorkerThread(threading.Thread):
-    """Serves one worker that is on another rank, until it says bye.
-
-    The receives of its next request and gradient are posted ahead, since gloo's sender starts only when the receiver
-    is ready. Weights are sent as they are in rounds, in which nobody writes them until all have pushed again;
-    otherwise from a copy of one moment.
-    """
+    """Serves one worker that is on another rank, until it says bye."""
 
     def __init__(self, shard: Shard, worker: int, options: int, links: Links):
         super().__init__(name=f"pipesgd-server-of-{worker}", daemon=True)  # daemon: it may wait for a lost worker
         self.links = links
         self._shard = shard
         self._worker = worker
-        self._request = torch.empty(REQUEST_NUMBERS + options, dtype=torch.float64)
+        self._request = torch.empty(messages.REQUEST_NUMBERS + options, dtype=torch.float64)
         self._gradient = [torch.empty_like(weights) for weights in shard.weights]
-        self._copy = shard.weights if shard.in_rounds else [torch.empty_like(weights) for weights in shard.weights]
+        # In rounds nobody writes the weights until all have pushed again; else they are sent as of one moment.
+        self._weights = shard.weights if shard.in_rounds else [torch.empty_like(weights) for weights in shard.weights]
 
     def run(self) -> None:
-        shard, worker, links = self._shard, self._worker, self.links
         try:
-            request, gradient = self._expect_request(), self._expect_gradient()
-            while True:
-                request.wait()
-                shard.heard(worker)
-                with blamed(shard.rank, worker, "a request"):
-                    asked = RequestMessage.unpack(
-                        self._request.tolist(), worker=worker, most_state_bytes=shard.rule.most_state_bytes
-                    )
-                tensors: list[Tensor] = []
-                if asked.kind in (Request.PUSH, Request.STORE):
-                    wait_for(gradient)
-                    tensors = self._gradient
-                elif asked.kind == Request.LOAD:
-                    tensors = [torch.empty(asked.number, dtype=torch.uint8)]
-                    wait_for(receive_all(links.states, tensors, worker, "a state"))
-                loads = asked.kind == Request.LOAD
-                with blamed(shard.rank, worker, "a state") if loads else contextlib.nullcontext():
-                    reply, state = shard.serve(worker, asked, tensors)
-                if asked.kind == Request.BYE:
-                    return
-                if tensors is self._gradient:
-                    gradient = self._expect_gradient()
-                request = self._expect_request()
-                under_way = [links.replies.send(reply.pack(), worker, "a reply")]
-                if asked.kind in (Request.PUSH, Request.PULL):
-                    if not shard.in_rounds:
-                        shard.copy_weights_to(self._copy)
-                    under_way += send_all(links.weights, self._copy, worker, "weights")
-                wait_for([*under_way, *send_all(links.states, [state], worker, "a state")])
-                shard.heard(worker)
+            self._serve()
         except BaseException as failure:  # noqa: BLE001 (the others that use this server get it)
-            shard.fail(worker, failure)
-            first = shard.failure
-            lost = first.peer if isinstance(first, CommunicationError) and first.peer is not None else shard.rank
+            self._shard.fail(self._worker, failure)
+            first, lost = self._shard.failure, self._shard.rank
+            if isinstance(first, CommunicationError) and first.peer is not None:
+                lost = first.peer
             with contextlib.suppress(CommunicationError):
-                links.replies.send(Reply(0, False, lost=lost).pack(), worker, "a reply").wait()
+                self.links.replies.send(Reply(0, False, lost=lost).pack(), self._worker, "a reply").wait()
 
-    def _expect_request(self) -> Pending:
-        return self.links.requests.receive(self._request, self._worker, "a request")
-
-    def _expect_gradient(self) -> list[Pending]:
-        return receive_all(self.links.gradients, self._gradient, self._worker, "a gradient")
+    def _serve(self) -> None:
+        shard, worker, links = self._shard, self._worker, self.links
+        most = shard.rule.most_state_bytes
+        # Receives are posted ahead, since gloo's sender starts only when the receiver is ready.
+        request = links.requests.receive(self._request, worker, "a request")
+        gradient = begin(links.gradients.receive, self._gradient, worker, "a gradient")
+        while True:
+            request.wait()
+            shard.heard(worker)
+            with blamed(shard.rank, worker, "a request"):
+                asked = RequestMessage.unpack(self._request.tolist(), worker=worker, most_state_bytes=most)
+            tensors, loads = [], asked.kind == Request.LOAD
+            if loads:
+                tensors = [torch.empty(asked.number, dtype=torch.uint8)]
+                wait_for(begin(links.states.receive, tensors, worker, "a state"))
+            elif asked.kind in (Request.PUSH, Request.STORE):
+                wait_for(gradient)
+                tensors = self._gradient
+            with blamed(shard.rank, worker, "a state") if loads else contextlib.nullcontext():
+                reply, state = shard.serve(worker, asked, tensors)
+            if asked.kind == Request.BYE:
+                return
+            if tensors is self._gradient:
+                gradient = begin(links.gradients.receive, self._gradient, worker, "a gradient")
+            request = links.requests.receive(self._request, worker, "a request")
+            under_way = [links.replies.send(reply.pack(), worker, "a reply")]
+            if asked.kind in (Request.PUSH, Request.PULL):
+                if not shard.in_rounds:
+                    shard.copy_weights_to(self._weights)
+                under_way += begin(links.weights.send, self._weights, worker, "weights")
+            wait_for(under_way + begin(links.states.send, [state], worker, "a state"))
+            shard.heard(worker)
 
 
 @contextlib.contextmanager
@@ -207,20 +195,16 @@ def blamed(rank: int, peer: int, what: str) -> Iterator[None]:
     try:
         yield
     except ValueError as failure:
-        raise CommunicationError(rank=rank, peer=peer, operation=f"receive of {what}", reason=str(failure)) from failure
+        reason = str(failure)
+        raise CommunicationError(rank=rank, peer=peer, operation=f"receive of {what}", reason=reason) from failure
 
 
-def send_all(transport: Transport, tensors: Sequence[Tensor], peer: int, what: str) -> list[Pending]:
-    """Begin to send ``tensors``, but those without an element."""
-    return [transport.send(tensor, peer, what) for tensor in tensors if tensor.numel()]
+def begin(act: Callable[[Tensor, int, str], Pending], tensors: Sequence[Tensor], peer: int, what: str) -> list[Pending]:
+    """Begin to send, or to receive, those of ``tensors`` that have an element."""
+    return [act(tensor, peer, what) for tensor in tensors if tensor.numel()]
 
 
-def receive_all(transport: Transport, tensors: Sequence[Tensor], peer: int, what: str) -> list[Pending]:
-    """Begin to receive the tensors that ``send_all`` sends."""
-    return [transport.receive(tensor, peer, what) for tensor in tensors if tensor.numel()]
-
-
-def wait_for(messages: Sequence[Pending]) -> None:
-    """Wait for all of ``messages``."""
-    for message in messages:
+def wait_for(under_way: Sequence[Pending]) -> None:
+    """Wait for all of these messages."""
+    for message in under_way:
         message.wait()

@@ -96,8 +96,7 @@ class Reply:
     arrivals: int
     """Gradients of all workers that have arrived so far."""
     applied: bool
-    """True if the gradient was applied, with the others of its round if there are rounds; of a meeting, true if all
-    workers have come to it."""
+    """True if the gradient was applied, with its round if there are rounds; of a meeting, if all workers are there."""
     lost: int | None = None
     """The rank on which the server has given up; it serves nobody then."""
     state_bytes: int = 0
@@ -105,17 +104,17 @@ class Reply:
 
     def pack(self) -> Tensor:
         """The message as numbers."""
-        lost = -1 if self.lost is None else self.lost
-        return torch.tensor([self.arrivals, self.applied, lost + 1, self.state_bytes], dtype=torch.float64)
+        lost = 0 if self.lost is None else self.lost + 1
+        return torch.tensor([self.arrivals, self.applied, lost, self.state_bytes], dtype=torch.float64)
 
     @classmethod
     def unpack(cls, numbers: Sequence[float], *, ranks: int, most_state_bytes: int) -> Reply:
         """The reply that ``pack`` made, in a job of ``ranks``; raises ``ValueError`` if it cannot be one."""
-        lost = _whole("one more than the lost rank", numbers[2], ranks) - 1
+        lost = _whole("one more than the lost rank", numbers[2], ranks)
         return cls(
             arrivals=_whole("arrivals", numbers[0], MOST_COUNTED),
             applied=bool(_whole("the flag of an applied gradient", numbers[1], 1)),
-            lost=None if lost < 0 else lost,
+            lost=lost - 1 if lost else None,
             state_bytes=_whole("bytes of a state", numbers[3], most_state_bytes),
         )
 
@@ -143,10 +142,13 @@ def unpack_state(packed: Tensor, weights: Sequence[Tensor], workers: int) -> dic
         state = None
     if not (isinstance(state, dict) and set(state) == STATE_PARTS):
         raise UserInputError("a server's state must be one that a server has saved; got something else")
-    kinds = _kinds(state["weights"])
-    if kinds is None or kinds != _kinds(list(weights)):
+    saved, arrivals = state["weights"], state["arrivals"]
+    if not (
+        isinstance(saved, list)
+        and all(isinstance(one, Tensor) for one in saved)
+        and [(one.shape, one.dtype) for one in saved] == [(one.shape, one.dtype) for one in weights]
+    ):
         raise UserInputError("a server's state must hold the weights of this model; got others")
-    arrivals = state["arrivals"]
     if not (
         isinstance(arrivals, list)
         and len(arrivals) == workers
@@ -160,10 +162,3 @@ def check_state_bytes(nbytes: int, most: int) -> None:
     """Raise ``UserInputError`` if a server's state is too large to be sent."""
     if nbytes > most:
         raise UserInputError(f"a server's state must be at most 16 times its weights, {most} bytes; got {nbytes}")
-
-
-def _kinds(weights: object) -> list[tuple[torch.Size, torch.dtype]] | None:
-    """Shape and type of each; None unless these are tensors."""
-    if not (isinstance(weights, list) and all(isinstance(one, Tensor) for one in weights)):
-        return None
-    return [(one.shape, one.dtype) for one in weights]

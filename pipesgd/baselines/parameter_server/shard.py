@@ -24,16 +24,9 @@ class Shard:
     """One server's range of the weights, shared by one thread a worker.
 
     Bound 0 makes rounds: when all workers' gradients are there, their sum, in the order of the workers, becomes the
-    mean, by which ``rule`` moves the weights once, under the options (learning rates, momentum, ...) of that round.
-    With any other bound each gradient moves them when it arrives, alone, under the options that were set when it was
-    computed, but at 1/w of their learning rates.
-
-    Args:
-        rule: the weights, and how a gradient moves them.
-        workers: how many there are.
-        bound: see ``Clocks``.
-        rank: of this process, for errors.
-        timeout: seconds without anything from a worker after which others do not wait for it any longer.
+    mean, by which ``rule`` moves the weights once. With any other bound (see ``Clocks``) each gradient moves them when
+    it arrives, alone, at 1/w of its learning rates. Errors name ``rank``, this process's, and end the service for all.
+    A worker of which nothing has come for ``timeout`` seconds is not waited for any longer.
     """
 
     def __init__(self, rule: UpdateRule, *, workers: int, bound: int | None, rank: int, timeout: float):
@@ -78,9 +71,7 @@ class Shard:
         return Reply(sum(self.clocks.arrivals), done, state_bytes=state.nbytes), state
 
     def push(self, worker: int, gradient: Sequence[Tensor], finite: bool, options: Sequence[float]) -> Reply:
-        """Take ``worker``'s gradient, of this server's ranges, and return once it may start its next iteration.
-
-        It was computed under these ``options`` of the optimizer (``hyperparameters.as_numbers``).
+        """Take ``worker``'s gradient, computed under these ``options``, and return once it may go on.
 
         Raises:
             CommunicationError: a worker that this one must wait for has left, was lost, or is silent.
@@ -100,15 +91,13 @@ class Shard:
     def meet(self, worker: int, number: int, place: int, seconds: float) -> bool:
         """True as soon as all workers have come to meeting ``number``; false if not all have within ``seconds``.
 
-        ``worker`` has come to it, and asks again until it hears that all have. ``place`` is a number that stands for
-        the collective call.
+        ``worker`` is there, in the collective call that ``place`` stands for, and asks again until it hears "true".
 
         Raises:
-            CommunicationError: a worker that has not come has left, was lost, or is silent; or the workers have made
-                different calls.
+            CommunicationError: a missing worker has left, was lost, or is silent; or the workers made different calls.
         """
         with self._serving(worker):
-            here, iteration, rank = "wait for all workers", self.clocks.arrivals[worker], f"rank {worker}"
+            here, iteration = "wait for all workers", self.clocks.arrivals[worker]
             try:
                 self._meetings.come(worker, number, place, time.monotonic())
             except ValueError as failure:
@@ -117,7 +106,7 @@ class Shard:
             self._changed.wait_for(lambda: self.failure is not None or not self._meetings.missing(worker), seconds)
             self._raise_failure()
             left = [one for one in self._meetings.missing(worker) if one in self.clocks.left]
-            differs = f"it has made another collective call than {rank}: all workers must make the same ones"
+            differs = f"it has made another collective call than rank {worker}: all workers must make the same ones"
             self._raise_lost(here, iteration, (left, "it has left"), (self._meetings.elsewhere(worker), differs))
             silent = self._meetings.silent(worker, time.monotonic())
             reason = f"nothing was heard of it for {self._meetings.timeout:g} s"
@@ -131,11 +120,7 @@ class Shard:
             return pack_state(state, self.rule.most_state_bytes)
 
     def load(self, saved: Tensor) -> None:
-        """Go back to what ``save`` gave.
-
-        Raises:
-            UserInputError: it is something else; nothing has changed then.
-        """
+        """Go back to a saved state; raises ``UserInputError``, and changes nothing, if it is something else."""
         state = unpack_state(saved, self.weights, self.workers)
         with self._changed:
             try:
@@ -164,11 +149,7 @@ class Shard:
             self._changed.notify_all()
 
     def wait_until_all_have_left(self) -> None:
-        """Return once no worker needs this server any more.
-
-        Raises:
-            CommunicationError: a worker was lost.
-        """
+        """Return once no worker needs this server any more; raises ``CommunicationError`` if one was lost."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or len(self.clocks.left) == self.workers)
             self._raise_failure()

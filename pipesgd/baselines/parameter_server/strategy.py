@@ -16,6 +16,7 @@ from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestM
 from pipesgd.baselines.parameter_server.shard import Shard
 from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout
 from pipesgd.checks import check_one_of, check_timeout
+from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Pending, communication_group
@@ -66,7 +67,7 @@ class ParameterServers(Strategy):
         model: the module whose parameters ``optimizer`` updates, on the CPU.
         optimizer: any ``torch.optim.Optimizer``.
         servers: how many.
-        placement: "beside": in threads beside the first workers; "own": on the last ranks, which call ``serve_shard``.
+        placement: "beside": in threads beside the first workers; "own": on the last ranks, which call ``serve`` alone.
         staleness_bound: iterations by which the fastest worker may lead the slowest; None is no bound.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the gradient out.
         timeout: seconds that a rank waits for another one.
@@ -97,39 +98,60 @@ class ParameterServers(Strategy):
         timeout: float = DEFAULT_TIMEOUT,
         ranks: Ranks | None = None,
     ):
-        job = _Job(model, optimizer, servers, placement, staleness_bound, on_nonfinite, timeout, ranks)
-        assert job.rank < job.workers.world_size, "a rank that is a server alone calls serve_shard"
+        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        check_timeout(timeout)
+        config = PipelineConfig(  # checks them
+            strategy="ps-async", servers=servers, server_placement=placement, staleness_bound=staleness_bound
+        )
+        self._parameters = trainable_parameters(optimizer)
+        device = self._parameters[0].device
+        if device.type != "cpu":
+            raise UserInputError(f"parameters must be on the CPU, where the servers are; got {device}")
+        ranks = ranks or current(timeout)
+        self._workers = ranks.first(config.workers(ranks.world_size))
+        workers = self._workers.world_size
         self.iteration = 0
         self.module = model
         self.replicated = staleness_bound == 0
         self._optimizer = optimizer
         self._identities = trainable_identities(optimizer)
         self._skip_nonfinite = on_nonfinite == "skip"
-        self._job = job
         self._schedule_steps = 0
-        self._gradient = FlatBuffer(job.parameters)
-        self._weights = FlatBuffer(job.parameters)
-        self._weights.fill_from(self._values)
         self._meetings = 0
-        self._links = Links.over(job.group, timeout, replies=timeout + REPLY_GRACE_SECONDS)
-        farewells = Links.over(job.group, CLOSE_SECONDS).requests
-        self._servers = [
-            Server(
-                rank=rank,
-                layout=ShardLayout(self._gradient, index, servers),
-                shard=job.shard if rank == job.rank else None,
-                links=self._links,
-                farewells=farewells,
-                options=job.options,
-            )
-            for index, rank in enumerate(job.server_ranks)
-        ]
-        job.workers.before_exchange = self._meet
+        # Waiting in a thread of its own leaves the main one free for signals.
+        self._thread = CommunicationThread(device)
+        self._group = communication_group(ranks, timeout, backend="gloo")
+        over_all = make_all_reduce("native", ranks, timeout=timeout)
+        self._over_workers = make_all_reduce("native", self._workers, timeout=timeout)
+        share_rank_0s_values(model, self._parameters, ranks.rank, lambda buffer: self._sum(buffer, over_all))
+        self._gradient = FlatBuffer(self._parameters)
+        self._weights = FlatBuffer(self._parameters)
+        self._weights.fill_from(self._values)
+
+        options = len(hyperparameters.as_numbers(optimizer))
+        self._links = Links.over(self._group, timeout, replies=timeout + REPLY_GRACE_SECONDS)
+        farewells = Links.over(self._group, CLOSE_SECONDS).requests
+        self._servers: list[Server] = []
+        self._threads: list[WorkerThread] = []
+        for index in range(servers):
+            rank, shard = (index if placement == "beside" else workers + index), None
+            layout = ShardLayout(self._gradient, index, servers)
+            if rank == ranks.rank:
+                rule = OptimizerRule(self._parameters, optimizer, layout)
+                shard = Shard(rule, workers=workers, bound=staleness_bound, rank=rank, timeout=timeout)
+                for worker in set(range(workers)) - {rank}:
+                    links = Links.over(self._group, timeout, requests=FOREVER)
+                    self._threads.append(WorkerThread(shard, worker, options, links))
+            self._servers.append(Server(rank, layout, self._links, farewells, options, shard))
+        for thread in self._threads:
+            thread.start()
+        if ranks.rank < workers:
+            self._workers.before_exchange = self._meet
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent so far, as worker and as server."""
-        return self._links.bytes_sent + sum(thread.links.bytes_sent for thread in self._job.threads)
+        return self._links.bytes_sent + sum(thread.links.bytes_sent for thread in self._threads)
 
     def step(self) -> StepReport:
         """Push the gradients in ``.grad`` and pull the weights: see the class.
@@ -140,10 +162,10 @@ class ParameterServers(Strategy):
         """
         check_unchanged(self._optimizer, self._identities, "a parameter server")
         iteration = self.iteration
-        self._job.workers.iteration = iteration
+        self._workers.iteration = iteration
         # 1. Pack.
         begin = time.perf_counter()
-        pack_gradients(self._job.parameters, self._gradient)
+        pack_gradients(self._parameters, self._gradient)
         options = tuple(hyperparameters.as_numbers(self._optimizer))
         push = RequestMessage(Request.PUSH, finite=all_finite(self._gradient), options=options)
         count_as_stepped(self._optimizer)
@@ -202,7 +224,12 @@ class ParameterServers(Strategy):
             changed = not all(map(torch.equal, self._values, self._weights.views))
         finally:
             if changed:
-                self._store_weights()
+                with self._at_rest("changed weights"):
+                    if self._workers.rank == 0:
+                        self._weights.fill_from(self._values)
+                        self._ask(RequestMessage(Request.STORE), values=self._weights)
+                with self._at_rest():
+                    self._pull()
             elif own is not None:
                 own.copy_to(self._values)
 
@@ -212,23 +239,25 @@ class ParameterServers(Strategy):
 
     def combine_buffers(self, how: str) -> None:
         """Give floating-point buffers their average over workers, or rank 0's values, or leave them. Collective."""
-        workers = self._job.workers
+        workers = self._workers
         if how != "own":
             self._meet("combining buffers")
-        combine_buffers(self.module, how, workers.rank, workers.world_size, self._job.sum_over_workers)
+        combine_buffers(
+            self.module, how, workers.rank, workers.world_size, lambda buffer: self._sum(buffer, self._over_workers)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """How far this worker is; on worker 0 also all that each server knows, as bytes. Collective."""
         saved = None
         with self._at_rest():
-            if self._job.rank == 0:
+            if self._workers.rank == 0:
                 saved = [state for _, state in self._ask(RequestMessage(Request.SAVE))]
         return {"iteration": self.iteration, "schedule_steps": self._schedule_steps, "servers": saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``. Collective."""
         with self._at_rest():
-            if self._job.rank == 0:
+            if self._workers.rank == 0:
                 self._ask(RequestMessage(Request.LOAD), states=state["servers"])
         self._ask(RequestMessage(Request.PULL), into=self._weights)  # the model goes on with what it has
         self.iteration = state["iteration"]
@@ -236,21 +265,34 @@ class ParameterServers(Strategy):
 
     def close(self) -> None:
         """Take leave of the servers; one beside this worker goes on for some seconds, until all workers have."""
-        self._job.workers.before_exchange = None
+        self._workers.before_exchange = None
         byes: list[Pending] = []
         for server in self._servers:
             with contextlib.suppress(CommunicationError):  # it is gone
                 byes += server.leave()
-        self._job.join(CLOSE_SECONDS if self._job.thread.failed else FAREWELL_SECONDS)
+        self._join(CLOSE_SECONDS if self._thread.failed else FAREWELL_SECONDS)
         for bye in byes:
             with contextlib.suppress(CommunicationError):
                 bye.wait()
-        self._job.thread.close()
+        self._thread.close()
+
+    def serve(self) -> None:
+        """Be a server on a rank of its own, which does nothing else, until all workers have closed theirs.
+
+        Raises:
+            CommunicationError: a worker was lost.
+        """
+        self._gradient = self._weights = FlatBuffer([])  # a worker's
+        self._thread.close()
+        for server in self._servers:
+            if server.shard is not None:
+                server.shard.wait_until_all_have_left()
+        self._join(CLOSE_SECONDS)
 
     @property
     def _values(self) -> list[Tensor]:
         """The parameters' values, in the order of the flat buffers."""
-        return [parameter.detach() for parameter in self._job.parameters]
+        return [parameter.detach() for parameter in self._parameters]
 
     def _ask(
         self,
@@ -271,10 +313,10 @@ class ParameterServers(Strategy):
             return [answers[rank]() for rank in sorted(answers)]
 
         try:
-            return self._job.thread.submit(ask).result()
+            return self._thread.submit(ask).result()
         except CommunicationError as failure:
             if failure.iteration is None:
-                failure.iteration = self._job.workers.iteration
+                failure.iteration = self._workers.iteration
             raise
 
     def _pull(self) -> Reply:
@@ -283,18 +325,9 @@ class ParameterServers(Strategy):
         self._weights.copy_to(self._values)
         return reply
 
-    def _store_weights(self) -> None:
-        """Give the servers the weights that worker 0's model holds, and all models the same. Collective."""
-        with self._at_rest("changed weights"):
-            if self._job.rank == 0:
-                self._weights.fill_from(self._values)
-                self._ask(RequestMessage(Request.STORE), values=self._weights)
-        with self._at_rest():
-            self._pull()
-
     def _count_schedule_steps(self, reply: Reply) -> int:
         """How often a schedule is to be stepped now, so that it follows the updates of all workers."""
-        steps = reply.arrivals // self._job.workers.world_size - self._schedule_steps
+        steps = reply.arrivals // self._workers.world_size - self._schedule_steps
         self._schedule_steps += steps
         return steps
 
@@ -305,98 +338,19 @@ class ParameterServers(Strategy):
         while not self._ask(request, first_alone=True)[0][0].applied:
             pass  # the server has waited for a moment
 
+    def _join(self, seconds: float) -> None:
+        """Wait for the threads to end, but not longer than this for all of them."""
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _sum(self, buffer: FlatBuffer, all_reduce: AllReduce) -> None:
+        self._thread.submit(lambda: sum_buffer(buffer, all_reduce)).result()
+
     @contextlib.contextmanager
     def _at_rest(self, what: str = "rest") -> Iterator[None]:
         """While it is open, all workers are here and have their replies: no gradient is on its way."""
         # The name of the group tells these exchanges from those of another strategy of the same job.
-        self._job.workers.exchange(f"workers at {what} (group {self._job.group.group_name})", None)
+        self._workers.exchange(f"workers at {what} (group {self._group.group_name})", None)
         yield
-        self._job.workers.exchange(f"workers going on (group {self._job.group.group_name})", None)
-
-
-def serve_shard(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    servers: int = 1,
-    placement: str = "own",
-    staleness_bound: int | None = None,
-    on_nonfinite: str = "stop",
-    timeout: float = DEFAULT_TIMEOUT,
-    ranks: Ranks | None = None,
-) -> None:
-    """Be a server on a rank of its own until all workers have closed their ``ParameterServers``.
-
-    Takes what ``ParameterServers`` takes; its constructor and this are called together, by all ranks.
-
-    Raises:
-        UserInputError: a value out of range, or an optimizer without a parameter to train.
-        CommunicationError: a worker was lost.
-    """
-    job = _Job(model, optimizer, servers, placement, staleness_bound, on_nonfinite, timeout, ranks)
-    assert job.shard is not None, "a rank that computes makes a ParameterServers"
-    assert job.rank >= job.workers.world_size, "a rank that computes makes a ParameterServers"
-    job.thread.close()
-    job.shard.wait_until_all_have_left()
-    job.join(CLOSE_SECONDS)
-
-
-class _Job:
-    """The things that workers and servers set up together: who is who, connections, rank 0's values, its server."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        servers: int,
-        placement: str,
-        bound: int | None,
-        on_nonfinite: str,
-        timeout: float,
-        ranks: Ranks | None,
-    ):
-        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
-        config = PipelineConfig(
-            strategy="ps-async", servers=servers, server_placement=placement, staleness_bound=bound
-        )  # checks them
-        check_timeout(timeout)
-        self.parameters = trainable_parameters(optimizer)
-        device = self.parameters[0].device
-        if device.type != "cpu":
-            raise UserInputError(f"parameters must be on the CPU, where the servers are; got {device}")
-        ranks = ranks or current(timeout)
-        self.rank = ranks.rank
-        self.workers = ranks.first(config.workers(ranks.world_size))
-        workers = self.workers.world_size
-        first_server = 0 if placement == "beside" else workers
-        self.server_ranks = range(first_server, first_server + servers)
-        self.options = len(hyperparameters.as_numbers(optimizer))
-        # Waiting in a thread of its own leaves the main one free for signals.
-        self.thread = CommunicationThread(device)
-        self.group = communication_group(ranks, timeout, backend="gloo")
-        self._all_reduces = [make_all_reduce("native", who, timeout=timeout) for who in (ranks, self.workers)]
-        share_rank_0s_values(model, self.parameters, self.rank, lambda buffer: self._sum(buffer, 0))
-        self.shard: Shard | None = None
-        """The server in this process, if there is one."""
-        self.threads: list[WorkerThread] = []
-        """Those that serve it to the workers on other ranks."""
-        if self.rank in self.server_ranks:
-            layout = ShardLayout(FlatBuffer(self.parameters), self.server_ranks.index(self.rank), servers)
-            rule = OptimizerRule(self.parameters, optimizer, layout)
-            self.shard = Shard(rule, workers=workers, bound=bound, rank=self.rank, timeout=timeout)
-            for worker in set(range(workers)) - {self.rank}:
-                links = Links.over(self.group, timeout, requests=FOREVER)
-                self.threads.append(WorkerThread(self.shard, worker, self.options, links))
-                self.threads[-1].start()
-
-    def sum_over_workers(self, buffer: FlatBuffer) -> None:
-        self._sum(buffer, 1)
-
-    def join(self, seconds: float) -> None:
-        """Wait for the threads to end, but not longer than this for all of them."""
-        end = time.monotonic() + seconds
-        for thread in self.threads:
-            thread.join(max(0.0, end - time.monotonic()))
-
-    def _sum(self, buffer: FlatBuffer, which: int) -> None:
-        self.thread.submit(lambda: sum_buffer(buffer, self._all_reduces[which])).result()
+        self._workers.exchange(f"workers going on (group {self._group.group_name})", None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,24 +13,23 @@ from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
 from timing_model.schedules import split
 
-MOST_STATE_PER_WEIGHT = 16
-"""The largest state of a server, in sizes of its weights: optimizers keep up to three times their parameters."""
-MOST_STATE_PER_PIECE = 1 << 16
-"""Added bytes for each part of a parameter: names and headers in torch's file format."""
+MOST_STATE_PER_WEIGHT, MOST_STATE_PER_PIECE = 16, 1 << 16
+"""The largest state of a server: in sizes of its weights (optimizers keep up to three times their parameters), and
+bytes for each part of a parameter (names and headers in torch's file format)."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """The part of one parameter that a server owns: elements ``start`` to ``stop`` of it."""
+class Piece(NamedTuple):
+    """The elements ``start`` to ``stop`` of one parameter."""
 
     parameter: int
-    flat: int
-    offset: int
-    """Where it begins in the server's range of that flat buffer."""
     start: int
     stop: int
     shape: tuple[int, ...]
     """The parameter's own if it is there as a whole, else (elements,)."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of a tensor that is shaped as the parameter."""
+        return tensor.reshape(-1)[self.start : self.stop].view(self.shape)
 
 
 class ShardLayout:
@@ -39,15 +37,17 @@ class ShardLayout:
 
     def __init__(self, buffer: FlatBuffer, index: int, servers: int):
         self._ranges = [split(flat.numel(), servers)[index] for flat in buffer.flats]
-        self.pieces: list[_Piece] = []
-        kinds = [flat.dtype for flat in buffer.flats]
-        for parameter, view in enumerate(buffer.views):
-            kind = kinds.index(view.dtype)
-            offset, (first, last) = int(view.storage_offset()), self._ranges[kind]
-            start, stop = max(offset, first) - offset, min(offset + view.numel(), last) - offset
-            if start < stop:
-                shape = tuple(view.shape) if stop - start == view.numel() else (stop - start,)
-                self.pieces.append(_Piece(parameter, kind, offset + start - first, start, stop, shape))
+        self._of_range: list[list[Piece]] = []
+        for flat, (first, last) in zip(buffer.flats, self._ranges, strict=True):
+            pieces = []
+            for parameter, view in enumerate(buffer.views):
+                offset, elements = int(view.storage_offset()), view.numel()
+                start, stop = max(first - offset, 0), min(last - offset, elements)
+                if view.dtype == flat.dtype and start < stop:
+                    shape = tuple(view.shape) if stop - start == elements else (stop - start,)
+                    pieces.append(Piece(parameter, start, stop, shape))
+            self._of_range.append(pieces)
+        self.pieces = [piece for pieces in self._of_range for piece in pieces]
         self.nbytes = sum(part.nbytes for part in self.ranges_of(buffer))
         self.most_state_bytes = MOST_STATE_PER_WEIGHT * self.nbytes + MOST_STATE_PER_PIECE * (len(self.pieces) + 1)
         """Largest size of the server's state that is sent or accepted."""
@@ -58,10 +58,11 @@ class ShardLayout:
 
     def views(self, ranges: Sequence[Tensor]) -> list[Tensor]:
         """For each of ``pieces``, a view of its shape into the server's ranges."""
-        return [
-            ranges[piece.flat][piece.offset : piece.offset + piece.stop - piece.start].view(piece.shape)
-            for piece in self.pieces
-        ]
+        views = []
+        for values, pieces in zip(ranges, self._of_range, strict=True):
+            parts = values.split([piece.stop - piece.start for piece in pieces])
+            views += [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
+        return views
 
 
 class UpdateRule(Protocol):
@@ -73,13 +74,11 @@ class UpdateRule(Protocol):
     """Largest size of the weights and the rule's state together, as a file of torch's."""
 
     def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
-        """Move the weights by ``gradient``, which has their shapes.
+        """Move the weights by ``gradient``, of their shapes, under ``options`` (``hyperparameters.as_numbers``).
 
-        Args:
-            gradient: a round's mean, or one worker's gradient alone.
-            options: of the worker's optimizer when the gradient was computed (``hyperparameters.as_numbers``).
-            lr_divisor: 1 for a mean; else the number of workers, so that so many gradients move the weights about as
-                far as their mean would.
+        These were the optimizer's when it was computed. It is a round's mean, and ``lr_divisor`` is 1; or it is one
+        worker's alone, and learning rates are divided by the number of workers: so many move the weights about as far
+        as their mean would.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,15 +89,10 @@ class UpdateRule(Protocol):
 
 
 class OptimizerRule:
-    """Steps a copy of the user's optimizer on the server's ranges of the weights.
+    """Steps a copy of the user's ``optimizer`` on the range of its ``parameters`` that ``layout`` gives this server.
 
     Groups and their options stay, and the state so far where that has an element for each of a parameter's; parameters
     of other servers are dropped.
-
-    Args:
-        parameters: all trainable ones, with their initial values.
-        optimizer: the model's; it is copied.
-        layout: which part of them this server owns.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, layout: ShardLayout):
@@ -115,7 +109,7 @@ class OptimizerRule:
             memo[id(parameter)] = weight
             for value in optimizer.state.get(parameter, {}).values():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    memo[id(value)] = value.reshape(-1)[piece.start : piece.stop].view(piece.shape).clone()
+                    memo[id(value)] = piece.of(value).clone()
         self._optimizer = copy.deepcopy(optimizer, memo)
         self._optimizer.state.pop(absent, None)
         for group in self._optimizer.param_groups:
