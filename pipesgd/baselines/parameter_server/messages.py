@@ -26,20 +26,13 @@ MOST_OPTION = 1e9
 class Request(enum.IntEnum):
     """The kinds of a worker's requests."""
 
-    PUSH = 0
-    """Take this gradient; give the weights as soon as I may start my next iteration."""
-    PULL = 1
-    """Give the weights."""
-    MEET = 2
-    """Tell me whether all workers have come to this meeting."""
-    SAVE = 3
-    """Give your state."""
-    LOAD = 4
-    """Take this state."""
-    STORE = 5
-    """Take these weights; they have the place of a gradient."""
-    BYE = 6
-    """Nothing more will come from me."""
+    PUSH = 0  # take this gradient; give the weights as soon as I may start my next iteration
+    PULL = 1  # give the weights
+    MEET = 2  # tell me whether all workers have come to this meeting
+    SAVE = 3  # give your state
+    LOAD = 4  # take this state
+    STORE = 5  # take these weights; they have the place of a gradient
+    BYE = 6  # nothing more will come from me
 
 
 ONLY_FROM_WORKER_0 = (Request.SAVE, Request.LOAD, Request.STORE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -97,21 +98,23 @@ class Shard:
             CommunicationError: a missing worker has left, was lost, or is silent; or the workers made different calls.
         """
         with self._serving(worker):
-            here, iteration = "wait for all workers", self.clocks.arrivals[worker]
+            iteration, meetings = self.clocks.arrivals[worker], self._meetings
             try:
-                self._meetings.come(worker, number, place, time.monotonic())
+                meetings.come(worker, number, place, time.monotonic())
             except ValueError as failure:
-                self._raise_lost("receive of a request", iteration, ([worker], str(failure)))
+                raise self._lost("receive of a request", iteration, [worker], str(failure)) from None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self.failure is not None or not self._meetings.missing(worker), seconds)
+            self._changed.wait_for(lambda: self.failure is not None or not meetings.missing(worker), seconds)
             self._raise_failure()
-            left = [one for one in self._meetings.missing(worker) if one in self.clocks.left]
-            differs = f"it has made another collective call than rank {worker}: all workers must make the same ones"
-            self._raise_lost(here, iteration, (left, "it has left"), (self._meetings.elsewhere(worker), differs))
-            silent = self._meetings.silent(worker, time.monotonic())
-            reason = f"nothing was heard of it for {self._meetings.timeout:g} s"
-            self._raise_lost(here, iteration, (silent, reason), kind=DeadlineExceeded)
-            return not self._meetings.missing(worker)
+            waiting = functools.partial(self._lost, "wait for all workers", iteration)
+            if left := [one for one in meetings.missing(worker) if one in self.clocks.left]:
+                raise waiting(left, "it has left")
+            if elsewhere := meetings.elsewhere(worker):
+                call = f"it has made another collective call than rank {worker}: all workers must make the same ones"
+                raise waiting(elsewhere, call)
+            if silent := meetings.silent(worker, time.monotonic()):
+                raise waiting(silent, f"nothing was heard of it for {meetings.timeout:g} s", DeadlineExceeded)
+            return not meetings.missing(worker)
 
     def save(self) -> Tensor:
         """All that this server knows, as bytes (uint8); nobody may be waiting in ``push``."""
@@ -189,36 +192,35 @@ class Shard:
             self._added, self._round_is_finite = 0, True
 
     def _wait_until_due(self, worker: int) -> None:
-        def in_vain() -> tuple[tuple[list[int], str], ...]:
+        def in_vain() -> tuple[list[int], str]:
             """The workers that will not push before this one goes on, and why not."""
+            if left := self.clocks.waits_in_vain(worker):
+                return left, "it has left"
             waiting = [one for one in self.clocks.waits_for(worker) if worker in self._meetings.missing(one)]
-            left = self.clocks.waits_in_vain(worker)
-            return (left, "it has left"), (waiting, "it waits for this rank in a collective call")
+            return waiting, "it waits for this rank in a collective call"
 
         def is_settled() -> bool:
-            due = not self.clocks.waits_for(worker)
-            return due or self.failure is not None or any(ranks for ranks, _ in in_vain())
+            return self.failure is not None or not self.clocks.waits_for(worker) or bool(in_vain()[0])
 
         self._changed.wait_for(is_settled, self._meetings.timeout)
         if slowest := self.clocks.waits_for(worker):
-            here, iteration = "wait for gradients", self.clocks.arrivals[worker] - 1
             self._raise_failure()
-            self._raise_lost(here, iteration, *in_vain())
-            reason = f"none within {self._meetings.timeout:g} s"
-            self._raise_lost(here, iteration, (slowest, reason), kind=DeadlineExceeded)
+            lost = functools.partial(self._lost, "wait for gradients", self.clocks.arrivals[worker] - 1)
+            missing, reason = in_vain()
+            if missing:
+                raise lost(missing, reason)
+            raise lost(slowest, f"none within {self._meetings.timeout:g} s", DeadlineExceeded)
 
-    def _raise_lost(
+    def _lost(
         self,
         operation: str,
         iteration: int,
-        *cases: tuple[Sequence[int], str],
+        ranks: Sequence[int],
+        reason: str,
         kind: type[CommunicationError] = CommunicationError,
-    ) -> None:
-        """Raise an error for the first case, of ranks and what is wrong with them, that is true of any rank."""
-        for ranks, reason in cases:
-            if ranks:
-                reason += f" ({named(ranks)})" if len(ranks) > 1 else ""
-                raise kind(rank=self.rank, peer=ranks[0], operation=operation, reason=reason, iteration=iteration)
+    ) -> CommunicationError:
+        reason += f" ({named(ranks)})" if len(ranks) > 1 else ""
+        return kind(rank=self.rank, peer=ranks[0], operation=operation, reason=reason, iteration=iteration)
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

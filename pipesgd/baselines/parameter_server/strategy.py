@@ -52,12 +52,10 @@ class ParameterServers(Strategy):
     so that training is synchronous SGD and replicas are bit-identical. None (``ps-async``): at once, after it has
     applied this gradient alone. b >= 1: also at once, but a worker that would start an iteration more than b ahead of
     the slowest waits for it. Where gradients are applied alone, each is at 1/w of the learning rate that was set when
-    it was computed; and learning-rate schedules follow the number of all workers' updates, divided by w
-    (``StepReport.schedule_steps``).
+    it was computed; and learning-rate schedules follow the number of all workers' updates, divided by w.
 
     A gradient that is not finite on its worker is left out: with bound 0 with all of its round, otherwise alone.
-    Optimizers must update each element on its own if there is more than one server, since ranges cut parameters
-    anywhere. Of the optimizer, only the options that are pushed are read after the constructor.
+    With more than one server, optimizers must update each element on its own, since ranges cut parameters anywhere.
 
     Collective calls begin with a wait for the workers that have not come yet. It lasts as long as their gradients keep
     arriving, however far they are behind: only a worker of which nothing was heard for ``timeout`` seconds ends it.
@@ -65,14 +63,13 @@ class ParameterServers(Strategy):
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on the CPU.
-        optimizer: any ``torch.optim.Optimizer``.
+        optimizer: any; after the constructor, only its options that are pushed are read.
         servers: how many.
         placement: "beside": in threads beside the first workers; "own": on the last ranks, which call ``serve`` alone.
         staleness_bound: iterations by which the fastest worker may lead the slowest; None is no bound.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the gradient out.
         timeout: seconds that a rank waits for another one.
-        ranks: all ranks of the job; by default those of torch's process group, which is started from torchrun's
-            variables where there is none yet.
+        ranks: all of the job; by default those of torch's process group, which is started where there is none yet.
 
     Raises:
         UserInputError: a value out of range, or an optimizer without a parameter to train.
@@ -124,8 +121,7 @@ class ParameterServers(Strategy):
         over_all = make_all_reduce("native", ranks, timeout=timeout)
         self._over_workers = make_all_reduce("native", self._workers, timeout=timeout)
         share_rank_0s_values(model, self._parameters, ranks.rank, lambda buffer: self._sum(buffer, over_all))
-        self._gradient = FlatBuffer(self._parameters)
-        self._weights = FlatBuffer(self._parameters)
+        self._gradient, self._weights = FlatBuffer(self._parameters), FlatBuffer(self._parameters)
         self._weights.fill_from(self._values)
 
         options = len(hyperparameters.as_numbers(optimizer))
@@ -161,8 +157,7 @@ class ParameterServers(Strategy):
             NonFiniteGradientError: a gradient holds a NaN or an infinity.
         """
         check_unchanged(self._optimizer, self._identities, "a parameter server")
-        iteration = self.iteration
-        self._workers.iteration = iteration
+        self._workers.iteration = iteration = self.iteration
         # 1. Pack.
         begin = time.perf_counter()
         pack_gradients(self._parameters, self._gradient)
@@ -175,8 +170,7 @@ class ParameterServers(Strategy):
         [(reply, _), *_] = self._ask(push, values=self._gradient, into=self._weights)
         arrived = time.perf_counter()
         # 4. Update.
-        applied = reply.applied
-        if not (applied or self._skip_nonfinite):
+        if not (reply.applied or self._skip_nonfinite):
             raise NonFiniteGradientError(iteration)
         self._weights.copy_to(self._values)
         spans = (
@@ -186,8 +180,8 @@ class ParameterServers(Strategy):
             Span("update", iteration, arrived, time.perf_counter()),
         )
         return StepReport(
-            applied=(iteration,) if applied else (),
-            skipped=() if applied else (iteration,),
+            applied=(iteration,) if reply.applied else (),
+            skipped=() if reply.applied else (iteration,),
             spans=spans,
             wire_bytes=sum(server.wire_bytes for server in self._servers),
             schedule_steps=self._count_schedule_steps(reply),
@@ -304,7 +298,7 @@ class ParameterServers(Strategy):
         first_alone: bool = False,
     ) -> list[tuple[Reply, Tensor]]:
         """Ask all servers, or the first alone, and wait for their answers: see ``Server.ask``; each gets its state."""
-        asked = list(zip(self._servers, states or [None] * len(self._servers), strict=True))
+        asked = list(zip(self._servers, [None] * len(self._servers) if states is None else states, strict=True))
 
         def ask() -> list[tuple[Reply, Tensor]]:
             # The one beside this worker may keep it waiting for the others, who need what goes to other servers.
