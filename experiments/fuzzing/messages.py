@@ -64,7 +64,7 @@ def _shard() -> tuple[Shard, torch.optim.Optimizer]:
     parameters = list(model.parameters())
     layout = ShardLayout(FlatBuffer(parameters), 0, 1)
     rule = OptimizerRule(parameters, optimizer, layout)
-    return Shard(rule, workers=2, bound=None, rank=0, timeout=5.0), optimizer
+    return Shard(rule, layout, workers=2, bound=None, rank=0, timeout=5.0), optimizer
 
 
 NUMBERS = (
@@ -112,7 +112,7 @@ def try_message(case: tuple[str, Any], folder: Path) -> str | None:
         return None if found is None else f"{found} was accepted"
     shard, _ = _shard()
     if kind == "request":
-        most = shard.rule.most_state_bytes
+        most = shard.most_state_bytes
         asked = RequestMessage.unpack(content, worker=1, most_state_bytes=most)
         if asked.kind == Request.LOAD and asked.number > most:
             return f"a state of {asked.number} bytes was accepted"
@@ -120,7 +120,7 @@ def try_message(case: tuple[str, Any], folder: Path) -> str | None:
         return None if found is None else f"{found} was accepted"
     shard.load(_tensor(content))
     again = shard.save()
-    return None if 0 < again.nbytes <= shard.rule.most_state_bytes else f"a state of {again.nbytes} bytes"
+    return None if 0 < again.nbytes <= shard.most_state_bytes else f"a state of {again.nbytes} bytes"
 
 
 def _tensor(content: bytes) -> Tensor:

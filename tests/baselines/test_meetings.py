@@ -73,7 +73,8 @@ def make_shard(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     layout = ShardLayout(FlatBuffer(list(model.parameters())), 0, 1)
     parameters = list(model.parameters())
-    shard = Shard(OptimizerRule(parameters, optimizer, layout), workers=workers, bound=bound, rank=0, timeout=timeout)
+    rule = OptimizerRule(parameters, optimizer, layout)
+    shard = Shard(rule, layout, workers=workers, bound=bound, rank=0, timeout=timeout)
     return shard, optimizer
 
 

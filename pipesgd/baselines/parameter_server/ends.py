@@ -157,7 +157,7 @@ class WorkerThread(threading.Thread):
 
     def _serve(self) -> None:
         shard, worker, links = self._shard, self._worker, self.links
-        most = shard.rule.most_state_bytes
+        most = shard.most_state_bytes
         # Receives are posted ahead, since gloo's sender starts only when the receiver is ready.
         request = links.requests.receive(self._request, worker, "a request")
         gradient = begin(links.gradients.receive, self._gradient, worker, "a gradient")

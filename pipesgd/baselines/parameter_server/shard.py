@@ -1,4 +1,4 @@
-"""What a parameter server does: it takes gradients, and says when a worker may go on; no communication."""
+"""A parameter server without its messages: it takes gradients in, and says when a worker may go on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage, pack_state, unpack_state
-from pipesgd.baselines.parameter_server.update_rule import UpdateRule
+from pipesgd.baselines.parameter_server.update_rule import ShardLayout, UpdateRule
 from pipesgd.baselines.parameter_server.waiting import Clocks, Meetings
 from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError, named
 from pipesgd.flat_buffer import take_mean
@@ -26,21 +26,24 @@ class Shard:
 
     Bound 0 makes rounds: when all workers' gradients are there, their sum, in the order of the workers, becomes the
     mean, by which ``rule`` moves the weights once. With any other bound (see ``Clocks``) each gradient moves them when
-    it arrives, alone, at 1/w of its learning rates. Errors name ``rank``, this process's, and end the service for all.
-    A worker of which nothing has come for ``timeout`` seconds is not waited for any longer.
+    it arrives, alone, at 1/w of its learning rates. A worker of which nothing has come for ``timeout`` seconds is not
+    waited for any longer. The first error, which names this process's ``rank``, ends the service for all.
     """
 
-    def __init__(self, rule: UpdateRule, *, workers: int, bound: int | None, rank: int, timeout: float):
-        self.rule = rule
+    def __init__(
+        self, rule: UpdateRule, layout: ShardLayout, *, workers: int, bound: int | None, rank: int, timeout: float
+    ):
         self.weights = rule.weights
-        """Written only by ``push``, ``load`` and ``store``; in rounds, only once all workers have pushed again or are
-        in a meeting."""
+        """Written only for a push, a load or a store; in rounds, only once all workers have pushed again or are in a
+        meeting."""
+        self.most_state_bytes = layout.most_state_bytes
         self.workers = workers
         self.clocks = Clocks(workers, bound)
         self.in_rounds = bound == 0
         self.rank = rank
         self.failure: BaseException | None = None
         """The first one of any of this server's threads: nothing is served after it."""
+        self._rule = rule
         self._meetings = Meetings(workers, timeout)
         self._changed = threading.Condition()
         self._round: dict[int, Sequence[Tensor]] = {}
@@ -78,11 +81,10 @@ class Shard:
             CommunicationError: a worker that this one must wait for has left, was lost, or is silent.
         """
         with self._serving(worker):
-            self._meetings.heard(worker, time.monotonic())
             if self.in_rounds:
                 self._add_to_round(worker, gradient, finite, options)
             elif finite:
-                self.rule.update(gradient, options, lr_divisor=self.workers)
+                self._rule.update(gradient, options, lr_divisor=self.workers)
             if self.clocks.arrived(worker):
                 self._changed.notify_all()
             self._wait_until_due(worker)
@@ -119,15 +121,15 @@ class Shard:
     def save(self) -> Tensor:
         """All that this server knows, as bytes (uint8); nobody may be waiting in ``push``."""
         with self._changed:
-            state = {"weights": self.weights, "optimizer": self.rule.state_dict(), "arrivals": self.clocks.arrivals}
-            return pack_state(state, self.rule.most_state_bytes)
+            state = {"weights": self.weights, "optimizer": self._rule.state_dict(), "arrivals": self.clocks.arrivals}
+            return pack_state(state, self.most_state_bytes)
 
     def load(self, saved: Tensor) -> None:
         """Go back to a saved state; raises ``UserInputError``, and changes nothing, if it is something else."""
         state = unpack_state(saved, self.weights, self.workers)
         with self._changed:
             try:
-                self.rule.load_state_dict(state["optimizer"])
+                self._rule.load_state_dict(state["optimizer"])
             except Exception as failure:  # noqa: BLE001 (whatever a foreign object leads to)
                 raise UserInputError(f"a server's state must be of its optimizer; got another one: {failure}") from None
             _copy(state["weights"], self.weights)
@@ -187,7 +189,7 @@ class Shard:
             if self._round_is_finite:
                 for total in self._sum:
                     take_mean(total, self.workers)
-                self.rule.update(self._sum, options, lr_divisor=1)
+                self._rule.update(self._sum, options, lr_divisor=1)
             self._round_applied = self._round_is_finite
             self._added, self._round_is_finite = 0, True
 

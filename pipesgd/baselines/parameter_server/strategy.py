@@ -134,7 +134,7 @@ class ParameterServers(Strategy):
             layout = ShardLayout(self._gradient, index, servers)
             if rank == ranks.rank:
                 rule = OptimizerRule(self._parameters, optimizer, layout)
-                shard = Shard(rule, workers=workers, bound=staleness_bound, rank=rank, timeout=timeout)
+                shard = Shard(rule, layout, workers=workers, bound=staleness_bound, rank=rank, timeout=timeout)
                 for worker in set(range(workers)) - {rank}:
                     links = Links.over(self._group, timeout, requests=FOREVER)
                     self._threads.append(WorkerThread(shard, worker, options, links))

@@ -70,22 +70,20 @@ class UpdateRule(Protocol):
 
     weights: list[Tensor]
     """The server's ranges of the flat buffers."""
-    most_state_bytes: int
-    """Largest size of the weights and the rule's state together, as a file of torch's."""
 
     def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
-        """Move the weights by ``gradient``, of their shapes, under ``options`` (``hyperparameters.as_numbers``).
+        """Move the weights by ``gradient``, a round's mean or one worker's, computed under its optimizer's ``options``.
 
-        These were the optimizer's when it was computed. It is a round's mean, and ``lr_divisor`` is 1; or it is one
-        worker's alone, and learning rates are divided by the number of workers: so many move the weights about as far
-        as their mean would.
+        Learning rates are divided by ``lr_divisor``: 1 for a mean; else the number of workers, whose gradients together
+        then move the weights about as far as their mean would. For ``options`` see ``hyperparameters.as_numbers``.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rule remembers between updates, besides the weights."""
+        """All that the rule remembers between updates, besides the weights; with these it must be within the layout's
+        ``most_state_bytes``."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict``; whatever is raised is said to be wrong with ``state``."""
+        """Continue from ``state``. Any exception is reported as a fault of the state, which is then not taken over."""
 
 
 class OptimizerRule:
@@ -99,7 +97,6 @@ class OptimizerRule:
         initial = FlatBuffer(parameters)
         initial.fill_from([parameter.detach() for parameter in parameters])
         self.weights = [part.clone() for part in layout.ranges_of(initial)]
-        self.most_state_bytes = layout.most_state_bytes
         self._layout = layout
         self._pieces = layout.views(self.weights)
         absent = torch.empty(0)

@@ -1,4 +1,4 @@
-"""Who waits for whom, of workers that may be far apart. Integers and times only: no threads, no clock, no messages."""
+"""Workers that may be far apart, and who of them waits for whom: integers and times only, no threads, no messages."""
 
 from __future__ import annotations
 
