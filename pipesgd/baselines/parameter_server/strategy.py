@@ -156,6 +156,7 @@ class ParameterServers(Strategy):
             CommunicationError: a rank was lost, or silent for longer than the timeout.
             NonFiniteGradientError: a gradient holds a NaN or an infinity.
         """
+        assert self._workers.rank < self._workers.world_size, "a rank that is a server alone calls serve"
         check_unchanged(self._optimizer, self._identities, "a parameter server")
         self._workers.iteration = iteration = self.iteration
         # 1. Pack.
@@ -276,7 +277,8 @@ class ParameterServers(Strategy):
         Raises:
             CommunicationError: a worker was lost.
         """
-        self._gradient = self._weights = FlatBuffer([])  # a worker's
+        assert self._workers.rank >= self._workers.world_size, "a rank that computes does not serve alone"
+        self._gradient = self._weights = FlatBuffer([])  # only a worker needs room for all of them
         self._thread.close()
         for server in self._servers:
             if server.shard is not None:
@@ -314,7 +316,7 @@ class ParameterServers(Strategy):
             raise
 
     def _pull(self) -> Reply:
-        """Take the servers' weights over; the model has them, too."""
+        """Take over the servers' weights, into the model too; the first server's reply."""
         [(reply, _), *_] = self._ask(RequestMessage(Request.PULL), into=self._weights)
         self._weights.copy_to(self._values)
         return reply
