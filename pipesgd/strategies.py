@@ -73,9 +73,9 @@ def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimize
     Raises:
         CommunicationError: a worker was lost.
     """
-    from pipesgd.baselines.parameter_server.strategy import serve_shard
+    from pipesgd.baselines.parameter_server.strategy import ParameterServers
 
-    serve_shard(model, optimizer, ranks=ranks, **_server_options(config))
+    ParameterServers(model, optimizer, ranks=ranks, **_server_options(config)).serve()
 
 
 def _server_options(config: TrainConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
     [
         "timing_model.schedules",
         "pipesgd.pipeline.pipelined",
+        "pipesgd.baselines.parameter_server.waiting",
         "timing_model.all_reduce",
         "timing_model.collective_time",
         "timing_model.iteration",

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from experiments.fuzzing.cases import Target, absurd_number
 from experiments.fuzzing.mutations import NASTY_JSON, damaged
-from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage
+from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage, unpack_state
 from pipesgd.baselines.parameter_server.shard import Shard
-from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
-from pipesgd.baselines.parameter_server.shard_state import unpack_state
+from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout
 from pipesgd.errors import PipesgdError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.hyperparameters import as_numbers
@@ -64,7 +63,8 @@ def _shard() -> tuple[Shard, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     parameters = list(model.parameters())
     layout = ShardLayout(FlatBuffer(parameters), 0, 1)
-    return Shard(parameters, optimizer, layout, workers=2, bound=None, rank=0, timeout=5.0), optimizer
+    rule = OptimizerRule(parameters, optimizer, layout)
+    return Shard(rule, layout, workers=2, bound=None, rank=0, timeout=5.0), optimizer
 
 
 NUMBERS = (
@@ -92,7 +92,7 @@ def make_message(chance: random.Random, folder: Path) -> tuple[str, Any]:
 def _state(chance: random.Random, shard: Shard) -> bytes:
     if chance.random() < 0.5:
         return damaged(chance, shard.save().numpy().tobytes())
-    foreign: dict[str, Any] = {**unpack_state(shard.save(), shard.weights, 2)}
+    foreign = unpack_state(shard.save(), shard.weights, 2)
     wrong: tuple[Any, ...] = (
         *(None, [], {}, 1, "x", [-1, 2], [1.5, 2], [True, False], [10**30, 0], [torch.zeros(3)]),
         *({"state": {}, "param_groups": []}, {"state": 1, "param_groups": [1]}, [torch.zeros(8, dtype=torch.int8)]),

@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipesgd.baselines.parameter_server.clocks import Clocks
+from pipesgd.baselines.parameter_server.waiting import Clocks
+
+
+def started(clocks: Clocks, worker: int) -> int:
+    """The last iteration that ``worker`` was let into."""
+    return clocks.arrivals[worker] - bool(clocks.waits_for(worker))
 
 
 class Workers(RuleBasedStateMachine):
@@ -37,7 +42,7 @@ class Workers(RuleBasedStateMachine):
     @invariant()
     def the_fastest_leads_by_the_bound_at_most(self) -> None:
         in_iteration = [pushed - (worker not in self.computing) for worker, pushed in enumerate(self.pushed)]
-        assert [self.clocks.started(worker) for worker in range(len(self.pushed))] == in_iteration
+        assert [started(self.clocks, worker) for worker in range(len(self.pushed))] == in_iteration
         if self.bound is not None:
             assert max(in_iteration) - min(in_iteration) <= self.bound
 
@@ -65,7 +70,7 @@ def test_all_come_to_the_end_in_whatever_order(
     while computing:
         worker = data.draw(st.sampled_from(sorted(computing)))
         computing.remove(worker)
-        computing.update(one for one in clocks.arrived(worker) if clocks.started(one) < iterations)
+        computing.update(one for one in clocks.arrived(worker) if started(clocks, one) < iterations)
     assert clocks.arrivals == [iterations] * workers
 
 
@@ -74,9 +79,9 @@ def test_who_waits_for_a_worker_that_has_left_is_told() -> None:
     for worker in (0, 1, 1):
         clocks.arrived(worker)
     assert not clocks.waits_in_vain(1), "it waits for worker 2, who may come yet"
-    clocks.leave(0)
+    clocks.left.add(0)
     assert not clocks.waits_in_vain(1)
-    clocks.leave(2)
+    clocks.left.add(2)
     assert clocks.waits_in_vain(1)
     assert not clocks.waits_in_vain(0), "it waits for nobody"
 
@@ -84,7 +89,7 @@ def test_who_waits_for_a_worker_that_has_left_is_told() -> None:
 @pytest.mark.parametrize("bound", [0, 2])
 def test_restored_clocks_go_on_where_they_were(bound: int) -> None:
     clocks = Clocks(2, bound)
-    clocks.restore([5, 5])
+    clocks.arrivals = [5, 5]
     pushes = 0
     while clocks.arrived(0) == [0]:
         pushes += 1

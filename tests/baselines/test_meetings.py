@@ -11,7 +11,7 @@ import torch
 from _memory_transport import MemoryTransport, Network
 from torch import Tensor, nn
 
-from pipesgd.baselines.parameter_server.meetings import Meetings
+from pipesgd.baselines.parameter_server.ends import Links, WorkerThread
 from pipesgd.baselines.parameter_server.messages import (
     MOST_COUNTED,
     REPLY_NUMBERS,
@@ -20,9 +20,9 @@ from pipesgd.baselines.parameter_server.messages import (
     Request,
     RequestMessage,
 )
-from pipesgd.baselines.parameter_server.server import Links, WorkerThread
 from pipesgd.baselines.parameter_server.shard import Shard
-from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
+from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout
+from pipesgd.baselines.parameter_server.waiting import Meetings
 from pipesgd.errors import CommunicationError, DeadlineExceeded
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.hyperparameters import as_numbers
@@ -73,7 +73,8 @@ def make_shard(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     layout = ShardLayout(FlatBuffer(list(model.parameters())), 0, 1)
     parameters = list(model.parameters())
-    shard = Shard(parameters, optimizer, layout, workers=workers, bound=bound, rank=0, timeout=timeout)
+    rule = OptimizerRule(parameters, optimizer, layout)
+    shard = Shard(rule, layout, workers=workers, bound=bound, rank=0, timeout=timeout)
     return shard, optimizer
 
 

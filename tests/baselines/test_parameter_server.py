@@ -18,8 +18,8 @@ from _ranks import RankFailed, run_ranks
 from _reference import pipe_sgd
 from torch import Tensor, nn
 
-from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
-from pipesgd.baselines.parameter_server.strategy import ParameterServers, serve_shard
+from pipesgd.baselines.parameter_server.strategy import ParameterServers
+from pipesgd.baselines.parameter_server.update_rule import ShardLayout
 from pipesgd.errors import CommunicationError, DeadlineExceeded, NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
@@ -100,9 +100,10 @@ def start(
     """The strategy on a worker; None on a rank that was a server alone, when it is no longer needed."""
     options = {"servers": 1, "placement": "beside", "timeout": 20.0, **options}
     workers = ranks.world_size - (options["servers"] if options["placement"] == "own" else 0)
+    strategy = ParameterServers(model, optimizer, ranks=ranks, **options)
     if ranks.rank < workers:
-        return ParameterServers(model, optimizer, ranks=ranks, **options)
-    serve_shard(model, optimizer, ranks=ranks, **options)
+        return strategy
+    strategy.serve()
     return None
 
 

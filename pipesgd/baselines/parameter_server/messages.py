@@ -1,13 +1,20 @@
-"""Requests to a parameter server and its replies: numbers in float64, checked when they arrive."""
+"""Requests to a parameter server, its replies, and its state: checked when they arrive, before they are used.
+
+Requests and replies are numbers in float64. A state is a file of torch's, from another rank or from a checkpoint.
+"""
 
 from __future__ import annotations
 
 import enum
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from pipesgd.errors import UserInputError
 
 MOST_COUNTED = 1 << 53
 """The largest count: a float64 holds all whole numbers up to it."""
@@ -17,25 +24,20 @@ MOST_OPTION = 1e9
 
 
 class Request(enum.IntEnum):
-    """What a worker asks of a server."""
+    """The kinds of a worker's requests."""
 
-    PUSH = 0
-    """Take this gradient; give the weights as soon as I may start my next iteration."""
-    PULL = 1
-    """Give the weights."""
-    MEET = 2
-    """Tell me whether all workers have come to this meeting."""
-    SAVE = 3
-    """Give your state."""
-    LOAD = 4
-    """Take this state."""
-    STORE = 5
-    """Take these weights; they have the place of a gradient."""
-    BYE = 6
-    """Nothing more will come from me."""
+    PUSH = 0  # take this gradient; give the weights as soon as I may start my next iteration
+    PULL = 1  # give the weights
+    MEET = 2  # tell me whether all workers have come to this meeting
+    SAVE = 3  # give your state
+    LOAD = 4  # take this state
+    STORE = 5  # take these weights; they have the place of a gradient
+    BYE = 6  # nothing more will come from me
 
 
 ONLY_FROM_WORKER_0 = (Request.SAVE, Request.LOAD, Request.STORE)
+STATE_PARTS = {"weights", "optimizer", "arrivals"}
+"""A server's state: its ranges of the weights, its update rule's state, each worker's gradients that have arrived."""
 
 REQUEST_NUMBERS = 4
 """Numbers of a request before the optimizer's options."""
@@ -87,8 +89,7 @@ class Reply:
     arrivals: int
     """Gradients of all workers that have arrived so far."""
     applied: bool
-    """True if the gradient was applied, with the others of its round if there are rounds; of a meeting, true if all
-    workers have come to it."""
+    """True if the gradient was applied, with its round if there are rounds; of a meeting, if all workers are there."""
     lost: int | None = None
     """The rank on which the server has given up; it serves nobody then."""
     state_bytes: int = 0
@@ -96,17 +97,17 @@ class Reply:
 
     def pack(self) -> Tensor:
         """The message as numbers."""
-        lost = -1 if self.lost is None else self.lost
-        return torch.tensor([self.arrivals, self.applied, lost + 1, self.state_bytes], dtype=torch.float64)
+        lost = 0 if self.lost is None else self.lost + 1
+        return torch.tensor([self.arrivals, self.applied, lost, self.state_bytes], dtype=torch.float64)
 
     @classmethod
     def unpack(cls, numbers: Sequence[float], *, ranks: int, most_state_bytes: int) -> Reply:
         """The reply that ``pack`` made, in a job of ``ranks``; raises ``ValueError`` if it cannot be one."""
-        lost = _whole("one more than the lost rank", numbers[2], ranks) - 1
+        lost = _whole("one more than the lost rank", numbers[2], ranks)
         return cls(
             arrivals=_whole("arrivals", numbers[0], MOST_COUNTED),
             applied=bool(_whole("the flag of an applied gradient", numbers[1], 1)),
-            lost=None if lost < 0 else lost,
+            lost=lost - 1 if lost else None,
             state_bytes=_whole("bytes of a state", numbers[3], most_state_bytes),
         )
 
@@ -115,3 +116,42 @@ def _whole(name: str, number: float, most: int) -> int:
     if not (0 <= number <= most and number == int(number)):  # no comparison with a NaN is true
         raise ValueError(f"{name} must be a whole number from 0 to {most}; got {number:g}")
     return int(number)
+
+
+def pack_state(state: dict[str, Any], most_bytes: int) -> Tensor:
+    """``state``, of ``STATE_PARTS``, as bytes (uint8); raises ``UserInputError`` if these are too many to be sent."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+    check_state_bytes(packed.nbytes, most_bytes)
+    return packed
+
+
+def unpack_state(packed: Tensor, weights: Sequence[Tensor], workers: int) -> dict[str, Any]:
+    """The state that ``pack_state`` packed, of a server with such ``weights``; else raises ``UserInputError``."""
+    try:
+        state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    except Exception:  # noqa: BLE001 (torch raises many kinds: of archives, of pickles, and of what is in them)
+        state = None
+    if not (isinstance(state, dict) and set(state) == STATE_PARTS):
+        raise UserInputError("a server's state must be one that a server has saved; got something else")
+    saved, arrivals = state["weights"], state["arrivals"]
+    if not (
+        isinstance(saved, list)
+        and all(isinstance(one, Tensor) for one in saved)
+        and [(one.shape, one.dtype) for one in saved] == [(one.shape, one.dtype) for one in weights]
+    ):
+        raise UserInputError("a server's state must hold the weights of this model; got others")
+    if not (
+        isinstance(arrivals, list)
+        and len(arrivals) == workers
+        and all(type(one) is int and 0 <= one <= MOST_COUNTED for one in arrivals)
+    ):
+        raise UserInputError(f"a server's state must count the gradients of {workers} workers; got something else")
+    return state
+
+
+def check_state_bytes(nbytes: int, most: int) -> None:
+    """Raise ``UserInputError`` if a server's state is too large to be sent."""
+    if nbytes > most:
+        raise UserInputError(f"a server's state must be at most 16 times its weights, {most} bytes; got {nbytes}")

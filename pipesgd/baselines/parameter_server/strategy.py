@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipesgd.baselines.parameter_server.client import Answer, RemoteServer, Server, ServerBeside
-from pipesgd.baselines.parameter_server.messages import Reply
-from pipesgd.baselines.parameter_server.server import Links, ShardServer
+from pipesgd.baselines.parameter_server.ends import FOREVER, Links, Server, WorkerThread
+from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage
 from pipesgd.baselines.parameter_server.shard import Shard
-from pipesgd.baselines.parameter_server.shard_layout import ShardLayout
+from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout
 from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
@@ -29,8 +28,6 @@ from pipesgd.optim.step import check_unchanged, count_as_stepped, trainable_iden
 from pipesgd.ranks import Ranks, current
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Span, StepReport, Strategy
-
-T = TypeVar("T")
 
 REPLY_GRACE_SECONDS = 1.0
 """How much longer than a server waits for gradients a worker waits for its reply: the server knows who is missing."""
@@ -55,12 +52,10 @@ class ParameterServers(Strategy):
     so that training is synchronous SGD and replicas are bit-identical. None (``ps-async``): at once, after it has
     applied this gradient alone. b >= 1: also at once, but a worker that would start an iteration more than b ahead of
     the slowest waits for it. Where gradients are applied alone, each is at 1/w of the learning rate that was set when
-    it was computed; and learning-rate schedules follow the number of all workers' updates, divided by w
-    (``StepReport.schedule_steps``).
+    it was computed; and learning-rate schedules follow the number of all workers' updates, divided by w.
 
     A gradient that is not finite on its worker is left out: with bound 0 with all of its round, otherwise alone.
-    Optimizers must update each element on its own if there is more than one server, since ranges cut parameters
-    anywhere. Of the optimizer, only the options that are pushed are read after the constructor.
+    With more than one server, optimizers must update each element on its own, since ranges cut parameters anywhere.
 
     Collective calls begin with a wait for the workers that have not come yet. It lasts as long as their gradients keep
     arriving, however far they are behind: only a worker of which nothing was heard for ``timeout`` seconds ends it.
@@ -68,14 +63,13 @@ class ParameterServers(Strategy):
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on the CPU.
-        optimizer: any ``torch.optim.Optimizer``.
+        optimizer: any; after the constructor, only its options that are pushed are read.
         servers: how many.
-        placement: "beside": in threads beside the first workers; "own": on the last ranks, which call ``serve_shard``.
+        placement: "beside": in threads beside the first workers; "own": on the last ranks, which call ``serve`` alone.
         staleness_bound: iterations by which the fastest worker may lead the slowest; None is no bound.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the gradient out.
         timeout: seconds that a rank waits for another one.
-        ranks: all ranks of the job; by default those of torch's process group, which is started from torchrun's
-            variables where there is none yet.
+        ranks: all of the job; by default those of torch's process group, which is started where there is none yet.
 
     Raises:
         UserInputError: a value out of range, or an optimizer without a parameter to train.
@@ -102,45 +96,58 @@ class ParameterServers(Strategy):
         ranks: Ranks | None = None,
     ):
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
-        job = _Job(model, optimizer, servers, placement, staleness_bound, timeout, ranks)
-        assert job.rank < job.workers.world_size, "a rank that is a server alone calls serve_shard"
+        check_timeout(timeout)
+        config = PipelineConfig(  # checks them
+            strategy="ps-async", servers=servers, server_placement=placement, staleness_bound=staleness_bound
+        )
+        self._parameters = trainable_parameters(optimizer)
+        device = self._parameters[0].device
+        if device.type != "cpu":
+            raise UserInputError(f"parameters must be on the CPU, where the servers are; got {device}")
+        ranks = ranks or current(timeout)
+        self._workers = ranks.first(config.workers(ranks.world_size))
+        workers = self._workers.world_size
         self.iteration = 0
         self.module = model
         self.replicated = staleness_bound == 0
         self._optimizer = optimizer
         self._identities = trainable_identities(optimizer)
         self._skip_nonfinite = on_nonfinite == "skip"
-        self._job = job
-        self._parameters = job.parameters
         self._schedule_steps = 0
-        self._gradient = FlatBuffer(self._parameters)
-        self._weights = FlatBuffer(self._parameters)
-        self._weights.fill_from([parameter.detach() for parameter in self._parameters])
         self._meetings = 0
-        self._links = Links.over(job.group, timeout, replies=timeout + REPLY_GRACE_SECONDS)
-        self._failed = False
-        self._servers: list[Server] = [
-            ServerBeside(job.server, job.rank)
-            if job.server is not None and rank == job.rank
-            else RemoteServer(
-                rank,
-                ShardLayout(self._gradient, index, servers),
-                self._gradient,
-                links=self._links,
-                group=job.group,
-                own_rank=job.rank,
-                ranks=job.world_size,
-                options=job.options,
-            )
-            for index, rank in enumerate(job.server_ranks)
-        ]
-        job.workers.before_exchange = self._meet
+        # Waiting in a thread of its own leaves the main one free for signals.
+        self._thread = CommunicationThread(device)
+        self._group = communication_group(ranks, timeout, backend="gloo")
+        over_all = make_all_reduce("native", ranks, timeout=timeout)
+        self._over_workers = make_all_reduce("native", self._workers, timeout=timeout)
+        share_rank_0s_values(model, self._parameters, ranks.rank, lambda buffer: self._sum(buffer, over_all))
+        self._gradient, self._weights = FlatBuffer(self._parameters), FlatBuffer(self._parameters)
+        self._weights.fill_from(self._values)
+
+        options = len(hyperparameters.as_numbers(optimizer))
+        self._links = Links.over(self._group, timeout, replies=timeout + REPLY_GRACE_SECONDS)
+        farewells = Links.over(self._group, CLOSE_SECONDS).requests
+        self._servers: list[Server] = []
+        self._threads: list[WorkerThread] = []
+        for index in range(servers):
+            rank, shard = (index if placement == "beside" else workers + index), None
+            layout = ShardLayout(self._gradient, index, servers)
+            if rank == ranks.rank:
+                rule = OptimizerRule(self._parameters, optimizer, layout)
+                shard = Shard(rule, layout, workers=workers, bound=staleness_bound, rank=rank, timeout=timeout)
+                for worker in set(range(workers)) - {rank}:
+                    links = Links.over(self._group, timeout, requests=FOREVER)
+                    self._threads.append(WorkerThread(shard, worker, options, links))
+            self._servers.append(Server(rank, layout, self._links, farewells, options, shard))
+        for thread in self._threads:
+            thread.start()
+        if ranks.rank < workers:
+            self._workers.before_exchange = self._meet
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent so far, as worker and as server."""
-        beside = self._job.server
-        return self._links.bytes_sent + (0 if beside is None else beside.bytes_sent)
+        return self._links.bytes_sent + sum(thread.links.bytes_sent for thread in self._threads)
 
     def step(self) -> StepReport:
         """Push the gradients in ``.grad`` and pull the weights: see the class.
@@ -149,25 +156,24 @@ class ParameterServers(Strategy):
             CommunicationError: a rank was lost, or silent for longer than the timeout.
             NonFiniteGradientError: a gradient holds a NaN or an infinity.
         """
+        assert self._workers.rank < self._workers.world_size, "a rank that is a server alone calls serve"
         check_unchanged(self._optimizer, self._identities, "a parameter server")
-        iteration = self.iteration
-        self._job.workers.iteration = iteration
+        self._workers.iteration = iteration = self.iteration
         # 1. Pack.
         begin = time.perf_counter()
         pack_gradients(self._parameters, self._gradient)
-        finite = all_finite(self._gradient)
-        options = hyperparameters.as_numbers(self._optimizer)
+        options = tuple(hyperparameters.as_numbers(self._optimizer))
+        push = RequestMessage(Request.PUSH, finite=all_finite(self._gradient), options=options)
         count_as_stepped(self._optimizer)
         self.iteration += 1
         # 2. and 3. Push and wait.
         packed = time.perf_counter()
-        replies = self._ask(lambda server: server.push(self._gradient, finite, options, self._weights))
+        [(reply, _), *_] = self._ask(push, values=self._gradient, into=self._weights)
         arrived = time.perf_counter()
         # 4. Update.
-        applied = replies[0].applied
-        if not (applied or self._skip_nonfinite):
+        if not (reply.applied or self._skip_nonfinite):
             raise NonFiniteGradientError(iteration)
-        self._take_weights()
+        self._weights.copy_to(self._values)
         spans = (
             Span("pack", iteration, begin, packed),
             Span("communication", iteration, packed, arrived),
@@ -175,11 +181,11 @@ class ParameterServers(Strategy):
             Span("update", iteration, arrived, time.perf_counter()),
         )
         return StepReport(
-            applied=(iteration,) if applied else (),
-            skipped=() if applied else (iteration,),
+            applied=(iteration,) if reply.applied else (),
+            skipped=() if reply.applied else (iteration,),
             spans=spans,
             wire_bytes=sum(server.wire_bytes for server in self._servers),
-            schedule_steps=self._count_schedule_steps(replies[0]),
+            schedule_steps=self._count_schedule_steps(reply),
         )
 
     def flush(self) -> StepReport:
@@ -191,7 +197,6 @@ class ParameterServers(Strategy):
         with self._at_rest():
             if not self.replicated:
                 steps = self._count_schedule_steps(self._pull())
-                self._take_weights()
         return StepReport(schedule_steps=steps)
 
     @contextlib.contextmanager
@@ -204,20 +209,24 @@ class ParameterServers(Strategy):
         """
         own = None
         if not self.replicated:
-            own = FlatBuffer(self._parameters)
-            own.fill_from([parameter.detach() for parameter in self._parameters])
+            own = FlatBuffer(self._values)
+            own.fill_from(self._values)
             with self._at_rest():
                 self._pull()
-                self._take_weights()
         changed = False
         try:
             yield
-            changed = self._weights_were_changed()
+            changed = not all(map(torch.equal, self._values, self._weights.views))
         finally:
             if changed:
-                self._store_weights()
+                with self._at_rest("changed weights"):
+                    if self._workers.rank == 0:
+                        self._weights.fill_from(self._values)
+                        self._ask(RequestMessage(Request.STORE), values=self._weights)
+                with self._at_rest():
+                    self._pull()
             elif own is not None:
-                own.copy_to([parameter.detach() for parameter in self._parameters])
+                own.copy_to(self._values)
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Nothing leaves before ``step``."""
@@ -225,176 +234,119 @@ class ParameterServers(Strategy):
 
     def combine_buffers(self, how: str) -> None:
         """Give floating-point buffers their average over workers, or rank 0's values, or leave them. Collective."""
-        workers = self._job.workers
+        workers = self._workers
         if how != "own":
             self._meet("combining buffers")
-        combine_buffers(self.module, how, workers.rank, workers.world_size, self._job.sum_over_workers)
+        combine_buffers(
+            self.module, how, workers.rank, workers.world_size, lambda buffer: self._sum(buffer, self._over_workers)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """How far this worker is; on worker 0 also all that each server knows, as bytes. Collective."""
         saved = None
         with self._at_rest():
-            if self._job.rank == 0:
-                saved = self._ask(lambda server: server.save())
+            if self._workers.rank == 0:
+                saved = [state for _, state in self._ask(RequestMessage(Request.SAVE))]
         return {"iteration": self.iteration, "schedule_steps": self._schedule_steps, "servers": saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``. Collective."""
         with self._at_rest():
-            if self._job.rank == 0:
-                saved = dict(zip(self._servers, state["servers"], strict=True))
-                self._ask(lambda server: server.load(saved[server]))
-        self._pull()
+            if self._workers.rank == 0:
+                self._ask(RequestMessage(Request.LOAD), states=state["servers"])
+        self._ask(RequestMessage(Request.PULL), into=self._weights)  # the model goes on with what it has
         self.iteration = state["iteration"]
         self._schedule_steps = state["schedule_steps"]
 
     def close(self) -> None:
         """Take leave of the servers; one beside this worker goes on for some seconds, until all workers have."""
-        self._job.workers.before_exchange = None
+        self._workers.before_exchange = None
         byes: list[Pending] = []
         for server in self._servers:
             with contextlib.suppress(CommunicationError):  # it is gone
                 byes += server.leave()
-        if self._job.server is not None:
-            self._job.server.close(CLOSE_SECONDS if self._failed else FAREWELL_SECONDS)
+        self._join(CLOSE_SECONDS if self._thread.failed else FAREWELL_SECONDS)
         for bye in byes:
             with contextlib.suppress(CommunicationError):
                 bye.wait()
-        self._job.thread.close()
+        self._thread.close()
 
-    def _ask(self, question: Callable[[Server], Answer[T]], servers: Sequence[Server] | None = None) -> list[T]:
-        """Ask all servers, or those given, and wait for their answers, in their order."""
-        asked = self._servers if servers is None else servers
+    def serve(self) -> None:
+        """Be a server on a rank of its own, which does nothing else, until all workers have closed theirs.
 
-        def ask() -> list[T]:
+        Raises:
+            CommunicationError: a worker was lost.
+        """
+        assert self._workers.rank >= self._workers.world_size, "a rank that computes does not serve alone"
+        self._gradient = self._weights = FlatBuffer([])  # only a worker needs room for all of them
+        self._thread.close()
+        for server in self._servers:
+            if server.shard is not None:
+                server.shard.wait_until_all_have_left()
+        self._join(CLOSE_SECONDS)
+
+    @property
+    def _values(self) -> list[Tensor]:
+        """The parameters' values, in the order of the flat buffers."""
+        return [parameter.detach() for parameter in self._parameters]
+
+    def _ask(
+        self,
+        request: RequestMessage,
+        *,
+        values: FlatBuffer | None = None,
+        into: FlatBuffer | None = None,
+        states: Sequence[Tensor | None] | None = None,
+        first_alone: bool = False,
+    ) -> list[tuple[Reply, Tensor]]:
+        """Ask all servers, or the first alone, and wait for their answers: see ``Server.ask``; each gets its state."""
+        asked = list(zip(self._servers, [None] * len(self._servers) if states is None else states, strict=True))
+
+        def ask() -> list[tuple[Reply, Tensor]]:
             # The one beside this worker may keep it waiting for the others, who need what goes to other servers.
-            answers = {server: question(server) for server in sorted(asked, key=lambda one: one.is_beside)}
-            return [answers[server]() for server in asked]
+            in_order = sorted(asked[: 1 if first_alone else None], key=lambda one: one[0].shard is not None)
+            answers = {server.rank: server.ask(request, values, into, state) for server, state in in_order}
+            return [answers[rank]() for rank in sorted(answers)]
 
         try:
-            return self._job.thread.submit(ask).result()
-        except Exception as failure:
-            self._failed = True
-            if isinstance(failure, CommunicationError) and failure.iteration is None:
-                failure.iteration = self._job.workers.iteration
+            return self._thread.submit(ask).result()
+        except CommunicationError as failure:
+            if failure.iteration is None:
+                failure.iteration = self._workers.iteration
             raise
 
     def _pull(self) -> Reply:
-        return self._ask(lambda server: server.pull(self._weights))[0]
-
-    def _take_weights(self) -> None:
-        self._weights.copy_to([parameter.detach() for parameter in self._parameters])
-
-    def _weights_were_changed(self) -> bool:
-        views = zip(self._parameters, self._weights.views, strict=True)
-        return not all(torch.equal(parameter.detach(), view) for parameter, view in views)
-
-    def _store_weights(self) -> None:
-        """Give the servers the weights that worker 0's model holds, and all models the same. Collective."""
-        with self._at_rest("changed weights"):
-            if self._job.rank == 0:
-                self._weights.fill_from([parameter.detach() for parameter in self._parameters])
-                self._ask(lambda server: server.store(self._weights))
-        with self._at_rest():
-            self._pull()
-            self._take_weights()
+        """Take over the servers' weights, into the model too; the first server's reply."""
+        [(reply, _), *_] = self._ask(RequestMessage(Request.PULL), into=self._weights)
+        self._weights.copy_to(self._values)
+        return reply
 
     def _count_schedule_steps(self, reply: Reply) -> int:
         """How often a schedule is to be stepped now, so that it follows the updates of all workers."""
-        steps = reply.arrivals // self._job.workers.world_size - self._schedule_steps
+        steps = reply.arrivals // self._workers.world_size - self._schedule_steps
         self._schedule_steps += steps
         return steps
 
     def _meet(self, what: str) -> None:
         """Wait until all workers have come to the collective call ``what``."""
         self._meetings += 1
-        place = zlib.crc32(what.encode())
-        while not self._ask(lambda server: server.meet(self._meetings, place), self._servers[:1])[0].applied:
+        request = RequestMessage(Request.MEET, number=self._meetings, place=zlib.crc32(what.encode()))
+        while not self._ask(request, first_alone=True)[0][0].applied:
             pass  # the server has waited for a moment
+
+    def _join(self, seconds: float) -> None:
+        """Wait for the threads to end, but not longer than this for all of them."""
+        end = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _sum(self, buffer: FlatBuffer, all_reduce: AllReduce) -> None:
+        self._thread.submit(lambda: sum_buffer(buffer, all_reduce)).result()
 
     @contextlib.contextmanager
     def _at_rest(self, what: str = "rest") -> Iterator[None]:
         """While it is open, all workers are here and have their replies: no gradient is on its way."""
         # The name of the group tells these exchanges from those of another strategy of the same job.
-        self._job.workers.exchange(f"workers at {what} (group {self._job.group.group_name})", None)
+        self._workers.exchange(f"workers at {what} (group {self._group.group_name})", None)
         yield
-        self._job.workers.exchange(f"workers going on (group {self._job.group.group_name})", None)
-
-
-def serve_shard(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    servers: int = 1,
-    placement: str = "own",
-    staleness_bound: int | None = None,
-    on_nonfinite: str = "stop",
-    timeout: float = DEFAULT_TIMEOUT,
-    ranks: Ranks | None = None,
-) -> None:
-    """Be a server on a rank of its own until all workers have closed their ``ParameterServers``.
-
-    Takes what ``ParameterServers`` takes; its constructor and this are called together, by all ranks.
-
-    Raises:
-        UserInputError: a value out of range, or an optimizer without a parameter to train.
-        CommunicationError: a worker was lost.
-    """
-    check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
-    job = _Job(model, optimizer, servers, placement, staleness_bound, timeout, ranks)
-    assert job.server is not None, "a rank that computes makes a ParameterServers"
-    assert job.rank >= job.workers.world_size, "a rank that computes makes a ParameterServers"
-    job.thread.close()
-    job.server.shard.wait_until_all_have_left()
-    job.server.close(CLOSE_SECONDS)
-
-
-class _Job:
-    """What workers and servers set up together: who is who, connections, rank 0's values, this rank's server."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        servers: int,
-        placement: str,
-        bound: int | None,
-        timeout: float,
-        ranks: Ranks | None,
-    ):
-        config = PipelineConfig(
-            strategy="ps-async", servers=servers, server_placement=placement, staleness_bound=bound
-        )  # checks them
-        check_timeout(timeout)
-        self.parameters = trainable_parameters(optimizer)
-        device = self.parameters[0].device
-        if device.type != "cpu":
-            raise UserInputError(f"parameters must be on the CPU, where the servers are; got {device}")
-        ranks = ranks or current(timeout)
-        self.rank = ranks.rank
-        self.world_size = ranks.world_size
-        self.workers = ranks.first(config.workers(ranks.world_size))
-        workers = self.workers.world_size
-        first_server = 0 if placement == "beside" else workers
-        self.server_ranks = range(first_server, first_server + servers)
-        self.options = len(hyperparameters.as_numbers(optimizer))
-        # Waiting in a thread of its own leaves the main one free for signals.
-        self.thread = CommunicationThread(device)
-        self.group = communication_group(ranks, timeout, backend="gloo")
-        over_all = make_all_reduce("native", ranks, timeout=timeout)
-        self._over_workers = make_all_reduce("native", self.workers, timeout=timeout)
-        share_rank_0s_values(model, self.parameters, self.rank, lambda buffer: self._sum(buffer, over_all))
-        self.server: ShardServer | None = None
-        if self.rank in self.server_ranks:
-            layout = ShardLayout(FlatBuffer(self.parameters), self.server_ranks.index(self.rank), servers)
-            shard = Shard(
-                self.parameters, optimizer, layout, workers=workers, bound=bound, rank=self.rank, timeout=timeout
-            )
-            elsewhere = [worker for worker in range(workers) if worker != self.rank]
-            self.server = ShardServer(shard, self.group, elsewhere, self.options, timeout)
-
-    def sum_over_workers(self, buffer: FlatBuffer) -> None:
-        self._sum(buffer, self._over_workers)
-
-    def _sum(self, buffer: FlatBuffer, all_reduce: AllReduce) -> None:
-        self.thread.submit(lambda: sum_buffer(buffer, all_reduce)).result()
+        self._workers.exchange(f"workers going on (group {self._group.group_name})", None)

@@ -1,0 +1,129 @@
+"""A parameter server's range of the weights, and the rule by which a gradient moves it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.optim import hyperparameters
+from timing_model.schedules import split
+
+MOST_STATE_PER_WEIGHT, MOST_STATE_PER_PIECE = 16, 1 << 16
+"""The largest state of a server: in sizes of its weights (optimizers keep up to three times their parameters), and
+bytes for each part of a parameter (names and headers in torch's file format)."""
+
+
+class Piece(NamedTuple):
+    """The elements ``start`` to ``stop`` of one parameter."""
+
+    parameter: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    """The parameter's own if it is there as a whole, else (elements,)."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of a tensor that is shaped as the parameter."""
+        return tensor.reshape(-1)[self.start : self.stop].view(self.shape)
+
+
+class ShardLayout:
+    """The part of a model's flat buffers that server ``index`` of ``servers`` owns: one contiguous range of each."""
+
+    def __init__(self, buffer: FlatBuffer, index: int, servers: int):
+        self._ranges = [split(flat.numel(), servers)[index] for flat in buffer.flats]
+        self._of_range: list[list[Piece]] = []
+        for flat, (first, last) in zip(buffer.flats, self._ranges, strict=True):
+            pieces = []
+            for parameter, view in enumerate(buffer.views):
+                offset, elements = int(view.storage_offset()), view.numel()
+                start, stop = max(first - offset, 0), min(last - offset, elements)
+                if view.dtype == flat.dtype and start < stop:
+                    shape = tuple(view.shape) if stop - start == elements else (stop - start,)
+                    pieces.append(Piece(parameter, start, stop, shape))
+            self._of_range.append(pieces)
+        self.pieces = [piece for pieces in self._of_range for piece in pieces]
+        self.nbytes = sum(part.nbytes for part in self.ranges_of(buffer))
+        self.most_state_bytes = MOST_STATE_PER_WEIGHT * self.nbytes + MOST_STATE_PER_PIECE * (len(self.pieces) + 1)
+        """Largest size of the server's state that is sent or accepted."""
+
+    def ranges_of(self, buffer: FlatBuffer) -> list[Tensor]:
+        """The server's ranges of ``buffer``, as views: one a flat tensor, in their order."""
+        return [flat[start:stop] for flat, (start, stop) in zip(buffer.flats, self._ranges, strict=True)]
+
+    def views(self, ranges: Sequence[Tensor]) -> list[Tensor]:
+        """For each of ``pieces``, a view of its shape into the server's ranges."""
+        views = []
+        for values, pieces in zip(ranges, self._of_range, strict=True):
+            parts = values.split([piece.stop - piece.start for piece in pieces])
+            views += [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
+        return views
+
+
+class UpdateRule(Protocol):
+    """The weights that a server owns, and how a gradient moves them."""
+
+    weights: list[Tensor]
+    """The server's ranges of the flat buffers."""
+
+    def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
+        """Move the weights by ``gradient``, a round's mean or one worker's, computed under its optimizer's ``options``.
+
+        Learning rates are divided by ``lr_divisor``: 1 for a mean; else the number of workers, whose gradients together
+        then move the weights about as far as their mean would. For ``options`` see ``hyperparameters.as_numbers``.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the rule remembers between updates, besides the weights; with these it must be within the layout's
+        ``most_state_bytes``."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``. Any exception is reported as a fault of the state, which is then not taken over."""
+
+
+class OptimizerRule:
+    """Steps a copy of the user's ``optimizer`` on the range of its ``parameters`` that ``layout`` gives this server.
+
+    Groups and their options stay, and the state so far where that has an element for each of a parameter's; parameters
+    of other servers are dropped.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, layout: ShardLayout):
+        initial = FlatBuffer(parameters)
+        initial.fill_from([parameter.detach() for parameter in parameters])
+        self.weights = [part.clone() for part in layout.ranges_of(initial)]
+        self._layout = layout
+        self._pieces = layout.views(self.weights)
+        absent = torch.empty(0)
+        memo: dict[int, Any] = {id(one): absent for group in optimizer.param_groups for one in group["params"]}
+        for piece, weight in zip(layout.pieces, self._pieces, strict=True):
+            parameter = parameters[piece.parameter]
+            memo[id(parameter)] = weight
+            for value in optimizer.state.get(parameter, {}).values():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    memo[id(value)] = piece.of(value).clone()
+        self._optimizer = copy.deepcopy(optimizer, memo)
+        self._optimizer.state.pop(absent, None)
+        for group in self._optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter is not absent]
+
+    def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
+        for weight, view in zip(self._pieces, self._layout.views(gradient), strict=True):
+            weight.grad = view
+        hyperparameters.set_numbers(self._optimizer, options)
+        for group in self._optimizer.param_groups:
+            group["lr"] /= lr_divisor
+        self._optimizer.step()
+        for weight in self._pieces:
+            weight.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state)
