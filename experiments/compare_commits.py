@@ -1,6 +1,6 @@
 """The cost of a step in this code and in that of an earlier commit, interleaved: ratios by row, and their mean.
 
-    python -m experiments.compare_commits --baseline d3936b5      compare_commits.csv
+    python -m experiments.compare_commits --baseline c7f0a3b      compare_commits.csv
 
 Both codes are measured by the same program in turns: in every round each of them once, in rotated order. A turn on
 loopback starts four ranks and times blocks of iterations as bench_pipelined does; a turn on the testbed is a run of
@@ -93,7 +93,8 @@ def blocks_turn(code: Path, quick: bool) -> Turn:
     """Blocks of iterations on four ranks over loopback, with the trainer in the folder ``code``."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "seconds.json"
-        words = command.torchrun(RANKS, str(BLOCKS), str(out), *(["quick"] if quick else []))
+        own = code / BLOCKS.relative_to(REPOSITORY)  # modules had other names in an older commit
+        words = command.torchrun(RANKS, str(own if own.exists() else BLOCKS), str(out), *(["quick"] if quick else []))
         done = subprocess.run(
             words, cwd=code, env=_environment(code), capture_output=True, text=True, timeout=TURN_SECONDS, check=False
         )

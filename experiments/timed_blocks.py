@@ -1,7 +1,7 @@
 """Times blocks of iterations of the trainer that is imported, once: ``torchrun ... timed_blocks.py OUT [quick]``.
 
-It is run as a file, with the trainer and the experiments of another commit in PYTHONPATH, so it takes only what both
-commits have: the workloads and loops of bench_pipelined. Rank 0 writes seconds of an iteration, of the slowest rank.
+It is run as a file, with the trainer and the experiments of its own commit in PYTHONPATH. Rank 0 writes the seconds
+that an iteration takes on the slowest rank.
 """
 
 from __future__ import annotations
