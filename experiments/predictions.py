@@ -24,29 +24,6 @@ DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
 """Constants of DC-ASGD in its adaptive form: lambda is divided by the root of a moving mean of squared gradients."""
 
 
-class _Memory:
-    """Tensors that must be remembered to predict the same after a restart."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def set_to(self, tensors: Sequence[Tensor]) -> None:
-        """Copy these, in the place of what was remembered."""
-        if not self.tensors:
-            self.tensors = [torch.empty_like(tensor) for tensor in tensors]
-        torch._foreach_copy_(self.tensors, list(tensors))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"tensors": [tensor.clone() for tensor in self.tensors]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.tensors = [tensor.clone() for tensor in state["tensors"]]
-
-
 @final
 class Nesterov(Replayed):
     """Gradients of zero stand for the means."""
@@ -64,21 +41,27 @@ class Nesterov(Replayed):
 
 
 class _Remembers(Prediction):
-    """Predicts from something that it remembers."""
+    """A prediction made from tensors that it keeps, and that a checkpoint must hold."""
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
         super().__init__(parameters, optimizer, prepare)
-        self._memory = _Memory()
+        self._memory: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        return super().nbytes + self._memory.nbytes
+        return super().nbytes + sum(tensor.nbytes for tensor in self._memory)
+
+    def _remember(self, tensors: Sequence[Tensor]) -> None:
+        """Copy these over what was remembered."""
+        if not self._memory:
+            self._memory = [torch.empty_like(tensor) for tensor in tensors]
+        torch._foreach_copy_(self._memory, list(tensors))
 
     def state_dict(self) -> dict[str, Any]:
-        return self._memory.state_dict()
+        return {"tensors": [tensor.clone() for tensor in self._memory]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._memory.load_state_dict(state)
+        self._memory = [tensor.clone() for tensor in state["tensors"]]
 
 
 @final
@@ -86,10 +69,10 @@ class Previous(_Remembers, Replayed):
     """The last mean stands for the next ones."""
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        self._memory.set_to(mean)
+        self._remember(mean)
 
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
-        return self._memory.tensors
+        return self._memory
 
 
 @final
@@ -97,10 +80,10 @@ class SpecTrain(_Remembers):
     """The last update stands for those of the gradients in flight: no second step, and only weights are copied."""
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        self._memory.set_to([parameter.data for parameter in self._parameters])  # the weights before this update
+        self._remember([parameter.data for parameter in self._parameters])  # the weights before this update
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
-        before = self._memory.tensors
+        before = self._memory
         if not (in_flight and before):
             return
         self.weights.begin(before)
@@ -114,7 +97,7 @@ class DelayCompensation(_Remembers):
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
         super().__init__(parameters, optimizer, prepare)
-        self._memory.tensors = [torch.zeros_like(parameter.data) for parameter in parameters]
+        self._memory = [torch.zeros_like(parameter.data) for parameter in parameters]
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         return
@@ -126,7 +109,7 @@ class DelayCompensation(_Remembers):
         gradients = list(mean)
         moved = torch._foreach_sub([parameter.data for parameter in self._parameters], list(kept))
         squares = torch._foreach_mul(gradients, gradients)
-        running = self._memory.tensors
+        running = self._memory
         torch._foreach_lerp_(running, squares, 1 - DC_DECAY)
         scale = torch._foreach_add(torch._foreach_sqrt(running), DC_EPSILON)
         torch._foreach_mul_(squares, moved)
@@ -139,4 +122,4 @@ COMPARED: dict[str, type[Prediction]] = {
     "spectrain": SpecTrain,
     "dc": DelayCompensation,
 }
-"""By the names that result files have for them."""
+"""The predictions compared, by the names that result files have for them."""

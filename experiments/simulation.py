@@ -31,7 +31,7 @@ from timing_model.schedules import split
 class _InFlight:
     mean: FlatBuffer
     unapplied: list[Unapplied]
-    """By rank."""
+    """The gradients not yet applied, by rank."""
 
 
 class SimulatedRanks:

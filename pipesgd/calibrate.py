@@ -10,10 +10,12 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     import sys
 
     from pipesgd import process
+
+    process.begin()  # before tyro is imported, too
+
     from pipesgd.calibration.options import CalibrateConfig
     from pipesgd.cli import answer_questions, parse_as
 
-    process.begin()
     answer_questions(lambda words: parse_as(CalibrateConfig, "calibrate", words), sys.argv[1:])
 
 import os

@@ -9,9 +9,11 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     import sys
 
     from pipesgd import process
+
+    process.begin()  # before tyro is imported, too
+
     from pipesgd.cli import answer_questions, parse
 
-    process.begin()
     answer_questions(parse, sys.argv[1:])
 
 import collections

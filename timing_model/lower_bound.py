@@ -9,7 +9,7 @@ from timing_model.job import Question
 from timing_model.params import CodecCost
 
 
-class Traffic(NamedTuple):
+class _Traffic(NamedTuple):
     """The least that a collective takes: messages and bytes of the rank that sends most, work of the one with least."""
 
     messages: int
@@ -20,11 +20,11 @@ class Traffic(NamedTuple):
     """Of codec and sums, in s."""
 
 
-def traffic(question: Question, codec: CodecCost) -> Traffic:
+def _traffic(question: Question, codec: CodecCost) -> _Traffic:
     """Traffic of the question's all-reduce; zeros for one that is not known here, and for hierarchical."""
     p = question.world_size
     if p == 1:
-        return Traffic(0, 0.0, 0.0)
+        return _Traffic(0, 0.0, 0.0)
     numel, steps = question.compute.numel, p.bit_length() - 1
     others = (p - 1) / p
     added = min(codec.add, codec.hop)
@@ -43,7 +43,7 @@ def traffic(question: Question, codec: CodecCost) -> Traffic:
         work = (1 - 2.0**-steps) * (added + codec.decode)
     elif question.all_reduce == "recursive-doubling":
         messages, sent, work = steps, steps + (p != 1 << steps), steps * added
-    return Traffic(messages, sent * codec.wire_bytes(numel), work * numel)
+    return _Traffic(messages, sent * codec.wire_bytes(numel), work * numel)
 
 
 def least_collective_time(question: Question, costs: Costs) -> float:
@@ -56,6 +56,6 @@ def least_collective_time(question: Question, costs: Costs) -> float:
     """
     if question.world_size == 1:
         return 0.0
-    link, least = costs.link, traffic(question, costs.codec)
+    link, least = costs.link, _traffic(question, costs.codec)
     wire = min(least.messages, 1) * link.alpha + least.sent * link.beta
     return max(least.messages * link.alpha, wire, least.work) + link.sync

@@ -1,4 +1,4 @@
-"""What a codec is: how values become the bytes that travel, and values again; and what several codecs share."""
+"""The protocol of codecs, which turn values into the bytes that travel and back, and the parts that several share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an all-reduce is; and one by messages: any schedule, with any codec that is decoded and encoded at every hop."""
+"""The protocol of all-reduces, and the one that runs any schedule by messages, with any codec decoded at every hop."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ class ScheduledAllReduce:
         return segments, position
 
     def _event(self, event: schedules.Event, segment: _Segment) -> _Event:
-        """What the schedule does with a chunk, for one segment of it."""
+        """Return the schedule's event for a chunk, narrowed to one segment of it."""
         arrival, encoding = event.arrival, None
         if event.encode is not None:
             holders = event.encode.holders

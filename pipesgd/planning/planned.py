@@ -40,8 +40,12 @@ class Planned:
 
     def lines(self) -> list[str]:
         """For the person who waits."""
+        # Imported here: it brings the timing model, which only a run with a plan has loaded.
+        from timing_model.job import INTERPOLATED
+
         interval = _interval(self.low, self.iteration_seconds, self.high)
-        far = "" if not self.reasons else f"; {self.support}: {', '.join(self.reasons)}"
+        far = f"; {self.support}" if self.support != INTERPOLATED else ""
+        far += f": {', '.join(self.reasons)}" if self.reasons else ""
         return [
             *self.why,
             f"predicted by {self.source}: {interval} an iteration, {format_seconds(self.job_seconds)} for all "

@@ -14,7 +14,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.planning.choose import space_of
 from tests.timing_model._profiles import PROFILE, rates
-from timing_model.job import Question
+from timing_model.job import GIVEN, INTERPOLATED, Question
 from timing_model.measured import CodecProfile, Estimate
 from timing_model.predict import predict
 
@@ -110,6 +110,13 @@ def test_what_was_not_measured_is_said() -> None:
     assert planned.support == "outside"
     assert planned.reasons == ["codec sign was not measured; its costs are typical ones", "2 streams; measured: 1"]
     assert planned.lines()[-1].endswith(f"outside: {', '.join(planned.reasons)}")
+
+
+def test_numbers_typed_in_are_said_to_be_only_that() -> None:
+    typed = dataclasses.replace(prediction(), support=GIVEN, reasons=())
+    assert typed.lines()[-1].endswith("; as given")
+    measured = dataclasses.replace(prediction(), support=INTERPOLATED, reasons=())
+    assert measured.lines()[-1].endswith(f"for all {measured.iterations}")
     assert choose(cluster(), "--width auto --streams 2").support == "extrapolated"
 
 

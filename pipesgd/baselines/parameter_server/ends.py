@@ -63,7 +63,7 @@ class Server:
     links: Links
     farewells: Transport
     options: int
-    """How many options of the optimizer travel with a gradient."""
+    """The number of optimizer options that travel with a gradient."""
     shard: Shard | None
     """The server itself if it is in this process."""
     listens: bool = True
