@@ -18,7 +18,7 @@ FASHION_MNIST = DEBIAN_FASHION_MNIST if DEBIAN_FASHION_MNIST.is_dir() else PART
 def fashion_mnist_batches(
     rank: int, world_size: int, iterations: int, dtype: torch.dtype
 ) -> list[tuple[Tensor, Tensor]]:
-    data = load_dataset("fashion-mnist", FASHION_MNIST, image_size=28)
+    data = load_dataset("fashion-mnist", PART, image_size=28)
     shards = ShardedBatches(data.train, batch_size=32, rank=rank, world_size=world_size, seed=1)
     first = itertools.islice(shards.from_iteration(0), iterations)
     return [(images.to(dtype), labels) for images, labels in first]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _runs import succeed
 from _waiting import wait_until
 from conftest import REPOSITORY
 from PIL import Image
@@ -181,12 +182,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_deadline(job: Any, all_reduce
 
 def test_killed_ranks_with_restarts_give_the_same_weights(job: Any, tmp_path: Path) -> None:
     words = "--hidden-sizes 300 300 --batch-size 32 --iterations 400 --checkpoint-iterations 20 --width 3"
-    (tmp_path / "undisturbed").mkdir()
-    undisturbed = Job(tmp_path / "undisturbed", words)
-    assert undisturbed.finish() == 0, undisturbed.lines
-    assert undisturbed.process.stdout is not None
-    undisturbed.process.stdout.close()
-    expected = json.loads((undisturbed.output / "summary.json").read_text())
+    expected = succeed(3, words, tmp_path / "undisturbed")
 
     running = job(words, torchrun="--max-restarts 2")
     for kill, rank in enumerate((0, 2)):
@@ -219,7 +215,7 @@ def test_ranks_that_are_still_importing_torch_do_not_outlive_torchrun(job: Any) 
 
 
 def test_a_store_that_hangs_ends_all_ranks_within_the_deadline(job: Any) -> None:
-    running = job(f"{LONG} --timeout 3")
+    running = job(f"{LONG} --timeout 3", ranks=2)
     wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
     pids = list(running.rank_pids().values())
     running.process.send_signal(signal.SIGSTOP)  # torchrun's agent holds the store
@@ -246,7 +242,7 @@ def terminate_one(job: Job) -> None:
 def test_a_signal_writes_a_checkpoint_on_all_ranks_and_says_one_line(
     job: Any, end: Callable[[Job], None], name: str
 ) -> None:
-    running = job(LONG)
+    running = job(LONG, ranks=2)
     wait_until(lambda: newest_checkpoint(running) > 0, 60)  # all ranks are well under way
     pids = list(running.rank_pids().values())
     end(running)
@@ -267,7 +263,7 @@ def test_a_signal_writes_a_checkpoint_on_all_ranks_and_says_one_line(
     ],
 )
 def test_bad_input_is_said_once_with_exit_code_2(job: Any, words: str, message: str) -> None:
-    running = job(words)
+    running = job(words, ranks=2)
     assert running.finish() == 1, "torchrun's own code for a rank that ended with another than 0"
     assert [line[: len(message)] for line in errors_of(running)] == [message]
     assert any(re.search(r"exitcode\s*: 2 ", line) for line in running.lines)
@@ -308,7 +304,7 @@ def test_folders_of_images_are_decoded_beside_the_computation(job: Any, tmp_path
             for i in range(count):
                 Image.new("RGB", (20 + i, 24), colour).save(tmp_path / split / name / f"{i}.jpg")
     words = f"--dataset images --data-dir {tmp_path} --image-size 16 --model convnet --batch-size 6 --iterations 12"
-    running = job(f"{words} --lr 0.01", ranks=2)
+    running = job(f"{words} --lr 0.01", ranks=1)
     assert running.finish(120) == 0, running.lines
     summary = json.loads((running.output / "summary.json").read_text())
     assert summary["final"]["test_accuracy"] == 1.0

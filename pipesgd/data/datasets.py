@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from pipesgd.checks import check_one_of
@@ -78,11 +80,19 @@ def load_dataset(name: str, data_dir: Path | None, *, image_size: int, context: 
 
 
 def _digits() -> DataSplits:
-    from sklearn.datasets import load_digits  # here, since its import takes a second
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None, "scikit-learn is a dependency"
+    assert package.submodule_search_locations is not None
+    path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    if path.is_file():
+        table = np.loadtxt(path, delimiter=",", dtype=np.int64)  # (1797, 65): 64 pixels and the label
+    else:  # a version that keeps it elsewhere; this import takes each rank a second
+        from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    pixels = torch.from_numpy(digits.images).to(torch.uint8).unsqueeze(1)  # (1797, 1, 8, 8), 0..16
-    labels = torch.from_numpy(digits.target)
+        digits = load_digits()
+        table = np.column_stack([digits.data, digits.target]).astype(np.int64)
+    pixels = torch.from_numpy(table[:, :64]).to(torch.uint8).view(-1, 1, 8, 8)  # 0..16
+    labels = torch.from_numpy(table[:, 64])
     is_test = torch.arange(len(labels)) % 6 == 0
     train, test = (InMemoryImages(pixels[s], labels[s], _SCALES["digits"]) for s in (~is_test, is_test))
     return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 8, 8))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import struct
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -80,6 +81,20 @@ def test_digits() -> None:
     # scikit-learn's first twelve digits are 0..9, 0, 1; every sixth, 0 and 6, is for testing.
     assert splits.train[torch.arange(10)][1].tolist() == [1, 2, 3, 4, 5, 7, 8, 9, 0, 1]
     assert splits.test[torch.arange(2)][1].tolist() == [0, 6]
+
+
+def test_digits_are_those_that_scikit_learn_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is read without importing it; where a version keeps it elsewhere, scikit-learn is asked."""
+    monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
+    ours = load_dataset("digits", None, image_size=64)
+    assert "sklearn.datasets" not in sys.modules
+    monkeypatch.setattr(Path, "is_file", lambda path: False)
+    theirs = load_dataset("digits", None, image_size=64)
+    assert "sklearn.datasets" in sys.modules
+    for one, other in ((ours.train, theirs.train), (ours.test, theirs.test)):
+        for mine, its in zip(everything(one), everything(other), strict=True):
+            assert torch.equal(mine, its)
+            assert mine.dtype == its.dtype
 
 
 @needs_the_whole_fashion_mnist
