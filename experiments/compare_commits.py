@@ -2,12 +2,13 @@
 
     python -m experiments.compare_commits --baseline c7f0a3b      compare_commits.csv
 
-Both codes are measured by the same program in turns: in every round each of them once, in rotated order. A turn on
-loopback starts four ranks and times blocks of iterations as bench_pipelined does; a turn on the testbed is a run of
-pipesgd.train on four nodes at 200 Mbit/s, with the MLP 784-1000-1000-10 and 512 samples a rank. A ratio is the time of
-this code over that of the baseline in the same round. The table has the geometric mean of ratios, with a bootstrap
-interval over rounds. DistributedDataParallel is measured as a control: it is the same in both codes, so its ratio
-shows how large noise is.
+The two codes take turns: in every round each of them once, in rotated order. There are several kinds of turn. One on
+loopback starts four ranks and times blocks of iterations, as bench_pipelined does; one on the testbed is a run of
+pipesgd.train on four nodes at 200 Mbit/s, with the MLP 784-1000-1000-10 and 512 samples a rank; the others run a short
+bench. Each code is measured by the programs of its own commit, since modules are renamed between commits. A ratio is
+the time of this code over that of the baseline in the same round. The table has the geometric mean of ratios, with a
+bootstrap interval over rounds. What both codes share is measured as a control, and its ratio shows how large the noise
+is: DistributedDataParallel, and torch's own all-reduce.
 
 The baseline is checked out into a temporary folder. Finished turns are kept in runs/compare_commits.json, by a hash of
 this code: the same command goes on where it was stopped.
@@ -19,10 +20,12 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +35,7 @@ from experiments import command
 from experiments.cells import sources
 from experiments.kept_runs import KeptRuns
 from experiments.paired import CONFIDENCE, RESAMPLES, Ratio, median, turns
-from experiments.results import REPOSITORY, Row, save
+from experiments.results import REPOSITORY, Row, load, save
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
 from pipesgd.errors import RunError, UserInputError
@@ -47,14 +50,9 @@ MEAN_AT_MOST, LOW_END_AT_MOST = 1.01, 1.02
 """What is aimed at: of the geometric mean over all rows but DistributedDataParallel's, and of every interval."""
 TURN_SECONDS = 300.0
 """A turn that takes longer than this hangs."""
-CONTROL = "ddp"
+CONTROLS = ("ddp", "torch's own")
+"""Words in the names of rows that measure what both codes share."""
 BLOCKS = Path(__file__).with_name("timed_blocks.py")
-HARNESS = (
-    Path(__file__),
-    BLOCKS,
-    *(BLOCKS.with_name(f"{name}.py") for name in ("bench_pipelined", "loops", "paired", "testbed_jobs")),
-)
-"""What is hashed besides the code that is measured: results of another harness do not count."""
 CELL = (
     "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 512 --lr 0.05 --iterations 16 "
     "--checkpoint-iterations 1000000"
@@ -63,12 +61,54 @@ CELLS = {"testbed, width 2": "--width 2", "testbed, width 2, int8": "--width 2 -
 NEW, OLD = "this", "baseline"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A short bench, and where its table has the seconds."""
+
+    name: str
+    options: str
+    keys: tuple[str, ...]
+    """The columns that name a row."""
+    columns: dict[str, str]
+    """The columns of seconds, and what is added to the row's name for each."""
+    ranks: int = 0
+    """The number of ranks that torchrun starts; 0 for a bench of one process."""
+
+
+BENCHES = {
+    bench.name: bench
+    for bench in (
+        Bench(
+            name="bench_ring",
+            options="--quick",
+            keys=("p", "nbytes"),
+            columns={"ring_median_s": "", "native_median_s": ", torch's own"},
+            ranks=2,
+        ),
+        Bench(
+            name="bench_codecs",
+            options="--codecs bf16 int8 int4 --rivals",
+            keys=("size", "contender", "operation"),
+            columns={"median_s": ""},
+        ),
+        Bench(name="bench_timing_model", options="--quick", keys=("case",), columns={"median_s": ""}),
+    )
+}
+KINDS = ("loopback", "testbed", *BENCHES)
+HARNESS = (
+    Path(__file__),
+    BLOCKS,
+    *(BLOCKS.with_name(f"{name}.py") for name in (*BENCHES, "bench_pipelined", "loops", "paired", "testbed_jobs")),
+)
+"""What is hashed besides the code that is measured: results of another harness do not count."""
+
+
 @dataclass(frozen=True)
 class Turn:
-    """What one code took in one round."""
+    """The times of one code in one round."""
 
     seconds: dict[str, float]
-    """Of an iteration, by row."""
+    """Seconds by row."""
 
 
 @contextlib.contextmanager
@@ -80,6 +120,9 @@ def checkout(commit: str) -> Iterator[Path]:
         if done.returncode:
             raise UserInputError(f"baseline must be a commit of this repository; got {commit}: {done.stderr.strip()}")
         try:
+            if not (folder / BLOCKS.relative_to(REPOSITORY)).exists():
+                wanted = BLOCKS.relative_to(REPOSITORY)
+                raise UserInputError(f"baseline must be a commit that has {wanted}; got {commit}")
             yield folder
         finally:
             _git("worktree", "remove", "--force", str(folder))
@@ -89,35 +132,51 @@ def _git(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
-def blocks_turn(code: Path, quick: bool) -> Turn:
-    """Blocks of iterations on four ranks over loopback, with the trainer in the folder ``code``."""
+def blocks_turn(code: Path, quick: bool) -> dict[str, float]:
+    """Time blocks of iterations on four ranks over loopback, with the trainer in the folder ``code``."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "seconds.json"
-        own = code / BLOCKS.relative_to(REPOSITORY)  # modules had other names in an older commit
-        words = command.torchrun(RANKS, str(own if own.exists() else BLOCKS), str(out), *(["quick"] if quick else []))
-        done = subprocess.run(
-            words, cwd=code, env=_environment(code), capture_output=True, text=True, timeout=TURN_SECONDS, check=False
-        )
-        if done.returncode:
-            raise RunError(f"a turn of {code.name} must succeed; it said: {done.stderr[-1000:]}")
-        return Turn(json.loads(out.read_text(encoding="utf-8")))
+        program = str(code / BLOCKS.relative_to(REPOSITORY))
+        _run(command.torchrun(RANKS, program, str(out), *(["quick"] if quick else [])), code)
+        seconds: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
+        return seconds
 
 
-def testbed_turn(testbed: Testbed, code: Path) -> Turn:
-    """A run of each of ``CELLS`` on the testbed, with the trainer in the folder ``code``."""
+def bench_turn(code: Path, bench: Bench) -> dict[str, float]:
+    """Run a bench of the folder ``code``; the seconds in its table, by the row's name."""
+    with tempfile.TemporaryDirectory() as name:
+        words = ["-m", f"experiments.{bench.name}", *bench.options.split(), "--output", name]
+        _run(command.torchrun(bench.ranks, *words) if bench.ranks else [sys.executable, *words], code)
+        [table] = Path(name).glob("*.csv")
+        return {
+            f"{bench.name}: {' '.join(str(row[key]) for key in bench.keys)}{suffix}": row[column]
+            for row in load(table)
+            for column, suffix in bench.columns.items()
+        }
+
+
+def _run(words: Sequence[str], code: Path) -> None:
+    done = subprocess.run(
+        words, cwd=code, env=_environment(code), capture_output=True, text=True, timeout=TURN_SECONDS, check=False
+    )
+    if done.returncode:
+        raise RunError(f"a turn of {code.name} must succeed; it said: {done.stderr[-1000:]}")
+
+
+def testbed_turn(testbed: Testbed, code: Path) -> dict[str, float]:
+    """Run each of ``CELLS`` on the testbed, with the trainer in the folder ``code``."""
     seconds = {}
     with tempfile.TemporaryDirectory() as name:
         for number, (row, words) in enumerate(CELLS.items()):
             folder = Path(name) / str(number)
             line = ["-m", "pipesgd.train", *CELL.split(), *words.split(), "--output", str(folder)]
             log = Path(name) / f"{number}.log"
-            environment = _environment(code)
-            failure = run_job(testbed, line, log, deadline=TURN_SECONDS, cwd=code, env=environment)
+            failure = run_job(testbed, line, log, deadline=TURN_SECONDS, cwd=code, env=_environment(code))
             if failure is not None:
                 raise RunError(f"a turn of {code.name} must succeed; got {failure}")
             summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
             seconds[row] = max(summary["iteration_seconds_of_ranks"])
-    return Turn(seconds)
+    return seconds
 
 
 def _environment(code: Path) -> dict[str, str]:
@@ -127,7 +186,7 @@ def _environment(code: Path) -> dict[str, str]:
 def compute(arguments: Namespace, kept: KeptRuns[Turn], console: Console) -> dict[str, list[list[float]]]:
     """By row: the times of this code and of the baseline, in the order of rounds."""
     rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
-    kinds = ["loopback", "testbed"] if arguments.only is None else [arguments.only]
+    kinds = arguments.only or list(KINDS)
     key = f"{arguments.baseline}, code {sources(*HARNESS)[:16]}{', quick' if arguments.quick else ''}"
     done = kept.load()
     todo = [
@@ -138,16 +197,17 @@ def compute(arguments: Namespace, kept: KeptRuns[Turn], console: Console) -> dic
     seconds: dict[str, list[list[float]]] = {}
     with contextlib.ExitStack() as stack:
         code = {NEW: REPOSITORY, OLD: stack.enter_context(checkout(arguments.baseline))}
-        testbed = stack.enter_context(Testbed(nodes=RANKS, link=Link(rate=RATE))) if "testbed" in kinds else None
+        turn: dict[str, Callable[[Path], dict[str, float]]] = {
+            "loopback": partial(blocks_turn, quick=arguments.quick),
+            **{name: partial(bench_turn, bench=bench) for name, bench in BENCHES.items()},
+        }
+        if "testbed" in kinds:
+            turn["testbed"] = partial(testbed_turn, stack.enter_context(Testbed(nodes=RANKS, link=Link(rate=RATE))))
         advance = stack.enter_context(command.progress(console, "comparison", max(1, missing)))
         for kind, which, index in todo:
             words = f"{key}, {kind}, {which}, {index}"
             if words not in done:
-                if kind == "loopback":
-                    done[words] = blocks_turn(code[which], arguments.quick)
-                else:
-                    assert testbed is not None
-                    done[words] = testbed_turn(testbed, code[which])
+                done[words] = Turn(turn[kind](code[which]))
                 kept.add(words, done[words])
                 advance(1, f"round {index + 1} of {rounds}, {kind}, {which}")
             if index >= 0:
@@ -172,13 +232,13 @@ def geometric(ratios: Sequence[Sequence[float]]) -> Ratio:
 def summarize(seconds: Mapping[str, Sequence[Sequence[float]]]) -> list[Row]:
     """A line for every row, and one for the mean of those that are not a control."""
     ratios = {row: np.divide(this, old).tolist() for row, (this, old) in seconds.items()}
-    ours = [row for row in ratios if CONTROL not in row]
+    ours = [row for row in ratios if not is_control(row)]
     lines = [
         _line(row, median(seconds[row][0]), median(seconds[row][1]), geometric([ratios[row]]), len(ratios[row]))
         for row in ratios
     ]
     everything = geometric([ratios[row] for row in ours])
-    return [*lines, _line("all but ddp", None, None, everything, min(len(ratios[row]) for row in ours))]
+    return [*lines, _line("all but controls", None, None, everything, min(len(ratios[row]) for row in ours))]
 
 
 def _line(row: str, this: float | None, baseline: float | None, ratio: Ratio, rounds: int) -> Row:
@@ -193,9 +253,14 @@ def _line(row: str, this: float | None, baseline: float | None, ratio: Ratio, ro
     }
 
 
+def is_control(row: str) -> bool:
+    """Return True if the row measures what both codes share."""
+    return any(word in row for word in CONTROLS)
+
+
 def missed(rows: Sequence[Row]) -> list[str]:
     """The rows that took longer than is aimed at."""
-    ours = [row for row in rows if CONTROL not in row["row"]]
+    ours = [row for row in rows if not is_control(row["row"])]
     found = [row["row"] for row in ours if row["ratio_low"] > LOW_END_AT_MOST]
     if rows[-1]["ratio"] > MEAN_AT_MOST:
         found.append(rows[-1]["row"])
@@ -225,7 +290,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     options.add_argument("--baseline", required=True, metavar="COMMIT", help="the code to compare with")
     options.add_argument("--rounds", type=command.at_least(2), help=f"of both codes ({ROUNDS}; quick: {QUICK_ROUNDS})")
     options.add_argument(
-        "--only", choices=("loopback", "testbed"), help="one of the two kinds of turns (both); needs --output"
+        "--only", nargs="+", choices=KINDS, metavar="KIND", help=f"these kinds of turns, of {', '.join(KINDS)} (all)"
     )
     options.add_argument("--fresh", action="store_true", help="forget turns that were kept")
     arguments = command.parse(options, words)
