@@ -38,7 +38,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "evaluation": (train, "evaluate"),
 }
 """Where a rank can be killed: in a call of this function. A kill in training may also hit what follows the call."""
-IMPORTED_LATE = ("sklearn.datasets", "torch._dynamo", "torch.utils.tensorboard", "typeguard")
+IMPORTED_LATE = ("torch._dynamo", "torch.utils.tensorboard", "typeguard")
 DURATIONS_FILE = "durations.json"
 DEADLINE_SECONDS = 120.0
 """An attempt that takes longer than this hangs."""

@@ -9,6 +9,7 @@ the machine; they do depend on torch's version.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -78,9 +79,7 @@ def trajectory(golden: Golden, folder: Path) -> dict[str, Any]:
 
 def trajectories() -> dict[str, dict[str, Any]]:
     """All of them, by name."""
-    from experiments.forked_ranks import import_all
-
-    import_all()
+    importlib.import_module("_warm")
     found = {}
     for name, golden in CONFIGURATIONS.items():
         with tempfile.TemporaryDirectory() as folder:

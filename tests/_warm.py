@@ -9,7 +9,7 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.reducers.make import _compile
 
-for name in ("numba", "torch._dynamo", "pipesgd.train", "sklearn.datasets"):
+for name in ("numba", "torch._dynamo", "torch.utils.tensorboard", "typeguard", "pipesgd.train"):
     importlib.import_module(name)
 for codec in DENSE_CODECS:
     _compile(make_codec(CodecOptions(codec=codec), "cpu"), "cpu")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipesgd import __version__
@@ -294,6 +294,7 @@ def test_a_config_file_is_options_and_the_command_line_wins(tmp_path: Path) -> N
     assert config.optimization.lr == 1e-3
 
 
+@settings(max_examples=40)
 @given(
     width=st.integers(1, 64),
     lr=st.floats(1e-9, 1e3),
