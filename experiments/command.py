@@ -27,7 +27,9 @@ from pipesgd.run.console import say
 LINE_SECONDS = 10.0
 """Where output is no terminal, a line of progress this often."""
 LOG_WIDTH = 120
-"""Columns of text, likewise."""
+"""Columns of text, likewise; a table that needs more is wider."""
+MOST_WIDTH = 1000
+"""Columns of the widest table."""
 BAR_SECONDS = 0.5
 """On a terminal, the bar is drawn anew this often, between timed calls: no thread draws during one."""
 
@@ -161,4 +163,8 @@ def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
-    Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table)
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    needed = Console(width=MOST_WIDTH).measure(table).maximum  # a file has no edge: figures are never cut
+    Console(width=max(LOG_WIDTH, needed)).print(table)
