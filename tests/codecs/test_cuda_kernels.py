@@ -227,6 +227,7 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
     ],
     ids=["int8", "ternary", "sign", "fp16"],
 )
+@pytest.mark.slow
 def test_compiled_code_rounds_every_operation_and_is_compiled_once(
     compiler: ProcessPoolExecutor, options: dict[str, Any], rounded: str, tmp_path: Path
 ) -> None:

@@ -432,6 +432,7 @@ def test_evaluation_takes_every_sample_once(samples: int, world_size: int, batch
     assert max(map(len, shares)) <= min(map(len, shares)) + 1  # no rank waits for another's long share
 
 
+@pytest.mark.slow
 def test_loader_workers_change_nothing_but_the_process(image_folder: Path) -> None:
     """The same batches, over epochs; the same one-line error; the global generator left alone."""
     splits = load_dataset("images", image_folder, image_size=4)

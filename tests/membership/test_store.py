@@ -55,6 +55,7 @@ def test_a_call_that_hangs_ends_at_its_deadline_and_no_other_one_is_tried(hangin
     assert hanging.calls == 1
 
 
+@pytest.mark.slow
 def test_a_report_does_not_hold_up_the_line_of_the_rank_that_failed(hanging: Hanging) -> None:
     ranks = Ranks(rank=0, world_size=2, store=hanging, standing=Standing(600.0))
     found: list[BaseException] = []
