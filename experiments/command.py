@@ -163,8 +163,7 @@ def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*row.values())
-    if sys.stdout.isatty():
-        Console().print(table)
-        return
-    needed = Console(width=MOST_WIDTH).measure(table).maximum  # a file has no edge: figures are never cut
-    Console(width=max(LOG_WIDTH, needed)).print(table)
+    width = None
+    if not sys.stdout.isatty():
+        width = max(LOG_WIDTH, Console(width=MOST_WIDTH).measure(table).maximum)  # a file has no edge to cut figures at
+    Console(width=width).print(table)

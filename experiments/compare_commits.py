@@ -47,12 +47,13 @@ STATE = Path("runs/compare_commits.json")
 ROUNDS, QUICK_ROUNDS = 20, 2
 RANKS, RATE = 4, 200e6
 MEAN_AT_MOST, LOW_END_AT_MOST = 1.01, 1.02
-"""What is aimed at: of the geometric mean over all rows but DistributedDataParallel's, and of every interval."""
+"""The targets: of the geometric mean over all rows but controls, and of the low end of every interval."""
 TURN_SECONDS = 300.0
 """A turn that takes longer than this hangs."""
 CONTROLS = ("ddp", "torch's own")
 """Words in the names of rows that measure what both codes share."""
-BLOCKS = Path(__file__).with_name("timed_blocks.py")
+BLOCKS = Path("experiments", "timed_blocks.py")
+"""The program of a turn on loopback, below the folder of a code."""
 CELL = (
     "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 512 --lr 0.05 --iterations 16 "
     "--checkpoint-iterations 1000000"
@@ -97,10 +98,13 @@ BENCHES = {
 KINDS = ("loopback", "testbed", *BENCHES)
 HARNESS = (
     Path(__file__),
-    BLOCKS,
-    *(BLOCKS.with_name(f"{name}.py") for name in (*BENCHES, "bench_pipelined", "loops", "paired", "testbed_jobs")),
+    REPOSITORY / BLOCKS,
+    *(
+        Path(__file__).with_name(f"{name}.py")
+        for name in (*BENCHES, "bench_pipelined", "loops", "paired", "testbed_jobs")
+    ),
 )
-"""What is hashed besides the code that is measured: results of another harness do not count."""
+"""The files that are hashed with the measured code, so that results of another harness do not count."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +124,8 @@ def checkout(commit: str) -> Iterator[Path]:
         if done.returncode:
             raise UserInputError(f"baseline must be a commit of this repository; got {commit}: {done.stderr.strip()}")
         try:
-            if not (folder / BLOCKS.relative_to(REPOSITORY)).exists():
-                wanted = BLOCKS.relative_to(REPOSITORY)
-                raise UserInputError(f"baseline must be a commit that has {wanted}; got {commit}")
+            if not (folder / BLOCKS).exists():
+                raise UserInputError(f"baseline must be a commit that has {BLOCKS}; got {commit}")
             yield folder
         finally:
             _git("worktree", "remove", "--force", str(folder))
@@ -136,8 +139,7 @@ def blocks_turn(code: Path, quick: bool) -> dict[str, float]:
     """Time blocks of iterations on four ranks over loopback, with the trainer in the folder ``code``."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "seconds.json"
-        program = str(code / BLOCKS.relative_to(REPOSITORY))
-        _run(command.torchrun(RANKS, program, str(out), *(["quick"] if quick else [])), code)
+        _run(command.torchrun(RANKS, str(code / BLOCKS), str(out), *(["quick"] if quick else [])), code)
         seconds: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
         return seconds
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 
+from experiments.forked_ranks import import_all
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.reducers.make import _compile
 
-for name in ("numba", "torch._dynamo", "torch.utils.tensorboard", "typeguard", "pipesgd.train"):
-    importlib.import_module(name)
+import_all()
 for codec in DENSE_CODECS:
     _compile(make_codec(CodecOptions(codec=codec), "cpu"), "cpu")
 assert threading.active_count() == 1, "a process with threads cannot be forked"

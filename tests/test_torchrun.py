@@ -115,11 +115,15 @@ def errors_of(job: Job) -> list[str]:
     return [line for line in job.lines if line.startswith("error: ")]
 
 
-def silent_ranks(job: Job, *others: str) -> set[str]:
-    """The ranks that any error line, or one of the ``others``, calls silent."""
-    return {
-        found for line in (*errors_of(job), *others) for found in re.findall(r"no word from (ranks? [\d, ]*\d)", line)
-    }
+def farewells_of(job: Job) -> list[str]:
+    """The lines of ranks that torchrun told to stop, and that could not meet the others for a last checkpoint."""
+    return [line for line in job.lines if line.startswith("stopped by SIGTERM in iteration ")]
+
+
+def silent_ranks(job: Job) -> set[str]:
+    """The ranks that the last line of any other one calls silent."""
+    said = " ".join([*errors_of(job), *farewells_of(job)])
+    return set(re.findall(r"no word from (ranks? [\d, ]*\d)", said))
 
 
 def gone(pid: int) -> bool:
@@ -147,9 +151,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(job: Any) -> None:
     assert running.finish() == 1
     # Both that are left say where they were and who is missing: in an error, or, where torchrun's SIGTERM comes before
     # they have missed rank 1, in the line of a farewell that cannot be.
-    errors = errors_of(running)
-    farewells = [line for line in running.lines if line.startswith("stopped by SIGTERM in iteration ")]
-    assert silent_ranks(running, *farewells) == {"rank 1"}, running.lines
+    errors, farewells = errors_of(running), farewells_of(running)
+    assert silent_ranks(running) == {"rank 1"}, running.lines
     ends = {line[len("error: ") :].split(":")[0] for line in errors if re.search(r" in iteration \d+", line)}
     assert ends <= {"rank 0", "rank 2"}, running.lines
     assert len(ends) + len(farewells) == 2, running.lines

@@ -23,8 +23,6 @@ class _Traffic(NamedTuple):
 def _traffic(question: Question, codec: CodecCost) -> _Traffic:
     """Traffic of the question's all-reduce; zeros for one that is not known here, and for hierarchical."""
     p = question.world_size
-    if p == 1:
-        return _Traffic(0, 0.0, 0.0)
     numel, steps = question.compute.numel, p.bit_length() - 1
     others = (p - 1) / p
     added = min(codec.add, codec.hop)

@@ -140,3 +140,11 @@ def test_progress_in_a_log_is_a_line_now_and_then(
         for _ in range(3):
             advance(1.0, "1 MiB")
     assert capsys.readouterr().out == "ring: 1 MiB, 50% done, 0:00:20 left\n"
+
+
+def test_a_table_in_a_file_is_as_wide_as_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    row = "r" * command.LOG_WIDTH
+    command.show("Long names", [{"row": row, "figure": "0.123456789"}])
+    said = capsys.readouterr().out
+    assert row in said
+    assert "0.123456789" in said

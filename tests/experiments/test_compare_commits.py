@@ -62,6 +62,13 @@ def test_a_commit_is_checked_out_for_a_while() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.skipif(code_state() is None, reason="the sources are no git repository")
+def test_a_baseline_must_have_the_program_that_times_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_commits, "BLOCKS", Path("experiments", "not_yet.py"))
+    with pytest.raises(UserInputError, match=r"that has experiments/not_yet.py; got HEAD"), checkout("HEAD"):
+        pass
+
+
 def test_a_baseline_must_be_a_commit(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match="baseline must be a commit of this"), checkout("no-such-commit"):
         pass

@@ -110,6 +110,7 @@ def test_what_was_not_measured_is_said() -> None:
     assert planned.support == "outside"
     assert planned.reasons == ["codec sign was not measured; its costs are typical ones", "2 streams; measured: 1"]
     assert planned.lines()[-1].endswith(f"outside: {', '.join(planned.reasons)}")
+    assert choose(cluster(), "--width auto --streams 2").support == "extrapolated"
 
 
 def test_numbers_typed_in_are_said_to_be_only_that() -> None:
@@ -117,7 +118,6 @@ def test_numbers_typed_in_are_said_to_be_only_that() -> None:
     assert typed.lines()[-1].endswith("; as given")
     measured = dataclasses.replace(prediction(), support=INTERPOLATED, reasons=())
     assert measured.lines()[-1].endswith(f"for all {measured.iterations}")
-    assert choose(cluster(), "--width auto --streams 2").support == "extrapolated"
 
 
 def test_a_cluster_far_from_the_job_is_refused_unless_it_is_the_runs_own() -> None:
