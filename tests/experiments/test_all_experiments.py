@@ -24,6 +24,7 @@ def test_every_result_is_made_by_one_of_them() -> None:
     made = {path.name.removesuffix(".manifest.json") for path in RESULTS.glob("*.manifest.json")}
     beside = {
         "compare_commits_benches": "compare_commits",  # some of its kinds of turns alone
+        "compare_commits_cell": "compare_commits",
         "paper_question_jitter": "paper_question",
         "staleness_summary": "staleness",
         "validate_timing_model_decisions": "validate_timing_model",
