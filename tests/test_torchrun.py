@@ -190,12 +190,12 @@ def test_a_rank_that_hangs_ends_the_job_within_the_deadline(job: Any, all_reduce
 
 
 def test_killed_ranks_with_restarts_give_the_same_weights(job: Any, tmp_path: Path) -> None:
-    words = "--hidden-sizes 300 300 --batch-size 32 --iterations 400 --checkpoint-iterations 20 --width 3"
+    words = "--hidden-sizes 300 300 --batch-size 32 --iterations 200 --checkpoint-iterations 20 --width 3"
     expected = succeed(3, words, tmp_path / "undisturbed")
 
     running = job(words, torchrun="--max-restarts 2")
     for kill, rank in enumerate((0, 2)):
-        wait_until(lambda at=40 + 100 * kill: newest_checkpoint(running) >= at, 60)
+        wait_until(lambda at=40 + 60 * kill: newest_checkpoint(running) >= at, 60)
         os.kill(running.rank_pids()[rank], signal.SIGKILL)
     assert running.finish() == 0, running.lines
     assert any("continuing after iteration" in line for line in running.lines)

@@ -148,12 +148,17 @@ def test_an_exchange_that_may_take_long_ends_when_the_watcher_finds_a_rank_lost(
 
 def _lost_while_it_compiles(ranks: Ranks) -> str:
     """Rank 1 gives no heartbeat, and takes longer to make its codec than rank 0 waits for it."""
+
+    def compiles_for_long(codec: object, device: object) -> None:
+        ranks.store.wait(["rank 0 has given up"])
+        raise CommunicationError(rank=1, peer=0, operation="compilation", reason="rank 0 has given up")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heartbeat, "SHORTEST_SILENCE", 1.0)
         patch.setattr(heartbeat, "SILENT_SECONDS", 0.5)
         if ranks.rank == 1:
             patch.setattr(ranks, "watch", lambda on_failure: lambda: None)
-            patch.setattr(make, "_compile", lambda codec, device: ranks.store.wait(["rank 0 has given up"]))
+            patch.setattr(make, "_compile", compiles_for_long)
         model = torch.nn.Linear(1, 1)
         try:
             Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), ranks=ranks, timeout=1.0)
@@ -165,7 +170,7 @@ def _lost_while_it_compiles(ranks: Ranks) -> str:
 
 def test_a_rank_that_is_lost_while_it_compiles_is_not_waited_for_as_one_that_compiles() -> None:
     """Rank 0 waited for 900 s: it began to watch only afterwards."""
-    assert "no word from rank 1 for" in run_ranks(2, _lost_while_it_compiles)[0]
+    assert "no word from rank 1 for" in run_ranks(2, _lost_while_it_compiles, timeout=2.0)[0]
 
 
 def test_a_rank_that_left_and_watches_again_is_missed_again(watching: Any) -> None:
