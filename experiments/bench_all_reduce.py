@@ -294,6 +294,7 @@ def run_all(arguments: Namespace) -> tuple[list[Row], dict[str, Any]]:
     return rows, links
 
 
+@command.testbed_errors_as_ours()
 def parse(words: Sequence[str]) -> Namespace:
     """The options; raises ``UserInputError``."""
     options = command.parser("bench_all_reduce", __doc__)

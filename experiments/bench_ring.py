@@ -233,6 +233,7 @@ def run_all(world_sizes: Sequence[int], rate: float | None, *, quick: bool) -> t
     return rows, links
 
 
+@command.testbed_errors_as_ours()
 def parse(words: Sequence[str], world_size: int) -> Namespace:
     """The options; raises ``UserInputError``."""
     options = command.parser("bench_ring", __doc__)

@@ -17,9 +17,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from experiments.results import RESULTS, provenance
+from experiments.testbed import InvalidInputError, TestbedFailedError
 from pipesgd.checks import check_one_of
 from pipesgd.cli import HelpRequested
-from pipesgd.errors import UserInputError
+from pipesgd.errors import RunError, UserInputError
 from pipesgd.exit import run_and_exit
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -113,10 +114,21 @@ def say_kept(console: Console, planned: int, missing: int) -> None:
         say(console, f"{planned - missing} of {planned} runs are there; --fresh makes them again")
 
 
+@contextlib.contextmanager
+def testbed_errors_as_ours() -> Iterator[None]:
+    """Turn exceptions of the testbed, which knows nothing of pipesgd, into those that ranks agree on and exit with."""
+    try:
+        yield
+    except InvalidInputError as failure:
+        raise UserInputError(str(failure)) from None
+    except TestbedFailedError as failure:
+        raise RunError(str(failure)) from None
+
+
 def run(experiment: Callable[[Sequence[str], Ranks, Console], None]) -> NoReturn:
     """Run ``experiment(words, ranks, console)`` on torchrun's ranks, or on one; exit as training does."""
     provenance()  # the code as it is now, even if it is edited before the end
-    run_and_exit(experiment, sys.argv[1:])
+    run_and_exit(testbed_errors_as_ours()(experiment), sys.argv[1:])
 
 
 def torchrun(world_size: int, *words: str) -> list[str]:

@@ -47,6 +47,7 @@ CELLS = Path("runs/compare")
 LINKS_FILE = "links.json"
 
 
+@command.testbed_errors_as_ours()
 def compute(plan: Plan, cells: Cells, console: Console) -> list[Cell]:
     """All cells of the plan, of which those that are not there yet are run now.
 

@@ -81,6 +81,7 @@ class Plan:
         }
 
 
+@command.testbed_errors_as_ours()
 def parse(words: Sequence[str], by_torchrun: bool, description: str | None = None) -> Plan:
     """The plan that ``words`` ask for.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from experiments import testbed
 from experiments.testbed.links import Link
-from pipesgd.errors import UserInputError
 
 
 def obstacle() -> str | None:
     """Why there can be no testbed here; None if there can."""
     try:
         testbed.Testbed(nodes=2, link=Link(rate=200e6)).close()
-    except UserInputError as failure:
+    except testbed.InvalidInputError as failure:
         return str(failure)
     return None

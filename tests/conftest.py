@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the Makefile does: sums depend on it; before torch is imported
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # Appended, not put first: CI tests the installed wheel, not the sources beside it.

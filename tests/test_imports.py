@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import graphlib
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +16,8 @@ from conftest import REPOSITORY
 
 import pipesgd
 import timing_model
+
+TESTBED = REPOSITORY / "experiments" / "testbed"
 
 FLOORS = [
     {"errors", "checks", "process"},
@@ -99,6 +104,24 @@ def test_the_trainer_knows_no_experiments_and_the_timing_model_in_two_rooms(modu
     assert not {name.split(".")[0] for name in names} & {"experiments", "tests"}
     others = {name for name in names if name.startswith("timing_model") and "schedules" not in name} - {"timing_model"}
     assert not others or room(module) in MAY_NAME_THE_TIMING_MODEL
+
+
+@pytest.mark.parametrize(
+    "file", sorted((REPOSITORY / "experiments" / "testbed").glob("*.py")), ids=lambda file: file.name
+)
+def test_the_testbed_imports_the_standard_library_and_itself_alone(file: Path) -> None:
+    tree = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    names = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
+    tree = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    names |= {str(node.module) for node in tree if isinstance(node, ast.ImportFrom) and not node.level}
+    assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_a_copy_of_the_testbed_works_under_another_name(tmp_path: Path) -> None:
+    shutil.copytree(TESTBED, tmp_path / "emulated")
+    words = [sys.executable, "-S", "-m", "emulated", "--nodes", "1", "--rate", "1gbit", "--", "true"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: --nodes: must be a whole number of at least 2; got '1'\n")
 
 
 @pytest.mark.parametrize("package", [pipesgd, timing_model])

@@ -26,7 +26,7 @@ from experiments.faults.scenarios import QUICK, SCENARIOS
 from experiments.faults.stage import Stage
 from experiments.kept_runs import KeptRuns
 from experiments.results import save
-from experiments.testbed import Link, Testbed
+from experiments.testbed import Link, Testbed, TestbedFailedError
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -60,7 +60,7 @@ def _observe(scenario: Scenario, stage: Stage) -> Observation:
     with stage:
         try:
             scenario.play(stage)
-        except RunError as failure:
+        except (RunError, TestbedFailedError) as failure:
             problem = str(failure)
         return stage.observe(problem)
 

@@ -1,7 +1,21 @@
 """An emulated cluster of network namespaces with real links, on one Linux machine."""
 
-from experiments.testbed.cluster import Measured, Testbed, Traffic
-from experiments.testbed.jobs import Job
-from experiments.testbed.links import Link, parse_latency, parse_loss, parse_rate, rate_name
+from .cluster import Measured, Testbed, Traffic
+from .errors import InvalidInputError, TestbedError, TestbedFailedError
+from .jobs import Job
+from .links import Link, parse_latency, parse_loss, parse_rate, rate_name
 
-__all__ = ["Job", "Link", "Measured", "Testbed", "Traffic", "parse_latency", "parse_loss", "parse_rate", "rate_name"]
+__all__ = [
+    "InvalidInputError",
+    "Job",
+    "Link",
+    "Measured",
+    "Testbed",
+    "TestbedError",
+    "TestbedFailedError",
+    "Traffic",
+    "parse_latency",
+    "parse_loss",
+    "parse_rate",
+    "rate_name",
+]

@@ -13,13 +13,13 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from experiments import command
-from experiments.testbed.cluster import Measured, Testbed
-from experiments.testbed.links import (
+from .cluster import Measured, Testbed
+from .errors import InvalidInputError, TestbedError, TestbedFailedError
+from .links import (
     Link,
     parse_latency,
     parse_loss,
@@ -28,15 +28,34 @@ from experiments.testbed.links import (
     rate_text,
     time_text,
 )
-from pipesgd.cli import HelpRequested
-from pipesgd.errors import PipesgdError, RunError, UserInputError
-from pipesgd.exit import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Terminated
-from pipesgd.process import EXIT_TERMINATED
 
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 FAR = 0.2
 """A measured rate or latency that differs by more than this share from what was asked is worth a warning."""
 OVERHEAD_SECONDS = 1e-3
 """What the machine itself may add to a latency."""
+
+
+class Terminated(BaseException):
+    """SIGTERM came. Like KeyboardInterrupt it is no error of the program's."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises what is wrong, so that it is said in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidInputError(message.removeprefix("argument "))
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    """The type of an option that is a whole number, not below ``least``."""
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and len(text) < 19) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
+        return int(text)
+
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +70,16 @@ class Options:
 
 
 def parse(words: Sequence[str]) -> Options:
-    """The options; raises ``UserInputError``, and ``HelpRequested`` for ``--help``."""
+    """The options; raises ``InvalidInputError``; prints the help and exits for ``--help``."""
     split = words.index("--") if "--" in words else len(words)
-    options = command.Parser(
+    options = Parser(
         prog="python -m experiments.testbed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage="%(prog)s --nodes N --rate RATE [options] -- [torchrun's options] -m pipesgd.train ...",
     )
-    options.add_argument("--nodes", type=command.at_least(2), required=True, help="hosts of the cluster")
+    options.add_argument("--nodes", type=_at_least(2), required=True, help="hosts of the cluster")
     options.add_argument("--rate", required=True, help="of every link, in each direction, e.g. 200mbit")
     options.add_argument("--latency", default="0ms", help="from node to node, one way, e.g. 5ms (none)")
     options.add_argument("--loss", default="0%", help="share of the packets, e.g. 0.1%% or 0.001 (none)")
@@ -71,20 +90,20 @@ def parse(words: Sequence[str]) -> Options:
         metavar="NODE:RATE",
         help="this node's link has another rate, e.g. 3:100mbit; nodes count from 0; may be given again",
     )
-    options.add_argument("--nproc-per-node", type=command.at_least(1), default=1, help="ranks on each node (1)")
+    options.add_argument("--nproc-per-node", type=_at_least(1), default=1, help="ranks on each node (1)")
     arguments = options.parse_args(words[:split])
     slow_nodes: dict[int, float] = {}
     for text in arguments.slow_node:
         node, rate = parse_slow_node(text)
         if node in slow_nodes:
-            raise UserInputError(f"slow-node must name a node once; got node {node} twice")
+            raise InvalidInputError(f"slow-node must name a node once; got node {node} twice")
         slow_nodes[node] = rate
     link = Link(
         rate=parse_rate(arguments.rate), latency=parse_latency(arguments.latency), loss=parse_loss(arguments.loss)
     )
     if not words[split + 1 :]:
         got = "nothing after --" if split < len(words) else "no --"
-        raise UserInputError(f"what torchrun runs must follow after --, e.g. -- -m pipesgd.train --help; got {got}")
+        raise InvalidInputError(f"what torchrun runs must follow after --, e.g. -- -m pipesgd.train --help; got {got}")
     return Options(
         nodes=arguments.nodes,
         link=link,
@@ -111,10 +130,18 @@ def show(testbed: Testbed, measured: Sequence[Measured]) -> None:
         }
         for one in measured
     ]
-    command.show(title, rows)
+    print(title)
+    print(_table(rows))
     if far := [f"node {one.node}: {text}" for one in measured for text in differences(one, link)]:
         because = "; TCP is slower where packets are lost" if link.loss else ""
         print(f"warning: the links are not what was asked for: {', '.join(far)}{because}", file=sys.stderr)
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    """The rows below their keys, each column as wide as it needs to be."""
+    lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
 def differences(measured: Measured, link: Link) -> list[str]:
@@ -137,7 +164,7 @@ def run(words: Sequence[str]) -> None:
         codes = testbed.torchrun(options.torchrun, nproc_per_node=options.nproc_per_node).wait()
     failed = [f"node {node} with {exit_text(code)}" for node, code in enumerate(codes) if code]
     if failed:
-        raise RunError(f"torchrun ended on {', '.join(failed)}")
+        raise TestbedFailedError(f"torchrun ended on {', '.join(failed)}")
 
 
 def exit_text(code: int) -> str:
@@ -149,14 +176,12 @@ def main(words: Sequence[str]) -> int:
     """The command's exit code: that of training, but 1 if a node failed, whatever it said."""
     try:
         run(words)
-    except HelpRequested as request:
-        print(request)
     except KeyboardInterrupt:
         return _say("interrupted", EXIT_INTERRUPTED)
     except Terminated:
         return _say("error: told to stop (SIGTERM)", EXIT_TERMINATED)
-    except PipesgdError as failure:
-        return _say(f"error: {failure}", EXIT_BAD_INPUT if isinstance(failure, UserInputError) else EXIT_FAILED)
+    except TestbedError as failure:
+        return _say(f"error: {failure}", EXIT_BAD_INPUT if isinstance(failure, InvalidInputError) else EXIT_FAILED)
     return 0
 
 

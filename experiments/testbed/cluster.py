@@ -14,14 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from experiments.testbed import wiring
-from experiments.testbed.jobs import Job, torchrun_environment, torchrun_words
-from experiments.testbed.links import Link
-from experiments.testbed.namespaces import Namespaces, Process
-from experiments.testbed.wiring import DELAY_LINE, MOST_NODES, NETEM, NETWORK
-from pipesgd.checks import check_at_least
-from pipesgd.errors import RunError, UserInputError
-from timing_model.presets import PAYLOAD_SHARE
+from . import wiring
+from .errors import InvalidInputError, TestbedFailedError
+from .jobs import Job, torchrun_environment, torchrun_words
+from .links import PAYLOAD_SHARE, Link
+from .namespaces import Namespaces, Process
+from .wiring import DELAY_LINE, MOST_NODES, NETEM, NETWORK
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -61,13 +59,13 @@ class Testbed:
     Nothing of it is on the host, and it does not outlive this process: see ``namespaces``.
 
     Raises:
-        UserInputError: it cannot be made of these values, on this system, or by this user.
-        RunError: the kernel refused a link.
+        InvalidInputError: it cannot be made of these values, on this system, or by this user.
+        TestbedFailedError: the kernel refused a link.
     """
 
     def __init__(self, *, nodes: int, link: Link, slow_nodes: Mapping[int, float] | None = None):
         if not 2 <= nodes <= MOST_NODES:
-            raise UserInputError(
+            raise InvalidInputError(
                 f"nodes must be from 2 to {MOST_NODES}, the number of addresses of {NETWORK}.0/24; got {nodes}"
             )
         self.nodes = nodes
@@ -110,7 +108,7 @@ class Testbed:
     def _has_netem(self) -> bool:
         try:
             self._run(["tc qdisc add dev lo root netem delay 1ms", "tc qdisc delete dev lo root"])
-        except RunError:
+        except TestbedFailedError:
             return False
         return True
 
@@ -118,13 +116,13 @@ class Testbed:
         line = self._python(None, "delay_line.py", self.nodes, self.link.latency, self.link.loss)
         said = _line(line, None)
         if said != "ready":
-            raise UserInputError(
+            raise InvalidInputError(
                 f"latency and loss need netem in the kernel, or TAP devices; here there is no netem, and: {said}"
             )
 
     def _check_node(self, name: str, node: int) -> None:
         if not 0 <= node < self.nodes:
-            raise UserInputError(f"{name} must be from 0 to {self.nodes - 1}, the numbers of the nodes; got {node}")
+            raise InvalidInputError(f"{name} must be from 0 to {self.nodes - 1}, the numbers of the nodes; got {node}")
 
     # ---- what runs on it ----
 
@@ -154,7 +152,8 @@ class Testbed:
 
         ``options`` are those of ``subprocess.Popen``, the same for all nodes.
         """
-        check_at_least("nproc-per-node", nproc_per_node, 1)
+        if nproc_per_node < 1:
+            raise InvalidInputError(f"nproc-per-node must be at least 1; got {nproc_per_node}")
         environment = torchrun_environment(os.environ if env is None else env)
         job = Job([])
         self._jobs = [*(other for other in self._jobs if other.running()), job]
@@ -181,7 +180,7 @@ class Testbed:
         """What every node sees of the way to the next: one after the other, 0.4 s each and 17 times the round trip.
 
         Raises:
-            RunError: a node cannot be reached.
+            TestbedFailedError: a node cannot be reached.
         """
         return [self._measure(node, (node + 1) % self.nodes) for node in range(self.nodes)]
 
@@ -199,7 +198,7 @@ class Testbed:
             if "error" not in said:
                 said |= json.loads(_line(server, to))
         if "error" in said:
-            raise RunError(f"node {node} cannot reach node {to}: {said['error']}")
+            raise TestbedFailedError(f"node {node} cannot reach node {to}: {said['error']}")
         rate_asked = min(self.rates[node], self.rates[to])
         return Measured(
             node=node,
@@ -261,12 +260,14 @@ class Testbed:
 
 
 def _line(script: Process, node: int | None) -> str:
-    """The next line that our ``script`` prints; raises ``RunError`` if it ends without one."""
+    """The next line that our ``script`` prints; raises ``TestbedFailedError`` if it ends without one."""
     assert script.stdout is not None
     line: str = script.stdout.readline()
     if not line:
         place = "at the switch" if node is None else f"on node {node}"
-        raise RunError(f"a script of the testbed {place} ended with exit code {script.wait()}, without a word")
+        raise TestbedFailedError(
+            f"a script of the testbed {place} ended with exit code {script.wait()}, without a word"
+        )
     return line.strip()
 
 

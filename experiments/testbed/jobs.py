@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.testbed.namespaces import Process
+from .namespaces import Process
 
 PORT = 29500
 """Of the rendezvous, on node 0: a testbed's ports are its own, so it may be the same in every job."""

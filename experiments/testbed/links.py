@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipesgd.checks import did_you_mean
-from pipesgd.errors import UserInputError
+from .errors import InvalidInputError
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 """bit/s."""
@@ -19,6 +19,8 @@ LONGEST_LATENCY = 10.0
 
 MTU, ETHERNET = 1500, 14
 """Bytes: of the largest IP packet, and of the header in front of it."""
+PAYLOAD_SHARE = (MTU - 20 - 20 - 12) / (MTU + ETHERNET)
+"""Share of a link's rate that is left for TCP's payload in full packets; the 12 bytes are TCP's timestamps."""
 
 BURST_SECONDS, SMALLEST_BURST, LARGEST_BURST = 1e-3, 3100, 1 << 17
 """A link may catch up on a pause of a millisecond, with at least two packets and at most what the kernel needs.
@@ -47,13 +49,13 @@ class Link:
 
     def __post_init__(self) -> None:
         if not self.rate >= LOWEST_RATE:
-            raise UserInputError(f"rate must be at least 1kbit; got {self.rate:g} bit/s")
+            raise InvalidInputError(f"rate must be at least 1kbit; got {self.rate:g} bit/s")
         if self.rate > HIGHEST_RATE:
-            raise UserInputError(f"rate must be at most 1000gbit; got {self.rate:g} bit/s")
+            raise InvalidInputError(f"rate must be at most 1000gbit; got {self.rate:g} bit/s")
         if not 0 <= self.latency <= LONGEST_LATENCY:
-            raise UserInputError(f"latency must be from 0 to {LONGEST_LATENCY:g} s; got {self.latency:g} s")
+            raise InvalidInputError(f"latency must be from 0 to {LONGEST_LATENCY:g} s; got {self.latency:g} s")
         if not 0 <= self.loss <= 1:
-            raise UserInputError(f"loss must be a probability from 0 to 1; got {self.loss:g}")
+            raise InvalidInputError(f"loss must be a probability from 0 to 1; got {self.loss:g}")
 
     @property
     def delays(self) -> bool:
@@ -86,32 +88,32 @@ MOST = 1e18
 
 
 def parse_rate(text: str) -> float:
-    """bit/s. Raises ``UserInputError``."""
+    """bit/s. Raises ``InvalidInputError``."""
     value = _quantity("rate", text.lower().removesuffix("/s"), RATE_UNITS, "200mbit", text)
     if value <= 0:
-        raise UserInputError(f"rate must be above 0, e.g. 200mbit; got {text!r}")
+        raise InvalidInputError(f"rate must be above 0, e.g. 200mbit; got {text!r}")
     return value
 
 
 def parse_latency(text: str) -> float:
-    """Seconds. Raises ``UserInputError``."""
+    """Seconds. Raises ``InvalidInputError``."""
     return _quantity("latency", text.lower(), LATENCY_UNITS, "5ms", text)
 
 
 def parse_loss(text: str) -> float:
-    """A probability, from ``0.1%`` or ``0.001``. Raises ``UserInputError``."""
+    """A probability, from ``0.1%`` or ``0.001``. Raises ``InvalidInputError``."""
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)", text.strip())
     value = math.nan if match is None else float(match[1]) / (100 if match[2] else 1)
     if not 0 <= value <= 1:
-        raise UserInputError(f"loss must be a percentage or a probability, e.g. 0.1% or 0.001; got {text!r}")
+        raise InvalidInputError(f"loss must be a percentage or a probability, e.g. 0.1% or 0.001; got {text!r}")
     return value
 
 
 def parse_slow_node(text: str) -> tuple[int, float]:
-    """A node's number and the rate of its link in bit/s, from ``3:100mbit``. Raises ``UserInputError``."""
+    """A node's number and the rate of its link in bit/s, from ``3:100mbit``. Raises ``InvalidInputError``."""
     node, colon, rate = text.partition(":")
     if not colon or not (node.isascii() and node.isdecimal()):
-        raise UserInputError(f"slow-node must be the number of a node and a rate, e.g. 3:100mbit; got {text!r}")
+        raise InvalidInputError(f"slow-node must be the number of a node and a rate, e.g. 3:100mbit; got {text!r}")
     return int(node), parse_rate(rate)
 
 
@@ -119,13 +121,14 @@ def _quantity(name: str, text: str, units: Mapping[str, float], example: str, gi
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*([a-z]*)", text.strip())
     if match is None or match[2] not in units:
         *others, last = units
-        hint = "" if match is None else did_you_mean(match[2], list(units))
-        raise UserInputError(
+        near = [] if match is None else difflib.get_close_matches(match[2], list(units), n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise InvalidInputError(
             f"{name} must be a number and a unit, {', '.join(others)} or {last}, e.g. {example}; got {given!r}{hint}"
         )
     value = float(match[1]) * units[match[2]]
     if value > MOST:
-        raise UserInputError(f"{name} must be at most {MOST:g} in its base unit; got {given!r}")
+        raise InvalidInputError(f"{name} must be at most {MOST:g} in its base unit; got {given!r}")
     return value
 
 

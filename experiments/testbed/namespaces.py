@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipesgd.errors import RunError, UserInputError
+from .errors import InvalidInputError, TestbedFailedError
 
 TOOLS = {
     "ip": "iproute2",
@@ -92,12 +92,14 @@ class Namespaces:
     """The tree; close it, or use it as a context manager.
 
     Raises:
-        UserInputError: this system, or this user, cannot have namespaces, or tools are missing.
+        InvalidInputError: this system, or this user, cannot have namespaces, or tools are missing.
     """
 
     def __init__(self) -> None:
         if sys.platform != "linux":
-            raise UserInputError(f"the testbed must run on Linux, since it is made of namespaces; got {sys.platform}")
+            raise InvalidInputError(
+                f"the testbed must run on Linux, since it is made of namespaces; got {sys.platform}"
+            )
         self._tools = find_tools()
         failures = []
         for user in ([], ["--user", "--map-root-user"]) if os.geteuid() == 0 else (["--user", "--map-root-user"],):
@@ -108,7 +110,7 @@ class Namespaces:
             else:
                 break
         else:
-            raise UserInputError(
+            raise InvalidInputError(
                 "the testbed must be run by root or where users may make namespaces of their own; "
                 f"here they cannot be made: {'; '.join(dict.fromkeys(failures))}"
             )
@@ -152,11 +154,15 @@ class Namespaces:
         return Process([*self._enter, *where, *inside, *words], start_new_session=True, **options)
 
     def run(self, script: str) -> str:
-        """What the shell ``script`` prints at the switch. Raises ``RunError`` with what it says if it fails."""
+        """Run the shell ``script`` at the switch, and return what it prints.
+
+        Raises:
+            TestbedFailedError: the script failed; the message holds what it wrote to stderr.
+        """
         words = [*self._enter, "sh", "-e"]
         done = subprocess.run(words, input=script, env=self.environment, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise RunError(f"the testbed's links cannot be set: {' '.join(done.stderr.split())}")
+            raise TestbedFailedError(f"the testbed's links cannot be set: {' '.join(done.stderr.split())}")
         return done.stdout
 
     def close(self) -> None:
@@ -173,12 +179,12 @@ def search_path() -> str:
 
 
 def find_tools() -> dict[str, str]:
-    """The path of each of ``TOOLS``; raises ``UserInputError`` naming those that are missing."""
+    """The path of each of ``TOOLS``; raises ``InvalidInputError`` naming those that are missing."""
     paths = {tool: shutil.which(tool, path=search_path()) for tool in TOOLS}
     missing = [tool for tool, path in paths.items() if path is None]
     if missing:
         packages = " and ".join(dict.fromkeys(TOOLS[tool] for tool in missing))
-        raise UserInputError(
+        raise InvalidInputError(
             f"the testbed needs the tools {', '.join(TOOLS)}; missing: {', '.join(missing)} ({packages})"
         )
     return {tool: path for tool, path in paths.items() if path is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from experiments.testbed.links import MTU, Link, packets_at_once, token_bucket
+from .links import MTU, Link, packets_at_once, token_bucket
 
 NETWORK, MOST_NODES = "10.77.0", 254
 NETEM, DELAY_LINE = "netem", "delay line"

@@ -147,7 +147,7 @@ def test_what_is_wrong_is_said_in_one_line(words: list[str], message: str, tmp_p
 def test_a_quick_run_on_a_testbed(tmp_path: Path) -> None:
     try:
         testbed.Testbed(nodes=2, link=Link(rate=200e6)).close()
-    except UserInputError as failure:
+    except testbed.InvalidInputError as failure:
         pytest.skip(str(failure))
     words = ["--quick", *RATE, "--world-sizes", "2", "--sizes", "4000", "--output", str(tmp_path)]
     arguments = [sys.executable, "-m", "experiments.bench_all_reduce", *words]

@@ -24,10 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments import testbed
+from experiments.testbed import InvalidInputError, delay_line, jobs, links
 from experiments.testbed import __main__ as command
-from experiments.testbed import delay_line, jobs, links
 from experiments.testbed.namespaces import Namespaces, descendants, find_tools
-from pipesgd.errors import UserInputError
 from timing_model.presets import PAYLOAD_SHARE
 
 pytestmark = pytest.mark.slow
@@ -45,7 +44,7 @@ def obstacle(delays: bool) -> str | None:
             testbed.Testbed(nodes=2, link=testbed.Link(rate=1e9, latency=1e-3)).close()
         else:
             Namespaces().close()
-    except UserInputError as failure:
+    except InvalidInputError as failure:
         return str(failure)
     return None
 
@@ -157,15 +156,17 @@ def test_the_command_ends_with_that_line_too() -> None:
 def test_where_there_can_be_no_testbed_one_line_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("sys.platform", "darwin")
-        with pytest.raises(UserInputError, match=r"must run on Linux.*got darwin"):
+        with pytest.raises(InvalidInputError, match=r"must run on Linux.*got darwin"):
             Namespaces()
     (tmp_path / "unshare").write_text("#!/bin/sh\necho unshare: not allowed here >&2; exit 1\n")
     (tmp_path / "unshare").chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(UserInputError, match=r"cannot be made: unshare: not allowed here$"):
+    with pytest.raises(InvalidInputError, match=r"cannot be made: unshare: not allowed here$"):
         Namespaces()
     monkeypatch.setattr("experiments.testbed.namespaces.search_path", lambda: str(tmp_path))
-    with pytest.raises(UserInputError, match=r"missing: ip, tc, nsenter, setpriv, mount \(iproute2 and util-linux\)"):
+    with pytest.raises(
+        InvalidInputError, match=r"missing: ip, tc, nsenter, setpriv, mount \(iproute2 and util-linux\)"
+    ):
         find_tools()
 
 
@@ -345,11 +346,11 @@ def test_a_cut_node_is_unreachable_until_it_is_restored(cluster: Callable[..., t
 def test_a_node_that_is_not_there_is_named(cluster: Callable[..., testbed.Testbed]) -> None:
     bed = cluster(2, FAST)
     for call in (bed.cut, bed.restore, lambda node: bed.set_rate(node, 1e6), lambda node: bed.start(node, ["true"])):
-        with pytest.raises(UserInputError, match="node must be from 0 to 1, the numbers of the nodes; got 2"):
+        with pytest.raises(InvalidInputError, match="node must be from 0 to 1, the numbers of the nodes; got 2"):
             call(2)
-    with pytest.raises(UserInputError, match="rate must be at least 1kbit; got 0 bit/s"):
+    with pytest.raises(InvalidInputError, match="rate must be at least 1kbit; got 0 bit/s"):
         bed.set_rate(0, 0.0)
-    with pytest.raises(UserInputError, match="nproc-per-node must be at least 1; got 0"):
+    with pytest.raises(InvalidInputError, match="nproc-per-node must be at least 1; got 0"):
         bed.torchrun(["-m", "x"], nproc_per_node=0)
 
 
