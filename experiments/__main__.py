@@ -120,6 +120,12 @@ EXPERIMENTS = (
         minutes=10,
     ),
     Experiment(
+        name="compare_mlp_4x1gbit_codecs",
+        words="compare --nodes 4 --rate 1gbit --iterations 16 --name compare_mlp_4x1gbit_codecs "
+        '--contenders local ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4" "width 2, ternary"',
+        minutes=8,
+    ),
+    Experiment(
         name="compare_prediction_4x200mbit",
         words="compare --nodes 4 --rate 200mbit --iterations 30 --rounds 5 --name compare_prediction_4x200mbit "
         '--contenders "width 2, ring" "width 2, int8" --contender "no prediction=--width 2 --prediction none" '
@@ -132,6 +138,24 @@ EXPERIMENTS = (
         '"--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 32 --lr 0.1 --schedule one-cycle" '
         f"--time-to-accuracy 0.84 --iterations 234 --seeds 1 --contenders {RACERS}",
         minutes=15,
+    ),
+    *(
+        Experiment(
+            name=f"time_to_accuracy_{workload}_4x200mbit",
+            words=f"compare --nodes 4 --rate 200mbit --name time_to_accuracy_{workload}_4x200mbit "
+            f"--time-to-accuracy {target:g} --iterations {iterations} --seeds 3 {options} "
+            '--contenders "D-Sync, ring" ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4"',
+            minutes=minutes,
+        )
+        for workload, target, iterations, options, minutes in (
+            (
+                *("mlp", 0.84, 234),
+                '--train "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 32 --lr 0.1 '
+                '--schedule one-cycle"',
+                35.0,
+            ),
+            ("small-convnet", 0.885, 468, "--workload small-convnet", 45.0),
+        )
     ),
     *(
         _raced(workload, rate, target, iterations, minutes)

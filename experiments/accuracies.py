@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,19 +11,27 @@ from experiments.cells import Cell
 from experiments.contenders import Contender
 from experiments.paired import median
 from experiments.results import Row
-from experiments.style import method_styles
+from experiments.style import BLACK, TITLES, method_styles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LOWEST_SHOWN = 20
+"""Points of accuracy below the target from where a curve is drawn."""
+
 
 def seconds_to(target: float, points: Sequence[Sequence[float]]) -> float | None:
-    """Seconds at the first of the ``points`` that has reached ``target``; None if none has. Nothing in between.
+    """Return the seconds at which the line through the ``points`` first reaches ``target``; None if it never does.
 
-    >>> seconds_to(0.8, [[10.0, 0.75], [20.0, 0.81], [30.0, 0.79]])
-    20.0
+    None, too, if the first point is above it already: nobody evaluated before, so the crossing is not known.
+
+    >>> seconds_to(0.75, [[10.0, 0.5], [20.0, 1.0], [30.0, 0.5]])
+    15.0
     """
-    return next((seconds for seconds, accuracy in points if accuracy >= target), None)
+    for (begin, low), (end, high) in itertools.pairwise(points):
+        if low < target <= high:
+            return begin + (end - begin) * (target - low) / (high - low)
+    return None
 
 
 def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], target: float) -> list[Row]:
@@ -46,7 +55,7 @@ def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], target: fl
 
 
 def medians(rows: Sequence[Row]) -> list[Row]:
-    """A row for every contender: medians over its seeds; None for the seconds unless every seed reached the target.
+    """Return a row for every contender: medians over seeds; no seconds unless every seed was seen to cross the target.
 
     A median over those that did would be that of the lucky ones.
     """
@@ -70,24 +79,56 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
+    """Draw curves of accuracy over seconds; bars that end at the seconds where runs were evaluated only once."""
+    if any(len(row["seconds_and_accuracy"]) > 1 for row in rows):
+        _plot_curves(rows, axes)
+    else:
+        _plot_ends(rows, axes)
+    axes.set_title(title)
+    return axes
+
+
+def _plot_curves(rows: Sequence[Row], axes: Axes) -> None:
     """A line for every contender and seed, a colour for every contender; the target as a line across."""
     styles = method_styles([row["contender"] for row in rows])
+    medians_of = {row["contender"]: row["seconds_to_target_median"] for row in medians(rows)}
     for row in rows:
-        points = row["seconds_and_accuracy"]
-        first = row is next(other for other in rows if other["contender"] == row["contender"])
-        label = row["contender"] + ("" if points else " (failed)")
+        points, name = row["seconds_and_accuracy"], row["contender"]
+        first = row is next(other for other in rows if other["contender"] == name)
+        seconds = medians_of[name]
+        label = TITLES.get(str(name), str(name)) + ("" if seconds is None else f": {seconds:.1f} s")
         axes.plot(
             [seconds for seconds, _ in points],
             [100 * accuracy for _, accuracy in points],
             linewidth=1,
-            label=label if first else "_",
-            **styles[row["contender"]],
+            label=(label if points else f"{TITLES.get(name, name)} (failed)") if first else "_",
+            **(styles[name] | {"marker": ""}),
         )
     target = 100 * rows[0]["target_accuracy"]
-    axes.axhline(target, color="black", linestyle="--", linewidth=1, label=f"target, {target:g} %")
-    axes.set(title=title, xlabel="time of training (s)", ylabel="test accuracy (%)")
-    axes.legend(loc="lower right", fontsize="small")
-    return axes
+    axes.axhline(target, color=BLACK, linestyle="--", linewidth=1, label="_")
+    last = max((row["final_seconds"] for row in rows if row["final_seconds"] is not None), default=1.0)
+    axes.annotate(f"{target:g} %", (last, target), xytext=(0, -4), textcoords="offset points", ha="right", va="top")
+    axes.set_xlim(0, 1.02 * last)
+    axes.set_ylim(target - LOWEST_SHOWN)
+    axes.set(xlabel="seconds of training, evaluations left out", ylabel="test accuracy (%)")
+    axes.legend(title=f"median seconds to {target:g} %", loc="lower right", fontsize="small")
+
+
+def _plot_ends(rows: Sequence[Row], axes: Axes) -> None:
+    """A bar for every contender: the median length of its runs, with the median final accuracy at its end."""
+    styles = method_styles([row["contender"] for row in rows])
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    for place, middle in enumerate(medians(rows)):
+        name, accuracy = middle["contender"], middle["final_accuracy_median"]
+        own = [row["final_seconds"] for row in rows if row["contender"] == name and row["final_seconds"] is not None]
+        seconds = median(own) if own else 0.0
+        axes.barh(place, seconds, color=styles[name]["color"])
+        text = f"{seconds:.0f} s, {100 * accuracy:.2f} %" if own and accuracy is not None else "failed"
+        axes.annotate(text, (seconds, place), xytext=(4, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(names)), [TITLES.get(name, name) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, 1.25 * axes.get_xlim()[1])
+    axes.set_xlabel("seconds of training (the same iterations for all); test accuracy at the end")
 
 
 def show(rows: Sequence[Row], title: str) -> None:
@@ -101,7 +142,7 @@ def show(rows: Sequence[Row], title: str) -> None:
             {
                 "contender": middle["contender"],
                 "s to target, by seed": ", ".join(map(_reached, own)),
-                "median": f"{middle['reached']} of {middle['seeds']} reached" if seconds is None else f"{seconds:.1f}",
+                "median": f"{middle['reached']} of {middle['seeds']} seen" if seconds is None else f"{seconds:.1f}",
                 "final accuracy %": ""
                 if final[0] is None
                 else "{:.2f} {:.2f}-{:.2f}".format(*(100 * x for x in final)),
@@ -113,12 +154,12 @@ def show(rows: Sequence[Row], title: str) -> None:
 def _reached(row: Row) -> str:
     if row["failure"]:
         return "failed"
-    return "not reached" if row["seconds_to_target"] is None else f"{row['seconds_to_target']:.1f}"
+    return "not seen" if row["seconds_to_target"] is None else f"{row['seconds_to_target']:.1f}"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """What the table does not say, a line each."""
-    lines = ["seconds of training, without evaluations, which are made at the end of every epoch and of the run"]
+    lines = ["seconds of training, without evaluations; the crossing of the target is interpolated between two of them"]
     return lines + [
         f"{row['contender']}, seed {row['seed']} failed: {row['failure']}" for row in rows if row["failure"]
     ]

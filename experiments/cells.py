@@ -26,6 +26,8 @@ from pipesgd.run.console import say
 from pipesgd.run.metrics import SECONDS, read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
+AFTER_EVALUATION = 2
+"""Iterations after an evaluation whose own time does not count: what they wait for may have arrived meanwhile."""
 UNTIMED_ITERATIONS = 2
 """The first ones of a run, which are left out of what the cell says of its iterations."""
 
@@ -53,22 +55,23 @@ class Cell:
     loss: float | None = None
     """Of the last epoch, mean."""
     points: list[list[float]] = field(default_factory=list)
-    """Seconds of training, and the test accuracy after them: at the end of every epoch, and of the run."""
+    """Seconds of training, and the test accuracy after them: at every evaluation, and at the end of the run."""
 
 
 def read_run(folder: Path) -> dict[str, Any]:
     """The fields of ``Cell`` that the run in ``folder`` decides.
 
     Seconds of training are the sum of rank 0's iterations: no evaluation is in them. Where another rank is slower,
-    as beside an asynchronous server, everybody waits for it at the end of every epoch: hence they are multiplied by
-    the slowest rank's median iteration over rank 0's.
+    as with an asynchronous server, all ranks wait for it at every evaluation: hence they are multiplied by the slowest
+    rank's median iteration over rank 0's.
     """
     summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     lines = read_metrics(folder / METRICS_FILE)
     timed = lines[UNTIMED_ITERATIONS:]
     paces = summary["iteration_seconds_of_ranks"]
-    clock = [at * max(paces) / paces[0] for at in accumulate(line["seconds"]["iteration"] for line in lines)]
     accuracies = [line["test_accuracy"] for line in lines]
+    seconds = undisturbed([line["seconds"]["iteration"] for line in lines], accuracies)
+    clock = [at * max(paces) / paces[0] for at in accumulate(seconds)]
     accuracies[-1] = summary["final"]["test_accuracy"]
     return {
         "iteration_s": max(paces),
@@ -79,6 +82,27 @@ def read_run(folder: Path) -> dict[str, Any]:
         "loss": summary["final"]["train_loss"],
         "points": [[at, accuracy] for at, accuracy in zip(clock, accuracies, strict=True) if accuracy is not None],
     }
+
+
+def undisturbed(seconds: Sequence[float], accuracies: Sequence[float | None]) -> list[float]:
+    """Return the ``seconds`` of iterations, as if none of them had followed an evaluation (an accuracy).
+
+    A gradient in flight travels on during an evaluation, off the clock, so the next iterations wait less for it than
+    they would have: the ``AFTER_EVALUATION`` first ones count as much as the mean of the others. Without others, all
+    count as they are.
+
+    >>> undisturbed([2.0, 4.0, 0.5, 0.5, 3.0], [None, 0.8, None, None, 0.9])
+    [2.0, 4.0, 3.0, 3.0, 3.0]
+    """
+    follows = [
+        any(accuracy is not None for accuracy in accuracies[max(0, at - AFTER_EVALUATION) : at])
+        for at in range(len(seconds))
+    ]
+    others = [one for one, disturbed in zip(seconds, follows, strict=True) if not disturbed]
+    return [
+        sum(others) / len(others) if disturbed and others else one
+        for one, disturbed in zip(seconds, follows, strict=True)
+    ]
 
 
 class Cells:

@@ -22,6 +22,8 @@ from pipesgd.errors import UserInputError
 
 NODES, ROUNDS, ITERATIONS, EPOCHS = 4, 3, 16, 10
 QUICK_NODES, QUICK_ROUNDS, QUICK_ITERATIONS, QUICK_EPOCHS = 2, 1, 10, 2
+EVALUATIONS = 24
+"""Evaluations during a run whose accuracy is compared: the crossing of the target is interpolated between two."""
 FEWEST_ROUNDS = 3
 """Fewer tell nothing of the spread."""
 FEWEST_ITERATIONS = 4
@@ -104,10 +106,12 @@ def parse(words: Sequence[str], by_torchrun: bool, description: str | None = Non
     timeout = round(START_SECONDS + 10 * traffic)
     rules = [f"--{name} {value}" for name, value in length.items()]
     rules += [f"--timeout {timeout}", f"--checkpoint-iterations {NEVER}"]
+    iterations = length.get("iterations") or length["epochs"] * iterations_per_epoch
+    if not timing:
+        rules.append(f"--evaluate-iterations {max(1, iterations // EVALUATIONS)}")
     made = contenders.make(chosen, workload, " ".join(rules))
     for one in made:
         _check_servers(one, cluster)
-    iterations = length.get("iterations") or length["epochs"] * iterations_per_epoch
     name = arguments.workload or f"{base.data.dataset}-{base.model.model}"
     return Plan(
         cluster=cluster,

@@ -43,7 +43,7 @@ CONTENDERS = {
 }
 DECIDED_HERE = (
     *("output", "resume", "overwrite", "dry-run", "config", "help"),
-    *("iterations", "epochs", "seed", "timeout"),
+    *("iterations", "epochs", "seed", "timeout", "evaluate-iterations"),
     *("checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints"),
 )
 """Options of ``pipesgd.train`` that the comparison sets, the same for all."""

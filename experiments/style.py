@@ -30,6 +30,23 @@ METHODS = {
 }
 """Strategies, and widths of the pipeline: what a colour stands for."""
 ALIASES = {"width 1": "D-Sync", "pipelined": "no prediction", "ours": "width 2"}
+TITLES = {
+    "local": "no network at all",
+    "ps-sync": "parameter server, synchronous",
+    "ps-async": "parameter server, asynchronous",
+    "ddp": "DDP",
+    "ddp fp16": "DDP, fp16 hook",
+    "ddp powersgd": "DDP, PowerSGD hook",
+    "D-Sync, native": "pipesgd, width 1, torch's all-reduce",
+    "D-Sync, ring": "pipesgd, width 1 (synchronous)",
+    "width 2, native": "pipesgd, torch's all-reduce",
+    "width 2, ring": "pipesgd, no codec",
+    "width 2, int8": "pipesgd, int8",
+    "width 2, int4": "pipesgd, int4",
+    "width 2, ternary": "pipesgd, ternary",
+    "width 3, ring": "pipesgd, width 3, no codec",
+}
+"""Contenders of comparisons as a user calls them; pipesgd is of width 2 where nothing else is said."""
 SPARE = (INDIGO, OLIVE, BLACK, YELLOW)
 """For methods that somebody adds."""
 CODEC_LINES: dict[str, tuple[Any, str]] = {

@@ -363,6 +363,8 @@ class RunConfig:
     """When an averaged gradient holds a NaN or an infinity: stop the run, or skip that update."""
     check_replicas: int | None = None
     """Compare a hash of the weights of all ranks every so many iterations (and always at the end)."""
+    evaluate_iterations: int | None = None
+    """Iterations between two evaluations on the test set; without it, one at the end of every epoch."""
     checkpoint_seconds: float = 60.0
     """Seconds between checkpoints, roughly."""
     checkpoint_iterations: int | None = None
@@ -382,6 +384,8 @@ class RunConfig:
         check_one_of("on-nonfinite", self.on_nonfinite, ON_NONFINITE)
         if self.check_replicas is not None:
             check_at_least("check-replicas", self.check_replicas, 1)
+        if self.evaluate_iterations is not None:
+            check_at_least("evaluate-iterations", self.evaluate_iterations, 1)
         check_above_zero("checkpoint-seconds", self.checkpoint_seconds)
         if self.checkpoint_iterations is not None:
             check_at_least("checkpoint-iterations", self.checkpoint_iterations, 1)

@@ -292,7 +292,7 @@ class Run:
         farewell.is_open = False
 
     def _iterate(self, iteration: int, samples: Iterator[Any]) -> IterationMetrics:
-        """One iteration: its gradients, what the strategy makes of them, and an evaluation at the end of an epoch."""
+        """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due."""
         job, ranks, per_epoch = self.job, self.job.ranks, self.job.batches.iterations_per_epoch
         ranks.iteration = iteration
         lr = float(job.schedule.get_last_lr()[0])
@@ -314,7 +314,7 @@ class Run:
         self._paces.append(seconds["iteration"])
         self._computing.append(seconds["compute"])
         evaluation = None
-        if (iteration + 1) % per_epoch == 0 and iteration + 1 < job.iterations:
+        if (iteration + 1) % (job.config.run.evaluate_iterations or per_epoch) == 0 and iteration + 1 < job.iterations:
             ranks.enter("evaluation")
             self.strategy.share_weights()
             evaluation = self._evaluate()

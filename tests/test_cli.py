@@ -209,6 +209,7 @@ from timing_model.schedules import ALL_REDUCES
         ("--timeout 1e15", "timeout must be from 0.1 to 1,000,000 seconds; got 1000000000000000.0"),
         ("--on-nonfinite ignore", "on-nonfinite must be stop or skip; got 'ignore'"),
         ("--check-replicas 0", "check-replicas must be at least 1; got 0"),
+        ("--evaluate-iterations 0", "evaluate-iterations must be at least 1; got 0"),
         ("--checkpoint-iterations 0", "checkpoint-iterations must be at least 1; got 0"),
         ("--keep-checkpoints 0", "keep-checkpoints must be at least 1; got 0"),
         ("--device gpu", "device must be cpu or cuda; got 'gpu' (did you mean cpu?)"),

@@ -113,16 +113,17 @@ def test_a_transformer_learns_text(tmp_path: Path) -> None:
         (tmp_path / "text" / f"{i}.txt").write_text(" ".join(numbers.choice(words) for _ in range(100)))
     model = "--model transformer --layers 1 --heads 2 --embedding 32 --context 16 --batch-size 16"
     result = succeed(
-        2, f"{model} --dataset text:{tmp_path / 'text'} --optimizer adamw --lr 0.01 --iterations 60", tmp_path / "run"
+        2,
+        f"{model} --dataset text:{tmp_path / 'text'} --optimizer adamw --lr 0.01 --iterations 60 "
+        "--evaluate-iterations 25",
+        tmp_path / "run",
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["loss"] == pytest.approx(math.log(256), abs=0.1)
     assert lines[-1]["loss"] < 2.5
     tested = [line for line in lines if line["test_loss"] is not None]
-    assert tested
-    assert [line["iteration"] for line in tested] == [
-        line["iteration"] for line in lines if line["test_accuracy"] is not None
-    ]
+    assert [line["iteration"] for line in tested] == [24, 49]
+    assert [line["iteration"] for line in lines if line["test_accuracy"] is not None] == [24, 49]
     final = result["final"]
     assert final["test_loss"] < min(2.5, tested[0]["test_loss"])
     assert final["test_accuracy"] > max(0.3, tested[0]["test_accuracy"])

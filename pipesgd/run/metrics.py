@@ -48,9 +48,9 @@ class IterationMetrics:
     prediction_error: float | None = None
     """Length of their difference, in lengths of the mean."""
     test_accuracy: float | None = None
-    """After the last iteration of an epoch: share of the test set's labels predicted rightly."""
+    """Share of the test set's labels predicted rightly, after an iteration that an evaluation follows."""
     test_loss: float | None = None
-    """Likewise: mean loss of a label of the test set."""
+    """Mean loss of a label of the test set in the same evaluation."""
 
 
 def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, float]:

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments import accuracies, contenders, iteration_times, limits
-from experiments.cells import Cell, Cells, complete, order, read_run
-from experiments.compare_plan import parse
+from experiments.cells import Cell, Cells, complete, order, read_run, undisturbed
+from experiments.compare_plan import EVALUATIONS, parse
 from experiments.contenders import CONTENDERS, WORKLOADS, Contender
 from experiments.limits import Cluster, ring_limit, server_time, textbook_server_time
 from experiments.results import REPOSITORY, RESULTS, load
@@ -232,8 +232,15 @@ def test_a_cell_is_read_from_a_run_without_its_first_iterations(tmp_path: Path) 
     assert got.iteration_s == 2.5
     assert got.medians_s == {"compute": 0.5, "communication": 0.5, "exposed": 0.5, "update": 0.5}
     assert (got.wire_bytes, got.loss) == (100, 0.25)
-    # On the clock of the slowest rank, which takes 1.25 times as long.
-    assert got.points == [[18 * 1.25, 0.5], [21 * 1.25, 0.8], [24 * 1.25, 0.9]]
+    # On the clock of the slowest rank, which takes 1.25 times as long; all iterations after the first evaluation follow
+    # one, so each counts as much as the others' mean, 9 s.
+    assert got.points == [[18 * 1.25, 0.5], [36 * 1.25, 0.8], [45 * 1.25, 0.9]]
+
+
+def test_what_arrives_during_an_evaluation_gives_nobody_an_advantage() -> None:
+    accuracies_at = [None, 0.5, None, None, None, 0.8, None]
+    assert undisturbed([1.0, 2.0, 0.1, 0.1, 3.0, 2.0, 0.1], accuracies_at) == [1.0, 2.0, 2.0, 2.0, 3.0, 2.0, 2.0]
+    assert undisturbed([1.0, 2.0, 4.0], [None, None, 0.9]) == [1.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize(
@@ -451,7 +458,7 @@ def test_the_figure_shows_a_stacked_bar_for_everybody_who_got_through() -> None:
 
 def accurate() -> list[dict[str, Any]]:
     points = {
-        "ddp": [[[10.0, 0.7], [20.0, 0.85]], [[10.0, 0.8], [20.0, 0.7]], [[10.0, 0.7], [40.0, 0.8]]],
+        "ddp": [[[10.0, 0.7], [20.0, 0.85]], [[4.0, 0.7], [6.0, 0.9], [20.0, 0.7]], [[10.0, 0.7], [40.0, 0.8]]],
         "local": [[[1.0, 0.9]], [[1.0, 0.7]], []],
     }
     cells = [cell(name, i, 0.5, points=some) for name, curves in points.items() for i, some in enumerate(curves)]
@@ -459,12 +466,13 @@ def accurate() -> list[dict[str, Any]]:
     return accuracies.summarize(made("ddp", "local"), cells[::-1], target=0.8)
 
 
-def test_time_to_accuracy_is_that_of_a_measured_point_or_nothing() -> None:
-    assert [(row["contender"], row["seed"], row["seconds_to_target"]) for row in accurate()] == [
-        ("ddp", 0, 20.0),
-        ("ddp", 1, 10.0),
+def test_time_to_accuracy_is_interpolated_between_evaluations_or_not_known() -> None:
+    found = [(row["contender"], row["seed"], row["seconds_to_target"]) for row in accurate()]
+    assert found[0] == ("ddp", 0, pytest.approx(10 + 10 * 0.1 / 0.15))
+    assert found[1:] == [
+        ("ddp", 1, pytest.approx(5.0)),
         ("ddp", 2, 40.0),
-        ("local", 0, 1.0),
+        ("local", 0, None),  # above it when it was first evaluated: nobody knows since when
         ("local", 1, None),
         ("local", 2, None),
     ]
@@ -473,22 +481,37 @@ def test_time_to_accuracy_is_that_of_a_measured_point_or_nothing() -> None:
 
 def test_a_median_over_seeds_needs_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     ddp, local = accuracies.medians(accurate())
-    assert (ddp["seconds_to_target_median"], ddp["reached"], ddp["final_accuracy_median"]) == (20.0, 3, 0.8)
-    assert (local["seconds_to_target_median"], local["reached"]) == (None, 1)
+    assert (ddp["seconds_to_target_median"], ddp["reached"], ddp["final_accuracy_median"]) == (
+        pytest.approx(16 + 2 / 3),
+        3,
+        0.8,
+    )
+    assert (local["seconds_to_target_median"], local["reached"]) == (None, 0)
     accuracies.show(accurate(), "a title")
     line = capsys.readouterr().out.splitlines()[-2]
-    assert [text.strip() for text in line.split("│")[2:4]] == ["1.0, not reached, failed", "1 of 3 reached"]
+    assert [text.strip() for text in line.split("│")[2:4]] == ["not seen, not seen, failed", "0 of 3 seen"]
     assert accuracies.notes(accurate())[-1] == "local, seed 2 failed: rank 2: it broke"
 
 
 def test_the_figure_has_a_colour_for_every_contender_and_a_line_for_every_seed() -> None:
     axes = accuracies.plot(accurate(), Figure().subplots(), "a title")
     *curves, target = axes.lines
-    assert [list(line.get_xdata()) for line in curves] == [[10, 20], [10, 20], [10, 40], [1], [1], []]
+    assert [list(line.get_xdata()) for line in curves] == [[10, 20], [4, 6, 20], [10, 40], [1], [1], []]
     assert list(curves[0].get_ydata()) == pytest.approx([70, 85])
     assert target.get_ydata()[0] == 80
     assert [curves[i].get_color() == curves[0].get_color() for i in range(6)] == [True] * 3 + [False] * 3
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ddp", "local", "target, 80 %"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["DDP: 16.7 s", "no network at all"]
+    assert axes.get_legend().get_title().get_text() == "median seconds to 80 %"
+
+
+def test_runs_that_were_evaluated_once_are_bars_that_end_at_their_seconds() -> None:
+    cells = [cell(name, 0, 0.5, points=[[at, 0.85]]) for name, at in (("ddp", 40.0), ("local", 10.0))]
+    axes = accuracies.plot(
+        accuracies.summarize(made("ddp", "local"), cells, target=0.8), Figure().subplots(), "a title"
+    )
+    assert [bar.get_width() for bar in axes.patches] == [40.0, 10.0]
+    assert [text.get_text() for text in axes.texts] == ["40 s, 85.00 %", "10 s, 85.00 %"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["DDP", "no network at all"]
 
 
 # For real
@@ -531,7 +554,9 @@ def test_a_real_time_to_accuracy(tmp_path: Path) -> None:
     done = run_compare(tmp_path, "--time-to-accuracy", "0.2", "--epochs", "2", "--contenders", "local")
     assert done.returncode == 0, done.stderr
     (row,) = load(tmp_path / "out" / "accuracy_digits_2x200mbit.json")
-    (first, _), (last, accuracy) = row["seconds_and_accuracy"]
-    assert 0 < first < last
-    assert row["final_accuracy"] == accuracy > 0.2
-    assert row["seconds_to_target"] in (first, last)
+    times, reached = zip(*row["seconds_and_accuracy"], strict=True)
+    assert len(times) >= EVALUATIONS
+    assert 0 < times[0] < times[-1] == row["final_seconds"]
+    assert list(times) == sorted(times)
+    assert row["final_accuracy"] == reached[-1] > 0.2
+    assert row["seconds_to_target"] is None or times[0] < row["seconds_to_target"] < times[-1]
