@@ -178,6 +178,7 @@ EXPERIMENTS = (
     *(
         Experiment(name=name, words=name, minutes=minutes)
         for name, minutes in (
+            ("first_screen", 0.1),
             ("fig06_all_reduces", 0.2),
             ("fig01_schedules", 3.0),
             ("fig02_breakdown", 60.0),

@@ -3,9 +3,9 @@
     python -m experiments.fig04_speedups        fig04_speedups.csv, .png
 
 From the result files of experiments.compare, which ran all methods in the same minutes on four nodes: the iterations of
-compare_*, and the times to accuracy of accuracy_*. The interval of an iteration's speed-up over DDP is the comparison's
-own (95 %, paired rounds). Over the parameter server, and where a comparison has a paired ratio to that, it is likewise;
-else the ends of the intervals of both to DDP are combined, which makes it wider. Times to accuracy have the slowest and
+compare_*, and the lengths of the runs of accuracy_*. The interval of an iteration's speed-up over DDP is that of the
+comparison (95 %, paired rounds). Over the parameter server it is, too, where a comparison has a paired ratio to that;
+else the ends of the intervals of both to DDP are combined, which makes it wider. Lengths of runs have the slowest and
 the fastest of their seeds, and none where there is one seed.
 """
 
@@ -68,7 +68,7 @@ def run_races(results: Path = RESULTS) -> list[str]:
 
 
 def races(results: Path = RESULTS) -> list[str]:
-    """The panels that are times to an accuracy."""
+    """The panels that are lengths of runs."""
     return list(dict.fromkeys(row["panel"] for row in FIGURE.table(results) if row["accuracy"] is not None))
 
 
@@ -116,14 +116,15 @@ def _of_race(name: str, results: Path) -> list[Row]:
     rows = load(results / f"{name}.json")
     times: dict[str, dict[int, float]] = {}
     for row in rows:
-        if row["seconds_to_target"] is not None:
-            times.setdefault(row["contender"], {})[row["seed"]] = row["seconds_to_target"]
+        if row["final_seconds"] is not None:
+            times.setdefault(row["contender"], {})[row["seed"]] = row["final_seconds"]
+    manifest = figures.manifest(name, results)
     found = []
     for contender, own in times.items():
         accuracies = [row["final_accuracy"] for row in rows if row["contender"] == contender]
         found.append(
             {
-                "panel": f"to {rows[0]['target_accuracy']:.1%}: {figures.title_of(figures.manifest(name, results))}",
+                "panel": f"{manifest['iterations']} iterations: {figures.title_of(manifest)}",
                 "method": contender,
                 "seconds": fmean(own.values()),
                 **_over(times.get(SERVER, {}), own).columns("server"),
@@ -195,7 +196,7 @@ FIGURE = PaperFigure(
     name=NAME,
     title="Speed-ups and final accuracy",
     caption="How many times as fast as a synchronous parameter server (dots) and as DistributedDataParallel (diamonds) "
-    "each method is on four nodes: iterations, and times to a test accuracy with the accuracy at the end.",
+    "each method is on four emulated nodes: iterations, and runs of the same length with their final accuracy.",
     plot=plot,
 )
 

@@ -30,6 +30,7 @@ from experiments import (
     fig07_layerwise,
     fig08_codecs,
     figures,
+    first_screen,
     paper_question,
     staleness_figure,
     validate_timing_model,
@@ -43,6 +44,7 @@ Draw = Callable[[str, list[Row], Path], Path]
 FIGURES = tuple(
     module.FIGURE
     for module in (
+        first_screen,
         fig01_schedules,
         fig02_breakdown,
         fig03_convergence,
@@ -59,9 +61,9 @@ DPI = 75
 """Of the pictures on the page: enough for a screen."""
 HEAD = """# Gallery
 
-The figures of the Pipe-SGD paper, from this code. Each is drawn from a result file in `experiments/results`, beside
-which a manifest says how it was made. `make figures` draws them again and writes this page; `make experiments` measures
-again. The notebooks in `notebooks/` say in words what they show.
+The README's picture, and the figures of the Pipe-SGD paper reproduced with this code. Each is drawn from a result file
+in `experiments/results`; a manifest next to it records how it was made. `make figures` draws them and writes this page;
+`make experiments` repeats the measurements. The notebooks in `notebooks/` explain them.
 """
 
 
@@ -91,6 +93,7 @@ DRAWN: dict[str, Draw] = {
     "compare_": compared,
     "paper_question": of_the_paper,
     "staleness": staleness_figure.draw,
+    "time_to_accuracy_": compared,
     "validate_timing_model": validate_timing_model.draw,
 }
 """By the beginning of a result's name."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import fig04_speedups, fig05_timing_model, fig06_all_reduces, fig08_codecs, style
+from experiments import fig04_speedups, fig05_timing_model, fig06_all_reduces, fig08_codecs, first_screen, style
 from experiments.figures import PaperFigure
 from experiments.results import RESULTS, Row, load, save
 from tests.experiments._panels import check_axes, labels, panels
@@ -19,6 +19,7 @@ DERIVED: dict[str, tuple[PaperFigure, Callable[[], list[Row]]]] = {
     "fig05": (fig05_timing_model.FIGURE, fig05_timing_model.compute),
     "fig06": (fig06_all_reduces.FIGURE, fig06_all_reduces.compute),
     "fig08": (fig08_codecs.FIGURE, fig08_codecs.compute),
+    "first_screen": (first_screen.FIGURE, first_screen.compute),
 }
 
 
@@ -37,6 +38,21 @@ def test_the_saved_table_is_what_comes_out_of_the_results_now(name: str) -> None
                 assert before[column] == value, (column, before, after)
 
 
+# The README's picture.
+
+
+def test_a_bar_ends_at_its_number_and_says_how_many_times_as_fast_it_is() -> None:
+    rows = first_screen.compute()
+    for panel, axes in panels(first_screen.FIGURE, rows).items():
+        own = [row for row in rows if row["panel"] == panel]
+        assert [bar.get_width() for bar in axes.patches] == pytest.approx([1e3 * row["iteration_s"] for row in own])
+        for row, bar, text in zip(own, axes.patches, axes.texts, strict=True):
+            assert text.xy[0] == bar.get_width()
+            assert text.get_text().split()[0] == f"{bar.get_width():.0f}"
+            assert text.get_text().endswith("ms" if row["contender"] == "ddp" else "x")
+        assert [label.get_text() for label in axes.get_yticklabels()][-1] == "no network at all"
+
+
 # fig04: speed-ups.
 
 
@@ -52,7 +68,7 @@ def test_speedups_are_those_of_the_comparisons() -> None:
         for over in ("over_server", "over_ddp"):
             if row[f"{over}_low"] is not None:
                 assert row[f"{over}_low"] <= row[over] <= row[f"{over}_high"]
-    raced = rows["to 84.0%: fashion-mnist-mlp, 4 nodes at 200 Mbit/s", "width 2, int4"]
+    raced = rows["234 iterations: fashion-mnist-mlp, 4 nodes at 200 Mbit/s", "width 2, int4"]
     assert raced["over_server"] > 5
 
 

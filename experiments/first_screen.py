@@ -1,0 +1,98 @@
+"""The README's picture: time of an iteration with DDP, with pipesgd, and without any network, at two link rates.
+
+    python -m experiments.first_screen        first_screen.csv, .png
+
+Drawn from the results of experiments.compare. A bar ends at the median iteration of the slowest rank, which is the
+number beside it; how many times as fast as DDP that is comes from iterations of the same rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from experiments import command, figures
+from experiments.figures import PaperFigure
+from experiments.results import RESULTS, Row, load
+from experiments.style import BLUE, GREY, PURPLE, TITLES
+from pipesgd.ranks import Ranks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAME = "first_screen"
+SOURCES = {"200 Mbit/s": "compare_mlp_4x200mbit_codecs.csv", "1 Gbit/s": "compare_mlp_4x1gbit_codecs.csv"}
+"""Results of comparisons, by the rate of the links."""
+SHOWN = ("ddp", "ddp fp16", "width 2, ring", "width 2, int8", "width 2, int4", "local")
+DDP = "ddp"
+COLOURS = {"DDP": PURPLE, "pipesgd": BLUE, "no": GREY}
+"""Colours by the first word of a bar's name."""
+
+
+def compute(results: Path = RESULTS) -> list[Row]:
+    """Return a row for every rate and contender: seconds of an iteration, and how many times as fast as DDP that is."""
+    rows = []
+    for rate, source in SOURCES.items():
+        found = {row["contender"]: row for row in load(results / source)}
+        for name in SHOWN:
+            row = found[name]
+            low, middle, high = (row[f"ratio_to_ddp_{end}"] for end in ("high", "median", "low"))
+            rows.append(
+                {
+                    "panel": f"links of {rate}",
+                    "contender": name,
+                    "iteration_s": row["iteration_median_s"],
+                    "times_as_fast_as_ddp": 1 / middle,
+                    "times_as_fast_low": 1 / low,
+                    "times_as_fast_high": 1 / high,
+                    "rounds": row["rounds"],
+                }
+            )
+    return rows
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """Draw the bars of one rate, each with its milliseconds and its speed-up over DDP at its end."""
+    for place, row in enumerate(rows):
+        name, milliseconds = TITLES[row["contender"]], 1e3 * row["iteration_s"]
+        axes.barh(place, milliseconds, color=COLOURS[name.replace(",", " ").split()[0]])
+        faster = "" if row["contender"] == DDP else f"   {row['times_as_fast_as_ddp']:.1f}x"
+        axes.annotate(
+            f"{milliseconds:.0f} ms{faster}",
+            (milliseconds, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold" if name.startswith("pipesgd") else "normal",
+        )
+    axes.set_yticks(range(len(rows)), [TITLES[row["contender"]] for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 1.4 * 1e3 * max(row["iteration_s"] for row in rows))
+    best = max(row["times_as_fast_as_ddp"] for row in rows if row["contender"] not in (DDP, "local"))
+    axes.set(title=f"{rows[0]['panel']}: up to {best:.1f} times as fast as DDP", xlabel="time of an iteration (ms)")
+    return axes
+
+
+FIGURE = PaperFigure(
+    name=NAME,
+    title="pipesgd and DDP",
+    caption="Time of an iteration with DistributedDataParallel, with pipesgd at width 2, and with no network at all, "
+    "on four emulated nodes at 200 Mbit/s and 1 Gbit/s. Bars end at the median; the number behind it is the speed-up "
+    "over DDP. MLP 784-1000-1000-10, 512 samples a rank; two cores compute for all four nodes.",
+    plot=plot,
+    panel=(5.6, 2.7),
+    abreast=1,
+)
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """Run the command."""
+    arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
+    FIGURE.publish(compute(), arguments, console, figures.sources(list(SOURCES.values())))
+
+
+if __name__ == "__main__":
+    command.run(main)
