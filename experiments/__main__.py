@@ -144,7 +144,7 @@ EXPERIMENTS = (
             name=f"time_to_accuracy_{workload}_4x200mbit",
             words=f"compare --nodes 4 --rate 200mbit --name time_to_accuracy_{workload}_4x200mbit "
             f"--time-to-accuracy {target:g} --iterations {iterations} --seeds 3 {options} "
-            '--contenders "D-Sync, ring" ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4"',
+            '--contenders "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"',
             minutes=minutes,
         )
         for workload, target, iterations, options, minutes in (
