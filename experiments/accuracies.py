@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def seconds_to(target: float, points: Sequence[Sequence[float]]) -> float | None:
-    """Seconds at the first of the ``points`` that has reached ``target``; None if none has. Nothing in between.
+    """Return the seconds at the first of ``points`` that has reached ``target``; None if none has. No interpolation.
 
     >>> seconds_to(0.8, [[10.0, 0.75], [20.0, 0.81], [30.0, 0.79]])
     20.0
@@ -26,7 +26,7 @@ def seconds_to(target: float, points: Sequence[Sequence[float]]) -> float | None
 
 
 def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], target: float) -> list[Row]:
-    """A row for every contender and seed, with all points of its curve."""
+    """Return a row for every contender and seed, with all points of its curve."""
     return [
         {
             "contender": one.name,
@@ -46,9 +46,9 @@ def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], target: fl
 
 
 def medians(rows: Sequence[Row]) -> list[Row]:
-    """A row for every contender: medians over its seeds; None for the seconds unless every seed reached the target.
+    """Return medians over seeds, a row for every contender; the seconds are None unless every seed reached the target.
 
-    A median over those that did would be that of the lucky ones.
+    A median over only the seeds that reached it would be that of the lucky ones.
     """
     found = []
     for name in dict.fromkeys(row["contender"] for row in rows):
@@ -70,7 +70,7 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
-    """A line for every contender and seed, a colour for every contender; the target as a line across."""
+    """Draw a line for every contender and seed, with a colour for every contender, and a horizontal line at the target."""
     styles = method_styles([row["contender"] for row in rows])
     for row in rows:
         points = row["seconds_and_accuracy"]
@@ -117,7 +117,7 @@ def _reached(row: Row) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the table does not say, a line each."""
+    """Return notes that the table does not contain, one per line: what the seconds include, and why runs failed."""
     lines = ["seconds of training, without evaluations, which are made at the end of every epoch and of the run"]
     return lines + [
         f"{row['contender']}, seed {row['seed']} failed: {row['failure']}" for row in rows if row["failure"]
