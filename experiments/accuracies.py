@@ -70,7 +70,7 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
-    """Draw a line for every contender and seed, with a colour for every contender, and a horizontal line at the target."""
+    """Draw a line for every contender and seed, a colour for every contender, and a horizontal line at the target."""
     styles = method_styles([row["contender"] for row in rows])
     for row in rows:
         points = row["seconds_and_accuracy"]

@@ -177,5 +177,5 @@ def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
         table.add_row(*row.values())
     width = None
     if not sys.stdout.isatty():
-        width = max(LOG_WIDTH, Console(width=MOST_WIDTH).measure(table).maximum)  # a file has no edge at which to cut numbers
+        width = max(LOG_WIDTH, Console(width=MOST_WIDTH).measure(table).maximum)  # a file has no edge to cut numbers at
     Console(width=width).print(table)
