@@ -53,7 +53,7 @@ SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 16_000_000, 40_000_000)
 DEFAULT_CODECS = ("fp32", "bf16", "int8", "int4")
 QUICK_SIZES, QUICK_CODECS, QUICK_ALGORITHMS = (4_000, 400_000), ("fp32", "int8"), ("native", "ring")
 LEAST_EFFICIENCY, LEAST_TO_NATIVE = 0.90, 0.97
-"""Targets at least: efficiency of the ring with a codec, and native's time over that of the fp32 ring."""
+"""Targets (at least) for the efficiency of the ring with a codec, and for native's time over that of the fp32 ring."""
 TARGET_NODES, TARGET_RATE, TARGET_SIZES = 4, 200e6, (1_000_000, 40_000_000)
 WARM_UP_ROUNDS = 1
 

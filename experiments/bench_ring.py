@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 WORLD_SIZES, LINK_WORLD_SIZES = (2, 3, 4), (3, 4, 5)
 TARGET_RATIO = 1.10
 TARGET_RATIO_SLOW_LINK, TARGET_RATIO_LINK = 1.03, 1.05
-"""Targets for the ring's time over native's, at most: on links up to ``SLOW_LINK``, and on faster ones."""
+"""Targets (at most) for the ring's time over native's, on links up to ``SLOW_LINK`` and on faster ones."""
 TARGET_FROM_NBYTES = 1_000_000
 WARM_UP_ROUNDS = 3
 COLOURS = {"native": "#0072B2", "ring": "#D55E00"}  # Okabe and Ito: distinguishable by the colour-blind

@@ -99,7 +99,7 @@ def ask(words: str) -> int:
 
 
 def job(world_size: int) -> Question:
-    """Return a question to plan for without the command."""
+    """Return a question to plan in this process, without the command."""
     tensors = (2_000_000,) * 50
     compute = ComputeProfile.exact(model="", batch_size=1, tensors=tensors, compute=0.3, update=0.01)
     cluster = Profile(calibrated=NOTHING, link=LinkProfile.exact(NETWORKS["10GbE"]))

@@ -27,7 +27,7 @@ from pipesgd.run.metrics import SECONDS, read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
 UNTIMED_ITERATIONS = 2
-"""Iterations at the start of a run that its cell leaves out of the figures on iterations."""
+"""Number of iterations at the start of a run that a cell leaves out of what it says of iterations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Cell:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return the fields of ``Cell`` that the run in ``folder`` decides.
+    """Return the fields of ``Cell`` that the run in ``folder`` determines.
 
     Training seconds are the sum of rank 0's iterations, without evaluations. If another rank is slower, as can happen
     with an asynchronous server, all ranks wait for it at the end of every epoch. The sum is therefore multiplied by

@@ -75,7 +75,7 @@ SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 30
 DEADLINE_SECONDS = 3600.0
 """Seconds after which a run counts as hung."""
 APART = 1.05
-"""Factor in bytes by which the figure moves codecs that send equally much apart, so that they are side by side."""
+"""Factor in bytes that puts codecs that send equally much side by side in the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ SMALL_LR = 0.01
 START_SECONDS = 60.0
 """Seconds for imports, connections and data on a machine with more ranks than cores."""
 ITERATION_SECONDS = 5.0
-"""Most seconds of an iteration without its traffic."""
+"""Longest time of an iteration without its traffic, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,11 @@ class Plan:
     output: Path
 
     def seed(self, index: int) -> int:
-        """Return the seed of the run with this index: rounds all have the same."""
+        """Return the seed of the run with this index; all rounds have the same seed."""
         return 0 if self.target is None else index
 
     def key(self) -> dict[str, Any]:
-        """Return what identifies the plan's cells; not the number of rounds nor the target, which may be raised later."""
+        """Return what identifies the plan's cells; not the rounds' number nor the target, which may be raised later."""
         return {
             "cluster": dataclasses.asdict(self.cluster),
             "contenders": [[one.name, one.words] for one in self.contenders],

@@ -41,7 +41,7 @@ RACES = tuple(
 SERVER, DDP = "ps-sync", "ddp"
 TICKS = (0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20)
 LEFT_OUT = ("local",)
-"""Contenders that are left out because they are no way to train."""
+"""Contenders that are left out because they are not a way to train."""
 
 
 @dataclass(frozen=True, kw_only=True)

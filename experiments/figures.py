@@ -37,13 +37,13 @@ class PaperFigure:
     """Name of the figure's files and of its module."""
     title: str
     caption: str
-    """Description of the figure, also for somebody who does not see it."""
+    """Text that describes the figure, also for somebody who does not see it."""
     plot: Callable[[list[Row], Axes], Axes]
     """Function that draws the rows of one panel."""
     panel: tuple[float, float] = (4.6, 3.4)
     """Width and height of a panel, in inches."""
     abreast: int = 3
-    """Most panels in a line."""
+    """Largest number of panels in a line."""
     columns: str = "csv"
     """Ending of the table's file: "json" if values in the table are lists."""
 

@@ -62,7 +62,7 @@ class Kill:
 
 
 def arm(kill: Kill) -> None:
-    """Have this process killed as ``kill`` says.
+    """Arrange for this process to be killed as ``kill`` says.
 
     The kernel's timer kills it: nothing in this process handles SIGALRM, so it ends as abruptly as by SIGKILL.
     """

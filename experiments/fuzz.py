@@ -1,4 +1,4 @@
-"""Thousands of wrong inputs: each is accepted or refused in one line, in time, and nothing absurd is accepted.
+"""Thousands of wrong inputs: each must be accepted or refused in one line, in time, and nothing absurd accepted.
 
     python -m experiments.fuzz                                     fuzz.csv; exit code 1 if a case fails
     python -m experiments.fuzz --only "TOML options" --output DIR  some kinds of input
