@@ -1,14 +1,14 @@
-"""Runs all experiments again, one after the other, and draws all figures: many hours.
+"""Run all experiments again, one after the other, and draw all figures; this takes many hours.
 
     python -m experiments                          those that are not done yet
     python -m experiments --list                   what there is, and how long each takes
     python -m experiments --only bench_codecs      some of them, done or not
     python -m experiments --fresh                  all, from the beginning
 
-What is done is kept in runs/experiments.json: the same command goes on where it was stopped. Long experiments keep
-runs of their own; those from before are forgotten when an experiment begins, not when it goes on. One that fails does
-not keep the others from running; the command then ends with 1, and the next one tries it again. Those on emulated links
-need root, or namespaces.
+Finished experiments are recorded in runs/experiments.json: the same command resumes where it was stopped. Long
+experiments also keep their own finished runs, which are forgotten when an experiment starts, not when it resumes. A
+failed experiment does not keep the others from running; the command then exits with 1, and the next call tries the
+failed one again. Experiments on emulated links need root or namespaces.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from pipesgd.run.console import say
 
 RACERS = 'ps-sync "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"'
 STATE = Path("runs/experiments.json")
-"""Below the folder that the command is started in, as pipesgd.train has it."""
+"""Record of finished experiments, relative to the folder that the command is started in (as in pipesgd.train)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A command, and about how long it takes."""
+    """A command and its approximate duration."""
 
     name: str
     words: str
-    """The module below experiments, and its options."""
+    """Module in ``experiments`` and its options."""
     minutes: float
-    """On two cores."""
+    """Approximate duration on two cores, in minutes."""
     ranks: int = 0
-    """Of torchrun; none for a command that starts its own."""
+    """Number of ranks that torchrun starts; 0 for a command that starts its own."""
 
     def arguments(self, *, fresh: bool) -> list[str]:
-        """The words of a process; ``fresh`` runs that were kept are made again."""
+        """Return the arguments that start the process; with ``fresh``, kept runs are made again."""
         module, *options = shlex.split(self.words)
         if fresh and module in KEEP_RUNS:
             options.append("--fresh")
@@ -174,7 +174,7 @@ EXPERIMENTS = (
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=150),
     Experiment(name="paper_question", words="paper_question", minutes=1),
     Experiment(name="tutorial", words="tutorial", minutes=6),
-    # What reads the results of others comes after them.
+    # Experiments that read the results of others come after them.
     *(
         Experiment(name=name, words=name, minutes=minutes)
         for name, minutes in (
@@ -194,7 +194,7 @@ EXPERIMENTS = (
 
 
 def minutes_left(missing: Sequence[Experiment], done: Mapping[str, Any]) -> float:
-    """Of the missing ones: typical times, as much longer or shorter as those that are done were."""
+    """Estimate the minutes left: typical times of ``missing``, scaled by how those of the finished ones turned out."""
     known = [one for one in EXPERIMENTS if "minutes" in done.get(one.name, {})]
     typical, taken = sum(one.minutes for one in known), sum(done[one.name]["minutes"] for one in known)
     return sum(one.minutes for one in missing) * (taken / typical if known else 1.0)
@@ -208,9 +208,9 @@ def run_all(
     *,
     again: bool = False,
 ) -> list[str]:
-    """Run those that are not done yet, or all of them ``again``; the names of those that failed.
+    """Run the experiments that are not done yet, or all if ``again``; return the names of those that failed.
 
-    ``run`` is told whether the experiment begins, or goes on.
+    ``run`` gets an experiment, and True if it starts from the beginning or False if it resumes.
     """
     done: dict[str, dict[str, Any]] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
     missing = [one for one in chosen if again or "minutes" not in done.get(one.name, {})]
@@ -234,7 +234,7 @@ def run_all(
 
 
 def _write(state: Path, done: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write ``done`` to ``state`` atomically."""
     state.parent.mkdir(parents=True, exist_ok=True)
     aside = state.with_suffix(".tmp")
     aside.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
@@ -242,12 +242,12 @@ def _write(state: Path, done: Mapping[str, Any]) -> None:
 
 
 def start(experiment: Experiment, fresh: bool) -> int:
-    """Run it to its end; its exit code."""
+    """Run ``experiment`` to its end and return its exit code."""
     return subprocess.run(experiment.arguments(fresh=fresh), cwd=REPOSITORY).returncode
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     options = command.Parser(
         prog="python -m experiments",
         description=__doc__,

@@ -35,7 +35,7 @@ def seconds_to(target: float, points: Sequence[Sequence[float]]) -> float | None
 
 
 def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], target: float) -> list[Row]:
-    """A row for every contender and seed, with all points of its curve."""
+    """Return a row for every contender and seed, with all points of its curve."""
     return [
         {
             "contender": one.name,
@@ -57,7 +57,7 @@ def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], target: fl
 def medians(rows: Sequence[Row]) -> list[Row]:
     """Return a row for every contender: medians over seeds; no seconds unless every seed was seen to cross the target.
 
-    A median over those that did would be that of the lucky ones.
+    A median over only the seeds that reached it would be that of the lucky ones.
     """
     found = []
     for name in dict.fromkeys(row["contender"] for row in rows):

@@ -1,13 +1,13 @@
-"""All-reduces over emulated links: every algorithm with every codec, interleaved, beside what the wire allows.
+"""All-reduces over emulated links: every algorithm with every codec, interleaved, next to what the wire allows.
 
     python -m experiments.bench_all_reduce --rate 200mbit        bench_all_reduce_200mbit.csv, .png
     python -m experiments.bench_all_reduce --rate 200mbit --world-sizes 3 4 5 --name bench_all_reduce_matrix
     python -m experiments.bench_all_reduce --rate 1gbit --world-sizes 4 --algorithms native ring --codecs fp32 int8
 
-Nodes of a testbed have one rank each. A round times every contender once, in rotated order, each after a barrier and
-on the same values, with error feedback where pipesgd.train has it; the time of a call is that of the slowest rank, and
-its CPU seconds, user and system of the whole process, are those of the busiest. The wire's limit is what the busiest
-rank sends or receives, headers of full packets counted, over the rate; the efficiency is the limit over the median.
+Each node of the testbed has one rank. A round times every contender once, in rotated order, each after a barrier and
+on the same values, with error feedback where pipesgd.train has it. The time of a call is that of the slowest rank; its
+CPU seconds (user and system, of the whole process) are those of the busiest. The wire's limit is what the busiest rank
+sends or receives, including the headers of full packets, over the rate; the efficiency is the limit over the median.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ALGORITHMS = tuple(name for name in ALL_REDUCES if name != "hierarchical")
-"""Nodes have one rank each: there is no hierarchy."""
+"""All-reduces to compare; hierarchical is left out, since each node has one rank."""
 SIZES = (4_000, 64_000, 1_000_000, 4_000_000, 16_000_000, 40_000_000)
 DEFAULT_CODECS = ("fp32", "bf16", "int8", "int4")
 QUICK_SIZES, QUICK_CODECS, QUICK_ALGORITHMS = (4_000, 400_000), ("fp32", "int8"), ("native", "ring")
 LEAST_EFFICIENCY, LEAST_TO_NATIVE = 0.90, 0.97
-"""Of the ring with a codec, in its wire limits; of the fp32 ring, in times of native over its own."""
+"""Targets (at least) for the efficiency of the ring with a codec, and for native's time over that of the fp32 ring."""
 TARGET_NODES, TARGET_RATE, TARGET_SIZES = 4, 200e6, (1_000_000, 40_000_000)
 WARM_UP_ROUNDS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long is measured."""
+    """The seconds and rounds of measuring for each size."""
 
     seconds_per_size: float
     least_rounds: int
     most_rounds: int
 
     def rounds(self, round_seconds: float) -> int:
-        """How many rounds of this duration are made for one size."""
+        """Return the number of rounds for one size if a round takes ``round_seconds``."""
         return min(self.most_rounds, max(self.least_rounds, int(self.seconds_per_size / round_seconds)))
 
 
@@ -89,7 +89,7 @@ class Contender:
         return f"{self.algorithm}, {self.codec.codec}"
 
     def busiest(self, flat: Tensor) -> float:
-        """Bytes that the busiest rank sends or receives to reduce ``flat``, which is reduced. Collective."""
+        """Reduce ``flat`` and return the bytes that the busiest rank sends or receives for it. Collective."""
         if self.algorithm == "native":
             self.all_reduce(flat)
             return float(slowest([self.all_reduce.wire_bytes(flat)])[0])
@@ -100,7 +100,7 @@ class Contender:
 
 
 def make_contenders(ranks: Ranks, algorithms: Sequence[str], codecs: Sequence[str]) -> list[Contender]:
-    """All that there are: torch's own cannot add up every codec. Collective."""
+    """Return all combinations that exist: torch's own all-reduce cannot sum every codec. Collective."""
     contenders = []
     for algorithm in algorithms:
         connections = Connections(algorithm, ranks, timeout=DEFAULT_TIMEOUT)
@@ -115,7 +115,7 @@ def make_contenders(ranks: Ranks, algorithms: Sequence[str], codecs: Sequence[st
 
 
 class Timed:
-    """Times calls on the same values in the same memory, and keeps their CPU seconds."""
+    """A timer for calls on the same values in the same memory, which keeps their CPU seconds."""
 
     def __init__(self, contender: Contender, values: Tensor, flat: Tensor):
         self._contender, self._values, self._flat = contender, values, flat
@@ -140,12 +140,12 @@ def _cpu_seconds() -> float:
 def compute(
     ranks: Ranks, contenders: Sequence[Contender], sizes: Sequence[int], rate: float, effort: Effort, console: Console
 ) -> list[Row]:
-    """A row for every size and contender, the same on all ranks.
+    """Return a row for every size and contender, the same on all ranks.
 
     Raises:
-        RunError: the exact ones do not give the same sums.
+        RunError: the exact contenders do not give the same sums.
     """
-    # 1. The same sums? What travels, and how long does a round take?
+    # 1. Check the sums; measure the bytes that travel and the duration of a round.
     prepared = []
     for nbytes in sizes:
         values = input_values(ranks.rank, nbytes)
@@ -181,7 +181,7 @@ def summarize(
     times: Mapping[str, paired.Seconds],
     cpu_seconds: paired.Seconds,
 ) -> Row:
-    """One line of the table; algbw and busbw, in byte/s, as nccl-tests defines them."""
+    """Return one line of the table, with algbw and busbw, in byte/s, as nccl-tests defines them."""
     own, native = times[contender.name], times.get("native, fp32")
     limit = wire_seconds(wire_bytes, rate)
     to_native = None if native is None else paired_ratio(native, own)
@@ -208,7 +208,7 @@ def summarize(
 
 
 def target_met(row: Row) -> bool | None:
-    """Whether the row meets its target; None where there is none."""
+    """Return True if the row meets its target, False if it misses it, None if it has none."""
     least, most = TARGET_SIZES
     on_target = row["p"] == TARGET_NODES and row["rate"] <= TARGET_RATE and least <= row["nbytes"] <= most
     if not on_target or row["algorithm"] != "ring":
@@ -220,7 +220,7 @@ def target_met(row: Row) -> bool | None:
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """For one p and codec: time over size, both logarithmic, and as dashed lines what the wire allows."""
+    """Draw time over size for one p and codec, both logarithmic, and the wire's limits as dashed lines."""
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         own = [row for row in rows if row["algorithm"] == algorithm]
         sizes, colour = [row["nbytes"] for row in own], style.ALL_REDUCES[algorithm]
@@ -234,7 +234,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure: a line of panels for every p."""
+    """Write the figure, with a line of panels for every p."""
     kinds = list(dict.fromkeys((row["p"], row["codec"]) for row in rows))
     panels = [partial(plot, [row for row in rows if (row["p"], row["codec"]) == kind]) for kind in kinds]
     numbers = len({row["p"] for row in rows})
@@ -276,7 +276,7 @@ def publish(name: str, rows: list[Row], links: dict[str, Any], folder: Path) -> 
 
 
 def run_all(arguments: Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of all p, each in a job of its own, one after the other; and what the links were measured to do."""
+    """Run a job for each p, one after the other; return the rows of all p and the measurements of the links."""
     rows: list[Row] = []
     links: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -296,7 +296,7 @@ def run_all(arguments: Namespace) -> tuple[list[Row], dict[str, Any]]:
 
 @command.testbed_errors_as_ours()
 def parse(words: Sequence[str]) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Parse the options. Raises ``UserInputError``."""
     options = command.parser("bench_all_reduce", __doc__)
     add, number = options.add_argument, command.at_least
     add("--rate", required=True, help="of every link, e.g. 200mbit")
@@ -325,7 +325,7 @@ def parse(words: Sequence[str]) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command; started by torchrun, it is a rank of its own job."""
+    """Run the command, or one rank of its job if torchrun started this process."""
     arguments = ranks.agree("options", lambda: parse(words))
     if not ranks.by_torchrun:
         rows, links = run_all(arguments)

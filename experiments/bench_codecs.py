@@ -1,14 +1,14 @@
-"""What codecs cost on one thread: encode, decode and the fused hop, beside copying the same float32 values.
+"""Cost of codecs on one thread: encode, decode and the fused hop, next to copying the same float32 values.
 
     python -m experiments.bench_codecs                 bench_codecs.csv, bench_codecs.png
 
-A round times the copy (numpy's, of float32, warm) and every contender once, in rotated order; a ratio is of times of
-the same round, in CPU seconds of the thread: while others have the core, no time passes. "cache" is 256 KiB of
-float32, in calls that follow each other, the first of them not timed; "memory" is 128 MiB, one call. Values are put
-back before each, untimed. The hop decodes what was received, adds it and encodes the sum; "hop, residual" also adds a
-residual and takes what the message says out of it; it has no target. What Python itself adds to a call counts.
+A round times the copy (numpy's, of float32, warm) and every contender once, in rotated order. A ratio compares times
+of the same round, in CPU seconds of the thread, which do not advance while others have the core. "cache" is 256 KiB of
+float32 in back-to-back calls, the first of them untimed; "memory" is 128 MiB in one call. Values are restored before
+each measurement, untimed. The hop decodes the received message, adds it and encodes the sum; "hop, residual" also adds
+a residual and subtracts what the message encodes from it; it has no target. Python's own overhead in a call counts.
 
-Beside ours: bf16, int8 and int4 written straightforwardly in torch, eager and by torch.compile.
+Our codecs are compared with bf16, int8 and int4 written straightforwardly in torch, eager and by torch.compile.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RIVALS = ("eager", "compile")
 OPERATIONS = ("encode", "decode", "hop", "hop, residual")
 MOST_FOR_DECODE = 2.0
 MOST_FOR_THE_REST = {"bf16": 2.0, "int8": 2.0, "int4": 3.0, "ternary": 3.0, "ternary stochastic": 3.0}
-"""Copies that a decode, and an encode or a hop without residual of these, may take at most."""
+"""Limits in times of a copy: for any decode, and for an encode or a hop without residual of these codecs."""
 COLOURS = dict(zip(OPERATIONS, ("#0072B2", "#E69F00", "#D55E00", "#CC79A7"), strict=True))  # Okabe and Ito
 MARKERS = dict(zip(OPERATIONS, "^vso", strict=True))
 
@@ -60,14 +60,14 @@ Operation = Callable[[], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How many values, and how they are timed."""
+    """A number of values and how they are timed."""
 
     name: str
     numel: int
     calls: int
-    """That are timed together."""
+    """Calls that are timed together."""
     warm: bool
-    """Whether a call goes before them, untimed."""
+    """True if an untimed call precedes the timed ones."""
     rounds: int
 
 
@@ -82,7 +82,7 @@ QUICK = (
 
 
 class Buffers:
-    """The float32 values that all contenders of one size share, like gradients, so that caches hold no more."""
+    """Gradient-like float32 values that all contenders of one size share, so that caches hold no more."""
 
     def __init__(self, numel: int):
         generator = torch.Generator().manual_seed(0)
@@ -96,7 +96,7 @@ class Buffers:
 
 
 def own_operations(codec: Codec, buffers: Buffers) -> dict[str, Operation]:
-    """Ours."""
+    """Return the operations of our ``codec``, by name."""
     values, residual = buffers.values, buffers.residual
     received, wire = (torch.zeros(codec.wire_bytes(values.numel()), dtype=torch.uint8) for _ in range(2))
     buffers.reset()
@@ -110,7 +110,7 @@ def own_operations(codec: Codec, buffers: Buffers) -> dict[str, Operation]:
 
 
 def torch_operations(name: str, how: str, buffers: Buffers) -> dict[str, Operation]:
-    """torch's, "eager" or by "compile"."""
+    """Return the operations of the codec ``name`` written in torch, run "eager" or by "compile"."""
     codec = TORCH_CODECS[name]
 
     def made(function: Callable[..., None]) -> Callable[..., None]:
@@ -128,7 +128,7 @@ def torch_operations(name: str, how: str, buffers: Buffers) -> dict[str, Operati
 
 
 def compute(sizes: Sequence[Size], codecs: Sequence[str], rivals: Sequence[str], console: Console) -> list[Row]:
-    """A row for every size, contender and operation."""
+    """Return a row for every size, contender and operation."""
     torch.set_num_threads(1)
     rows = []
     for size in sizes:
@@ -156,13 +156,13 @@ def compute(sizes: Sequence[Size], codecs: Sequence[str], rivals: Sequence[str],
 
 
 def _first_calls(contenders: dict[tuple[str, str], Operation], console: Console) -> dict[tuple[str, str], str]:
-    """Call each once, which may compile it. Those that torch cannot compile here are taken out: why, by their names."""
+    """Call each contender once, which may compile it; remove those that torch cannot compile here and return why."""
     failures: dict[tuple[str, str], str] = {}
     with command.progress(console, "compiling", len(contenders)) as advance:
         for key, function in list(contenders.items()):
             try:
                 function()
-            except Exception as failure:  # whatever a compiler may raise; ours have to work
+            except Exception as failure:  # a compiler may raise anything; our own codecs must work
                 if "torch compile" not in key[0]:
                     raise
                 failures[key] = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:100]}"
@@ -172,7 +172,7 @@ def _first_calls(contenders: dict[tuple[str, str], Operation], console: Console)
 
 
 def time_calls(function: Operation, buffers: Buffers, size: Size) -> float:
-    """Seconds of a call."""
+    """Return the CPU seconds of a call."""
     buffers.reset()
     if size.warm:
         function()
@@ -185,7 +185,7 @@ def time_calls(function: Operation, buffers: Buffers, size: Size) -> float:
 def summarize(
     size: Size, name: str, operation: str, times: Sequence[float] | None, copy: Sequence[float], failure: str = ""
 ) -> Row:
-    """A line of the table; there are no ``times`` of what could not be compiled."""
+    """Return a line of the table; ``times`` is None for what could not be compiled."""
     ratio = None if times is None else paired_ratio(times, copy)
     target = target_of(name, operation)
     return {
@@ -208,14 +208,14 @@ def summarize(
 
 
 def target_of(name: str, operation: str) -> float | None:
-    """Copies that the operation may take; None where there is no target."""
+    """Return the operation's limit, in times of a copy; None if it has no target."""
     if name not in CODECS or operation == "hop, residual":
         return None
     return MOST_FOR_DECODE if operation == "decode" else MOST_FOR_THE_REST.get(name)
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """For one size: a line for every contender, a mark for every operation, over the ratio, logarithmic."""
+    """Draw one size: a line for every contender and a mark for every operation, over the ratio, logarithmic."""
     names = list(dict.fromkeys(row["contender"] for row in rows))
     for operation in OPERATIONS:
         own = [row for row in rows if row["operation"] == operation and row["ratio_median"] is not None]
@@ -236,7 +236,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure: a panel for every size."""
+    """Write the figure, with a panel for every size."""
     sizes = dict.fromkeys(row["size"] for row in rows)
     height = 1.5 + 0.3 * len({row["contender"] for row in rows})
     panels = [partial(plot, [row for row in rows if row["size"] == size]) for size in sizes]
@@ -255,7 +255,7 @@ def publish(rows: list[Row], folder: Path) -> None:
 
 
 def _table(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """A line for every contender, its operations side by side."""
+    """Return a line for every contender, with its operations side by side."""
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
         line = lines.setdefault(row["contender"], {"contender": row["contender"], **dict.fromkeys(OPERATIONS, "")})
@@ -264,7 +264,7 @@ def _table(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def _text(row: Row) -> str:
-    """E.g. "1.52 +-0.03 met", with half of the spread of the middle half."""
+    """Return a cell such as "1.52 +-0.03 met": the ratio, half of its interquartile range, and the verdict."""
     if row["ratio_median"] is None:
         return "not available"
     verdict = {None: "", True: " met", False: " MISSED"}[row["target_met"]]
@@ -272,7 +272,7 @@ def _text(row: Row) -> str:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Parse the options. Raises ``UserInputError``."""
     options = command.parser("bench_codecs", __doc__)
     add = options.add_argument
     add("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"of {'; '.join(CODECS)} (all)")
@@ -287,7 +287,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     rows = compute(QUICK if arguments.quick else FULL, arguments.codecs, arguments.rivals, console)
     publish(rows, arguments.output)

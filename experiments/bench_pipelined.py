@@ -2,11 +2,11 @@
 
     torchrun --nproc-per-node 4 -m experiments.bench_pipelined      bench_pipelined.csv, bench_pipelined.png
 
-A round has a block of iterations of each contender, in rotated order. Before a block come two iterations
-that are not timed and a barrier; a pipeline is empty when a block begins and emptied again, by flush(),
-within the timed region, so that every gradient is computed, reduced and applied inside it. All contenders
-train a copy of the same model on the same batches, which are in memory before: loading is not measured.
-The time of a block is that of the slowest rank.
+A round has a block of iterations of each contender, in rotated order. Two untimed iterations and a barrier
+precede each block. A pipeline is empty when a block begins and is emptied again, by flush(), within the timed
+region, so that every gradient is computed, reduced and applied inside it. All contenders train a copy of the
+same model on the same batches, which are already in memory: loading is not measured. The time of a block is
+that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UNTIMED_ITERATIONS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained, on Fashion-MNIST."""
+    """A model and batch size to train on Fashion-MNIST."""
 
     name: str
     model: str
@@ -53,14 +53,14 @@ class Workload:
     hidden_sizes: tuple[int, ...] = ()
 
     def build(self, data: DataSplits) -> nn.Module:
-        """The model, with the same weights every time."""
+        """Return the model, with the same weights every time."""
         torch.manual_seed(0)
         return build_model(
             self.model, sample_shape=data.sample_shape, num_classes=data.num_classes, hidden_sizes=self.hidden_sizes
         )
 
     def batches(self, data: DataSplits, ranks: Ranks, number: int) -> list[Batch]:
-        """The first batches of this rank, in memory."""
+        """Return the first ``number`` batches of this rank, in memory."""
         shards = ShardedBatches(
             data.train, batch_size=self.batch_size, rank=ranks.rank, world_size=ranks.world_size, seed=0
         )
@@ -77,7 +77,7 @@ WORKLOADS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is measured."""
+    """The workloads, iterations and rounds to measure."""
 
     workloads: tuple[Workload, ...]
     block: int
@@ -90,8 +90,8 @@ QUICK = Effort(workloads=WORKLOADS[:1], block=5, rounds=3)
 
 
 def compute(ranks: Ranks, effort: Effort, data: DataSplits, console: Console) -> list[Row]:
-    """A row for every workload and contender, the same on all ranks."""
-    # 1. One round of each to warm up, which also says how long it all will take.
+    """Return a row for every workload and contender, the same on all ranks."""
+    # 1. Warm up with one round of each, which also shows how long everything will take.
     loops = {workload: make_loops(workload.build(data), ranks) for workload in effort.workloads}
     blocks = {
         workload: make_blocks(loops[workload], workload.batches(data, ranks, UNTIMED_ITERATIONS + effort.block))
@@ -111,7 +111,7 @@ def compute(ranks: Ranks, effort: Effort, data: DataSplits, console: Console) ->
 
 
 def make_blocks(loops: Mapping[str, Loop], batches: Sequence[Batch]) -> dict[str, Contender]:
-    """For each loop, what times a block of its iterations: seconds per iteration."""
+    """Return, for each loop, a function that times a block of its iterations and returns seconds per iteration."""
     untimed, timed = batches[:UNTIMED_ITERATIONS], batches[UNTIMED_ITERATIONS:]
 
     def block(loop: Loop) -> float:
@@ -129,7 +129,7 @@ def make_blocks(loops: Mapping[str, Loop], batches: Sequence[Batch]) -> dict[str
 
 
 def summarize(workload: Workload, seconds: dict[str, Seconds]) -> list[Row]:
-    """The lines of the table for one workload; times are per iteration."""
+    """Return the lines of the table for one workload; times are per iteration."""
     rows = []
     for name, times in seconds.items():
         ratio = paired_ratio(times, seconds["ddp"])
@@ -150,7 +150,7 @@ def summarize(workload: Workload, seconds: dict[str, Seconds]) -> list[Row]:
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """A bar for every contender of one workload: the median, and a whisker as long as the middle half of the times."""
+    """Draw a bar for every contender of one workload: the median, with a whisker as long as the interquartile range."""
     names = [row["contender"].replace(", ", "\n").replace(" (", "\n(") for row in rows]
     times = [row["median_s"] for row in rows]
     axes.bar(
@@ -166,7 +166,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def _colour(contender: str) -> str:
-    """That of its method in all figures."""
+    """Return the colour that the contender's method has in all figures."""
     known = {"ddp": "ddp", "pipelined width 2": "width 2", "synchronous (width 1)": "D-Sync"}
     return METHODS[known.get(contender.split(", ")[0], "local")]
 
@@ -193,14 +193,14 @@ def publish(rows: list[Row], folder: Path) -> None:
 
 
 def verdict(row: Row) -> str:
-    """Whether the row meets the target; empty where there is none."""
+    """Return "met" or "MISSED", or an empty string if the row has no target."""
     if row["contender"] not in TARGETED:
         return ""
     return "met" if row["ratio_to_ddp_median"] <= TARGET_RATIO else "MISSED"
 
 
 def parse(words: Sequence[str], world_size: int) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Parse the options. Raises ``UserInputError``."""
     arguments = command.parse(command.parser("bench_pipelined", __doc__), words)
     if world_size < 2:
         raise UserInputError("at least 2 ranks must be started (torchrun --nproc-per-node 4 ...); got 1")
@@ -208,7 +208,7 @@ def parse(words: Sequence[str], world_size: int) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.world_size))
     data = ranks.agree("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)

@@ -1,10 +1,10 @@
-"""What a prediction costs a rank: time beside the optimizer's own step, and memory, per million parameters.
+"""Cost of a prediction for a rank: time, next to the optimizer's own step, and memory, per million parameters.
 
     python -m experiments.bench_prediction                        bench_prediction.csv, bench_prediction.png
 
 In every round each prediction predicts once from one gradient in flight (width 2), with each optimizer, in rotated
-order, on the MLP 784-1000-1000-10; the optimizer's own step is among the contenders. Bytes are what a prediction
-holds, gradients in flight included, besides what the optimizer and the pipeline hold anyway.
+order, on the MLP 784-1000-1000-10; the optimizer's own step is among the contenders. Bytes are the memory of a
+prediction, including gradients in flight, in addition to what the optimizer and the pipeline hold anyway.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COLOUR = "#0072B2"
 
 
 class Contender:
-    """One prediction, with a model and an optimizer of its own."""
+    """One prediction with its own model and optimizer."""
 
     def __init__(self, name: str, make: Callable[[nn.Module], torch.optim.Optimizer], hidden: tuple[int, ...]):
         torch.manual_seed(0)
@@ -57,14 +57,14 @@ class Contender:
             COMPARED.get(name, "none" if name == STEP else name), self._parameters, self._optimizer, Clipping()
         )
         self._agreement = Agreement()
-        self._agreement.cosine = 0.6  # as it is in training: eager has something to do
+        self._agreement.cosine = 0.6  # as in training, so that eager has something to do
 
     @property
     def numel(self) -> int:
         return sum(parameter.numel() for parameter in self._parameters)
 
     def __call__(self) -> float:
-        """An iteration, of which what is compared is timed."""
+        """Run an iteration and return the seconds of the part that is compared."""
         kept = self._prediction.keep(self._gradients)
         in_flight = [Unapplied(kept, hyperparameters.current(self._optimizer))]
         self._prediction.weights.restore()
@@ -86,14 +86,14 @@ class Contender:
         return stepped if self._name == STEP else corrected + predicted
 
     def nbytes(self) -> int:
-        """What the prediction holds."""
+        """Return the bytes that the prediction holds."""
         self()
         kept = self._prediction.keep(self._gradients)
         return self._prediction.nbytes + self._agreement.nbytes + sum(tensor.nbytes for tensor in kept)
 
 
 def compute(rounds: int, hidden: tuple[int, ...], console: Console) -> list[Row]:
-    """A row for every optimizer and prediction."""
+    """Return a row for every optimizer and prediction."""
     rows: list[Row] = []
     with command.progress(console, "predictions", len(OPTIMIZERS) * (rounds + WARM_UP)) as advance:
         for optimizer, make in OPTIMIZERS.items():
@@ -123,7 +123,7 @@ def compute(rounds: int, hidden: tuple[int, ...], console: Console) -> list[Row]
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """A bar for every prediction of one optimizer."""
+    """Draw a bar for every prediction of one optimizer."""
     names = [row["prediction"] for row in rows]
     axes.barh(names[::-1], [1e3 * row["s_per_million_parameters"] for row in rows][::-1], color=COLOUR)
     axes.set(title=rows[0]["optimizer"], xlabel="ms an iteration, per million parameters")
@@ -151,14 +151,14 @@ def publish(rows: list[Row], folder: Path) -> None:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Parse the options. Raises ``UserInputError``."""
     arguments = command.parse(command.parser("bench_prediction", __doc__), words)
     command.check_alone("bench_prediction", by_torchrun, "it needs one process")
     return arguments
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     rounds, hidden = (QUICK_ROUNDS, (30,)) if arguments.quick else (ROUNDS, (1000, 1000))
     publish(compute(rounds, hidden, console), arguments.output)

@@ -4,8 +4,8 @@
     python -m experiments.bench_ring --all --rate 200mbit     p = 3, 4, 5, one rank a node: bench_ring_200mbit.csv
     torchrun --nproc-per-node 2 -m experiments.bench_ring     one p: bench_ring_p2.csv
 
-A round times each of the two once, in alternating order, each after a barrier and on the same values;
-the time of a call is that of the slowest rank. The first rounds are left out.
+A round times each of the two once, in alternating order, each after a barrier and on the same values.
+The time of a call is that of the slowest rank. The first rounds are left out.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ if TYPE_CHECKING:
 WORLD_SIZES, LINK_WORLD_SIZES = (2, 3, 4), (3, 4, 5)
 TARGET_RATIO = 1.10
 TARGET_RATIO_SLOW_LINK, TARGET_RATIO_LINK = 1.03, 1.05
-"""Over links up to ``SLOW_LINK``, and over faster ones."""
+"""Targets (at most) for the ring's time over native's, on links up to ``SLOW_LINK`` and on faster ones."""
 TARGET_FROM_NBYTES = 1_000_000
 WARM_UP_ROUNDS = 3
-COLOURS = {"native": "#0072B2", "ring": "#D55E00"}  # Okabe and Ito: told apart by the colour-blind
+COLOURS = {"native": "#0072B2", "ring": "#D55E00"}  # Okabe and Ito: distinguishable by the colour-blind
 MARKERS: dict[str, dict[str, Any]] = {
     "native": {"marker": "o", "markersize": 11, "fillstyle": "none"},
     "ring": {"marker": "s"},
 }
-"""Both show where they lie on each other."""
+"""Markers that both stay visible where points overlap."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """What is measured, and how long."""
+    """The sizes to measure, and the seconds and rounds for each."""
 
     sizes: tuple[int, ...]
-    """Buffers, in bytes."""
+    """Sizes of buffers, in bytes."""
     seconds_per_size: float
     least_rounds: int
     most_rounds: int
 
     def rounds(self, round_seconds: float) -> int:
-        """How many rounds of this duration are made for one size."""
+        """Return the number of rounds for one size if a round takes ``round_seconds``."""
         return min(self.most_rounds, max(self.least_rounds, int(self.seconds_per_size / round_seconds)))
 
 
@@ -83,7 +83,7 @@ LINK_QUICK = Effort(sizes=(400_000, 1_000_000), seconds_per_size=0.2, least_roun
 
 
 def compute(ranks: Ranks, effort: Effort, console: Console) -> list[Row]:
-    """A row for every size, the same on all ranks.
+    """Return a row for every size, the same on all ranks.
 
     Raises:
         RunError: the two all-reduces do not give the same sums.
@@ -92,7 +92,7 @@ def compute(ranks: Ranks, effort: Effort, console: Console) -> list[Row]:
         name: make_all_reduce(name, ranks, timeout=DEFAULT_TIMEOUT, segment_bytes=SEGMENT_BYTES)
         for name in ("native", "ring")
     }
-    # 1. The same sums? And how long a round takes says how many there will be.
+    # 1. Check the sums, and choose the number of rounds by how long one takes.
     round_seconds = {}
     for nbytes in effort.sizes:
         check_sums(all_reduces, input_values(ranks.rank, nbytes))
@@ -111,7 +111,7 @@ def compute(ranks: Ranks, effort: Effort, console: Console) -> list[Row]:
 
 
 def check_sums(all_reduces: Mapping[str, AllReduce], values: Tensor) -> None:
-    """Raise ``RunError`` unless all give the same sums."""
+    """Raise ``RunError`` unless all all-reduces give the same sums."""
     sums = [values.clone() for _ in all_reduces]
     for all_reduce, flat in zip(all_reduces.values(), sums, strict=True):
         all_reduce(flat)
@@ -120,13 +120,13 @@ def check_sums(all_reduces: Mapping[str, AllReduce], values: Tensor) -> None:
 
 
 def input_values(rank: int, nbytes: int) -> Tensor:
-    """Whole numbers, float32 (nbytes / 4,): their sums are exact, in whatever order they are added."""
+    """Return whole numbers, float32 (nbytes / 4,), whose sums are exact in whatever order they are added."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-1000, 1000, (nbytes // 4,), generator=generator).float()
 
 
 def make_contenders(all_reduces: Mapping[str, AllReduce], rank: int, nbytes: int) -> dict[str, Contender]:
-    """Each all-reduce, to be timed on the same values in the same memory."""
+    """Return a timer for each all-reduce, on the same values in the same memory."""
     values = input_values(rank, nbytes)
     flat = torch.empty_like(values)
 
@@ -141,7 +141,7 @@ def make_contenders(all_reduces: Mapping[str, AllReduce], rank: int, nbytes: int
 
 
 def summarize(world_size: int, nbytes: int, native: Seconds, ring: Seconds) -> Row:
-    """One line of the table; algbw and busbw, in byte/s, as nccl-tests defines them."""
+    """Return one line of the table, with algbw and busbw, in byte/s, as nccl-tests defines them."""
     ratio = paired_ratio(ring, native)
     bus = 2 * (world_size - 1) / world_size
     return {
@@ -163,7 +163,7 @@ def summarize(world_size: int, nbytes: int, native: Seconds, ring: Seconds) -> R
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Time over size, both logarithmic, for the rows of one p."""
+    """Draw time over size, both logarithmic, for the rows of one p."""
     for name in ("native", "ring"):
         times = [row[f"{name}_median_s"] for row in rows]
         axes.plot([row["nbytes"] for row in rows], times, color=COLOURS[name], label=name, **MARKERS[name])
@@ -174,7 +174,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def readable(nbytes: int) -> str:
-    """``nbytes`` in whole units."""
+    """Return ``nbytes`` in whole units."""
     for unit, size in (("MiB", 1 << 20), ("MB", 1_000_000), ("KiB", 1 << 10), ("kB", 1000)):
         if nbytes >= size and nbytes % size == 0:
             return f"{nbytes // size} {unit}"
@@ -205,14 +205,14 @@ def publish(name: str, rows: list[Row], folder: Path, *, target: float, facts: d
 
 
 def verdict(row: Row, target: float) -> str:
-    """Whether the row meets the target; empty where there is none."""
+    """Return "met" or "MISSED", or an empty string if the row has no target."""
     if row["nbytes"] < TARGET_FROM_NBYTES:
         return ""
     return "met" if row["ratio_median"] <= target else "MISSED"
 
 
 def run_all(world_sizes: Sequence[int], rate: float | None, *, quick: bool) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of all p, each in a job of its own, one after the other; and what the links were measured to do."""
+    """Run a job for each p, one after the other; return the rows of all p and the measurements of the links."""
     rows: list[Row] = []
     links: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +235,7 @@ def run_all(world_sizes: Sequence[int], rate: float | None, *, quick: bool) -> t
 
 @command.testbed_errors_as_ours()
 def parse(words: Sequence[str], world_size: int) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Parse the options. Raises ``UserInputError``."""
     options = command.parser("bench_ring", __doc__)
     options.add_argument("--all", action="store_true", help="run every p, without torchrun before it")
     options.add_argument("--rate", help="of the links that --all emulates, or that the ranks are on; e.g. 200mbit")
@@ -258,7 +258,7 @@ def parse(words: Sequence[str], world_size: int) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.world_size))
     rate = arguments.rate
     name, target, full, quick, world_sizes = "bench_ring", TARGET_RATIO, FULL, QUICK, WORLD_SIZES

@@ -1,11 +1,11 @@
-"""How fast the timing model answers, on one core.
+"""Response times of the timing model on one core.
 
     python -m experiments.bench_timing_model              bench_timing_model.csv
 
-Each line is the median of some runs after one that is not timed: of the ``timing-model`` command in a process of its
-own, from its start to its end, for GPT-2 at 10 Gbit/s, or of calls in this process; what the model keeps between these
-is dropped before each run of a plan and of "anew". Memory is the most that a command's process had, or how much this
-one grew, at most, in all runs up to that line. Linux only.
+Each line is the median of several runs after an untimed one: of the ``timing-model`` command in a process of its own,
+from its start to its end, for GPT-2 at 10 Gbit/s, or of calls in this process. The model's caches are emptied before
+each run of a plan and of the 96 all-reduces. Memory is the peak of the command's process, or the growth of this
+process's peak in all runs up to that line. Linux only.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ code = main()
 print(*[line for line in open("/proc/self/status") if line.startswith("VmHWM")], file=sys.stderr)
 sys.exit(code)
 """
-"""The command, and then its own memory: what the system counts for a child holds the parent's before it began."""
+"""Program that runs the command, then prints its peak memory; the system's count for a child includes its parent's."""
 COLD_S = 2.0
-"""From a cold start."""
+"""Target for a command from a cold start, in seconds."""
 FULL: dict[str, Any] = {
     "ranks": 10_000,
     "iterations": 1_000,
@@ -71,25 +71,25 @@ FULL: dict[str, Any] = {
 QUICK: dict[str, Any] = {"ranks": 100, "iterations": 10, "calls": 100, "world_sizes": (4,)}
 RUNS = 5
 KIB = 1024
-"""Unit of the largest size that the system reports, in bytes."""
+"""Bytes in the unit of the peak memory that the system reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is timed: something done ``times`` in a row."""
+    """A task to time, which is something done ``times`` in a row."""
 
     name: str
     do: Callable[[], int | None]
-    """If it is done in another process, the most memory that this had, in bytes."""
+    """Function that does all of it; returns the other process's peak memory in bytes if it runs in one."""
     target_s: float | None = None
-    """For all of it; issue 6."""
+    """Target for all of it, in seconds (issue 6)."""
     most_bytes: float | None = None
-    """Likewise."""
+    """Target for the memory of all of it, in bytes (issue 6)."""
     times: int = 1
 
 
 def ask(words: str) -> int:
-    """Run the ``timing-model`` command; the most memory that it had, in bytes."""
+    """Run the ``timing-model`` command and return its peak memory, in bytes."""
     done = subprocess.run(
         [sys.executable, "-c", ASKED, *words.split()], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
@@ -99,7 +99,7 @@ def ask(words: str) -> int:
 
 
 def job(world_size: int) -> Question:
-    """Something to plan, without the command."""
+    """Return a question to plan in this process, without the command."""
     tensors = (2_000_000,) * 50
     compute = ComputeProfile.exact(model="", batch_size=1, tensors=tensors, compute=0.3, update=0.01)
     cluster = Profile(calibrated=NOTHING, link=LinkProfile.exact(NETWORKS["10GbE"]))
@@ -107,7 +107,7 @@ def job(world_size: int) -> Question:
 
 
 def space(configurations: int) -> Space:
-    """Something to search, of at least so many configurations, half of them widths and half segment sizes."""
+    """Return a search space of at least ``configurations``, spread over widths and segment sizes."""
     codecs = (UNCOMPRESSED, *CODECS)
     all_reduces = tuple(name for name in ALL_REDUCES if name not in ("hierarchical", "native"))
     pairs = len(codecs) * len(all_reduces)
@@ -122,7 +122,7 @@ def space(configurations: int) -> Space:
 
 
 def cases(ranks: int, iterations: int, calls: int, world_sizes: Sequence[int]) -> list[Case]:
-    """All of them; targets are for the numbers of a full run."""
+    """Return all cases; targets are for the numbers of a full run."""
 
     def periods() -> None:
         for number in range(calls):
@@ -168,7 +168,7 @@ def cases(ranks: int, iterations: int, calls: int, world_sizes: Sequence[int]) -
 
 
 def compute(chosen: Sequence[Case], runs: int, console: Console) -> list[Row]:
-    """A row for every case."""
+    """Return a row for every case."""
     rows: list[Row] = []
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with command.progress(console, "timing model", len(chosen)) as advance:
@@ -198,7 +198,7 @@ def compute(chosen: Sequence[Case], runs: int, console: Console) -> list[Row]:
 
 
 def publish(rows: list[Row], folder: Path) -> None:
-    """Save the rows, and print them."""
+    """Save the rows and print them."""
     save("bench_timing_model", rows, folder=folder)
     command.show(
         "How fast the timing model answers",
@@ -217,14 +217,14 @@ def publish(rows: list[Row], folder: Path) -> None:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Parse the options. Raises ``UserInputError``."""
     arguments = command.parse(command.parser("bench_timing_model", __doc__), words)
     command.check_alone("bench_timing_model", by_torchrun, "it needs one process")
     return arguments
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     chosen = cases(**QUICK if arguments.quick else FULL)
     publish(compute(chosen, 1 if arguments.quick else RUNS, console), arguments.output)

@@ -1,4 +1,4 @@
-"""The cells of a comparison: one run of one contender each, kept in a file of its own as soon as it is done."""
+"""Cells of a comparison: each is one run of one contender, kept in a file of its own as soon as it is done."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 AFTER_EVALUATION = 2
 """Iterations after an evaluation whose own time does not count: what they wait for may have arrived meanwhile."""
 UNTIMED_ITERATIONS = 2
-"""The first ones of a run, which are left out of what the cell says of its iterations."""
+"""Number of iterations at the start of a run that a cell leaves out of what it says of iterations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What one run came to. Without ``failure`` nothing is None but a loss that was not finite."""
+    """Outcome of one run. Without ``failure`` no field is None, except a loss that was not finite."""
 
     contender: str
     index: int
-    """The round; the seed, where accuracy is compared."""
+    """Index of the round, or the seed where accuracy is compared."""
     started: str
     failure: str | None = None
-    """Why there is nothing else."""
+    """Reason why the run has no results; None if it succeeded."""
     iteration_s: float | None = None
-    """The slowest rank's median."""
+    """Median iteration of the slowest rank, in seconds."""
     iteration_s_of_ranks: list[float] = field(default_factory=list)
-    """Every worker's median."""
+    """Median iteration of every worker, in seconds."""
     iterations_s: list[float] = field(default_factory=list)
-    """Rank 0's, without the first ``UNTIMED_ITERATIONS``."""
+    """Seconds of rank 0's iterations, without the first ``UNTIMED_ITERATIONS``."""
     medians_s: dict[str, float] = field(default_factory=dict)
-    """Rank 0's compute, communication, exposed and update, likewise."""
+    """Medians of rank 0's compute, communication, exposed and update, in seconds, over the same iterations."""
     wire_bytes: float | None = None
-    """That rank 0 sends in an iteration, median, likewise."""
+    """Bytes that rank 0 sends in an iteration, the median over the same iterations."""
     loss: float | None = None
-    """Of the last epoch, mean."""
+    """Mean loss of the last epoch."""
     points: list[list[float]] = field(default_factory=list)
     """Seconds of training, and the test accuracy after them: at every evaluation, and at the end of the run."""
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The fields of ``Cell`` that the run in ``folder`` decides.
+    """Return the fields of ``Cell`` that the run in ``folder`` determines.
 
     Seconds of training are the sum of rank 0's iterations: no evaluation is in them. Where another rank is slower,
     as with an asynchronous server, all ranks wait for it at every evaluation: hence they are multiplied by the slowest
@@ -106,16 +106,16 @@ def undisturbed(seconds: Sequence[float], accuracies: Sequence[float | None]) ->
 
 
 class Cells:
-    """The cells in a folder, whose name is a hash of everything that their figures depend on."""
+    """The cells in a folder whose name is a hash of everything that their figures depend on."""
 
     def __init__(self, parent: Path, key: Any):
         text = json.dumps([key, sources(), _machine()], sort_keys=True, default=repr)
         self.folder = parent / hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def stem(self, contender: Contender, index: int) -> Path:
-        """The path of a cell's files, without what tells them apart."""
+        """Return the path of a cell's files, without the suffixes that distinguish them."""
         name = re.sub(r"[^a-z0-9]+", "-", contender.name.lower()).strip("-")
-        # The name alone may be another's: "a b" and "a, b".
+        # The name alone may collide: "a b" and "a, b".
         digest = hashlib.sha256(contender.name.encode()).hexdigest()[:4]
         return self.folder / f"{name}-{digest}-{index}"
 
@@ -123,12 +123,12 @@ class Cells:
         return self.stem(contender, index).with_suffix(".json")
 
     def load(self, contender: Contender, index: int) -> Cell | None:
-        """The finished cell, if it is."""
+        """Return the cell if it is finished, else None."""
         found = self.read(self.file(contender, index))
         return None if found is None else Cell(**found)
 
     def save(self, contender: Contender, cell: Cell) -> None:
-        """Keep ``cell``: whole or not there, whenever this process is killed."""
+        """Save ``cell`` atomically: its file is whole or missing, whenever this process is killed."""
         self.write(self.file(contender, cell.index), dataclasses.asdict(cell))
 
     def write(self, path: Path, value: Any) -> None:
@@ -139,16 +139,16 @@ class Cells:
 
     @staticmethod
     def read(path: Path) -> Any:
-        """What ``write`` wrote; None if there is no such file."""
+        """Return what ``write`` wrote; None if there is no such file."""
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def forget(self) -> None:
-        """Throw all of them away."""
+        """Delete all cells."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def sources(*own: Path) -> str:
-    """A hash of the measured code and links, and of ``own``, an experiment's files and folders; committed or not."""
+    """Return a hash of the measured code and links and of ``own``, an experiment's files, whether committed or not."""
     digest = hashlib.sha256()
     for root in (Path(pipesgd.__file__).parent, REPOSITORY / "experiments" / "testbed", *own):
         for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
@@ -162,7 +162,7 @@ def _machine() -> dict[str, Any]:
 
 
 def order(contenders: Sequence[Contender], indices: Iterable[int]) -> list[tuple[Contender, int]]:
-    """Who runs when: in every round all of them, everybody first equally often."""
+    """Return the order of the runs: every round has all contenders, and each comes first equally often."""
     return [(contender, index) for index in indices for contender in turns(contenders, index)]
 
 
@@ -172,7 +172,7 @@ def complete(
     run: Callable[[Contender, int], Cell],
     console: Console,
 ) -> Iterator[Cell]:
-    """The cells of ``todo``, of which those that are not there yet are run, and kept."""
+    """Yield the cells of ``todo``; those that are missing are run and kept."""
     missing = [(contender, index) for contender, index in todo if not cells.file(contender, index).exists()]
     done, begin = 0, time.perf_counter()
     with _bar(console) as bar:
@@ -202,7 +202,7 @@ def _outcome(cell: Cell) -> str:
 def _bar(console: Console) -> Progress:
     columns = (TextColumn("comparing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     texts = (TextColumn("{task.fields[what]}{task.fields[left]}"),)
-    # Once a second: what is measured runs on the same cores.
+    # Only once a second, since the measured runs use the same cores.
     return Progress(
         *columns, *texts, console=console, refresh_per_second=1, transient=True, disable=not console.is_terminal
     )

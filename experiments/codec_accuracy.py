@@ -1,13 +1,13 @@
-"""What a codec costs in accuracy: the same training with every codec on the wire, for several seeds.
+"""Cost of a codec in accuracy: the same training with every codec on the wire, for several seeds.
 
     python -m experiments.codec_accuracy                          codec_accuracy.csv, codec_accuracy.png
     python -m experiments.codec_accuracy --models mlp --codecs fp32 int8 "int8 stochastic"
 
-A run is pipesgd.train at width 1 on four ranks of this machine, over loopback. In a row stand all seeds of a
-codec; differences to fp32 are of the same seeds, which begin with the same weights and see the same samples.
+A run is pipesgd.train at width 1 on four ranks of this machine, over loopback. A row has all seeds of a codec;
+differences to fp32 compare runs of the same seed, which start from the same weights and see the same samples.
 
-A run that fails is a result as well. Finished runs are kept in codec_accuracy.runs.json in the output folder,
-by their words, with the commit that they were made with: the same command runs only what is missing or failed.
+A failed run is a result as well. Finished runs are kept in codec_accuracy.runs.json in the output folder, by their
+arguments and with the commit that made them: the same command runs only what is missing or failed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MODELS = {
     "convnet": "--dataset fashion-mnist --model convnet --batch-size 64",
     "digits": "--dataset digits --model mlp --hidden-sizes 64 --batch-size 16",
 }
-"""The last one is for trying out."""
+"""Arguments of ``pipesgd.train`` for each model; the last model is for trying things out."""
 EPOCHS = {"mlp": 3, "convnet": 1, "digits": 3}
 CODECS = {
     "fp32": "--codec fp32",
@@ -70,27 +70,27 @@ CODECS = {
 }
 BASELINE = "fp32"
 TARGETED, MOST_LOST = ("int8", "int4"), 0.2
-"""Codecs that may lose so many points at most."""
+"""Codecs with a target, and the most points of accuracy that they may lose."""
 SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 30
 DEADLINE_SECONDS = 3600.0
-"""A run that takes longer than this hangs."""
+"""Seconds after which a run counts as hung."""
 APART = 1.05
-"""Codecs that send as much stand side by side in the figure, each at so many times the bytes of the one before."""
+"""Factor in bytes that puts codecs that send equally much side by side in the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run came to."""
+    """Outcome of one run."""
 
     started: str
     commit: str | None
-    """Of the code that it was made with; None where there is no repository."""
+    """Commit of the code that made the run; None if there is no repository."""
     seconds: float
     failure: str | None = None
-    """Why there is nothing else."""
+    """Reason why the run has no results; None if it succeeded."""
     test_accuracy: float | None = None
     wire_bytes: int | None = None
-    """That rank 0 sends in an iteration."""
+    """Bytes that rank 0 sends in an iteration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +101,16 @@ class Planned:
     codec: str
     seed: int
     words: str
-    """Of ``pipesgd.train``, all but --output."""
+    """Arguments of ``pipesgd.train``, all but --output."""
 
 
 def runs_in(folder: Path) -> KeptRuns[Run]:
-    """The finished runs of a folder."""
+    """Return the finished runs of a folder."""
     return KeptRuns(folder / "codec_accuracy.runs.json", Run)
 
 
 def plan(models: Sequence[str], codecs: Sequence[str], seeds: int, *, quick: bool) -> list[Planned]:
-    """All runs, seed by seed."""
+    """Return all planned runs, seed by seed."""
     planned = []
     for model in models:
         length = f"--iterations {QUICK_ITERATIONS}" if quick else f"--epochs {EPOCHS[model]}"
@@ -123,7 +123,7 @@ def plan(models: Sequence[str], codecs: Sequence[str], seeds: int, *, quick: boo
 
 
 def train(words: str) -> Run:
-    """One run of ``pipesgd.train`` by torchrun."""
+    """Run ``pipesgd.train`` once by torchrun."""
     started, begin = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     failure: str | None = None
     found: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def train(words: str) -> Run:
             except subprocess.TimeoutExpired:
                 failure = f"did not end within {DEADLINE_SECONDS:.0f} s"
             finally:
-                process.terminate()  # torchrun ends its ranks too; nothing happens if it has ended
+                process.terminate()  # torchrun ends its ranks too; no effect if it has ended
                 process.wait()
         if failure is None:
             summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
@@ -150,7 +150,7 @@ def train(words: str) -> Run:
 def compute(
     planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, train: Callable[[str], Run] = train
 ) -> dict[str, Run]:
-    """The runs of the plan by their words; those that are not there yet, or failed, are made now."""
+    """Return the planned runs by their arguments; those that are missing or failed are made now."""
     done = {words: run for words, run in runs.load().items() if run.failure is None}
     missing = [one for one in planned if one.words not in done]
     command.say_kept(console, len(planned), len(missing))
@@ -168,15 +168,15 @@ def compute(
 
 
 def parameters(model: str) -> int:
-    """How many the model has."""
+    """Return the number of parameters of the model."""
     _, built = make_workload(contenders.config("workload", MODELS[model]))
     return sum(parameter.numel() for parameter in built.parameters())
 
 
 def summarize(planned: Sequence[Planned], runs: Mapping[str, Run], numel: Mapping[str, int]) -> list[Row]:
-    """A row for every model and codec; ``numel`` is the number of parameters of each model.
+    """Return a row for every model and codec; ``numel`` is the number of parameters of each model.
 
-    Differences to fp32, in points, are over the seeds that both have; None where there are none.
+    Differences to fp32, in points, are over the seeds that both have; None if there are none.
     """
     kept = {(one.model, one.codec, one.seed): runs[one.words] for one in planned}
     seeds = sorted({one.seed for one in planned})
@@ -188,7 +188,7 @@ def summarize(planned: Sequence[Planned], runs: Mapping[str, Run], numel: Mappin
         plain = ring_all_reduce_bytes(numel[model], WORLD_SIZE)  # values that a rank sends
         base = {seed: run.test_accuracy for seed in seeds if (run := kept.get((model, BASELINE, seed)))}
         pairs = [(value, base.get(seed)) for seed, value in good.items()]
-        # Rounded, so that what is on the target's very edge meets it.
+        # Rounded, so that a value exactly on the target meets it.
         lost = [round(100 * (ours - theirs), 6) for ours, theirs in pairs if theirs is not None]
         rows.append(
             {
@@ -212,15 +212,15 @@ def summarize(planned: Sequence[Planned], runs: Mapping[str, Run], numel: Mappin
 
 
 def accuracies(row: Row) -> list[float | None]:
-    """Of each seed; None for those that failed."""
+    """Return the accuracy of each seed; None for those that failed."""
     return [value for name, value in row.items() if name.startswith("accuracy_seed_")]
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """For one model: the accuracy of every seed (small) and the mean (large) over the bytes sent, logarithmic.
+    """Draw one model: the accuracy of every seed (small) and the mean (large) over the bytes sent, logarithmic.
 
-    A colour is a codec; a hollow mark, that it rounds as it does not by default. The band is what int8 and int4 may
-    lose.
+    Each codec has a colour; a hollow mark shows that its rounding is not the default. The band is what int8 and int4
+    may lose.
     """
     of_size: dict[int, int] = {}
     for row in rows:
@@ -247,14 +247,14 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def verdict(row: Row) -> str:
-    """Whether the row meets the target; empty where there is none, or no fp32 to compare with."""
+    """Return "met" or "MISSED", or an empty string if there is no target or no fp32 to compare with."""
     if row["codec"] not in TARGETED or row["difference_to_fp32_points"] is None:
         return ""
     return "met" if row["difference_to_fp32_points"] >= -MOST_LOST else "MISSED"
 
 
 def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure: a panel for every model."""
+    """Write the figure, with a panel for every model."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     panels = [partial(plot, [row for row in rows if row["model"] == model]) for model in models]
     return save_panels(name, panels, size=(7.0 * len(panels), 4.5), folder=folder)
@@ -301,7 +301,7 @@ def _texts(row: Row) -> dict[str, str]:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Parse the options. Raises ``UserInputError``."""
     options = command.parser("codec_accuracy", __doc__)
     add, number = options.add_argument, command.at_least
     add("--models", nargs="+", default=["mlp", "convnet"], metavar="NAME", help=f"of {', '.join(MODELS)} (mlp convnet)")
@@ -316,7 +316,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     runs = runs_in(arguments.output)
     if arguments.fresh:

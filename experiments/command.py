@@ -1,4 +1,4 @@
-"""What the commands of all experiments have in common: options, progress, tables, and starting torchrun."""
+"""Shared parts of the commands of all experiments: options, progress, tables, and starting torchrun."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
 LINE_SECONDS = 10.0
-"""Where output is no terminal, a line of progress this often."""
+"""Seconds between lines of progress if the output is not a terminal."""
 LOG_WIDTH = 120
-"""Columns of text, likewise; a table that needs more is wider."""
+"""Columns of text if the output is not a terminal; a table that needs more is wider."""
 MOST_WIDTH = 1000
 """Columns of the widest table."""
 BAR_SECONDS = 0.5
-"""On a terminal, the bar is drawn anew this often, between timed calls: no thread draws during one."""
+"""Seconds between redraws of the bar on a terminal, made between timed calls: no thread draws during one."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what the ranks can agree on, where argparse would have every rank print and exit."""
+    """A parser that raises exceptions that ranks can agree on, where argparse would have every rank print and exit."""
 
     def print_help(self, file: object = None) -> NoReturn:
         raise HelpRequested(self.format_help())
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(name: str, description: str | None) -> Parser:
-    """A parser with the options that every experiment has."""
+    """Return a parser with the options that every experiment has."""
     options = Parser(
         prog=f"{{torchrun ... | python}} -m experiments.{name}",
         description=description,
@@ -61,10 +61,10 @@ def parser(name: str, description: str | None) -> Parser:
 
 
 def parse(options: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """The values of ``words``; their ``output`` is a folder to write to.
+    """Parse ``words``; the ``output`` of the result is a folder to write to.
 
     Raises:
-        HelpRequested: ``--help`` is among the words.
+        HelpRequested: ``--help`` is among ``words``.
         UserInputError: a value is wrong, or a part of the experiment would overwrite the results of the whole.
     """
     arguments = options.parse_args(words)
@@ -82,7 +82,7 @@ def parse(options: Parser, words: Sequence[str]) -> argparse.Namespace:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number, not below ``least``."""
+    """Return the type of an option that is a whole number of at least ``least``."""
 
     def number(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and len(text) < 19) or int(text) < least:
@@ -127,12 +127,12 @@ def testbed_errors_as_ours() -> Iterator[None]:
 
 def run(experiment: Callable[[Sequence[str], Ranks, Console], None]) -> NoReturn:
     """Run ``experiment(words, ranks, console)`` on torchrun's ranks, or on one; exit as training does."""
-    provenance()  # the code as it is now, even if it is edited before the end
+    provenance()  # records the code as it is now, even if it is edited before the end
     run_and_exit(testbed_errors_as_ours()(experiment), sys.argv[1:])
 
 
 def torchrun(world_size: int, *words: str) -> list[str]:
-    """The words that start ``world_size`` ranks on this machine, at a port that is free."""
+    """Return the arguments that start ``world_size`` ranks on this machine, at a free port."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", *words]
 
 
@@ -140,9 +140,9 @@ def torchrun(world_size: int, *words: str) -> list[str]:
 def progress(
     console: Console, label: str, total: float, *, show: bool = True
 ) -> Iterator[Callable[[float, str], None]]:
-    """Shows how much of ``total`` is done and the time left: a bar on a terminal, else a line now and then.
+    """Show how much of ``total`` is done and the time left: a bar on a terminal, else a line now and then.
 
-    What it gives is called as ``advance(amount, what_is_being_done)``.
+    Yields a function to be called as ``advance(amount, what_is_being_done)``.
     """
     begin = time.perf_counter()
     spoke, done = begin, 0.0
@@ -169,7 +169,7 @@ def progress(
 
 
 def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
-    """Print a table; the keys of its rows are its heads."""
+    """Print a table whose column heads are the keys of ``rows``."""
     table = Table(title=title, title_justify="left")
     for name in rows[0]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -177,5 +177,5 @@ def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:
         table.add_row(*row.values())
     width = None
     if not sys.stdout.isatty():
-        width = max(LOG_WIDTH, Console(width=MOST_WIDTH).measure(table).maximum)  # a file has no edge to cut figures at
+        width = max(LOG_WIDTH, Console(width=MOST_WIDTH).measure(table).maximum)  # a file has no edge to cut numbers at
     Console(width=width).print(table)

@@ -1,17 +1,17 @@
-"""Strategies against each other, on the same emulated links, in the same minutes.
+"""Comparison of strategies on the same emulated links, in the same minutes.
 
     python -m experiments.compare --nodes 4 --rate 200mbit --workload mlp
     python -m experiments.compare --nodes 4 --rate 200mbit --workload mlp --time-to-accuracy 0.88 --epochs 10
 
 Every cell is a run of pipesgd.train by torchrun on the nodes of one testbed. Contenders take turns: in every
-round each runs once, in rotated order, and ratios are of times of the same round. The time of a cell is the
-median iteration of its slowest rank. The limit is the longer of local and of the wire: 2(p-1)/p n / rate for p
-nodes and a gradient of n = 4 x parameters bytes, times 1514/1448 for the headers of full packets.
+round each runs once, in rotated order, and ratios compare times of the same round. The time of a cell is the
+median iteration of its slowest rank. The limit is the longer of local's time and the wire's: 2(p-1)/p n / rate
+for p nodes and a gradient of n = 4 x parameters bytes, times 1514/1448 for the headers of full packets.
 
-With --time-to-accuracy a round is a seed, the same samples in the same order for all contenders.
+With --time-to-accuracy each round is a seed, with the same samples in the same order for all contenders.
 
-A run that fails is a cell that says why. Finished cells are kept in runs/compare/, by a hash of the code, the
-machine, the links and all words: the same command again runs only what is missing.
+The cell of a failed run says why it failed. Finished cells are kept in runs/compare/, by a hash of the code,
+the machine, the links and all arguments: repeating the command runs only what is missing.
 
 compare_<workload>_<nodes>x<rate>.{csv,png,manifest.json}, or accuracy_....{json,png,manifest.json}
 """
@@ -43,13 +43,13 @@ from pipesgd.run.console import say
 from pipesgd.run.output import SUMMARY_FILE
 
 CELLS = Path("runs/compare")
-"""Below the folder that the command is started in, as pipesgd.train has it."""
+"""Folder of the cells, relative to the folder that the command is started in (as in pipesgd.train)."""
 LINKS_FILE = "links.json"
 
 
 @command.testbed_errors_as_ours()
 def compute(plan: Plan, cells: Cells, console: Console) -> list[Cell]:
-    """All cells of the plan, of which those that are not there yet are run now.
+    """Return all cells of the plan; those that are missing are run now.
 
     Raises:
         UserInputError: no testbed can be made here.
@@ -77,10 +77,10 @@ def compute(plan: Plan, cells: Cells, console: Console) -> list[Cell]:
 
 
 def run_cell(testbed: Testbed, plan: Plan, cells: Cells, contender: Contender, index: int) -> Cell:
-    """One run on the testbed's nodes; what it printed stays in a log, of its folder only the figures."""
+    """Run one cell on the testbed's nodes; keep its output in a log, and only the figures from its folder."""
     stem = cells.stem(contender, index)
     folder, log = stem.with_suffix(".run"), stem.with_suffix(".log")
-    shutil.rmtree(folder, ignore_errors=True)  # a killed comparison's
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed comparison
     started = datetime.now(UTC).isoformat(timespec="seconds")
     words = ["-m", "pipesgd.train", *contender.words, "--seed", str(plan.seed(index)), "--output", str(folder)]
     figures: dict[str, Any] = {}
@@ -96,7 +96,7 @@ def run_cell(testbed: Testbed, plan: Plan, cells: Cells, contender: Contender, i
 
 
 def draw(name: str, rows: list[Row], title: str, folder: Path) -> Path:
-    """Write the figure, of iterations or of accuracies."""
+    """Write the figure of iterations or of accuracies."""
     if "target_accuracy" in rows[0]:
         return save_panels(name, [partial(accuracies.plot, rows, title=title)], size=(9.0, 5.0), folder=folder)
     size = (9.0, 1.8 + 0.4 * len(rows))
@@ -129,7 +129,7 @@ def publish(plan: Plan, cells: Sequence[Cell], links: Any) -> None:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     plan = ranks.agree("options", lambda: parse(words, ranks.by_torchrun, __doc__))
     cells = Cells(CELLS.resolve(), plan.key())
     if plan.fresh:

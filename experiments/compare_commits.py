@@ -1,17 +1,17 @@
-"""The cost of a step in this code and in that of an earlier commit, interleaved: ratios by row, and their mean.
+"""Cost of a step in this version and in an earlier commit, interleaved: ratios by row, and their mean.
 
     python -m experiments.compare_commits --baseline c7f0a3b      compare_commits.csv
 
-The two codes take turns: in every round each of them once, in rotated order. There are several kinds of turn. One on
+The two versions take turns: in every round each runs once, in rotated order. There are several kinds of turn. One on
 loopback starts four ranks and times blocks of iterations, as bench_pipelined does; one on the testbed is a run of
 pipesgd.train on four nodes at 200 Mbit/s, with the MLP 784-1000-1000-10 and 512 samples a rank; the others run a short
-bench. Each code is measured by the programs of its own commit, since modules are renamed between commits. A ratio is
-the time of this code over that of the baseline in the same round. The table has the geometric mean of ratios, with a
-bootstrap interval over rounds. What both codes share is measured as a control, and its ratio shows how large the noise
-is: DistributedDataParallel, and torch's own all-reduce.
+bench. Each version is measured by the programs of its own commit, since modules are renamed between commits. A ratio
+is the time of this version over that of the baseline in the same round. The table has the geometric mean of ratios,
+with a bootstrap interval over rounds. Parts that both versions share (DistributedDataParallel and torch's own
+all-reduce) are measured as controls: their ratios show how large the noise is.
 
 The baseline is checked out into a temporary folder. Finished turns are kept in runs/compare_commits.json, by a hash of
-this code: the same command goes on where it was stopped.
+this version's code: the same command resumes where it was stopped.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.output import SUMMARY_FILE
 
 STATE = Path("runs/compare_commits.json")
-"""Below the folder that the command is started in, as pipesgd.train has it."""
+"""Record of finished turns, relative to the folder that the command is started in (as in pipesgd.train)."""
 ROUNDS, QUICK_ROUNDS = 20, 2
 RANKS, RATE = 4, 200e6
 MEAN_AT_MOST, LOW_END_AT_MOST = 1.01, 1.02
-"""The targets: of the geometric mean over all rows but controls, and of the low end of every interval."""
+"""Targets for the geometric mean over all rows but controls, and for the low end of every interval."""
 TURN_SECONDS = 300.0
-"""A turn that takes longer than this hangs."""
+"""Seconds after which a turn counts as hung."""
 CONTROLS = ("ddp", "torch's own")
-"""Words in the names of rows that measure what both codes share."""
+"""Parts of the names of rows that measure what both versions share."""
 BLOCKS = Path("experiments", "timed_blocks.py")
-"""The program of a turn on loopback, below the folder of a code."""
+"""Program of a turn on loopback, relative to the folder of a version."""
 CELL = (
     "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 512 --lr 0.05 --iterations 16 "
     "--checkpoint-iterations 1000000"
@@ -64,16 +64,16 @@ NEW, OLD = "this", "baseline"
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A short bench, and where its table has the seconds."""
+    """A short bench, and the columns where its table has the seconds."""
 
     name: str
     options: str
     keys: tuple[str, ...]
-    """The columns that name a row."""
+    """Columns that name a row."""
     columns: dict[str, str]
-    """The columns of seconds, and what is added to the row's name for each."""
+    """Columns of seconds, each with the suffix that it adds to the row's name."""
     ranks: int = 0
-    """The number of ranks that torchrun starts; 0 for a bench of one process."""
+    """Number of ranks that torchrun starts; 0 for a bench of one process."""
 
 
 BENCHES = {
@@ -104,12 +104,12 @@ HARNESS = (
         for name in (*BENCHES, "bench_pipelined", "loops", "paired", "testbed_jobs")
     ),
 )
-"""The files that are hashed with the measured code, so that results of another harness do not count."""
+"""Files that are hashed with the measured code, so that results of another harness do not count."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The times of one code in one round."""
+    """The times of one version in one round."""
 
     seconds: dict[str, float]
     """Seconds by row."""
@@ -117,7 +117,7 @@ class Turn:
 
 @contextlib.contextmanager
 def checkout(commit: str) -> Iterator[Path]:
-    """The files of ``commit`` in a temporary folder. Raises ``UserInputError`` if there is no such commit."""
+    """Yield a temporary folder with the files of ``commit``. Raises ``UserInputError`` if there is no such commit."""
     with tempfile.TemporaryDirectory(prefix="baseline-") as name:
         folder = Path(name) / "code"
         done = _git("worktree", "add", "--detach", str(folder), commit)
@@ -145,7 +145,7 @@ def blocks_turn(code: Path, quick: bool) -> dict[str, float]:
 
 
 def bench_turn(code: Path, bench: Bench) -> dict[str, float]:
-    """Run a bench of the folder ``code``; the seconds in its table, by the row's name."""
+    """Run a bench in the folder ``code`` and return the seconds in its table, by the row's name."""
     with tempfile.TemporaryDirectory() as name:
         words = ["-m", f"experiments.{bench.name}", *bench.options.split(), "--output", name]
         _run(command.torchrun(bench.ranks, *words) if bench.ranks else [sys.executable, *words], code)
@@ -186,14 +186,14 @@ def _environment(code: Path) -> dict[str, str]:
 
 
 def compute(arguments: Namespace, kept: KeptRuns[Turn], console: Console) -> dict[str, list[list[float]]]:
-    """By row: the times of this code and of the baseline, in the order of rounds."""
+    """Return, by row, the times of this version and of the baseline, in the order of rounds."""
     rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else ROUNDS)
     kinds = arguments.only or list(KINDS)
     key = f"{arguments.baseline}, code {sources(*HARNESS)[:16]}{', quick' if arguments.quick else ''}"
     done = kept.load()
     todo = [
         (kind, which, index) for index in range(-1, rounds) for kind in kinds for which in turns([NEW, OLD], index)
-    ]  # round -1 warms up: loops are compiled, files come into memory
+    ]  # round -1 warms up: loops are compiled, files are read into memory
     missing = sum(f"{key}, {kind}, {which}, {index}" not in done for kind, which, index in todo)
     command.say_kept(console, len(todo), missing)
     seconds: dict[str, list[list[float]]] = {}
@@ -219,7 +219,7 @@ def compute(arguments: Namespace, kept: KeptRuns[Turn], console: Console) -> dic
 
 
 def geometric(ratios: Sequence[Sequence[float]]) -> Ratio:
-    """The geometric mean of ratios, (rows, rounds), with a percentile bootstrap interval over rounds.
+    """Return the geometric mean of ratios, (rows, rounds), with a percentile bootstrap interval over rounds.
 
     >>> geometric([[2.0, 2.0], [0.5, 0.5]])
     Ratio(median=1.0, low=1.0, high=1.0)
@@ -232,7 +232,7 @@ def geometric(ratios: Sequence[Sequence[float]]) -> Ratio:
 
 
 def summarize(seconds: Mapping[str, Sequence[Sequence[float]]]) -> list[Row]:
-    """A line for every row, and one for the mean of those that are not a control."""
+    """Return a line for every row, and one for the mean of those that are not controls."""
     ratios = {row: np.divide(this, old).tolist() for row, (this, old) in seconds.items()}
     ours = [row for row in ratios if not is_control(row)]
     lines = [
@@ -256,12 +256,12 @@ def _line(row: str, this: float | None, baseline: float | None, ratio: Ratio, ro
 
 
 def is_control(row: str) -> bool:
-    """Return True if the row measures what both codes share."""
+    """Return True if the row measures what both versions share."""
     return any(word in row for word in CONTROLS)
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
-    """The rows that took longer than is aimed at."""
+    """Return the names of the rows that missed their target."""
     ours = [row for row in rows if not is_control(row["row"])]
     found = [row["row"] for row in ours if row["ratio_low"] > LOW_END_AT_MOST]
     if rows[-1]["ratio"] > MEAN_AT_MOST:
@@ -287,7 +287,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Parse the options. Raises ``UserInputError``."""
     options = command.parser("compare_commits", __doc__)
     options.add_argument("--baseline", required=True, metavar="COMMIT", help="the code to compare with")
     options.add_argument("--rounds", type=command.at_least(2), help=f"of both codes ({ROUNDS}; quick: {QUICK_ROUNDS})")
@@ -301,7 +301,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     kept = KeptRuns(STATE.resolve(), Turn)
     if arguments.fresh:

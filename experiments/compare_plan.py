@@ -1,4 +1,4 @@
-"""The options of ``experiments.compare``, and the plan that they make; checked before any testbed is made."""
+"""Options of ``experiments.compare`` and the plan that they make, checked before any testbed is made."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ QUICK_NODES, QUICK_ROUNDS, QUICK_ITERATIONS, QUICK_EPOCHS = 2, 1, 10, 2
 EVALUATIONS = 24
 """Evaluations during a run whose accuracy is compared: the crossing of the target is interpolated between two."""
 FEWEST_ROUNDS = 3
-"""Fewer tell nothing of the spread."""
+"""Least number of rounds; fewer would not show the spread."""
 FEWEST_ITERATIONS = 4
-"""The first two are not timed."""
+"""Least number of iterations of a run; the first two are not timed."""
 SMALL_LR = 0.01
-"""Where only time is compared, nothing shall diverge."""
+"""Learning rate where only time is compared, so that nothing diverges."""
 START_SECONDS = 60.0
-"""Imports, connections and data, on a machine with more ranks than cores."""
+"""Seconds for imports, connections and data on a machine with more ranks than cores."""
 ITERATION_SECONDS = 5.0
-"""An iteration without its traffic, at most."""
+"""Longest time of an iteration without its traffic, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be run, and where it is written."""
+    """The runs of a comparison, and where their results are written."""
 
     cluster: Cluster
     workload: str
-    """Its name."""
+    """Name of the workload."""
     contenders: list[Contender]
     indices: range
-    """Of the rounds; the seeds, where accuracy is compared."""
+    """Indices of the rounds, or the seeds where accuracy is compared."""
     length: dict[str, int]
-    """Iterations, or epochs, of a run."""
+    """Length of a run in iterations or epochs, by the name of the option."""
     target: float | None
-    """The test accuracy to reach; None where iterations are timed."""
+    """Test accuracy to reach; None where iterations are timed."""
     gradient_bytes: int
-    """Of the whole gradient as it is, in fp32: 4 x parameters."""
+    """Bytes of the whole gradient in fp32, uncompressed: 4 x parameters."""
     deadline: float
-    """Seconds; a cell that has not ended then hangs."""
+    """Seconds after which a cell counts as hung."""
     fresh: bool
     name: str
-    """Of the files in ``output``."""
+    """Name of the files in ``output``."""
     output: Path
 
     def seed(self, index: int) -> int:
-        """Of the run with this index: rounds do not differ."""
+        """Return the seed of the run with this index; all rounds have the same seed."""
         return 0 if self.target is None else index
 
     def key(self) -> dict[str, Any]:
-        """What makes a cell another plan's. Not the number of rounds, nor the target: they may be raised later."""
+        """Return what identifies the plan's cells; not the rounds' number nor the target, which may be raised later."""
         return {
             "cluster": dataclasses.asdict(self.cluster),
             "contenders": [[one.name, one.words] for one in self.contenders],
@@ -72,7 +72,7 @@ class Plan:
         }
 
     def describe(self) -> dict[str, Any]:
-        """For the manifest, without paths of this machine."""
+        """Return the plan for the manifest, without paths of this machine."""
         return {
             "workload": self.workload,
             "links_asked": dataclasses.asdict(self.cluster),
@@ -85,11 +85,11 @@ class Plan:
 
 @command.testbed_errors_as_ours()
 def parse(words: Sequence[str], by_torchrun: bool, description: str | None = None) -> Plan:
-    """The plan that ``words`` ask for.
+    """Return the plan that ``words`` ask for.
 
     Raises:
-        HelpRequested: ``--help`` is among them.
-        UserInputError: one is wrong, or what they ask for cannot be run.
+        HelpRequested: ``--help`` is among ``words``.
+        UserInputError: one of ``words`` is wrong, or the plan cannot be run.
     """
     arguments = command.parse(_options(description), words)
     command.check_alone("compare", by_torchrun, "it starts torchrun itself, on every node")
@@ -101,7 +101,7 @@ def parse(words: Sequence[str], by_torchrun: bool, description: str | None = Non
     base = contenders.config("workload", workload)
     gradient_bytes, iterations_per_epoch = _measures(base, cluster)
 
-    # A server's card has the most to carry: what takes far longer than that hangs.
+    # A server's NIC carries the most: a run that takes far longer than that hangs.
     traffic = 2 * wire_seconds(cluster.ranks * gradient_bytes, min(cluster.rates))
     timeout = round(START_SECONDS + 10 * traffic)
     rules = [f"--{name} {value}" for name, value in length.items()]
@@ -162,7 +162,7 @@ def _share(text: str) -> float:
 
 
 def _effort(arguments: argparse.Namespace) -> tuple[range, dict[str, int]]:
-    """The rounds or seeds, and the length of a run by the name of its option."""
+    """Return the rounds or seeds, and the length of a run by the name of its option."""
     timing, quick = arguments.time_to_accuracy is None, arguments.quick
     for name in ("seeds", "epochs") if timing else ("rounds",):
         if getattr(arguments, name) is not None:
@@ -199,7 +199,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
 
 
 def _workload(arguments: argparse.Namespace, lr: float | None) -> str:
-    """Words of ``pipesgd.train``; ``lr`` is for those that have none of their own."""
+    """Return the workload's arguments of ``pipesgd.train``; ``lr`` is for workloads that set none themselves."""
     if arguments.train is not None and arguments.workload is not None:
         raise UserInputError("--train and --workload must not both be given: both say what is trained")
     if arguments.train is None:
@@ -211,7 +211,7 @@ def _workload(arguments: argparse.Namespace, lr: float | None) -> str:
 
 
 def _measures(config: TrainConfig, cluster: Cluster) -> tuple[int, int]:
-    """Bytes of the gradient in fp32, and iterations of an epoch."""
+    """Return the bytes of the gradient in fp32 and the iterations of an epoch."""
     data, model = make_workload(config)
     shards = ShardedBatches(
         data.train, batch_size=config.data.batch_size, rank=0, world_size=cluster.ranks, seed=0, loader_workers=0

@@ -1,4 +1,4 @@
-"""What is compared: workloads and contenders, as words of ``pipesgd.train``; checked before anything runs."""
+"""Workloads and contenders of a comparison, as arguments of ``pipesgd.train``, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -46,31 +46,31 @@ DECIDED_HERE = (
     *("iterations", "epochs", "seed", "timeout", "evaluate-iterations"),
     *("checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints"),
 )
-"""Options of ``pipesgd.train`` that the comparison sets, the same for all."""
+"""Options of ``pipesgd.train`` that the comparison sets, the same for all contenders."""
 NEVER = 10**9
-"""Iterations between checkpoints, so that no contender's time has one in it."""
+"""Iterations between checkpoints, more than a run has, so that no contender's time includes one."""
 
 Options = dict[str, tuple[str, ...]]
-"""The values that follow an option, by its name without dashes."""
+"""Values that follow each option, by its name without dashes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A name in the table, and what is run for it."""
+    """A name in the table, and the training that is run for it."""
 
     name: str
     words: tuple[str, ...]
-    """Of ``pipesgd.train``, all but --output and --seed."""
+    """Arguments of ``pipesgd.train``, all but --output and --seed."""
     config: TrainConfig
 
     @property
     def codec(self) -> str:
-        """What travels, where our own all-reduces carry it; fp32 for other strategies."""
+        """Codec of what our own all-reduces send; fp32 for other strategies."""
         return self.config.compression.codec
 
     @property
     def method(self) -> str:
-        """What its colour in a figure stands for: the strategy, and the width where it has one."""
+        """Method that its colour in a figure stands for: the strategy, or the width and codec of a pipeline."""
         pipeline = self.config.pipeline
         if pipeline.strategy != "pipelined":
             return pipeline.strategy
@@ -78,10 +78,10 @@ class Contender:
 
 
 def choose(names: Sequence[str] | None, added: Iterable[str]) -> dict[str, str]:
-    """Names and words of the contenders called ``names`` (all by default), and of the ``added``, "NAME=WORDS".
+    """Return names and arguments of the contenders in ``names`` (all by default) and of those ``added``, "NAME=WORDS".
 
     Raises:
-        UserInputError: a name is unknown or given twice, or there are no words.
+        UserInputError: a name is unknown or given twice, or has no arguments.
     """
     names = list(CONTENDERS) if names is None else names
     for name in names:
@@ -99,7 +99,7 @@ def choose(names: Sequence[str] | None, added: Iterable[str]) -> dict[str, str]:
 
 
 def make(chosen: Mapping[str, str], workload: str, rules: str) -> list[Contender]:
-    """The contenders; ``workload`` and ``rules`` are words for all of them, an own option wins over the workload's.
+    """Return the contenders. All get ``workload`` and ``rules`` as arguments; own options override the workload's.
 
     Raises:
         UserInputError: ``pipesgd.train`` would refuse them, or they would not train the same thing.
@@ -116,12 +116,12 @@ def make(chosen: Mapping[str, str], workload: str, rules: str) -> list[Contender
 
 
 def config(who: str, text: str) -> TrainConfig:
-    """What the words ``text`` ask ``pipesgd.train`` for. Raises ``UserInputError``, which begins with ``who``."""
+    """Return the config for the arguments ``text``. Raises ``UserInputError``, whose message begins with ``who``."""
     return _config(who, own_options(who, text))
 
 
 def own_options(who: str, text: str) -> Options:
-    """The options that ``text`` sets. Raises ``UserInputError`` if one of them is the comparison's to set."""
+    """Return the options that ``text`` sets. Raises ``UserInputError`` if the comparison sets one of them."""
     options = _options(who, text)
     for name in options:
         if name in DECIDED_HERE:
@@ -159,5 +159,5 @@ def _config(who: str, options: Options) -> TrainConfig:
         return parse_training(_words(options))
     except UserInputError as failure:
         raise UserInputError(f"{who}: {failure}") from None
-    except HelpRequested:  # "-h" as somebody's value
+    except HelpRequested:  # "-h" as the value of an option
         raise UserInputError(f"{who} must be options of pipesgd.train; got {' '.join(_words(options))}") from None

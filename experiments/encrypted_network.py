@@ -3,8 +3,8 @@
     python -m experiments.encrypted_network                two nodes at 200 Mbit/s, in turns: encrypted_network.csv
 
 pipesgd encrypts nothing, and pip's builds of torch cannot. The recipe in docs/security.md puts a WireGuard tunnel
-below it; this program follows it on the testbed (Debian: wireguard-go wireguard-tools tcpdump), and records every
-packet on node 0's network interface during a training.
+below pipesgd. This program follows the recipe on the testbed (Debian: wireguard-go wireguard-tools tcpdump), and
+records every packet on node 0's network interface during a training run.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ TRAINING = "-m pipesgd.train --dataset digits --hidden-sizes 1000 1000 --batch-s
 PLAIN, TUNNEL = "no encryption", "WireGuard"
 INTERFACES = {PLAIN: "eth0", TUNNEL: "wg0"}
 PORT = 51820
-"""WireGuard's own."""
+"""WireGuard's default port."""
 TOOLS = {"wireguard-go": "wireguard-go", "wg": "wireguard-tools", "tcpdump": "tcpdump"}
-"""And the Debian packages that have them."""
+"""Tools that must be installed, each with the Debian package that has it."""
 CLEAR_TEXT = b"pipesgd/"
-"""How the keys of what ranks tell each other through torch's store begin."""
+"""Prefix of the keys of messages that ranks exchange through torch's store."""
 PROTOCOLS = {6: "TCP", 17: "UDP"}
 
 # The commands of docs/security.md. The program looks for its socket below /var/run, which nodes of a testbed share.
@@ -61,7 +61,7 @@ sleep infinity
 
 
 def inside(node: int) -> str:
-    """The address of ``node`` in the tunnel."""
+    """Return the address of ``node`` in the tunnel."""
     return f"10.78.0.{node + 1}"
 
 
@@ -97,7 +97,7 @@ def open_tunnel(testbed: Testbed, folder: Path) -> None:
 
 @contextlib.contextmanager
 def recorded(testbed: Testbed, file: Path) -> Iterator[None]:
-    """Record what passes node 0's network interface meanwhile."""
+    """Record the packets that pass node 0's network interface during the context."""
     words = ["tcpdump", "-i", INTERFACES[PLAIN], "--immediate-mode", "-U", "-w", str(file), "ip"]
     tcpdump = testbed.start(0, words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert tcpdump.stderr is not None
@@ -112,21 +112,21 @@ def recorded(testbed: Testbed, file: Path) -> Iterator[None]:
 
 
 def packets(record: bytes) -> Counter[str]:
-    """How many IPv4 packets of each protocol a file of tcpdump holds."""
+    """Count the IPv4 packets of each protocol in the contents of a file of tcpdump."""
     found: Counter[str] = Counter()
-    place = 24  # behind the header of the file
+    place = 24  # after the header of the file
     while place + 16 <= len(record):
         (length,) = struct.unpack_from("=I", record, place + 8)
         ethernet = place + 16
         if length > 23:
-            number = record[ethernet + 23]  # 14 bytes of Ethernet, then the tenth of IPv4
+            number = record[ethernet + 23]  # 14 bytes of Ethernet, then the tenth byte of IPv4
             found[PROTOCOLS.get(number, f"protocol {number}")] += 1
         place = ethernet + length
     return found
 
 
 def train(testbed: Testbed, network: str, iterations: int) -> Row:
-    """One training over ``network``, and what a listener gets."""
+    """Train once over ``network``; return the time of an iteration and what a listener gets."""
     with tempfile.TemporaryDirectory() as name:
         run, log, record = Path(name) / "run", Path(name) / "log", Path(name) / "record"
         interface = INTERFACES[network]
@@ -165,10 +165,10 @@ def train(testbed: Testbed, network: str, iterations: int) -> Row:
 
 
 def find_tools() -> None:
-    """Check that the tools are there.
+    """Check that the tools are installed.
 
     Raises:
-        UserInputError: naming those that are missing, and their packages.
+        UserInputError: tools are missing; the message names them and their packages.
     """
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
@@ -180,7 +180,7 @@ def find_tools() -> None:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     options = command.parser("encrypted_network", __doc__)
     arguments = ranks.agree("options", lambda: command.parse(options, words))
     find_tools()

@@ -1,10 +1,11 @@
-"""Who computes and who communicates when: a parameter server, synchronous all-reduces, and the pipeline.
+"""Timelines of computation and communication: a parameter server, synchronous all-reduces, and the pipeline.
 
     python -m experiments.fig01_schedules        fig01_schedules.csv, .png
 
-Below are three real runs on a testbed of four nodes at 200 Mbit/s, from their traces, all ranks on one clock; above,
-the same schedules as the timing model plays them, with the computation that was traced and the transfers that the rate
-allows, each rank's alike. The exchange of a worker with the server is traced as one, gradient and weights.
+The lower panels are three real runs on a testbed of four nodes at 200 Mbit/s, from their traces, with all ranks on one
+clock. The upper panels are the same schedules simulated by the timing model, with the traced computation and the
+transfers that the rate allows, the same for all ranks. A worker's exchange with the server, gradient and weights, is
+traced as one span.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ SCHEDULES = {
     "synchronous (D-Sync)": ("synchronous", "--width 1", ALL_REDUCE),
     "pipelined (width 2)": ("pipelined", "--width 2", ALL_REDUCE),
 }
-"""The timing model's name, the words of pipesgd.train, and what its communication is called."""
+"""Schedules, each with its name in the timing model, its arguments of pipesgd.train, and its communication's name."""
 ITERATIONS, FIRST = 16, 6
-"""Of a run, and the first one that is shown: the pipeline is full, and memory has been touched."""
+"""Iterations of a run, and the first one shown, by which the pipeline is full and memory has been touched."""
 SHOWN = 2.0
-"""Iterations with the parameter server that the time axis holds."""
+"""Length of the time axis, in iterations with the parameter server."""
 DEADLINE = 900.0
 SIMULATED, MEASURED = "simulated", "measured"
 
 
 def compute(*, quick: bool = False) -> list[Row]:
-    """A row for every span: panel, who, what, iteration, start and end in s, and how long all panels are.
+    """Return a row for every span: panel, who, what, iteration, start and end in s, and the length of all panels.
 
     Makes a testbed and three runs.
     """
@@ -69,7 +70,7 @@ def compute(*, quick: bool = False) -> list[Row]:
 
 
 def tabulate(traces: dict[str, list[Traced]], cluster: Cluster, nbytes: int) -> list[Row]:
-    """The rows: of the simulated schedules, then of the traced ones, from the start of iteration ``FIRST``."""
+    """Return the rows of the simulated schedules, then of the traced ones, from the start of iteration ``FIRST``."""
     parts = {name: breakdown(trace, range(FIRST, ITERATIONS - 1)) for name, trace in traces.items()}
     end = SHOWN * parts[next(iter(SCHEDULES))]["iteration"]
     rows = []
@@ -87,7 +88,7 @@ def tabulate(traces: dict[str, list[Traced]], cluster: Cluster, nbytes: int) -> 
 
 
 def as_timeline(trace: Sequence[Traced], exchange: str) -> list[Span]:
-    """The spans under the timing model's names; those of one name are one, unless the rank waits between them."""
+    """Return the spans under the timing model's names; those of one name are one unless the rank waits between them."""
     names = {"forward": COMPUTATION, "backward": COMPUTATION, "communication": exchange}
     names |= dict.fromkeys(("pack", "update", "predict"), UPDATE)
     spans: list[Span] = []
@@ -110,7 +111,7 @@ def _belong_together(span: Span, following: Span) -> bool:
 
 
 def _window(panel: str, spans: Iterable[Span], end: float) -> list[Row]:
-    """Rows of the spans that begin within ``end`` seconds of rank 0's computation of iteration ``FIRST``."""
+    """Return rows of the spans that fall in the ``end`` seconds after rank 0 begins to compute iteration ``FIRST``."""
     spans = list(spans)
     zero = min(span.start for span in spans if (span.who, span.what, span.iteration) == ("rank 0", COMPUTATION, FIRST))
     return [
@@ -129,7 +130,7 @@ def _window(panel: str, spans: Iterable[Span], end: float) -> list[Row]:
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """One timeline."""
+    """Draw one timeline."""
     from matplotlib.patches import Patch
 
     spans = [Span(*(row[name] for name in ("who", "what", "iteration", "start", "end"))) for row in rows]
@@ -155,7 +156,7 @@ FIGURE = PaperFigure(
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
     rows = compute(quick=arguments.quick)
     FIGURE.publish(rows, arguments, console, {"cluster": CLUSTER.describe(), "workload": WORKLOADS[WORKLOAD]})

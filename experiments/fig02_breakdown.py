@@ -1,14 +1,14 @@
-"""What an iteration consists of: every strategy and codec, measured, and below it what the timing model predicted.
+"""Parts of an iteration for every strategy and codec, measured, and below them as the timing model predicted them.
 
     python -m experiments.fig02_breakdown                         fig02_breakdown.csv, .png
     python -m experiments.fig02_breakdown --workloads mlp convnet
 
 Four nodes at 200 Mbit/s. For every workload pipesgd.calibrate measures the cluster and the model, all iterations are
-predicted, and then each method trains and its trace is cut into parts. What an iteration waits for cannot be told apart
-in a trace; the prediction says how much of it is the network, and how much codec and sums. alexnet and resnet18 train
-on small pictures here: only their times count.
+predicted, and then each method trains and its trace is cut into parts. A trace cannot show what an iteration waits for;
+the prediction says how much of the wait is the network, and how much codec and sums. alexnet and resnet18 train on
+small images here, so only their times count.
 
-Finished workloads are kept in fig02_breakdown.runs.json in the output folder: the same command makes the others.
+Finished workloads are kept in fig02_breakdown.runs.json in the output folder: the same command measures the others.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ METHODS = {
     "width 2, int4": "--width 2 --codec int4",
 }
 ITERATIONS, QUICK_ITERATIONS, FIRST = 14, 8, 4
-"""Of a run, and the first one that counts."""
+"""Iterations of a run, full and quick, and the first one that counts."""
 CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 60.0, 4.0
 DEADLINE = 1800.0
 MEASURED, PREDICTED = "measured", "predicted"
@@ -80,7 +80,7 @@ LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One workload: mean seconds of the parts of an iteration, by method, as measured and as predicted."""
+    """Mean seconds of the parts of an iteration of one workload, by method, as measured and as predicted."""
 
     commit: str | None
     measured: dict[str, dict[str, float]]
@@ -88,7 +88,7 @@ class Measured:
 
 
 def setting_of(workload: str, *, quick: bool) -> Setting:
-    """Its testbed."""
+    """Return the setting of ``workload``, with its testbed."""
     return Setting(nodes=2 if quick else 4, rate="200mbit", workload=workload)
 
 
@@ -110,7 +110,7 @@ def measure(workload: str, *, quick: bool) -> Measured:
 
 
 def compute(workloads: Sequence[str], kept: KeptRuns[Measured], console: Console, *, quick: bool = False) -> list[Row]:
-    """A row for every workload, method and kind; workloads that are not there yet are measured now."""
+    """Return a row for every workload, method and kind; workloads that are missing are measured now."""
     done = kept.load()
     missing = [one for one in workloads if one not in done]
     command.say_kept(console, len(workloads), len(missing))
@@ -123,7 +123,7 @@ def compute(workloads: Sequence[str], kept: KeptRuns[Measured], console: Console
 
 
 def tabulate(found: Mapping[str, Measured]) -> list[Row]:
-    """Seconds; what one of the kinds does not tell is None."""
+    """Return the rows, in seconds; parts that one of the kinds does not have are None."""
     columns = dict.fromkeys((*PARTS, "other", "communication", *PREDICTED_PARTS, "iteration"))
     rows = []
     for workload, one in found.items():
@@ -139,7 +139,7 @@ def _row(workload: str, method: str, kind: str, columns: Mapping[str, float | No
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Bars of one workload: measured, and below it, hatched, predicted."""
+    """Draw the bars of one workload: measured, and below them, hatched, predicted."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for kind, parts, shift, hatch in (
         (MEASURED, (*PARTS, "other"), -0.2, ""),
@@ -179,7 +179,7 @@ FIGURE = PaperFigure(
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     options = command.parser(NAME, __doc__)
     options.add_argument("--workloads", nargs="+", default=list(CHOSEN), metavar="NAME", help=f"of {', '.join(CHOSEN)}")
     options.add_argument("--fresh", action="store_true", help="forget the finished workloads in the output folder")

@@ -1,13 +1,13 @@
-"""Loss and test accuracy over wall-clock time and over iterations: the paper's methods, and ours.
+"""Loss and test accuracy over wall-clock time and over iterations, for the paper's methods and ours.
 
     python -m experiments.fig03_convergence                fig03_convergence.json, .png
     python -m experiments.fig03_convergence --seeds 1 --methods D-Sync "ours, int4"
 
 Four nodes at 200 Mbit/s; MLP 784-500-500-10 on Fashion-MNIST, 128 samples a rank, four epochs, SGD with momentum 0.9.
 The paper's T is truncate16 here, and its Q int8; its pipeline has no prediction. Time is the sum of the iterations,
-without evaluations. A run that diverges ends where it does.
+without evaluations. A run that diverges ends where it diverges.
 
-Finished runs are kept in fig03_convergence.runs.json in the output folder: the same command makes the others.
+Finished runs are kept in fig03_convergence.runs.json in the output folder: the same command makes the missing ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ METHODS = {
     "ours, int4": "--width 2 --codec int4",
 }
 BINS = 40
-"""Into which the iterations of a run are put; a loss is the mean of its bin."""
+"""Bins that the iterations of a run are put into; a loss is the mean of its bin."""
 DEADLINE = 1800.0
 LOSS_BY_TIME, LOSS_BY_ITERATION, ACCURACY_BY_TIME, ACCURACY_BY_ITERATION = (
     "loss over time",
@@ -65,7 +65,7 @@ LOSS_BY_TIME, LOSS_BY_ITERATION, ACCURACY_BY_TIME, ACCURACY_BY_ITERATION = (
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run: points of (iteration, seconds, value)."""
+    """Curves of one run, as points of (iteration, seconds, value)."""
 
     started: str
     commit: str | None
@@ -75,7 +75,7 @@ class Run:
 
 
 def read_curves(folder: Path, bins: int = BINS) -> tuple[list[list[float]], list[list[float]]]:
-    """Losses, in bins, and test accuracies of the run in ``folder``, which may have ended early."""
+    """Return the losses, in bins, and the test accuracies of the run in ``folder``, which may have ended early."""
     lines = read_metrics(folder / METRICS_FILE)
     clock = list(accumulate(line["seconds"]["iteration"] for line in lines))
     accuracies = [line["test_accuracy"] for line in lines]
@@ -94,7 +94,7 @@ def read_curves(folder: Path, bins: int = BINS) -> tuple[list[list[float]], list
 def compute(
     methods: Sequence[str], seeds: int, kept: KeptRuns[Run], console: Console, *, quick: bool = False
 ) -> list[Row]:
-    """A row for every panel, method and seed, with its curve; runs that are not there yet are made now."""
+    """Return a row for every panel, method and seed, with its curve; runs that are missing are made now."""
     length = "--epochs 2" if quick else f"--epochs {EPOCHS}"
     planned = {
         (method, seed): f"{QUICK_RECIPE if quick else RECIPE} {length} {METHODS[method]} --seed {seed}"
@@ -117,7 +117,7 @@ def compute(
 
 
 def train(testbed: Testbed, words: str) -> Run:
-    """One run."""
+    """Train once with the arguments ``words`` and return the run."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with trained(testbed, f"{words} --timeout 300", deadline=DEADLINE, may_fail=True) as (folder, failure):
         there = (folder / METRICS_FILE).exists()
@@ -126,7 +126,7 @@ def train(testbed: Testbed, words: str) -> Run:
 
 
 def tabulate(runs: Mapping[tuple[str, int], Run]) -> list[Row]:
-    """The rows; a point is [x, y]."""
+    """Return the rows; a point is [x, y]."""
     rows = []
     for panel, column, x in (
         (LOSS_BY_TIME, "losses", 1),
@@ -141,7 +141,7 @@ def tabulate(runs: Mapping[tuple[str, int], Run]) -> list[Row]:
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """One panel: the mean over seeds, at places that all seeds have, and the band from the lowest to the highest."""
+    """Draw one panel: the mean over seeds, where all seeds have points, and the band from the lowest to the highest."""
     panel = rows[0]["panel"]
     by_time, factor = panel.endswith("time"), 100.0 if panel.startswith("accuracy") else 1.0
     for method, look in method_styles([row["method"] for row in rows]).items():
@@ -182,7 +182,7 @@ FIGURE = PaperFigure(
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     options = command.parser(NAME, __doc__)
     add: Any = options.add_argument
     add("--methods", nargs="+", default=list(METHODS), metavar="NAME", help=f"of {'; '.join(METHODS)} (all)")

@@ -1,4 +1,4 @@
-"""Final accuracy, and how many times as fast: every workload and every method that was compared.
+"""Final accuracy and speed-up of every workload and every method that was compared.
 
     python -m experiments.fig04_speedups        fig04_speedups.csv, .png
 
@@ -37,16 +37,16 @@ RACES = tuple(
     for rate in ("200mbit", "1gbit")
     for workload in ("mlp", "small-mlp", "small-convnet", "transformer")
 )
-"""Of which those count that were run."""
+"""Comparisons of times to accuracy; only those that were run count."""
 SERVER, DDP = "ps-sync", "ddp"
 TICKS = (0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20)
 LEFT_OUT = ("local",)
-"""No way to train."""
+"""Contenders that are left out because they are not a way to train."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """How many times as fast, and from where to where that may be; None where it is not known."""
+    """A speed-up and the ends of its interval; None where unknown."""
 
     value: float | None = None
     low: float | None = None
@@ -57,13 +57,13 @@ class Speedup:
 
 
 def compute(results: Path = RESULTS) -> list[Row]:
-    """A row for every comparison and method."""
+    """Return a row for every comparison and method."""
     rows = [row for name in COMPARISONS for row in _of_comparison(name, results)]
     return rows + [row for name in run_races(results) for row in _of_race(name, results)]
 
 
 def run_races(results: Path = RESULTS) -> list[str]:
-    """Those of ``RACES`` that there are results of."""
+    """Return those of ``RACES`` that have results."""
     return [name for name in RACES if (results / f"{name}.json").exists()]
 
 
@@ -139,7 +139,7 @@ def _of_race(name: str, results: Path) -> list[Row]:
 
 
 def _over(baseline: dict[int, float], own: dict[int, float]) -> Speedup:
-    """Of the same seeds."""
+    """Return the speed-up over ``baseline``, comparing times of the same seeds."""
     ratios = [baseline[seed] / own[seed] for seed in sorted(baseline.keys() & own.keys())]
     if not ratios:
         return Speedup()
@@ -148,7 +148,7 @@ def _over(baseline: dict[int, float], own: dict[int, float]) -> Speedup:
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """Speed-ups of one comparison: a mark for each baseline, and the interval; the final accuracy where it is known."""
+    """Draw the speed-ups of one comparison: a mark and interval for each baseline, and the final accuracy if known."""
     looks = method_styles([row["method"] for row in rows])
     for place, row in enumerate(rows):
         colour = looks[row["method"]]["color"]
@@ -186,7 +186,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def _limits(rows: Sequence[Row]) -> tuple[float, float]:
-    """Of the axis, so that ticks beyond what there is do not widen it."""
+    """Return the limits of the axis, so that ticks beyond the data do not widen it."""
     ends = [row[f"over_{over}{end}"] for row in rows for over in ("server", "ddp") for end in ("", "_low", "_high")]
     known = [end for end in ends if end is not None]
     return 0.85 * min(known), 1.2 * max(known)
@@ -202,7 +202,7 @@ FIGURE = PaperFigure(
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
     names = [*(f"{name}.csv" for name in COMPARISONS), *(f"{name}.json" for name in run_races())]
     FIGURE.publish(compute(), arguments, console, figures.sources(names))

@@ -1,10 +1,10 @@
-"""The timing model: iteration time against width, ranks, bandwidth and latency; and what to do where.
+"""The timing model: iteration time against width, ranks, bandwidth and latency; and the best choice in each region.
 
     python -m experiments.fig05_timing_model        fig05_timing_model.csv, .png
 
 Nothing is measured. The job is AlexNet's gradient (61.1 million parameters) and 0.3 s of computation on 10 Gbit/s
-Ethernet, unless an axis says otherwise. Lines are formulas, marks are iterations that were simulated one by one. Where
-experiments/results has a validate_timing_model.csv, predictions stand over what was measured after them, too.
+Ethernet, unless an axis says otherwise. Lines are formulas, marks are iterations that were simulated one by one. If
+experiments/results has a validate_timing_model.csv, one more panel plots predictions over the times measured later.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 NAME = "fig05_timing_model"
 MODEL, COMPUTE, NETWORK = "alexnet", 0.3, "10GbE"
 FEW, MANY = 4, 64
-"""Ranks: of the paper, and where jitter shows."""
+"""Numbers of ranks: the paper's, and one at which jitter shows."""
 METHODS: dict[str, dict[str, Any]] = {
     "ps-sync": {"strategy": "ps-sync", "all_reduce": None},
     "ddp": {"strategy": "ddp", "all_reduce": "native"},
@@ -52,9 +52,9 @@ SPREADS = (0.0, 0.1, 0.3)
 WIDTHS = range(1, 7)
 SIMULATED_ITERATIONS, QUICK_ITERATIONS = 4000, 200
 NEAR = 0.05
-"""What takes so much longer than the fastest is as good, if it is simpler."""
+"""Fraction by which a simpler method may be slower than the fastest and still count as good as it."""
 STARVED = 2.0
-"""Computations that an iteration may take at most, or local steps are worth their trouble."""
+"""Longest iteration, in times of its computation, beyond which local steps are worth their trouble."""
 BORDER_RANKS, BORDER_LATENCY = 8, 50e-6
 SYNCHRONOUS, PIPELINE, COMPRESS, LOCAL_STEPS = (
     "synchronous is fine",
@@ -74,7 +74,7 @@ BY_WIDTH, BY_RANKS, BY_BANDWIDTH, BY_LATENCY, BORDER, MEASURED = (
 
 
 def seconds(method: str, *, world_size: int, link: LinkParams = NETWORKS[NETWORK], compute: float = COMPUTE) -> float:
-    """Of an iteration of the job, by the formulas."""
+    """Return the seconds of an iteration of the job, by the formulas."""
     parameters = MODELS[MODEL]
     tensors = tuple(parameters // LAYERS + (layer < parameters % LAYERS) for layer in range(LAYERS))
     question = Question(
@@ -87,12 +87,12 @@ def seconds(method: str, *, world_size: int, link: LinkParams = NETWORKS[NETWORK
 
 
 def with_bandwidth(rate: float) -> LinkParams:
-    """The network with links of so many bit/s."""
+    """Return the network with links of ``rate`` bit/s."""
     return dataclasses.replace(NETWORKS[NETWORK], beta=8 / (rate * PAYLOAD_SHARE))
 
 
 def region(compute: float, rate: float) -> str:
-    """What to do with so many seconds of computation on links of so many bit/s: the simplest that is good enough."""
+    """Return the simplest choice that is good enough for ``compute`` s of computation on links of ``rate`` bit/s."""
     link = dataclasses.replace(with_bandwidth(rate), alpha=BORDER_LATENCY)
     times = {name: seconds(name, world_size=BORDER_RANKS, link=link, compute=compute) for name in METHODS}
     best = min(times.values())
@@ -104,7 +104,7 @@ def region(compute: float, rate: float) -> str:
 
 
 def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
-    """A row for every point: its panel, series and kind (formula, simulated, predicted), x and y in SI units."""
+    """Return a row for every point: panel, series, kind (formula, simulated, predicted), x and y in SI units."""
     fewer = 4 if quick else 1
     rows = _by_width(QUICK_ITERATIONS if quick else SIMULATED_ITERATIONS)
     sweeps: list[tuple[str, Sequence[float], Callable[[str, float], float]]] = [
@@ -127,7 +127,7 @@ def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
 
 
 def _by_width(iterations: int) -> list[Row]:
-    """With a collective that takes as long as the computation: where a pipeline gains most, and is most in danger."""
+    """Return rows for a collective as long as the computation, where a pipeline gains most and is most in danger."""
     rows = []
     for cv in SPREADS:
         noise, series = Noise(cv=cv), f"{cv:.0%} jitter" if cv else "no jitter"
@@ -147,7 +147,7 @@ def _at_latency(name: str, latency: float) -> float:
 
 
 def _measured(results: Path) -> list[Row]:
-    """Predictions over measurements: nothing as long as there are none."""
+    """Return rows of predictions over measurements; none if there are no measurements."""
     path = results / "validate_timing_model.csv"
     if not path.exists():
         return []
@@ -183,7 +183,7 @@ def _whole(first: int, last: int, number: int) -> list[float]:
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """One panel."""
+    """Draw one panel."""
     draw: dict[str, Callable[[list[Row], Axes], None]] = {
         BY_WIDTH: _plot_widths,
         BY_RANKS: partial(_plot_methods, title="more ranks", xlabel="ranks", at=None),
@@ -283,7 +283,7 @@ FIGURE = PaperFigure(
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
     rows = compute(quick=arguments.quick)
     made_from = [name for name in ("validate_timing_model.csv",) if (RESULTS / name).exists()]

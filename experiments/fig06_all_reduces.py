@@ -1,12 +1,12 @@
-"""All-reduces over message size and number of ranks: the model's lines through what was measured.
+"""All-reduces over message size and number of ranks: the model's lines and the measured points.
 
     python -m experiments.fig06_all_reduces        fig06_all_reduces.csv, .png
 
-The points are those of experiments/results/bench_all_reduce_matrix.csv, uncompressed. The lines know two numbers: the
-rate that the links were given, and what a message costs, the median over p of what the ring's smallest all-reduce took
-for each of its 2(p-1) steps. That is no latency of a wire: it is how long ranks that share cores wait for their turn,
-so it goes into the formulas as a message's CPU time. Where lines and points part, that is what the model does not know.
-Dotted lines are where another algorithm becomes the fastest by the model, by more than a tie.
+The points are the uncompressed ones of experiments/results/bench_all_reduce_matrix.csv. The lines use two numbers: the
+rate that the links were given, and the cost of a message, which is the median over p of the time that the ring's
+smallest all-reduce took for each of its 2(p-1) steps. This cost is not the latency of a wire but the time that ranks
+that share cores wait for their turn, so the formulas take it as a message's CPU time. Lines and points differ by what
+the model does not know. Dotted lines are where another algorithm becomes the fastest by the model, by more than a tie.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ NAME = "fig06_all_reduces"
 SOURCE = "bench_all_reduce_matrix.csv"
 CODEC = "fp32"
 SIZES_OVER_RANKS = (4_000, 1_000_000, 16_000_000)
-"""Bytes; of those that were measured."""
+"""Sizes of buffers, in bytes, among those that were measured."""
 MOST_RANKS = 16
 TIE = 0.03
-"""Who is not faster by more than this takes nobody's place."""
+"""Fraction by which an algorithm must be faster to replace the fastest so far."""
 POINTS, QUICK_POINTS = 48, 8
 
 
 def link_of(rows: Sequence[Row]) -> LinkParams:
-    """The link that the lines know: of the rate, and with the messages of the ring's smallest all-reduces."""
+    """Return the link of the lines: the given rate, and the cost of a message in the ring's smallest all-reduces."""
     smallest = min(row["nbytes"] for row in rows)
     rings = [row for row in rows if (row["algorithm"], row["nbytes"]) == ("ring", smallest)]
     overhead = float(np.median([row["median_s"] / (2 * (row["p"] - 1)) for row in rings]))
@@ -52,7 +52,7 @@ def link_of(rows: Sequence[Row]) -> LinkParams:
 
 
 def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
-    """A row for every point and every step of a line: panel, algorithm, kind, ranks, bytes, seconds."""
+    """Return a row for every point and every step of a line: panel, algorithm, kind, ranks, bytes, seconds."""
     measured = [row for row in load(results / SOURCE) if row["codec"] == CODEC]
     link, algorithms = link_of(measured), list(dict.fromkeys(row["algorithm"] for row in measured))
     world_sizes, sizes = (sorted({row[name] for row in measured}) for name in ("p", "nbytes"))
@@ -90,7 +90,7 @@ def _row(panel: str, algorithm: str, kind: str, p: int, nbytes: float, seconds: 
 
 
 def crossovers(rows: Sequence[Row], over: str) -> list[tuple[float, str]]:
-    """From where on another algorithm is the fastest by the model, and which."""
+    """Return the places at which another algorithm becomes the fastest by the model, and its name."""
     points = sorted({row[over] for row in rows if row["kind"] == "model"})
     found: list[tuple[float, str]] = []
     for x in points:
@@ -102,7 +102,7 @@ def crossovers(rows: Sequence[Row], over: str) -> list[tuple[float, str]]:
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """One panel: over bytes for one p, or over p for one size."""
+    """Draw one panel: over bytes for one p, or over p for one size."""
     over = "nbytes" if len({row["p"] for row in rows}) == 1 else "p"
     for name in dict.fromkeys(row["algorithm"] for row in rows):
         points, line = (
@@ -152,7 +152,7 @@ FIGURE = PaperFigure(
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
     link = link_of([row for row in load(RESULTS / SOURCE) if row["codec"] == CODEC])
     known = {"link": {"overhead": link.overhead, "beta": link.beta, "gamma": link.gamma}}

@@ -1,12 +1,12 @@
-"""Layer-wise against sequential communication: when cutting the gradient helps, and when it only costs.
+"""Layer-wise against sequential communication: when splitting the gradient helps, and when it only costs.
 
     python -m experiments.fig07_layerwise        fig07_layerwise.csv, .png
 
-Four nodes at 200 Mbit/s, without and with 5 ms of latency; an MLP of eight layers. The gradient is all-reduced in more
-and more parts: under the backward pass by torch's DistributedDataParallel, whose buckets are ready one by one; after
-it, by width 1; and beside the next iteration, by width 2, where cutting can gain nothing, since all of the gradient is
-there. Lines are the timing model's, with the computation measured alone in the same job, the links' rate and latency,
-and the cost of a message that fig06_all_reduces found.
+An MLP of eight layers trains on four nodes at 200 Mbit/s, without and with 5 ms of latency. The gradient is all-reduced
+in more and more parts: during the backward pass by torch's DistributedDataParallel, whose buckets are ready one by one;
+after it, at width 1; and during the next iteration, at width 2, where splitting can gain nothing, since the whole
+gradient is there. Lines are the timing model's, with the computation measured alone in the same job, the links' rate
+and latency, and the cost of a message that fig06_all_reduces found.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ COLOURS = {LAYERWISE: METHODS["ddp"], SEQUENTIAL: METHODS["D-Sync"], PIPELINED: 
 MARKERS = {LAYERWISE: "s", SEQUENTIAL: "^", PIPELINED: "o"}
 PASSES, QUICK_PASSES = 4, 1
 UNTIMED, ITERATIONS, QUICK_ITERATIONS = 3, 8, 2
-"""Of each configuration in each pass."""
+"""Iterations of each configuration in each pass: untimed, timed, and timed in a quick run."""
 COMPUTATION = "computation"
 
 
 class InParts:
-    """An all-reduce of so many parts, one after the other."""
+    """An all-reduce in ``parts`` parts, one after the other."""
 
     def __init__(self, all_reduce: AllReduce, parts: int):
         self._all_reduce = all_reduce
@@ -81,7 +81,7 @@ class InParts:
 
 
 class Cut(Piped):
-    """A pipeline that sends its gradient in parts, which the trainer has no option for: it never helps."""
+    """A pipeline that sends its gradient in parts. The trainer has no option for this, since it never helps."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, parts: int):
         super().__init__(model, ranks, width=width, all_reduce="ring")
@@ -90,14 +90,14 @@ class Cut(Piped):
 
 
 class LayerWise(Plain):
-    """DistributedDataParallel with about so many buckets; ``buckets`` says how many there are."""
+    """DistributedDataParallel with about ``parts`` buckets; ``buckets`` is the actual number."""
 
     def __init__(self, model: nn.Module, *, parts: int):
         nbytes = sum(FLOAT_BYTES * parameter.numel() for parameter in model.parameters())
         ddp = DistributedDataParallel(model, bucket_cap_mb=nbytes / parts / (1 << 20))
         super().__init__(ddp)
         self.buckets = 0
-        # torch wants annotations to be types, not their names, or none.
+        # torch wants annotations to be types, not their names, or to be absent.
         ddp.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
@@ -112,7 +112,7 @@ class LayerWise(Plain):
 
 
 def make_model() -> nn.Module:
-    """The network, the same on all ranks."""
+    """Return the network, the same on all ranks."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in itertools.pairwise(SIZES):
@@ -121,7 +121,7 @@ def make_model() -> nn.Module:
 
 
 def time_all(ranks: Ranks, arguments: Namespace, console: Console) -> list[Row]:
-    """Rows of one job: every series and number of parts, in seconds, a row for each pass. All ranks call this."""
+    """Return the rows of one job, in seconds: each pass of every series and number of parts. All ranks call this."""
     quick = arguments.quick
     parts = QUICK_PARTS if quick else PARTS
     model, batch = make_model(), make_batch(QUICK_BATCH if quick else BATCH, ranks.rank)
@@ -151,7 +151,7 @@ def time_all(ranks: Ranks, arguments: Namespace, console: Console) -> list[Row]:
 
 @contextlib.contextmanager
 def process_group(ranks: Ranks) -> Iterator[None]:
-    """torch's, for one configuration: the threads of idle ones would take time from those that come after."""
+    """Open torch's process group for one configuration: threads of idle groups would take time from later ones."""
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     yield
     ranks.leave()
@@ -162,14 +162,14 @@ def _named(forward: float | None = None, backward: float | None = None, update: 
 
 
 def make_batch(size: int, rank: int) -> Batch:
-    """Random, since only time counts."""
+    """Return a random batch, since only time counts."""
     generator = torch.Generator().manual_seed(rank)
     labels = torch.randint(SIZES[-1], (size,), generator=generator)
     return torch.randn(size, 1, 28, 28, generator=generator), labels
 
 
 def computation(model: nn.Module, batch: Batch, iterations: int) -> tuple[float, float, float]:
-    """Mean seconds of forward, backward and update of this rank, alone."""
+    """Return the mean seconds of forward, backward and update of this rank, alone."""
     own = copy.deepcopy(model)
     optimizer, spent = sgd(own), np.zeros(3)
     images, labels = batch
@@ -188,7 +188,7 @@ def computation(model: nn.Module, batch: Batch, iterations: int) -> tuple[float,
 
 
 def mean_iteration(loop: Loop, batch: Batch, iterations: int) -> float:
-    """Seconds of an iteration in the steady state."""
+    """Return the mean seconds of an iteration in the steady state."""
     for _ in range(UNTIMED):
         loop.iterate(*batch)
     begin = time.perf_counter()
@@ -200,7 +200,7 @@ def mean_iteration(loop: Loop, batch: Batch, iterations: int) -> float:
 
 
 def compute(*, quick: bool = False) -> list[Row]:
-    """A row for every panel, series, kind and number of parts. Makes a testbed and a job for each latency."""
+    """Return a row for every panel, series, kind and number of parts. Makes a testbed and a job for each latency."""
     rows: list[Row] = []
     nodes, latencies = (QUICK_NODES, QUICK_LATENCIES) if quick else (NODES, LATENCIES)
     for latency in latencies:
@@ -219,7 +219,7 @@ def _folder() -> Iterator[Path]:
 
 
 def tabulate(times: Sequence[Row], nodes: int, latency: float) -> list[Row]:
-    """The rows of one latency: medians over passes, their ends, and the model's lines."""
+    """Return the rows of one latency: medians, lowest and highest over passes, and the model's lines."""
     panel = f"{1e3 * latency:g} ms of latency" if latency else "no latency"
     rows = []
     for series in (LAYERWISE, SEQUENTIAL, PIPELINED):
@@ -242,12 +242,12 @@ def tabulate(times: Sequence[Row], nodes: int, latency: float) -> list[Row]:
 
 
 def _cost_of_a_message() -> float:
-    """Seconds."""
+    """Return the cost of a message that fig06_all_reduces found, in seconds."""
     return float(figures.manifest(fig06_all_reduces.NAME)["link"]["overhead"])
 
 
 def model(times: ComputeTimes, link: LinkParams, nodes: int, parts: int) -> Iterable[tuple[str, float]]:
-    """Seconds of an iteration of each series, with so many equal parts."""
+    """Yield the seconds of an iteration of each series, with ``parts`` equal parts."""
     numel = sum(parameter.numel() for parameter in make_model().parameters()) / parts
     native, ring = (all_reduce_time(name, link, numel, nodes) for name in ("native", "ring"))
     buckets = [((number + 1) / parts, native) for number in range(parts)]
@@ -272,7 +272,7 @@ def _row(
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """One latency."""
+    """Draw one latency."""
     for series, colour in COLOURS.items():
         points, line = (
             [row for row in rows if (row["series"], row["kind"]) == (series, kind)] for kind in ("measured", "model")
@@ -313,7 +313,7 @@ FIGURE = PaperFigure(
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command; started by torchrun, it is a rank of its own job."""
+    """Run the command, or one rank of its job if torchrun started this process."""
     arguments = ranks.agree("options", lambda: command.parse(command.parser(NAME, __doc__), words))
     if ranks.by_torchrun:
         rows = time_all(ranks, arguments, console)

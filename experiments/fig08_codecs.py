@@ -1,11 +1,12 @@
-"""Codecs: what they save on the wire, against the error of the sum, the CPU's time, and the accuracy.
+"""Savings of codecs on the wire, against the error of the sum, the CPU time, and the accuracy.
 
     python -m experiments.fig08_codecs        fig08_codecs.csv, .png
 
-The error is computed here: the ring's sum of random values of 2 to 16 ranks, with the codec at every hop, against the
-exact sum; without error feedback, which gives most of it back later. Of topk and powersgd, whose sums leave out rather
-than round, it would say nothing. CPU time is what a rank spends on a ring of four ranks for each value of the gradient,
-from bench_codecs.csv: encoding its own chunk, then hops, then decoding. Accuracies are those of codec_accuracy.csv.
+The error is computed here: the ring's sum of random values of 2 to 16 ranks, with the codec at every hop, is compared
+with the exact sum, without error feedback, which gives most of the error back later. The error would say nothing about
+topk and powersgd, whose sums leave values out rather than round. CPU time is what a rank spends on a ring of four ranks
+for each value of the gradient, from bench_codecs.csv: encoding its own chunk, then hops, then decoding. Accuracies are
+those of codec_accuracy.csv.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ WORLD_SIZES, RING = (2, 4, 8, 16), 4
 NUMEL, QUICK_NUMEL = 1 << 18, 1 << 12
 BY_ERROR, BY_RANKS, BY_TIME, BY_ACCURACY = "error", "ranks", "time", "accuracy"
 LINEAR_POINTS = 0.5
-"""Points of accuracy up to which the axis is linear; beyond, logarithmic."""
+"""Points of accuracy up to which the axis is linear; beyond them it is logarithmic."""
 HOLLOW: dict[str, Any] = {"fillstyle": "none"}
-"""Markers."""
+"""Style of hollow markers."""
 
 
 def error_of_sum(codec: str, world_size: int, numel: int, seed: int = 0) -> float:
-    """The root mean square error of a sum of independent standard normal values, relative to that of the sum."""
+    """Return the root mean square error of a sum of independent standard normal values, relative to the sum's own."""
     generator = torch.Generator().manual_seed(seed)
     flats = [torch.randn(numel, generator=generator) for _ in range(world_size)]
     exact = torch.stack(flats).double().sum(0)
@@ -52,12 +53,12 @@ def error_of_sum(codec: str, world_size: int, numel: int, seed: int = 0) -> floa
 
 
 def bits(codec: str, numel: int = NUMEL) -> float:
-    """Of a value on the wire, scales included."""
+    """Return the bits of a value on the wire, scales included."""
     return 8 * make_codec(CodecOptions(codec=codec)).wire_bytes(numel) / numel
 
 
 def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
-    """A row for every point: panel, codec, variant, bits, x and y in the panel's units, and y's ends."""
+    """Return a row for every point: panel, codec, variant, x and y in the panel's units, and the ends of y."""
     numel = QUICK_NUMEL if quick else NUMEL
     lossy = [name for name in DENSE_CODECS if name != "fp32"]
     errors = {(codec, p): error_of_sum(codec, p, numel) for codec in lossy for p in WORLD_SIZES}
@@ -67,12 +68,12 @@ def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:
 
 
 def _times(results: Path) -> list[Row]:
-    """Nanoseconds a value around a ring, for values that come from the cache or from memory."""
+    """Return rows of the nanoseconds per value around a ring, for values that come from the cache or from memory."""
     of = {(row["size"], row["contender"], row["operation"]): row for row in load(results / SPEEDS)}
     rows = []
     for name, options in TIMED.items():
         if options.stochastic != CodecOptions(codec=options.codec).stochastic:
-            continue  # the variant that is no default
+            continue  # the variant that is not the default
         for size in ("cache", "memory"):
             spent = 0.0
             for operation, share in (("encode", 1 / RING), ("hop", 1 - 1 / RING), ("decode", 1 - 1 / RING)):
@@ -106,7 +107,7 @@ def _row(
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """One panel."""
+    """Draw one panel."""
     draw: dict[str, Callable[[list[Row], Axes], None]] = {
         BY_ERROR: _plot_errors,
         BY_RANKS: _plot_ranks,
@@ -119,7 +120,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def _codec_handles() -> list[Line2D]:
-    """A colour for every codec, in any panel."""
+    """Return a legend handle with the colour of every codec, for any panel."""
     from matplotlib.lines import Line2D
 
     return [Line2D([], [], color=colour, marker="o", label=name) for name, colour in style.CODECS.items()]
@@ -216,7 +217,7 @@ FIGURE = PaperFigure(
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
     FIGURE.publish(compute(quick=arguments.quick), arguments, console, figures.sources([SPEEDS, ACCURACIES]))
 

@@ -1,7 +1,7 @@
-"""What the figures of the paper have in common: a table, panels drawn from it, and a command.
+"""Shared parts of the figures of the paper: a table, panels drawn from it, and a command.
 
-Each is a module ``experiments/figNN_name.py`` with ``compute(...)``, which gives the table, and ``plot(rows, axes)``,
-which draws the rows of one panel. Rows have a column "panel"; their order is that of the panels.
+Each figure is a module ``experiments/figNN_name.py`` with ``compute(...)``, which returns the table, and
+``plot(rows, axes)``, which draws the rows of one panel. Rows have a column "panel", and panels are in their order.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperFigure:
-    """How a figure is called, looks, and is described."""
+    """Name, looks and description of a figure."""
 
     name: str
-    """Of its files, and of its module."""
+    """Name of the figure's files and of its module."""
     title: str
     caption: str
-    """What it shows, for somebody who does not see it, too."""
+    """Text that describes the figure, also for somebody who does not see it."""
     plot: Callable[[list[Row], Axes], Axes]
-    """Draws the rows of one panel."""
+    """Function that draws the rows of one panel."""
     panel: tuple[float, float] = (4.6, 3.4)
     """Width and height of a panel, in inches."""
     abreast: int = 3
-    """Panels in a line, at most."""
+    """Largest number of panels in a line."""
     columns: str = "csv"
-    """"json" if values in the table are lists."""
+    """Ending of the table's file: "json" if values in the table are lists."""
 
     def table(self, folder: Path = RESULTS) -> list[Row]:
-        """The rows that were saved."""
+        """Return the rows that were saved."""
         return load(folder / self.file)
 
     def draw(self, rows: Sequence[Row], only: Sequence[str] | None = None) -> Figure:
-        """All panels, or ``only`` some; in a notebook it shows itself."""
+        """Draw all panels, or ``only`` some; a notebook shows the returned figure."""
         panels, size, lines = self._layout(rows, only)
         return draw_panels(panels, size=size, rows=lines)
 
     def show(self, only: Sequence[str] | None = None) -> Figure | str:
-        """For a notebook: the figure of the saved results; in words, how to make them, if nobody has yet."""
+        """Return, for a notebook, the figure of the saved results, or a text on how to make them if there are none."""
         if not (RESULTS / self.file).exists():
             return self.not_measured
         return self.draw(self.table(), only)
@@ -73,7 +73,7 @@ class PaperFigure:
 
     @property
     def file(self) -> str:
-        """The name of its table."""
+        """Name of the file of the figure's table."""
         return f"{self.name}.{self.columns}"
 
     def _layout(
@@ -95,7 +95,7 @@ class PaperFigure:
 
 
 def legend_below(axes: Axes, ncols: int, handles: Sequence[Artist] | None = None) -> None:
-    """One legend for all panels, below them, by the panel that asks first: of what it drew, or of ``handles``."""
+    """Draw one legend below all panels when the first panel asks for it, of what that panel drew or of ``handles``."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     if figure.legends:
@@ -106,30 +106,30 @@ def legend_below(axes: Axes, ncols: int, handles: Sequence[Artist] | None = None
 
 
 def sources(names: Sequence[str], folder: Path = RESULTS) -> dict[str, Any]:
-    """For the manifest: the result files that a table was made from, by the hash of what is in them."""
+    """Return, for the manifest, the result files that a table was made from, with hashes of their contents."""
     return {"made_from": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest()[:16] for name in names}}
 
 
 def manifest(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """The manifest of a result."""
+    """Return the manifest of a result."""
     found: dict[str, Any] = json.loads((folder / f"{name}.manifest.json").read_text(encoding="utf-8"))
     return found
 
 
 def title_of(comparison: dict[str, Any]) -> str:
-    """What was trained, and where, by the manifest of a comparison."""
+    """Return the workload and cluster of a comparison, from its manifest."""
     asked = comparison["links_asked"]
     cluster = Cluster(**(asked | {"link": Link(**asked["link"])}))
     return f"{comparison['workload']}, {cluster.describe()}"
 
 
 def parse(name: str, description: str | None, words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options that every figure has; raises ``UserInputError``."""
+    """Parse the options that every figure has. Raises ``UserInputError``."""
     return checked(name, command.parser(name, description), words, by_torchrun)
 
 
 def checked(name: str, options: command.Parser, words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The values of ``words``; raises ``UserInputError``."""
+    """Parse and check ``words``. Raises ``UserInputError``."""
     arguments = command.parse(options, words)
     command.check_alone(name, by_torchrun, "it starts torchrun itself where it needs ranks")
     return arguments

@@ -1,8 +1,8 @@
-"""Runs of ``pipesgd.train`` whose ranks are forked from this process, and killed at a chosen place; Linux only.
+"""Runs of ``pipesgd.train`` whose ranks are forked from this process and killed at a chosen place; Linux only.
 
 A rank that torchrun starts spends seconds on imports; a forked one trains at once. This process does for the ranks
-what torchrun's agent does: it ends the others when one has failed, and starts all of them again. The store is in a
-process of its own: forks of the process that serves it would share its sockets, and now and then a rank waited for ever
+what torchrun's agent does: it ends the others when one has failed, and starts all of them again. The store runs in a
+separate process: forks of the process that serves it would share its sockets, and now and then a rank waited forever
 for the answer to its first request.
 """
 
@@ -37,11 +37,11 @@ PHASES: dict[str, tuple[Any, str]] = {
     "resume": (Checkpoints, "load_newest"),
     "evaluation": (train, "evaluate"),
 }
-"""Where a rank can be killed: in a call of this function. A kill in training may also hit what follows the call."""
+"""Phases in which a rank can be killed, with the function called; a kill in training may also hit what follows it."""
 IMPORTED_LATE = ("torch._dynamo", "torch.utils.tensorboard", "typeguard")
 DURATIONS_FILE = "durations.json"
 DEADLINE_SECONDS = 120.0
-"""An attempt that takes longer than this hangs."""
+"""Seconds after which an attempt counts as hung."""
 POLL_SECONDS = 0.005
 SURVIVORS_END_WITH = (0, 1, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes that a rank may have after another one was killed, apart from the signal that it gets itself."""
@@ -49,22 +49,22 @@ SURVIVORS_END_WITH = (0, 1, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """A rank is killed during a phase."""
+    """The kill of a rank during a phase."""
 
     phase: str
     rank: int
     call: int
-    """The number of the call, from 0."""
+    """Number of the call, from 0."""
     seconds: float
-    """After the call's beginning, or at its end if that comes first."""
+    """Seconds from the start of the call to the kill, which comes at the call's end if that is earlier."""
     all_ranks: bool
     """True if all ranks are killed as soon as this one is, as when a machine loses power; else they get SIGTERM."""
 
 
 def arm(kill: Kill) -> None:
-    """Have this process killed as ``kill`` says.
+    """Arrange for this process to be killed as ``kill`` says.
 
-    The kernel's timer does it: nothing in this process handles SIGALRM, so it ends as abruptly as by SIGKILL.
+    The kernel's timer kills it: nothing in this process handles SIGALRM, so it ends as abruptly as by SIGKILL.
     """
 
     def before(call: int) -> None:
@@ -79,7 +79,7 @@ def arm(kill: Kill) -> None:
 
 
 def record() -> dict[str, list[float]]:
-    """Seconds of every call from now on, by phase."""
+    """Record the seconds of every call from now on; return the lists that they are added to, by phase."""
     durations: dict[str, list[float]] = {phase: [] for phase in PHASES}
     begins: dict[str, float] = {}
 
@@ -112,15 +112,15 @@ def _surround(phase: str, before: Callable[[int], None], after: Callable[[int], 
 
 
 def import_all() -> None:
-    """Import here what ranks would otherwise import each for itself, while they run."""
+    """Import here what every rank would otherwise import for itself while it runs."""
     for name in IMPORTED_LATE:
         importlib.import_module(name)
 
 
 def run(words: str, world_size: int, folder: Path, kills: Sequence[Kill]) -> int | None:
-    """Run ``words``, with a restart after each kill; what is printed goes to ``folder/log``, files to ``folder/run``.
+    """Run ``words``, with a restart after each kill; output goes to ``folder/log``, files to ``folder/run``.
 
-    Returns the number of kills that hit, None if the run failed or hung otherwise.
+    Returns the number of kills that hit, or None if the run failed or hung otherwise.
     """
     with _store() as port:
         return _attempts(words, world_size, folder, kills, port)
@@ -145,7 +145,7 @@ def _attempts(words: str, world_size: int, folder: Path, kills: Sequence[Kill], 
 
 @contextlib.contextmanager
 def _store() -> Iterator[int]:
-    """The port of a store in a process of its own, which ends with the context, or with this process."""
+    """Yield the port of a store in a separate process, which ends with the context or with this process."""
     here, there = socket.socketpair()
     pid = os.fork()
     if not pid:
@@ -169,7 +169,7 @@ def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, attem
     code: object = 1
     try:
         sys.stdout = sys.stderr = log = (folder / "log").open("a", buffering=1, encoding="utf-8")
-        for stream in (1, 2):  # what is not written by Python goes there, too
+        for stream in (1, 2):  # so output that Python does not write goes there, too
             os.dup2(log.fileno(), stream)
         os.environ.update(_environment(rank, world_size, port, attempt))
         torch.set_num_threads(1)
@@ -183,7 +183,7 @@ def _fork(words: str, rank: int, world_size: int, folder: Path, port: int, attem
         if rank == 0:
             (folder / DURATIONS_FILE).write_text(json.dumps(durations), encoding="utf-8")
     finally:
-        os._exit(code if isinstance(code, int) else 1)  # nothing of the parent's is undone here
+        os._exit(code if isinstance(code, int) else 1)  # skips the parent's clean-up
 
 
 def _environment(rank: int, world_size: int, port: int, attempt: int) -> dict[str, str]:

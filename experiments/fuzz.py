@@ -1,12 +1,12 @@
-"""Wrong input by the thousand: is everything accepted or refused in one line, in time, and is nothing absurd accepted?
+"""Thousands of wrong inputs: each must be accepted or refused in one line, in time, and nothing absurd accepted.
 
     python -m experiments.fuzz                                     fuzz.csv; exit code 1 if a case fails
     python -m experiments.fuzz --only "TOML options" --output DIR  some kinds of input
-    python -m experiments.fuzz --show "TOML options" 17            one case, and what comes of it
+    python -m experiments.fuzz --show "TOML options" 17            one case and its outcome
 
 A case fails if an error comes out that no user should see (a traceback), if there is no answer within 30 s, if an error
 has several lines, or if something absurd is accepted: NaN, infinity, a negative or astronomical number, a foreign file.
-Cases are drawn from the seed, each by itself. What is done is kept in runs/fuzz-SEED.jsonl: the same command goes on
+Cases are drawn from the seed, each by itself. Finished cases are kept in runs/fuzz-SEED.jsonl: the same command resumes
 where it was stopped, unless the code has changed.
 """
 
@@ -36,11 +36,11 @@ from pipesgd.run.console import say
 
 TARGETS = {target.name: target for target in (*words.TARGETS, *files.TARGETS, *messages.TARGETS)}
 QUICK_SHARE = 50
-"""A quick run has one case in this many."""
+"""Cases of a full run for each case of a quick run."""
 RUNS = Path("runs")
-"""Below the folder that the command is started in, as pipesgd.train has it."""
+"""Folder of the finished cases, relative to the folder that the command is started in (as in pipesgd.train)."""
 HARNESS = (Path(__file__), Path(words.__file__).parent, Path(timing_model.__file__).parent)
-"""What is hashed besides pipesgd: cases of another harness, or for another timing model, do not count."""
+"""Paths hashed besides pipesgd, so that cases of another harness or for another timing model do not count."""
 MOST_SHOWN = 20
 SHOWN_CHARACTERS = 300
 
@@ -49,7 +49,7 @@ Outcome = dict[str, Any]
 
 
 def kept(path: Path) -> list[Outcome]:
-    """What an earlier run of the same code found; the file is begun again if there is none."""
+    """Return what an earlier run of the same code found; if there is none, start the file again."""
     state = sources(*HARNESS)[:16]
     try:
         first, *rest = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -65,7 +65,7 @@ def kept(path: Path) -> list[Outcome]:
 
 
 def compute(counts: dict[str, int], seed: int, path: Path, console: Console) -> list[Outcome]:
-    """The outcomes of this many cases of each target; those that ``path`` holds are not tried again."""
+    """Return the outcomes of ``counts`` cases of each target; those that ``path`` holds are not tried again."""
     outcomes = kept(path)
     done = {(one["target"], one["index"]) for one in outcomes}
     missing = [(name, index) for name, number in counts.items() for index in range(number) if (name, index) not in done]
@@ -87,7 +87,7 @@ def compute(counts: dict[str, int], seed: int, path: Path, console: Console) -> 
 
 
 def try_case(target: Target, seed: int, index: int, folder: Path) -> Outcome:
-    """Draw the case, and try it."""
+    """Draw the case and try it."""
     own = folder / target.name.replace(" ", "-")
     own.mkdir(exist_ok=True)
     verdict = judge(target, draw(target, seed, index, own), own)
@@ -101,7 +101,7 @@ def try_case(target: Target, seed: int, index: int, folder: Path) -> Outcome:
 
 
 def summarize(outcomes: Sequence[Outcome]) -> list[Row]:
-    """A row for each target, and one for all."""
+    """Return a row for each target, and one for all."""
     rows: list[Row] = []
     for name in [*dict.fromkeys(one["target"] for one in outcomes), "all"]:
         own = [one for one in outcomes if name in (one["target"], "all")]
@@ -114,7 +114,7 @@ def summarize(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def show_case(name: str, seed: int, index: int, console: Console) -> None:
-    """Print a case, and what comes of it."""
+    """Print a case and its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         case = draw(TARGETS[name], seed, index, Path(folder))
         say(console, repr(case))
@@ -125,7 +125,7 @@ def show_case(name: str, seed: int, index: int, console: Console) -> None:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Parse the options. Raises ``UserInputError``."""
     options = command.parser("fuzz", __doc__)
     options.add_argument("--only", nargs="+", metavar="INPUT", help=f"some of {', '.join(TARGETS)}; needs --output")
     options.add_argument("--show", nargs=2, metavar=("INPUT", "CASE"), help="print one case, and what comes of it")
@@ -143,7 +143,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     torch.set_num_threads(1)
     if arguments.show:
