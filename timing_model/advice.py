@@ -42,7 +42,7 @@ def reason(choice: Choice) -> str:
 
 
 def advice(plan: Plan) -> list[str]:
-    """Return what a person should know about a plan, as one sentence each."""
+    """Return sentences on what a person should know about a plan."""
     return [one for one in (_pipelining(plan), _wider(plan), _codec(plan), _servers(plan)) if one]
 
 

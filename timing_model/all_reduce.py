@@ -22,8 +22,8 @@ PATHS: dict[str, Callable[[SegmentCosts, int, int], float]] = {
     "recursive-doubling": critical_path.recursive_doubling,
     "all-to-all": critical_path.all_to_all,
 }
-"""Longest path through an all-reduce, from the costs of a segment, the number of ranks, and that of segments in a
-chunk. An all-reduce without one is simulated message by message, which is exact but O(p^2)."""
+"""Functions that follow the longest path through an all-reduce, from the costs of a segment, the number of ranks, and
+that of segments in a chunk. An all-reduce without one is simulated message by message, which is exact but O(p^2)."""
 
 
 class CollectiveTime(NamedTuple):

@@ -38,7 +38,7 @@ class Space:
     strategies: tuple[str, ...] = STRATEGIES
     widths: tuple[int, ...] = WIDTHS
     segments: tuple[int, ...] = SEGMENTS
-    """Bytes of the largest message, for each size searched."""
+    """Sizes of the largest message that are searched, in bytes."""
 
     def __post_init__(self) -> None:
         for name in ("codecs", "all_reduces", "strategies", "widths", "segments"):

@@ -134,7 +134,7 @@ class Profile:
         return None if link is None else link.corrections
 
     def codec_cost(self, name: str, message_values: float) -> CodecCost:
-        """Return a codec's cost on messages of that many values. Raises ``ValueError`` if it was not measured."""
+        """Return a codec's cost for ``message_values`` per message. Raises ``ValueError`` if it was not measured."""
         if name == UNCOMPRESSED:
             return uncompressed(self.link.gamma.value)
         check_one_of("codec", name, [UNCOMPRESSED, *self.codecs])

@@ -72,8 +72,8 @@ def ring_codec_time(link: LinkParams, codec: CodecCost, numel: float, world_size
 
     A step takes the sum of codec and wire without segments, and the larger of them with many. The formula is exact for
     k = 1. With more segments it is off by 1 to 3 % on average; at worst by 10 % for k = 2 and 2 ranks, 5 % from 4 ranks
-    on, 15 % for k = 8 and 2 ranks (codec 0.04 to 3 times the wire, latency 0 to 1 times). Exact throughout is
-    ``all_reduce.all_reduce_time``.
+    on, 15 % for k = 8 and 2 ranks (codec 0.04 to 3 times the wire, latency 0 to 1 times).
+    ``all_reduce.all_reduce_time`` is exact.
     Source: timing.md, "Codecs in the ring".
 
     >>> codec = CodecCost(name="", bits=32.0, encode=1.0, decode=0.5, add=0.0, hop=2.0)
@@ -104,8 +104,8 @@ def recursive_doubling_time(link: LinkParams, nbytes: float, world_size: int) ->
 
     .. math:: T = \log_2 p\,(\alpha + o + n \beta + n \gamma) + S
 
-    If p is not a power of two, the ranks above the largest one fold in first and get the result at the end. This takes
-    :math:`\lfloor \log_2 p \rfloor` steps, and two messages of n bytes and one sum of n more.
+    If p is not a power of two, the ranks above the largest one below p fold in first and get the result at the end:
+    the logarithm is :math:`\lfloor \log_2 p \rfloor`, and two messages of n bytes and one sum of n are added.
     Source: Thakur, Rabenseifner & Gropp, 2005.
 
     >>> [recursive_doubling_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, p) for p in (1, 2, 4, 5)]

@@ -32,7 +32,7 @@ class Costs:
     link: LinkParams
     inner: LinkParams | None
     codec: CodecCost
-    """Costs of the codec; those of fp32 are 0, since its sums cost ``link.gamma`` instead."""
+    """Costs of the codec. The times of fp32 are 0, since its sums cost ``link.gamma`` instead."""
     times: ComputeTimes
     sharing: float
 

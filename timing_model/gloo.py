@@ -11,7 +11,7 @@ from timing_model.params import LinkParams
 GLOO_SEGMENT = 1 << 20
 """Bytes of gloo's largest message."""
 IN_FLIGHT = 2
-"""Messages that gloo keeps in flight."""
+"""Number of messages that gloo keeps in flight."""
 
 
 def native_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> float:

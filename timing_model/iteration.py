@@ -46,7 +46,7 @@ def pipelined_iteration_time(
 
     c is ``times.total`` and m is ``collective.total``, each slowed down by the other if K > 1
     (``ComputeTimes.at_width``). Width 1 is synchronous and takes c + m (D-Sync). Width 2 is the smallest that reaches
-    max(c, m). With noise, ``jitter.steady_state_period`` is the maximum. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
+    max(c, m). Noise replaces the maximum by ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
 
     Raises ``ValueError`` if ``width < 1``.
 
@@ -81,7 +81,7 @@ def collective_within(
 def computation_within(
     total: float, collective: float, width: int, *, world_size: int = 1, noise: Noise = NO_NOISE
 ) -> float:
-    """Return the time of the computation, in s, as ``collective_within`` does. 0 if the collective needs all of it.
+    """Return the time of the computation, in s, given that of the collective. 0 if the collective needs all of it.
 
     >>> round(computation_within(5.0, 3.0, width=2), 6), computation_within(5.0, 5.0, width=2)
     (5.0, 0.0)

@@ -26,7 +26,7 @@ LEAST_CV = 1e-12
 GRID: Values = np.linspace(-9.0, 9.0, 1201)
 """Grid, in standard deviations, over which expected maxima are integrated."""
 RUNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
-"""Numbers of iterations, as the bound considers them, that a rank computes in a row without waiting."""
+"""Numbers of iterations, in the bound, that a rank computes in a row without waiting."""
 SPREAD, SPREAD_WIDTH = 1.3, -1.5
 LIFT, LIFT_CV, LIFT_WIDTH = 0.63, 1.5, -0.5
 """Constants of the correction in ``steady_state_period``."""
@@ -37,7 +37,7 @@ def blom(world_size: int) -> float:
 
     .. math:: \Phi^{-1}\left(\frac{p - 0.375}{p + 0.25}\right)
 
-    Within 0.7 % for p >= 8. Source: Blom, 1958.
+    It is within 0.7 % for p >= 8. Source: Blom, 1958.
 
     >>> [round(blom(p), 3) for p in (1, 8, 64, 512)]
     [0.0, 1.434, 2.337, 3.031]
@@ -197,7 +197,7 @@ def _runs(noise: Noise, world_size: int) -> tuple[tuple[int, float], ...]:
 def _computing(
     t_compute: float, t_comm: float, width: int, slowest: float, runs: tuple[tuple[int, float], ...]
 ) -> float:
-    """Return the time per iteration, in s, of the longest path with a computation; the endless path comes first."""
+    """Return the time per iteration, in s, of the longest path with a computation, the endless one included."""
     return max(slowest * t_compute, *[(computed * t_compute + t_comm) / (width + more) for more, computed in runs])
 
 

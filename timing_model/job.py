@@ -30,7 +30,7 @@ REACH = 8.0
 LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
 """Most ranks, and most ranks of an all-reduce whose messages meet and so are simulated one by one."""
 MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
-"""Most segments of a gradient, and most segments times ranks where messages are simulated. Takes a second or so."""
+"""Most segments of a gradient, and most segments times ranks where messages are simulated: a second or so."""
 
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """Typical costs of codecs that were not measured."""
@@ -79,7 +79,7 @@ class Question:
     """Servers of ps-sync, which ``placement`` colocates with workers or puts on ranks of their own."""
     placement: str = "beside"
     iterations: int | None = None
-    """Iterations of the job; leave them out to give ``epochs``, or neither."""
+    """Iterations of the job; None if ``epochs``, or no length, is given."""
     epochs: int | None = None
 
     def __post_init__(self) -> None:
@@ -215,8 +215,8 @@ class Question:
 def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> ComputeProfile:
     """Return the computation of a model that was measured, possibly with another batch size.
 
-    Forward and backward are interpolated linearly between the two batch sizes around it, or are proportional to those
-    of the nearest one.
+    Forward and backward are interpolated linearly between the two neighbouring batch sizes, or are proportional to
+    those of the nearest one.
     Raises ``ValueError`` if the model was not measured, or several batch sizes were measured and none is given.
     """
     check_one_of("model", model, sorted({one.model for one in cluster.compute}))

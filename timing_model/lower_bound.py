@@ -13,9 +13,9 @@ class _Traffic(NamedTuple):
     """Lower bounds for a collective: messages and bytes of the rank that sends most, work of the one with the least."""
 
     messages: int
-    """Messages of which each waits for another one."""
+    """Number of messages of which each waits for another one."""
     sent: float
-    """Bytes that the busiest rank sends, as ``_traffic`` counts them."""
+    """Bytes that the busiest rank sends."""
     work: float
     """Time of codec and sums, in s."""
 

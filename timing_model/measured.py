@@ -12,7 +12,7 @@ from timing_model.checks import check_above_0, check_at_least
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise
 
 MOST = 1e9
-"""Largest number that is not a count: a larger one is a mistake and could overflow."""
+"""Largest value of a number that is not a count: a larger one is a mistake and could overflow."""
 PARAMETER_SERVER = "ps-sync"
 """Name of the parameter server among the measurements."""
 UNCOMPRESSED = "fp32"
@@ -56,8 +56,8 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Corrections:
-    """Measured times of collectives over those of the formula with the link's parameters: one for each size and number
-    of ranks that was measured, in order.
+    """Ratios of collectives' measured times to those of the formula with the link's parameters: one for each size and
+    number of ranks that was measured, in order.
 
     A formula knows neither TCP windows nor messages that are late because another one was on its way.
     """
@@ -183,7 +183,7 @@ class ComputeProfile:
     contention: Estimate
     """Share by which the computation is slower while an uncompressed collective runs."""
     codec_contention: Estimate
-    """Share by which it is slower while a compressed collective runs: encoding and decoding take cores, too."""
+    """Share by which a compressed collective slows the computation: encoding and decoding take cores, too."""
     hindrance: Estimate
     """Share by which a collective is slower while the computation runs: a ring, and any not in ``hindrances``."""
     hindrances: dict[str, Estimate] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from timing_model.units import parse_bandwidth, parse_count, parse_seconds
 from timing_model.words import Parser, number_of, quantity, whole
 
 LAYERS = 50
-"""Layers of a model of which only the size is known: ddp reduces it in as many equal parts."""
+"""Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
 NOTHING = Calibrated(world_sizes=(), smallest_bytes=0, largest_bytes=0, residuals={}, ranks_per_core=1.0)
 
 

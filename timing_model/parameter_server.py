@@ -20,8 +20,8 @@ def parameter_server_time(
 ) -> CollectiveTime:
     r"""Time from the gradients of a round to the weights, in s, for a job of p ranks and s servers.
 
-    A server that is colocated with one of the first workers has w = p - 1 workers on other ranks; servers on ranks of
-    their own have w = p - s. Gradients come in, are added when all are there, and weights go out. A worker sends n'
+    A server colocated with one of the first workers has w = p - 1 workers on other ranks; dedicated servers, on ranks
+    of their own, have w = p - s. Gradients come in, are added when all are there, and weights go out. A worker sends n'
     bytes: n, or (s-1)/s n if every worker has a colocated server. The time is
 
     .. math::
@@ -34,9 +34,9 @@ def parameter_server_time(
     .. math:: T_{turn} = 2 (\alpha + o) + \left(n' + w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma + S
 
     That is (p + 1) n beta instead of 2 p n beta for one server and p workers. The truth is in between: ``sharing`` is 1
-    for the first formula and 0 for the second. This project's testbed, with one server colocated with worker 0, had
-    0.48 at 100 Mbit/s, 0.47 at 200 Mbit/s and 0.28 at 1 Gbit/s (``experiments/LOG.md``, "parameter servers"). timing.md
-    has 2 max(1, p/s) n beta, with p workers and dedicated servers.
+    for the first formula and 0 for the second. On this project's testbed, with one server colocated with worker 0, it
+    was measured as 0.48 at 100 Mbit/s, 0.47 at 200 Mbit/s and 0.28 at 1 Gbit/s (``experiments/LOG.md``, "parameter
+    servers"). timing.md has 2 max(1, p/s) n beta, with p workers and dedicated servers.
 
     Codecs do not apply. The time of the servers' optimizer is part of the computation. Raises ``ValueError`` if a value
     is out of range, or no rank is left to work.

@@ -96,13 +96,13 @@ class CodecCost:
     bits: float
     """Bits per value on the wire, scales included; above 0."""
     encode: float
-    """Time to turn values into bytes."""
+    """Seconds per value to turn values into bytes."""
     decode: float
-    """Time to turn bytes into values."""
+    """Seconds per value to turn bytes into values."""
     add: float
-    """Time to decode values and add them to the rank's own."""
+    """Seconds per value to decode values and add them to the rank's own."""
     hop: float
-    """Time to decode, add and encode in one pass."""
+    """Seconds per value to decode, add and encode in one pass."""
     call: float = 0.0
     """Fixed cost of any of these operations, in s per call."""
 

@@ -1,4 +1,4 @@
-"""Plan of how to run a job: a search over strategy, width, codec, all-reduce and segment size."""
+"""Search for the best way to run a job, over strategy, width, codec, all-reduce and segment size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def kinds(self) -> tuple[Choice, ...]:
-        """Best configurations of each strategy, width and codec in the ranking."""
+        """Best configuration of each strategy, width and codec in the ranking."""
         first: dict[tuple[str, int, str], Choice] = {}
         for one in self.ranking:
             first.setdefault((one.question.strategy, one.question.width, one.question.codec), one)

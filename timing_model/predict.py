@@ -16,7 +16,7 @@ from timing_model.job import OUTSIDE, Question, Support, support_of
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
 LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER)
 BALANCE = "balance"
-"""Limit if there is no single one: several of them take about equally long."""
+"""Limit of an answer without a single one: several of them take about equally long."""
 LEAST_GAIN = 0.05
 """Gain of the best of the ``LIMITS`` below which none of them is the limit."""
 
@@ -118,8 +118,8 @@ def refuse_outside(support: Support, extrapolate: bool) -> None:
 
 
 def _spread(question: Question, costs: Costs, total: float) -> tuple[float, float]:
-    """Return how far the interval reaches below and above ``total``: roots of the sums of squares over the residual and
-    each group of estimates that come together, taken to its ends alone."""
+    """Return how far, in s, the interval reaches below and above ``total``: the roots of the sums of squares over the
+    residual and each group of estimates that come together, each moved to its ends alone."""
     below, above = 0.0, 0.0
 
     def add(changed: list[Costs]) -> None:

@@ -13,7 +13,7 @@ OVERHEAD = 3e-5
 """CPU time of a message, in s, where nothing was measured: near the least that the calibrations of
 ``experiments.validate_timing_model`` found where they could determine it, 27 to 390 us on cores that ranks share."""
 FASTEST_CHECKED = 10e9 / 8
-"""Payload, in bytes per second, above which answers without a calibration are optimistic: one core sends about that."""
+"""Payload in bytes a second above which answers without a calibration are optimistic: one core sends about as much."""
 
 
 def ethernet(bytes_per_second: float, alpha: float) -> LinkParams:

@@ -1,4 +1,4 @@
-"""Refit of a profile to runs that were made: latency, bandwidth and computation then agree with their measurements."""
+"""Refit of a profile to runs that were made: latency, bandwidth and computation are fitted to what they measured."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fit(profile: Profile, folders: Sequence[Path]) -> Fit:
     """Refit link and computation to runs of ``pipesgd.train``.
 
     Each link of the profile, and torch's all-reduce, gets a factor for all latencies (alpha, S and o) and one for beta,
-    so that the collectives' times agree with the runs' in the least squares of logarithms. A parameter that the runs do
+    so that the collectives' times agree with the runs' by least squares of logarithms. A parameter that the runs do
     not determine stays as it was, with an interval that says so. Forward, backward and update are scaled to the runs'
     medians. An all-reduce's residual is that of the fitted runs, where it is larger than the profile's.
 

@@ -38,7 +38,7 @@ class Run:
     update: float
     """Median time of the update."""
     communication: float
-    """Floor of an all-reduce's time (``FLOOR``): its noise is the computation's."""
+    """Time of an all-reduce at the percentile ``FLOOR``: its noise is the computation's."""
     iteration: float
     """Mean time of an iteration."""
     cv: float

@@ -2,7 +2,7 @@
 
 This is the only definition. ``pipesgd.comm.all_reduce`` plays a schedule with tensors and a codec;
 ``timing_model.simulate_messages`` plays it on a simulated network, and ``timing_model.critical_path`` follows one rank
-through it. It has no tensors, no communication and no time, so nothing of the project is imported here.
+through it. There are no tensors, no communication and no time here, so nothing of the project is imported.
 
 An algorithm is a function that gives each rank its ``Schedule``. The buffer is cut into chunks, and a rank encodes,
 sends and receives chunks. Every algorithm keeps these rules:
@@ -27,9 +27,9 @@ SEGMENT_BYTES = 1 << 20
 """Default size of the largest message, in bytes. In measurements, smaller segments pay a rendezvous each, and larger
 ones leave gaps on a slow link while ranks compute."""
 LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
-"""Number of segments into which a chunk is cut at least, if that leaves messages of at least this size, in bytes. A
-step waits for the previous one only segment by segment: with a second segment on its way, a rank that the computation
-delays leaves no gap on the wire."""
+"""Fewest segments of a chunk, as long as that leaves messages of at least the second number, in bytes. A step waits
+for the previous one only segment by segment: with a second segment on its way, a rank that the computation delays
+leaves no gap on the wire."""
 SEGMENTS_AHEAD = 4
 """Receives of segments to be added up that are posted before their turn. gloo's sender starts only when the receiver is
 ready, so with one receive the wire would idle while a segment is added up. Each takes a segment of scratch memory."""
@@ -194,8 +194,8 @@ def hierarchical(rank: int, world_size: int, ranks_per_node: int) -> Schedule:
 
     The ranks of a node have adjoining numbers, and there is a chunk for each rank. Reduce-scatter around the node
     leaves each of its ranks with the node's sum of one share. The ranks of all nodes that have the same share reduce it
-    around a ring between nodes. All-gather around the node. With N nodes of g ranks, a rank sends 2(N-1)/N n/g bytes of
-    n to another node, and a node's NIC carries as much as it would for one rank.
+    around a ring between nodes. An all-gather around the node follows. With N nodes of g ranks, a rank sends
+    2(N-1)/N n/g bytes of n to another node, and a node's NIC carries as much as it would for one rank.
 
     Raises ``ValueError`` unless ``ranks_per_node`` divides ``world_size``.
     """

@@ -25,7 +25,7 @@ ITERATIONS = 1000
 MEDIAN_ITERATIONS = 5000
 """Iterations for a median that varies by less than a percent with the seed."""
 MOST_DRAWS = 10**10
-"""Largest number of ranks times iterations, which takes minutes."""
+"""Largest product of ranks and iterations, which takes minutes."""
 DRAWN_RANKS, DRAWN_ITERATIONS = 6, 6
 """Ranks and iterations in the picture."""
 

@@ -81,14 +81,14 @@ class _Rank:
     left: dict[int, float] = field(default_factory=dict)
     """Time, in s, at which everything sent from a memory has left, by memory."""
     held: Counter[int] = field(default_factory=Counter)
-    """Number of messages from a memory that leave at a time not known yet, by memory."""
+    """Number of messages whose time of leaving is not known yet, by memory."""
 
 
 class _Message(NamedTuple):
     sender: int
     receiver: int
     duration: float
-    """Seconds on a wire."""
+    """Seconds for which the message occupies a wire."""
     memory: int | None
 
 
