@@ -1,4 +1,4 @@
-"""The analytical timing model: what a job will cost. numpy only; knows neither torch nor pipesgd."""
+"""Analytical timing model: predicts what a job will cost. Needs numpy only; imports neither torch nor pipesgd."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HOMES = {
     "schedules": ("ALL_REDUCES",),
     "simulate": ("simulate_iterations",),
 }
-"""The modules of public names."""
+"""Public names, by the module that defines them."""
 
 __all__ = [
     "ALL_REDUCES",
@@ -70,7 +70,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are first asked for: the trainer reads ``timing_model.schedules`` alone."""
+    """Import a public name when it is first asked for: the trainer reads ``timing_model.schedules`` alone."""
     for home, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"timing_model.{home}"), name)

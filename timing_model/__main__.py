@@ -1,4 +1,4 @@
-"""``python -m timing_model`` is ``timing-model``."""
+"""Run the ``timing-model`` command as ``python -m timing_model``."""
 
 import sys
 

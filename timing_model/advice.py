@@ -11,13 +11,13 @@ from timing_model.plan import Plan
 from timing_model.units import format_seconds
 
 HIDDEN = 0.01
-"""Share of an iteration up to which waiting is nothing."""
+"""Share of an iteration up to which waiting counts as nothing."""
 MANY = 100
-"""Times as fast from which on digits behind the point say nothing."""
+"""Speedup from which on decimals say nothing."""
 
 
 def describe(question: Question) -> str:
-    """A configuration in a few words.
+    """Describe a configuration in a few words.
 
     "pipelined, width 2, int8, ring, segments of 256 KiB"
     """
@@ -32,7 +32,7 @@ def describe(question: Question) -> str:
 
 
 def reason(choice: Choice) -> str:
-    """What the configuration waits for, in words."""
+    """Return, in words, what the configuration waits for."""
     iteration = choice.iteration
     if iteration.exposed <= HIDDEN * iteration.total:
         return "computation hides all of the communication"
@@ -42,19 +42,19 @@ def reason(choice: Choice) -> str:
 
 
 def advice(plan: Plan) -> list[str]:
-    """What a person should know of a plan, a sentence each."""
+    """Return sentences on what a person should know about a plan."""
     return [one for one in (_pipelining(plan), _wider(plan), _codec(plan), _servers(plan)) if one]
 
 
 def ratio(one: Choice, other: Choice) -> float:
-    """How many times as long one takes as the other."""
+    """Return how many times as long ``one`` takes as ``other``."""
     if other.score > 0:
         return one.score / other.score
     return 1.0 if one.score == 0 else math.inf
 
 
 def words_for_training(question: Question) -> str:
-    """The options of ``pipesgd.train`` that run a configuration."""
+    """Return the options of ``pipesgd.train`` that run a configuration."""
     if question.strategy == "ddp":
         return "--strategy ddp" + ("" if question.codec == UNCOMPRESSED else f" --ddp-hook {question.codec}")
     if question.strategy == "ps-sync":
@@ -80,7 +80,7 @@ def _pipelining(plan: Plan) -> str | None:
 
 
 def _wider(plan: Plan) -> str | None:
-    """Width 3 and more gain by jitter alone, and by none that lasts."""
+    """Warn that a width of 3 or more gains only with jitter, and only if it does not last."""
     width = plan.best.question.width
     if width < 3:
         return None

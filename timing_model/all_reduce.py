@@ -1,4 +1,4 @@
-"""The time of the project's all-reduces as its code runs them: algorithm, codec, segments."""
+"""Time of the project's all-reduces as its code runs them, with algorithm, codec and segments."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ PATHS: dict[str, Callable[[SegmentCosts, int, int], float]] = {
     "recursive-doubling": critical_path.recursive_doubling,
     "all-to-all": critical_path.all_to_all,
 }
-"""The longest path through an all-reduce, from what a segment costs, the number of ranks, and that of segments in a
-chunk. What has none is simulated, message by message: exact, but O(p^2)."""
+"""Functions that follow the longest path through an all-reduce, from the costs of a segment, the number of ranks, and
+that of segments in a chunk. An all-reduce without one is simulated message by message, which is exact but O(p^2)."""
 
 
 class CollectiveTime(NamedTuple):
-    """What one collective takes, in s; its parts sum to the total."""
+    """Time of one collective, in s; its parts sum to the total."""
 
     total: float
     wire: float
-    """Latency, transfer, message overhead and synchronization: what a codec without cost would leave."""
+    """Latency, transfer, message overhead and synchronization: the time left with a codec that costs nothing."""
     codec: float
     """Encoding, decoding and adding that the wire does not hide."""
 
 
 def messages_meet(all_reduce: str | None, world_size: int) -> bool:
-    """Whether messages must be simulated one by one: those of two ranks may meet at the wire of a third.
+    """Return True if messages of two ranks may meet at the wire of a third and so must be simulated one by one.
 
     >>> [messages_meet("halving-doubling", p) for p in (4, 5)]
     [False, True]
@@ -48,7 +48,7 @@ def messages_meet(all_reduce: str | None, world_size: int) -> bool:
 
 
 def chunks_of(all_reduce: str, world_size: int) -> int:
-    """Parts into which an all-reduce cuts the values first, of which messages have one, or a segment of one.
+    """Return the number of chunks into which an all-reduce cuts the values; a message has a chunk or a segment of one.
 
     >>> [chunks_of("halving-doubling", p) for p in (4, 5)]
     [4, 4]
@@ -76,27 +76,28 @@ def all_reduce_time(
 ) -> CollectiveTime:
     """Time of one all-reduce of ``numel`` float32 values, from a common start to the last rank's end, in s.
 
-    ``critical_path`` of the schedule that the code plays, or a simulation of its messages where these can meet
-    (``messages_meet``; O(p^2)). There it matters which receives are posted: what nobody waits for yet must not take the
-    wire from the rest. Where all ranks do the same they are taken to be posted in time, which holds unless latency and
-    work are more than the wire of some segments; but halving-doubling and all-to-all with more segments in a chunk than
-    ``SEGMENTS_AHEAD`` take up to 15 % longer in truth (``experiments/LOG.md``). native is gloo's ring, which adds at
-    ``link.gamma`` whatever the codec is, and whose values are converted before and after. One rank, or no value, takes
-    0 s. Chunks and segments are taken to be of equal size, so there should be at least a value for each.
+    The time is the ``critical_path`` of the schedule that the code plays, or a simulation of its messages where these
+    can meet (``messages_meet``; O(p^2)). There it matters which receives are posted: a message that nobody waits for
+    yet must not take the wire from the others. Where all ranks do the same, receives are assumed to be posted in time,
+    which holds unless latency and work exceed the wire time of several segments; but halving-doubling and all-to-all
+    with more segments in a chunk than ``SEGMENTS_AHEAD`` really take up to 15 % longer (``experiments/LOG.md``). native
+    is gloo's ring, which adds at ``link.gamma`` whatever the codec, and whose values are converted before and after.
+    One rank, or no value, takes 0 s. Chunks and segments are assumed to be of equal size, so there should be at least
+    one value for each.
 
     Args:
         all_reduce: one of ``ALL_REDUCES``.
-        link: between nodes.
-        numel: values, of float32.
-        world_size: ranks, p.
-        codec: on the wire; none sends float32, and adds at ``link.gamma``.
-        segment_bytes: largest message.
-        inner: inside a node, for hierarchical; its alpha and beta count.
-        ranks_per_node: g, likewise; a divisor of p.
-        cards: of a node, r, likewise: its g ranks send at once, each at r/g of ``link.beta``, at most one card's.
+        link: link between nodes.
+        numel: number of float32 values.
+        world_size: number of ranks, p.
+        codec: codec on the wire; None sends float32, and adds at ``link.gamma``.
+        segment_bytes: bytes of the largest message.
+        inner: link inside a node, for hierarchical; its alpha and beta count.
+        ranks_per_node: ranks of a node, g, for hierarchical; a divisor of p.
+        cards: NICs of a node, r, for hierarchical: its g ranks send at once, each at min(1, r/g) of ``link``'s rate.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
 
     >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.5)
     >>> all_reduce_time("ring", link, 4.0, world_size=2)
@@ -124,21 +125,21 @@ def all_reduce_time(
         _time(all_reduce, link, one, numel, world_size, segment_bytes, inner, ranks_per_node, cards)
         for one in (cost, cost.free())
     )
-    wire = min(wire, total)  # where messages meet, work can let another one pass, and so save time
+    wire = min(wire, total)  # where messages meet, work can let another message pass and so save time
     return CollectiveTime(total, wire, total - wire)
 
 
 def gather_time(
     link: LinkParams, numel: float, world_size: int, *, codec: CodecCost, segment_bytes: int = SEGMENT_BYTES
 ) -> CollectiveTime:
-    r"""Time of an exchange that gathers every rank's part around the ring, as topk does, in s.
+    r"""Time of a reducer that gathers every rank's part around the ring, as topk does, in s.
 
     .. math:: T = n k_e + (p-1)(\alpha + o + w) + p\, n k_a + S
 
-    n is ``numel``, k_e and k_a are ``codec.encode`` (choosing) and ``codec.add`` (one rank's part, per value of the
-    whole), w the transfer of a part; parts of several segments overlap in latency. It grows with p. Nothing is
-    encoded anew on the way, and parts are added when all are there (``pipesgd/reducers/topk.py``). One rank chooses
-    and adds, too, but sends nothing.
+    n is ``numel``, k_e and k_a are ``codec.encode`` (choosing) and ``codec.add`` (adding one rank's part, per value of
+    the whole), and w is the transfer of a part; the latencies of its segments overlap. The time grows with p. Nothing
+    is encoded again on the way, and parts are added when all have arrived (``pipesgd/reducers/topk.py``). A single rank
+    also chooses and adds, but sends nothing.
 
     Raises ``ValueError`` if a value is out of range.
 
@@ -157,7 +158,7 @@ def gather_time(
 
 
 def forget() -> None:
-    """Drop all that is kept between calls: times, and schedules."""
+    """Drop the times and schedules that are kept between calls."""
     _time.cache_clear()
     _native_times.cache_clear()
     _parts.cache_clear()
@@ -204,6 +205,6 @@ def _time(
 
 @lru_cache(maxsize=65536)
 def _native_times(link: LinkParams, nbytes: float, world_size: int) -> tuple[float, float]:
-    """Without sums, and with."""
+    """Return the times of gloo's ring, in s, without and with its sums."""
     without = dataclasses.replace(link, gamma=0.0)
     return native_all_reduce_time(without, nbytes, world_size), native_all_reduce_time(link, nbytes, world_size)

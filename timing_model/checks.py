@@ -1,4 +1,4 @@
-"""Checks of what callers give: one clear line, naming the field."""
+"""Checks of callers' values; an error is one clear line that names the field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_above_0(name: str, value: float) -> None:
 
 
 def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of ``choices``; it says which one is nearest."""
+    """Raise ``ValueError``, which names the nearest choice, unless ``value`` is one of ``choices``."""
     if value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""

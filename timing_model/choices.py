@@ -1,4 +1,4 @@
-"""What a plan chooses among, and which of two choices is the simpler one."""
+"""Configurations that a plan chooses among, and which of two choices is the simpler one."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from timing_model.presets import CODECS
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
 TIE = 0.03
-"""Configurations that are nearer than this to the fastest one are as fast: the simplest of them is chosen. So a width,
-or a codec, is recommended only where it gains more."""
+"""Relative distance from the fastest configuration within which others count as equally fast: the simplest of them is
+chosen. So a width, or a codec, is recommended only where it gains more."""
 WIDTHS = (1, 2, 3)
 ACCURATE = (UNCOMPRESSED, "bf16", "fp16", "int8", "int4")
-"""Codecs that were found to cost next to no accuracy. Others must be asked for."""
+"""Codecs that were found to cost next to no accuracy. Others are searched only if asked for."""
 ALL = "all"
-"""Every codec, in place of a name."""
+"""Name that stands for every codec."""
 LARGEST_ALL_TO_ALL = 32
-"""Ranks up to which all-to-all is searched unasked, unless more were measured: the formulas know neither of the
-connections nor of the losses where all send to one."""
+"""Most ranks for which all-to-all is searched by default, unless more were measured: the formulas include neither the
+connections nor the losses where all send to one."""
 SEGMENTS = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 SIMPLEST = ("ddp", "pipelined", "ps-sync")
-"""Strategies of width 1 in this order."""
+"""Strategies of width 1, the simplest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is searched: every combination that works."""
+    """Space of a search: every combination that works."""
 
     codecs: tuple[str, ...]
     all_reduces: tuple[str, ...]
     strategies: tuple[str, ...] = STRATEGIES
     widths: tuple[int, ...] = WIDTHS
     segments: tuple[int, ...] = SEGMENTS
-    """Bytes that a message has at most."""
+    """Sizes of the largest message that are searched, in bytes."""
 
     def __post_init__(self) -> None:
         for name in ("codecs", "all_reduces", "strategies", "widths", "segments"):
@@ -54,8 +54,8 @@ class Space:
 
     @classmethod
     def of(cls, base: Question) -> Space:
-        """What is searched for a job unasked: the all-reduces that were measured, or all on a cluster that is typed in;
-        and of the codecs that are ``ACCURATE`` likewise."""
+        """Return the default space of a job: the all-reduces that were measured, or all of them on a cluster that is
+        typed in; and, in the same way, the codecs that are ``ACCURATE``."""
         ranges, codecs = base.cluster.calibrated, all_codecs(base.cluster)
         most = max(LARGEST_ALL_TO_ALL, *ranges.world_sizes, 0)
         return cls(
@@ -69,24 +69,24 @@ class Space:
 
 
 def all_codecs(cluster: Profile) -> tuple[str, ...]:
-    """Every codec that was measured; on a cluster that is typed in, every one there is."""
+    """Return every codec that was measured; on a cluster that is typed in, every one there is."""
     known = () if cluster.calibrated.world_sizes else CODECS
     return tuple(dict.fromkeys((UNCOMPRESSED, *cluster.codecs, *known)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A configuration, and what it takes."""
+    """A configuration and its times."""
 
     question: Question
     iteration: IterationTime
     collective: CollectiveTime
     score: float
-    """Time of an iteration in s, times how many more of them are needed (``accuracy_cost``)."""
+    """Time of an iteration, in s, times the factor by which more iterations are needed (``accuracy_cost``)."""
 
 
 def simplicity(question: Question) -> tuple[float, ...]:
-    """To sort by, the simplest first: less late and less lossy, then less that differs from the defaults.
+    """Return a sort key, the simplest first: less staleness and less loss, then fewer differences from the defaults.
 
     Half the bits count as half a width more. Of codecs with equal bits the first of ``presets.CODECS`` is the simplest.
     """

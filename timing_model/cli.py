@@ -1,4 +1,4 @@
-"""The ``timing-model`` command: what a job will cost, and how to run it, before it runs."""
+"""The ``timing-model`` command, which predicts what a job will cost and how to run it, before it runs."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ PLOTTED_WIDTHS = (1, 2, 3, 4)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; 2 if the words are wrong, said in a line."""
+    """Run the command and return its exit code: 2, after a line on stderr, if the arguments are wrong."""
     words = sys.argv[1:] if words is None else words
     try:
         text = _run(list(words))
     except ValueError as error:
         field, _, rest = str(error).partition(" ")
-        option = field.replace("_", "-") if re.fullmatch("[a-z_]+", field) else field  # or a file's
+        option = field.replace("_", "-") if re.fullmatch("[a-z_]+", field) else field  # or a field of a file
         print(f"error: {option} {rest}", file=sys.stderr)
         return 2
     try:
@@ -98,7 +98,7 @@ def _add_predict(options: Parser) -> None:
 
 
 def _predict(given: Namespace) -> str:
-    """The time of an iteration, by parts, with an interval, and what limits it."""
+    """Predict the time of an iteration, by parts, with an interval, and what limits it."""
     question = question_of(given)
     answer = predict(question, extrapolate=given.extrapolate)
     if given.plot:
@@ -107,7 +107,7 @@ def _predict(given: Namespace) -> str:
 
 
 def _plot_widths(answer: Answer, axes: Axes) -> Axes:
-    """The same job in other widths, if it is a pipeline."""
+    """Plot the same job in other widths, if it is a pipeline."""
     question = answer.question
     widths = {*PLOTTED_WIDTHS, question.width} if question.strategy == "pipelined" else {1}
     questions = [dataclasses.replace(question, width=width) for width in sorted(widths)]
@@ -153,7 +153,7 @@ def _add_plan(options: Parser) -> None:
 
 
 def _plan(given: Namespace) -> str:
-    """The best strategy, width, codec, all-reduce and segment size, and why."""
+    """Find the best strategy, width, codec, all-reduce and segment size, and say why."""
     base = base_of(given)
     space = Space.of(base)
     names = ("strategies", "widths", "codecs", "all_reduces", "segments")
@@ -214,7 +214,7 @@ def _add_simulate(options: Parser) -> None:
 
 
 def _simulate(given: Namespace) -> str:
-    """The same iterations one by one, with jitter and slow ranks (1000, or --iterations)."""
+    """Simulate the same iterations one by one, with jitter and slow ranks (1000, or --iterations)."""
     rehearsal = rehearse(question_of(given), seed=given.seed, extrapolate=given.extrapolate)
     if given.plot:
         save_plot(given.plot, lambda axes: plot_rehearsal(rehearsal.answer, axes, seed=given.seed))
@@ -229,7 +229,7 @@ def _add_fit(options: Parser) -> None:
 
 
 def _fit(given: Namespace) -> str:
-    """A profile whose link and computation agree with runs that were made."""
+    """Fit the link and the computation of a profile to runs that were made."""
     refitted = fit(Profile.load(given.cluster), given.runs)
     refitted.profile.save(given.out)
     return json.dumps(refitted.as_json(), indent=1) if given.json else fit_text(refitted)

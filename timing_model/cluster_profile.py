@@ -1,4 +1,4 @@
-"""A cluster as it was measured: what ``pipesgd.calibrate`` writes, and the timing model reads: ``cluster.toml``."""
+"""Profile of a measured cluster, which ``pipesgd.calibrate`` writes to ``cluster.toml`` and the timing model reads."""
 
 from __future__ import annotations
 
@@ -39,35 +39,35 @@ __all__ = [
 ]
 
 FORMAT = 3
-"""Of the file; raised whenever an older reader would misunderstand a newer file."""
+"""Version of the file's format; raised whenever an older reader would misunderstand a newer file."""
 RING = "ring"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
-"""What may have a link of its own."""
+"""Names of the all-reduces, and of the parameter server, that may have a link of their own."""
 MOST_CV = 10.0
 SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
-"""Of a value on the wire, and of a rank to a core."""
+"""Fewest bits of a value on the wire, and fewest ranks per core."""
 ESTIMATES = ("forward", "backward", "update", "late_update", "contention", "codec_contention", "hindrance")
-"""Of a ``ComputeProfile``."""
+"""Fields of a ``ComputeProfile`` that are estimates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A cluster, and models on it."""
+    """A cluster, and the models on it."""
 
     calibrated: Calibrated
     link: LinkProfile
-    """Of a ring, and of all that is not in ``links``."""
+    """Link of a ring, and of all that is not in ``links``."""
     links: dict[str, LinkProfile] = field(default_factory=dict)
-    """Of other all-reduces by name, and of ``PARAMETER_SERVER``: what each was found to make of the same network."""
+    """Links of other all-reduces by name, and of ``PARAMETER_SERVER``: the same network, as measured with each."""
     inner: LinkProfile | None = None
-    """Inside a node; its alpha and beta count."""
+    """Link inside a node; its alpha and beta count."""
     codecs: dict[str, CodecProfile] = field(default_factory=dict)
-    """By name; fp32 is not among them, it costs the link's gamma."""
+    """Codecs by name, without fp32, which costs the link's gamma."""
     sharing: Estimate | None = None
-    """Of ``servers.parameter_server_time``."""
+    """Value of ``sharing`` in ``servers.parameter_server_time``."""
     compute: tuple[ComputeProfile, ...] = ()
     provenance: dict[str, Scalar] = field(default_factory=dict)
-    """For people; the model does not read it."""
+    """Origin of the profile, for people; the model does not read it."""
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -125,16 +125,16 @@ class Profile:
         return self.link.params()
 
     def link_of(self, name: str) -> LinkProfile:
-        """Of an all-reduce, or of ``PARAMETER_SERVER``."""
+        """Return the link of an all-reduce, or of ``PARAMETER_SERVER``."""
         return self.links.get(name, self.link)
 
     def corrections_of(self, name: str) -> Corrections | None:
-        """Likewise; None if it was not measured itself."""
+        """Return the corrections of an all-reduce, or of ``PARAMETER_SERVER``; None if it was not measured itself."""
         link = self.link if name == RING else self.links.get(name)
         return None if link is None else link.corrections
 
     def codec_cost(self, name: str, message_values: float) -> CodecCost:
-        """What a codec costs on messages of so many values. Raises ``ValueError`` if it was not measured."""
+        """Return a codec's cost for ``message_values`` per message. Raises ``ValueError`` if it was not measured."""
         if name == UNCOMPRESSED:
             return uncompressed(self.link.gamma.value)
         check_one_of("codec", name, [UNCOMPRESSED, *self.codecs])

@@ -1,12 +1,12 @@
-r"""The cost of collectives in closed form: one function an equation.
+r"""Cost of collectives in closed form: one function per equation.
 
-n bytes, p ranks, and the letters of ``LinkParams``; an overhead o counts once a message, like alpha. These are the
-times of a program that goes step by step: all that a rank sends to another in one step is one message, and is added up
-when all of it is there. The ring runs so, as long as a chunk is one segment. Otherwise the code overlaps more, and is
-faster; but where ranks fold in, their messages meet those of others, who do not wait for them. What the code takes,
-with codecs and segments, says ``all_reduce.all_reduce_time``.
+n is the number of bytes, p that of ranks, and the other letters are those of ``LinkParams``; an overhead o counts once
+per message, like alpha. The times are those of a program that runs step by step: all that a rank sends to another in
+one step is one message, and is added up when all of it has arrived. The ring runs this way as long as a chunk is one
+segment. Otherwise the code overlaps more and is faster; but where ranks fold in, their messages meet those of others,
+which do not wait for them. ``all_reduce.all_reduce_time`` gives the time that the code takes, with codecs and segments.
 
-All raise ``ValueError`` if ``world_size < 1`` or ``nbytes < 0``, and are 0 s for one rank.
+All functions raise ``ValueError`` if ``world_size < 1`` or ``nbytes < 0``, and return 0 s for one rank.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def ring_all_reduce_bytes(nbytes: float, world_size: int) -> float:
 
 
 def lower_bound_time(link: LinkParams, nbytes: float, world_size: int) -> float:
-    r"""No all-reduce by one message at a time takes less, in s: all may overlap, but none can be less by itself.
+    r"""Lower bound on an all-reduce by one message at a time, in s: its terms may overlap, but none can be smaller.
 
     .. math:: T \ge \max(\lceil \log_2 p \rceil \alpha,\; 2\frac{p-1}{p} n \beta,\; \frac{p-1}{p} n \gamma)
 
-    Messages to several ranks at once, as all-to-all's, can do with 2 alpha.
+    An algorithm that sends to several ranks at once, such as all-to-all, needs only 2 alpha.
     Source: Patarasuk & Yuan, 2009; Chan et al., 2007.
 
     >>> lower_bound_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 8.0, 4)
@@ -70,9 +70,10 @@ def ring_codec_time(link: LinkParams, codec: CodecCost, numel: float, world_size
           + \frac{k-1}{k} \max(w, e + o', h + o') + S, \qquad
         H(c) = \max\left(\frac{c + o' + w}{k} + \alpha,\; c + o',\; w\right)
 
-    A step takes the sum of codec and wire without segments, and the larger of them with many. Exact for k = 1.
-    With more it is 1 to 3 % off on average, at worst 10 % for k = 2 and 2 ranks, 5 % from 4 ranks on, 15 % for k = 8
-    and 2 ranks (codec 0.04 to 3 times the wire, latency 0 to 1 times): ``all_reduce.all_reduce_time`` is exact.
+    A step takes the sum of codec and wire without segments, and the larger of them with many. The formula is exact for
+    k = 1. With more segments it is off by 1 to 3 % on average; at worst by 10 % for k = 2 and 2 ranks, 5 % from 4 ranks
+    on, 15 % for k = 8 and 2 ranks (codec 0.04 to 3 times the wire, latency 0 to 1 times).
+    ``all_reduce.all_reduce_time`` is exact.
     Source: timing.md, "Codecs in the ring".
 
     >>> codec = CodecCost(name="", bits=32.0, encode=1.0, decode=0.5, add=0.0, hop=2.0)
@@ -103,8 +104,8 @@ def recursive_doubling_time(link: LinkParams, nbytes: float, world_size: int) ->
 
     .. math:: T = \log_2 p\,(\alpha + o + n \beta + n \gamma) + S
 
-    If p is no power of two, the ranks above the largest one fold in first and get the result at the end: with
-    :math:`\lfloor \log_2 p \rfloor`, two messages of n bytes and one sum of n more.
+    If p is not a power of two, the ranks above the largest one below p fold in first and get the result at the end:
+    the logarithm is :math:`\lfloor \log_2 p \rfloor`, and two messages of n bytes and one sum of n are added.
     Source: Thakur, Rabenseifner & Gropp, 2005.
 
     >>> [recursive_doubling_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, p) for p in (1, 2, 4, 5)]
@@ -120,11 +121,11 @@ def halving_doubling_time(link: LinkParams, nbytes: float, world_size: int) -> f
 
     .. math:: T = 2 \log_2 p\,(\alpha + o) + 2\frac{p-1}{p} n \beta + \frac{p-1}{p} n \gamma + S
 
-    If p is no power of two, q is the largest below it, and the ranks above fold in first:
+    If p is not a power of two, q is the largest one below it, and the ranks above q fold in first:
 
     .. math:: T = (2 \log_2 q + 2)(\alpha + o) + (2\frac{q-1}{q} + 2) n \beta + (\frac{q-1}{q} + 1) n \gamma + S
 
-    (timing.md has p for q in the fractions, which is more than is sent.)
+    (timing.md has p for q in the fractions, which counts more than is sent.)
     Source: Rabenseifner, 2004; Thakur, Rabenseifner & Gropp, 2005.
 
     >>> [halving_doubling_time(LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0), 8, p) for p in (1, 2, 4, 5)]
@@ -137,12 +138,12 @@ def halving_doubling_time(link: LinkParams, nbytes: float, world_size: int) -> f
 
 
 def all_to_all_time(link: LinkParams, nbytes: float, world_size: int) -> float:
-    r"""Time of all-to-all, a sum, and all-gather, every rank with all others at once, in s.
+    r"""Time of an all-to-all, a sum and an all-gather, each rank with all others at once, in s.
 
     .. math:: T = 2 \alpha + 2(p-1) o + 2\frac{p-1}{p} n \beta + \frac{p-1}{p} n \gamma + S
 
-    Messages are posted together, so that they overlap in their latency; p-1 senders meet at every card, which costs
-    more than this where a switch is short of buffers.
+    Messages are posted together, so their latencies overlap; p-1 senders meet at every NIC, which costs more than this
+    where a switch is short of buffers.
     Source: Ma, Mao & Taylor, 2016 (Theano-MPI's ASA).
 
     >>> all_to_all_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 8, 4)
@@ -156,7 +157,7 @@ def all_to_all_time(link: LinkParams, nbytes: float, world_size: int) -> float:
 def hierarchical_time(
     inner: LinkParams, link: LinkParams, nbytes: float, *, nodes: int, ranks_per_node: int, cards: int = 1
 ) -> float:
-    r"""Time of three rings, inside nodes, between them, and inside again, in s. N ``nodes`` of g ranks and r ``cards``.
+    r"""Time of three rings, inside nodes, between them, and inside again, in s. N ``nodes`` have g ranks and r NICs.
 
     .. math::
 
@@ -164,7 +165,7 @@ def hierarchical_time(
           + 2(N-1)(\alpha_e + o_e) + 2\frac{N-1}{N} \frac{n}{\min(r, g)} \beta_e
           + \frac{N-1}{N} \frac{n}{g} \gamma_e + S_e
 
-    i is ``inner``, e is ``link``. The g ranks of a node share its cards; one alone can use no more than one.
+    i is ``inner``, e is ``link``. The g ranks of a node share its NICs; a single rank can use only one of them.
     Source: timing.md; Thakur & Gropp, 2003, for the composition.
 
     >>> one = LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0)
@@ -175,7 +176,7 @@ def hierarchical_time(
         check_count(name, value)
     inside = ring_all_reduce_time(inner, nbytes, ranks_per_node) - (inner.sync if ranks_per_node > 1 else 0.0)
     share = nbytes / ranks_per_node
-    sharing = max(1.0, ranks_per_node / cards)  # ranks at each card
+    sharing = max(1.0, ranks_per_node / cards)  # ranks at each NIC
     outside = ring_all_reduce_time(link, share, nodes) + (sharing - 1) * ring_all_reduce_bytes(share, nodes) * link.beta
     return inside + outside + (link.sync if nodes == 1 < ranks_per_node else 0.0)
 
@@ -185,9 +186,9 @@ def chain_all_reduce_time(link: LinkParams, nbytes: float, *, depth: int, segmen
 
     .. math:: T = (d + n/m)(\alpha + o + m (\beta + \gamma)) + S
 
-    Without ``segment_bytes`` m is the best, :math:`\sqrt{n(\alpha + o) / (d(\beta + \gamma))}`, from 1 to n. This
-    project does not run it: it is here to be compared with. A chain and back has d = 2(p-1), a double binary tree
-    d = 2 log2 p and twice the bytes.
+    Without ``segment_bytes``, m is the best size, :math:`\sqrt{n(\alpha + o) / (d(\beta + \gamma))}`, from 1 to n. This
+    project does not run the algorithm; the formula is here for comparison. A chain and back has d = 2(p-1), a double
+    binary tree d = 2 log2 p and twice the bytes.
     Source: timing.md.
 
     >>> chain_all_reduce_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 16.0, depth=4)
@@ -211,7 +212,7 @@ def _check(nbytes: float, world_size: int) -> None:
 
 
 def _doublings(world_size: int) -> tuple[int, int]:
-    """floor(log2 p), and 1 if p is no power of two."""
+    """Return floor(log2 p), and 1 if p is not a power of two, else 0."""
     steps = world_size.bit_length() - 1
     return steps, int(world_size != 1 << steps)
 

@@ -1,4 +1,4 @@
-"""What the parts of a question cost, and from them its iteration: which formula each strategy is."""
+"""Costs of a question's parts, and the iteration time that they give: the formula of each strategy."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams
 from timing_model.schedules import segments_of
 
 DEFAULT_SHARING = 0.5
-"""Of servers that were not measured: between both bounds, as this project's testbed was."""
+"""Sharing of servers that were not measured: between both bounds, as it was on this project's testbed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What everything costs in one question."""
+    """Costs of everything in one question."""
 
     link: LinkParams
     inner: LinkParams | None
     codec: CodecCost
-    """fp32's sums cost ``link.gamma`` instead."""
+    """Costs of the codec. The times of fp32 are 0, since its sums cost ``link.gamma`` instead."""
     times: ComputeTimes
     sharing: float
 
 
 def costs_of(question: Question) -> Costs:
-    """What everything costs, by the estimates' values."""
+    """Return the costs of everything in ``question``, from the values of its estimates."""
     cluster, link = question.cluster, _link(question).params()
     correction = correction_of(question)
     if correction is not None:
@@ -55,7 +55,7 @@ def costs_of(question: Question) -> Costs:
 
 
 def iteration_time(question: Question, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
-    """Of one iteration, and of all its communication, hidden or not."""
+    """Return the time of one iteration, and that of all its communication, hidden or not."""
     if question.strategy == "ps-sync":
         traffic = parameter_server_time(
             costs.link,
@@ -78,14 +78,14 @@ def iteration_time(question: Question, costs: Costs) -> tuple[IterationTime, Col
 
 
 def pipelined_time(question: Question, costs: Costs, collective: CollectiveTime) -> IterationTime:
-    """Of one iteration of the pipeline, whose collective is known."""
+    """Return the time of one iteration of the pipeline, given the time of its collective."""
     return pipelined_iteration_time(
         costs.times, collective, question.width, world_size=question.workers, noise=question.noise
     )
 
 
 def collective_time(question: Question, costs: Costs, numel: float) -> CollectiveTime:
-    """Of one collective of so many values."""
+    """Return the time of one collective of ``numel`` values."""
     codec = None if question.codec == UNCOMPRESSED else costs.codec
     segment_bytes = question.segment_bytes
     if question.gathered:
@@ -108,8 +108,8 @@ def _link(question: Question) -> LinkProfile:
 
 
 def correction_of(question: Question) -> tuple[float, float] | None:
-    """The factor on what the formula says of the collective, and by what share it may be off; None if neither was
-    measured: this all-reduce, or parameter server, among so many ranks."""
+    """Return the factor on the formula's time of the collective, and the share by which it may be off; None if this
+    all-reduce, or parameter server, was not measured among this many ranks."""
     corrections = question.cluster.corrections_of(question.measured_as)
     if corrections is None or question.gathered:
         return None
@@ -119,7 +119,7 @@ def correction_of(question: Question) -> tuple[float, float] | None:
 
 
 def _message_values(question: Question, codec: CodecProfile) -> float:
-    """Of the messages of this job."""
+    """Return the number of values in each message of this job."""
     values = float(question.compute.numel)
     if question.all_reduce not in (None, "native") and not question.gathered:
         chunk = values / chunks_of(question.all_reduce, question.world_size)
@@ -128,11 +128,11 @@ def _message_values(question: Question, codec: CodecProfile) -> float:
 
 
 def estimates_of(question: Question) -> Iterator[tuple[str, dict[str, Estimate]]]:
-    """The estimates that the answer depends on: the part of ``Costs``, and of its fields, what was measured.
+    """Yield the estimates that the answer depends on: the name of a part of ``Costs``, and estimates of its fields.
 
-    Fields that come together are off together: a processor that is faster than it was is so in all that it does.
+    Fields that come together are off together: a processor that is faster than it was is faster in all that it does.
     """
-    if correction_of(question) is None:  # else its own error is known
+    if correction_of(question) is None:  # otherwise its own error is known
         yield from (("link", {name: getattr(_link(question), name)}) for name in LINK)
     if question.cluster.inner is not None and question.all_reduce == "hierarchical":
         yield from (("inner", {name: getattr(question.cluster.inner, name)}) for name in LINK)

@@ -1,10 +1,10 @@
-"""The time of an all-reduce: the longest path through its work, its messages and its latencies.
+"""Time of an all-reduce: the longest path through its work, its messages and its latencies.
 
-Followed along one rank, since all do the same, message for message: what a rank sends as its n-th message to a partner
-arrives when its own n-th one from the corresponding partner does. One function an algorithm, which goes through the
-schedule of that name in ``schedules.py`` many segments at a time; recursive ones are for 2^k ranks only, since
-elsewhere messages of two ranks meet at the wire of a third. ``tests/timing_model/test_simulate_messages.py`` holds them
-to a simulator of every message.
+The path is followed along one rank, since all ranks do the same, message for message: a rank's n-th message to a
+partner arrives when its own n-th message from the corresponding partner does. There is one function per algorithm,
+which goes through the schedule of that name in ``schedules.py`` many segments at a time. Recursive ones are for 2^k
+ranks only, since with other numbers messages of two ranks meet at the wire of a third.
+``tests/timing_model/test_simulate_messages.py`` checks the functions against a simulator of every message.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from numpy.typing import NDArray
 Values = NDArray[np.float64]
 
 EVEN = 1e-11
-"""A ring step after which all is later by the same time, up to this share of it, is like all that follow."""
+"""Relative tolerance: a ring step that shifts all times equally, up to this share, is like all later steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentCosts:
-    """What one segment costs, in s."""
+    """Costs of one segment, in s."""
 
     work: Mapping[str, float]
-    """By operation: "encode", "decode", "add", "hop"."""
+    """CPU time of each operation: "encode", "decode", "add", "hop"."""
     alpha: float
     """Latency between nodes."""
     transfer: float
-    """On a wire between nodes."""
+    """Transfer time on a wire between nodes."""
     overhead: float
-    """CPU time of sending it."""
+    """CPU time of sending the segment."""
     inner_alpha: float = 0.0
     """Latency inside a node."""
     inner_transfer: float = 0.0
-    """On a wire inside a node."""
+    """Transfer time on a wire inside a node."""
 
 
 class _Rank:
-    r"""A rank, and how far it has come.
+    r"""A rank and its progress.
 
-    For its events e in order, m the message that e waits for, and m' the ones that it sends:
+    For its events e in order, with m the message that e waits for and m' the messages that e sends:
 
     .. math::
 
@@ -51,33 +51,34 @@ class _Rank:
         P(m') = \max(P(m'-1), C(m')) + w, \qquad
         A(m') = P(m') + \alpha
 
-    C is the rank's CPU, P its wire, A the arrival at the other end. So messages that follow each other overlap in
-    their latency, and one segment's wire with another's work: what the code does. Every rank has a wire inside its
-    node and another to other nodes, both ways at once; who shares a card has a share of it in ``transfer``. That what
-    was sent must have left before its memory is used again holds nobody up here: what comes into it has come later.
+    C is the time of the rank's CPU, P that of its wire, and A the arrival at the other end. So the latencies of
+    consecutive messages overlap, and so do one segment's transfer and another's work, as in the code. Every rank has a
+    wire inside its node and another to other nodes, both full duplex; for ranks that share a NIC, ``transfer`` accounts
+    for their share. A message must have left before its memory is used again, which delays nobody here: what is
+    received into that memory arrives later.
     """
 
     def __init__(self, costs: SegmentCosts):
         self._costs = costs
         self._cpu = 0.0
         self._wires = {False: 0.0, True: 0.0}
-        """By whether it is the one inside the node."""
+        """Times, in s, at which the wires are free: True is the one inside the node, False the other."""
 
     @property
     def end(self) -> float:
-        """When it has done all, and sent all."""
+        """Time, in s, at which the rank has done and sent everything."""
         return max(self._cpu, *self._wires.values())
 
     def begin(self, operations: str, segments: int) -> Values:
-        """Work on segments that wait for nothing: when a message of each is posted."""
+        """Work on segments that wait for nothing; return when a message of each is posted."""
         return self.work(operations, np.zeros(segments))
 
     def work(self, operations: str, arrivals: Values) -> Values:
-        """Work on segments as they arrive, and post a message after each: when, (segments,)."""
+        """Work on segments as they arrive and post a message after each; return when, (segments,)."""
         return self.work_for(operations, arrivals, 1)[:, 0]
 
     def work_for(self, operations: str, arrivals: Values, messages: int) -> Values:
-        """The same with so many messages after each segment, (segments, messages)."""
+        """Work as ``work`` does, with ``messages`` messages after each segment; return when, (segments, messages)."""
         costs = self._costs
         seconds = sum(costs.work[operation] for operation in operations.split()) + messages * costs.overhead
         done = _served(self._cpu, arrivals, seconds)
@@ -85,7 +86,7 @@ class _Rank:
         return np.asarray(done[:, None] - costs.overhead * np.arange(messages - 1, -1, -1))
 
     def send(self, posted: Values, *, inner: bool = False) -> Values:
-        """When messages arrive that are posted at these times."""
+        """Return when the messages arrive that are posted at the times ``posted``."""
         costs = self._costs
         transfer, alpha = (costs.inner_transfer, costs.inner_alpha) if inner else (costs.transfer, costs.alpha)
         left = _served(self._wires[inner], posted.ravel(), transfer)
@@ -95,9 +96,9 @@ class _Rank:
     def pass_on(
         self, times: int, operations: str, arrivals: Values, *, inner: bool = False, also: list[Values] | None = None
     ) -> Values:
-        """So many steps of a ring, in each of which what arrives is worked on and sent on; what then arrives.
+        """Work on segments and pass them on in each of ``times`` ring steps; return when the last ones arrive.
 
-        ``also`` takes when a second message for each segment is posted, step by step, for somebody else to send.
+        ``also`` collects, step by step, when a second message for each segment is posted, which the caller sends.
         """
         for step in range(times):
             before = self._state(arrivals, inner)
@@ -106,7 +107,7 @@ class _Rank:
             if also is not None:
                 also.append(posted[:, 1])
             later = self._state(arrivals, inner) - before
-            if np.ptp(later) <= EVEN * later[0]:  # maxima and sums do not care from when on time is counted
+            if np.ptp(later) <= EVEN * later[0]:  # maxima and sums do not depend on where time begins
                 rest = times - 1 - step
                 self._cpu += rest * later[0]
                 self._wires[inner] += rest * later[0]
@@ -120,7 +121,10 @@ class _Rank:
 
 
 def ring(costs: SegmentCosts, world_size: int, segments: int, *, inner: bool = False) -> float:
-    """Time of ``schedules.ring`` with so many segments a chunk, in s; likewise below. At least 2 ranks."""
+    """Time of ``schedules.ring`` with ``segments`` segments per chunk, in s, on at least 2 ranks.
+
+    The functions below give the times of the schedules of their names in the same way.
+    """
     rank = _Rank(costs)
     arrivals = rank.send(rank.begin("encode", segments), inner=inner)
     arrivals = rank.pass_on(world_size - 2, "hop", arrivals, inner=inner)
@@ -144,7 +148,7 @@ def all_to_all(costs: SegmentCosts, world_size: int, segments: int) -> float:
     last = (others - 1) * segments
     rank.work_for("add", arrivals[:last], 0)
     arrivals = rank.send(rank.work_for("hop decode", arrivals[last:], others))
-    rank.work_for("decode", arrivals.T.ravel(), 0)  # which waits for one rank after the other
+    rank.work_for("decode", arrivals.T.ravel(), 0)  # waits for one rank after the other
     return rank.end
 
 
@@ -162,7 +166,7 @@ def halving_doubling(costs: SegmentCosts, world_size: int, segments: int) -> flo
     half = world_size // 2 * segments
     arrivals = rank.send(rank.begin("encode", half))
     while half > segments:
-        half //= 2  # of what arrives is the next partner's
+        half //= 2  # half of what arrives belongs to the next partner
         sent = rank.send(rank.work("hop", arrivals[:half]))
         rank.work_for("add", arrivals[half:], 0)
         arrivals = sent
@@ -197,6 +201,6 @@ def hierarchical(costs: SegmentCosts, world_size: int, segments: int, *, ranks_p
 
 
 def _served(free: float, ready: Values, seconds: float) -> Values:
-    """When each is done of what is ready at these times, one after the other, in so many seconds each, from then on."""
+    """Return when each item is done: one after the other from ``free`` on, ``seconds`` each, none before ``ready``."""
     before = seconds * np.arange(len(ready))
     return np.asarray(np.maximum.accumulate(np.maximum(ready - before, free)) + before + seconds)

@@ -1,4 +1,4 @@
-"""gloo's ring, which torch's all-reduce runs on tensors of the CPU: from its schedule, and in closed form."""
+"""Time of gloo's ring, which torch's all-reduce runs on CPU tensors: from its schedule, and in closed form."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from timing_model.critical_path import EVEN
 from timing_model.params import LinkParams
 
 GLOO_SEGMENT = 1 << 20
-"""Bytes that it sends at most in a message."""
+"""Bytes of gloo's largest message."""
 IN_FLIGHT = 2
-"""Messages that it has on the way."""
+"""Number of messages that gloo keeps in flight."""
 
 
 def native_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> float:
-    r"""Time of gloo's ring, by its schedule, in s.
+    r"""Time of gloo's ring, from its schedule, in s.
 
-    A phase, first of sums and then of gathering, has N messages of m bytes (``native_messages``). In its i-th turn a
-    rank waits for message i - 2 to arrive, and adds it up, waits for its own message i - 2 to leave, and posts the
-    receive and the sending of message i. A message leaves when the receiver's notice has come that it is ready:
+    Two phases, sums and then gathering, have N messages of m bytes each (``native_messages``). In turn i of a phase a
+    rank waits for message i - 2 to arrive and adds it up, waits for its own message i - 2 to leave, and posts the
+    receive and the send of message i. A message leaves once the receiver's notice that it is ready has arrived:
 
     .. math::
 
@@ -27,7 +27,7 @@ def native_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> 
         P(i) = \max(P(i-1), C(i) + \alpha) + b, \qquad
         A(i) = P(i) + \alpha
 
-    with b = beta m, and g = gamma m, but 0 while gathering; the phases and S add up. One rank takes 0 s.
+    Here b = beta m, and g = gamma m, but 0 while gathering. The two phases and S add up. One rank takes 0 s.
     Raises ``ValueError`` if ``world_size < 1`` or ``nbytes < 0``. Source: gloo's allreduce.cc.
 
     >>> native_all_reduce_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, 2)
@@ -40,14 +40,14 @@ def native_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> 
 
 
 def _phase(link: LinkParams, messages: int, segment: int, added: float) -> float:
-    """Time of a phase, in s, by turns."""
+    """Return the time of a phase, in s, computed turn by turn."""
 
     def taken(now: float, leaves: float) -> float:
-        """When message i - 2, which leaves at ``leaves``, has arrived and been added up, and has left."""
+        """Return when message i - 2, which leaves at ``leaves``, has arrived and been added up, and has left."""
         return max(max(now, leaves + link.alpha) + added, leaves)
 
     def turn(now: float, wire: float) -> tuple[float, float]:
-        """Post a message at ``now``: when that is done, and when it leaves."""
+        """Post a message at ``now``; return when that is done, and when the message has left."""
         now += link.overhead
         return now, max(wire, now + link.alpha) + link.beta * segment
 
@@ -61,7 +61,7 @@ def _phase(link: LinkParams, messages: int, segment: int, added: float) -> float
             before, last = last, leaves
             number += 1
         later = [one - other for one, other in zip((now, before, last), earlier, strict=True)]
-        if max(later) - min(later) <= EVEN * max(later):  # all that follow are later by the same
+        if max(later) - min(later) <= EVEN * max(later):  # all later turns shift by the same time
             pairs = (messages - number) // IN_FLIGHT
             now, before, last = (time + pairs * later[0] for time in (now, before, last))
             number += pairs * IN_FLIGHT
@@ -69,14 +69,14 @@ def _phase(link: LinkParams, messages: int, segment: int, added: float) -> float
 
 
 def native_closed_time(link: LinkParams, nbytes: float, world_size: int) -> float:
-    r"""About the same in closed form, in s.
+    r"""Time of gloo's ring in closed form, approximately, in s.
 
-    With a message's round H = 2 alpha, a phase takes
+    With H = 2 alpha, the round trip of a message, a phase takes
 
     .. math:: \max(\lceil N/2 \rceil (H + b + g + o) + [N\ even](g + o),\; H + N b + g + o,\; H + b + N (g + o))
 
-    Within 0.5 % on average of ``native_all_reduce_time``, 13 % at worst (2 to 16 ranks, 4 kB to 100 MB, 5 us to 5 ms,
-    0.1 to 100 Gbit/s). timing.md adds 2 o, which would make that 1.5 and 80 %: it counts the overhead otherwise.
+    It is within 0.5 % of ``native_all_reduce_time`` on average and 13 % at worst (2 to 16 ranks, 4 kB to 100 MB, 5 us
+    to 5 ms, 0.1 to 100 Gbit/s). timing.md adds 2 o, which would make that 1.5 and 80 %: it counts overhead differently.
 
     >>> native_closed_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, 2)
     4.0
@@ -93,7 +93,7 @@ def native_closed_time(link: LinkParams, nbytes: float, world_size: int) -> floa
 
 
 def native_messages(nbytes: float, world_size: int) -> tuple[int, int]:
-    """How many messages a rank sends in each of the two phases of gloo's ring, and the bytes of one.
+    """Return the number of messages that a rank sends in each of the two phases of gloo's ring, and the bytes of one.
 
     >>> native_messages(8 << 20, 4)
     (6, 1048576)

@@ -1,4 +1,4 @@
-"""The time of one iteration, by its parts, and of a whole job: one function a strategy."""
+"""Time of one iteration, by its parts, and of a whole job: one function per strategy."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 """Bytes at which torch's DistributedDataParallel closes its first bucket, and the others, by default."""
 
 PRECISE = 1e-7
-"""Of a search for a time, relative."""
+"""Relative precision of a search for a time."""
 
 
 class IterationTime(NamedTuple):
-    """What one iteration takes in the steady state, on average, in s; its parts sum to the total."""
+    """Mean time of one iteration in the steady state, in s; its parts sum to the total."""
 
     total: float
     compute: float
-    """Update, forward and backward of a rank that is not slow."""
+    """Time of update, forward and backward on a rank that is not slow."""
     wire: float
     """Latency, transfer and synchronization that the computation waits for."""
     codec: float
-    """Encoding, decoding and adding that it waits for, too."""
+    """Encoding, decoding and adding that the computation waits for, too."""
     jitter: float
-    """What it takes longer since times differ between ranks and iterations."""
+    """Additional time because times differ between ranks and iterations."""
 
     @property
     def exposed(self) -> float:
-        """All that the computation waits for, in s."""
+        """Total time that the computation waits, in s."""
         return self.wire + self.codec + self.jitter
 
 
@@ -44,9 +44,9 @@ def pipelined_iteration_time(
 
     .. math:: T = \max(c,\; m,\; (c + m) / K)
 
-    c is ``times.total`` and m ``collective.total``, each with what it takes longer beside the other if K > 1
-    (``ComputeTimes.at_width``). Width 1 is synchronous, c + m: D-Sync. Width 2 is the smallest that reaches max(c, m).
-    Noise makes the maximum ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
+    c is ``times.total`` and m is ``collective.total``, each slowed down by the other if K > 1
+    (``ComputeTimes.at_width``). Width 1 is synchronous and takes c + m (D-Sync). Width 2 is the smallest that reaches
+    max(c, m). Noise replaces the maximum by ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
 
     Raises ``ValueError`` if ``width < 1``.
 
@@ -69,8 +69,8 @@ def pipelined_iteration_time(
 def collective_within(
     total: float, computation: float, width: int, *, world_size: int = 1, noise: Noise = NO_NOISE
 ) -> float:
-    """What the collective takes, in s, if iterations of a pipeline take ``total``: ``pipelined_iteration_time`` turned
-    round, with both as long as they are beside each other. 0 if the computation needs all of it.
+    """Return the time of the collective, in s, if iterations of a pipeline take ``total``: the inverse of
+    ``pipelined_iteration_time``, with both times as they are while they overlap. 0 if the computation needs all of it.
 
     >>> round(collective_within(5.0, 3.0, width=2), 6), collective_within(5.0, 5.0, width=2)
     (5.0, 0.0)
@@ -81,7 +81,7 @@ def collective_within(
 def computation_within(
     total: float, collective: float, width: int, *, world_size: int = 1, noise: Noise = NO_NOISE
 ) -> float:
-    """Likewise the computation. 0 if the collective needs all of it.
+    """Return the time of the computation, in s, given that of the collective. 0 if the collective needs all of it.
 
     >>> round(computation_within(5.0, 3.0, width=2), 6), computation_within(5.0, 5.0, width=2)
     (5.0, 0.0)
@@ -90,7 +90,7 @@ def computation_within(
 
 
 def _within(total: float, period: Callable[[float], float]) -> float:
-    """Of which part ``total`` is the period, which does not fall with it."""
+    """Return the part at which ``period`` equals ``total``; ``period`` must not fall as the part grows."""
     least, most = 0.0, total
     if period(least) >= total:
         return 0.0
@@ -107,7 +107,7 @@ def layerwise_iteration_time(
     world_size: int = 1,
     noise: Noise = NO_NOISE,
 ) -> IterationTime:
-    r"""Iteration time where buckets of gradients are reduced under the backward pass: torch's DDP.
+    r"""Iteration time where buckets of gradients are reduced during the backward pass, as in torch's DDP.
 
     .. math::
 
@@ -116,10 +116,10 @@ def layerwise_iteration_time(
 
     Args:
         times: the computation; the backward pass is slower while a collective runs, and so is the collective.
-        buckets: in the order in which they are reduced: the share of the backward pass after which each is ready, not
-            falling, and its collective.
-        world_size: ranks, whose slowest one makes all wait: all times of the computation are the expected maximum's.
-        noise: of the computation.
+        buckets: for each bucket, in the order of reduction, the share of the backward pass after which it is ready,
+            which must not fall, and its collective.
+        world_size: number of ranks; the slowest makes all wait, so computation times are the expected maximum's.
+        noise: variation of the computation's time.
 
     Raises ``ValueError`` if a share is not between 0 and 1, or falls.
 
@@ -168,7 +168,7 @@ def job_time(iteration: IterationTime, iterations: int, t_comm: float = 0.0) -> 
 
     .. math:: T_{job} = (T - 1)\, t_{iteration} + \max(t_{iteration}, c + m)
 
-    exact without noise for any width: the last collective, m, is beside no computation. T is the number of
+    This is exact without noise for any width: the last collective, m, overlaps no computation. T is the number of
     iterations; ``t_comm`` is m for a pipeline, and 0 where nothing is in flight after an iteration.
     Raises ``ValueError`` if ``iterations < 1``.
 
@@ -183,15 +183,15 @@ def job_time(iteration: IterationTime, iterations: int, t_comm: float = 0.0) -> 
 def ddp_buckets(
     nbytes: Sequence[float], *, first_bucket: float = FIRST_BUCKET, bucket: float = BUCKET
 ) -> list[tuple[float, float]]:
-    """Buckets as torch's DDP cuts them: the share of the backward pass after which each is ready, and its bytes.
+    """Return the buckets of torch's DDP: the share of the backward pass after which each is ready, and its bytes.
 
     Args:
-        nbytes: of each parameter's gradient, in the order of the forward pass; the backward pass goes the other way.
+        nbytes: bytes of each parameter's gradient, in the order of the forward pass; the backward pass reverses it.
         first_bucket: bytes at which the first bucket is full; it takes the parameter that fills it.
-        bucket: the same for the others.
+        bucket: bytes at which each of the other buckets is full.
 
-    The shares take the backward pass to be proportional to bytes, which is so for dense layers; convolutions compute
-    more for each byte, so give measured shares where there are any. Raises ``ValueError`` if a number is negative.
+    The shares assume that the backward pass is proportional to bytes, which holds for dense layers. Convolutions
+    compute more per byte, so use measured shares where there are any. Raises ``ValueError`` if a number is negative.
 
     >>> ddp_buckets([10.0, 20.0, 10.0], first_bucket=5, bucket=25)
     [(0.25, 10.0), (1.0, 30.0)]
@@ -212,5 +212,5 @@ def ddp_buckets(
 
 
 def _parts(compute: float, with_wire: float, with_codec: float, total: float) -> IterationTime:
-    """Of totals that each have one thing more; the wire's part holds how much slower the computation is beside it."""
+    """Return the parts of totals that each add one cost; the wire's part includes the computation's slowdown by it."""
     return IterationTime(total, compute, with_wire - compute, with_codec - with_wire, total - with_codec)

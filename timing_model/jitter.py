@@ -1,7 +1,8 @@
-r"""What it costs that ranks do not all take the same time.
+r"""Cost of jitter and stragglers.
 
-X_i is the computation of rank i in one iteration, drawn anew each time, with mean c unless the rank is always slow;
-T_c is the collective; p ranks, width K. ``simulate.simulate_iterations`` knows none of this; it is the test.
+X_i is the computation of rank i in one iteration, drawn again each time, with mean c unless the rank is always slow;
+T_c is the collective, p the number of ranks and K the width. ``simulate.simulate_iterations`` uses none of these
+formulas, so it is their test.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from timing_model.params import Noise
 Values = NDArray[np.float64]
 
 LEAST_CV = 1e-12
-"""Below it there is no noise."""
+"""Smallest cv that counts as noise."""
 GRID: Values = np.linspace(-9.0, 9.0, 1201)
-"""Standard deviations, over which expected maxima are integrated."""
+"""Grid, in standard deviations, over which expected maxima are integrated."""
 RUNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
-"""Iterations that a rank computes one after the other without waiting, in the bound."""
+"""Numbers of iterations, in the bound, that a rank computes in a row without waiting."""
 SPREAD, SPREAD_WIDTH = 1.3, -1.5
 LIFT, LIFT_CV, LIFT_WIDTH = 0.63, 1.5, -0.5
-"""Of the correction of ``steady_state_period``."""
+"""Constants of the correction in ``steady_state_period``."""
 
 
 def blom(world_size: int) -> float:
@@ -36,7 +37,7 @@ def blom(world_size: int) -> float:
 
     .. math:: \Phi^{-1}\left(\frac{p - 0.375}{p + 0.25}\right)
 
-    Within 0.7 % for p >= 8. Source: Blom, 1958.
+    It is within 0.7 % for p >= 8. Source: Blom, 1958.
 
     >>> [round(blom(p), 3) for p in (1, 8, 64, 512)]
     [0.0, 1.434, 2.337, 3.031]
@@ -50,9 +51,9 @@ def expected_maximum(noise: Noise, world_size: int, *, run: int = 1, floor: floa
 
     .. math:: E[\max(\max_i \bar X_i, f)] = f + \int_f^\infty \left(1 - \prod_i F_i(x)\right) dx
 
-    by the trapezoidal rule. The mean of r draws is taken to be of the same distribution, with cv / sqrt(r) (Fenton's
-    approximation if it is lognormal). Raises ``ValueError`` if a number is out of range, or more ranks are slow than
-    there are.
+    The integral uses the trapezoidal rule. The mean of r draws is assumed to have the same distribution, with
+    cv / sqrt(r) (Fenton's approximation if it is lognormal). Raises ``ValueError`` if a number is out of range, or more
+    ranks are slow than there are.
 
     >>> round(expected_maximum(Noise(cv=0.1, distribution="normal"), 512), 4)
     1.3044
@@ -72,7 +73,7 @@ def expected_maximum(noise: Noise, world_size: int, *, run: int = 1, floor: floa
 
 @lru_cache(maxsize=4096)
 def _above(noise: Noise, world_size: int, run: int) -> tuple[list[float], list[float]]:
-    """Rising times x, and how much the maximum is above each of them on average."""
+    """Return rising times x, and how far the maximum is above each of them on average."""
     check_count("world_size", world_size)
     check_count("run", run)
     noise.check_world_size(world_size)
@@ -80,7 +81,7 @@ def _above(noise: Noise, world_size: int, run: int) -> tuple[list[float], list[f
     slowest = noise.slowest
     if noise.cv < LEAST_CV:
         return [slowest], [0.0]
-    # On a grid of the slowest rank's quantiles: x are its times.
+    # The grid holds quantiles of the slowest rank; x are its times.
     deviation = noise.cv / math.sqrt(run)
     log_below: Values = np.zeros_like(GRID)  # log of the product of F
     if noise.distribution == "normal":
@@ -98,7 +99,7 @@ def _above(noise: Noise, world_size: int, run: int) -> tuple[list[float], list[f
 
 
 def steady_state_bound(t_compute: float, t_comm: float, width: int, world_size: int, noise: Noise) -> float:
-    r"""No iteration takes less on average in the steady state, in s.
+    r"""Lower bound on the mean time of an iteration in the steady state, in s.
 
     .. math::
 
@@ -107,7 +108,7 @@ def steady_state_bound(t_compute: float, t_comm: float, width: int, world_size: 
 
     A result starts K iterations of computation, of which the slowest rank does r without a wait before their collective
     begins: these are paths of the recursion, and the longest path is not shorter. r = 1 is timing.md's third term.
-    Equal for K = 1, and without noise.
+    The bound is exact for K = 1, and without noise.
 
     Raises ``ValueError`` if a number is out of range.
 
@@ -132,21 +133,22 @@ def steady_state_period(t_compute: float, t_comm: float, width: int, world_size:
         G_i(t) = \max(G_i(t-1), C(t-K)) + X_i(t), \qquad
         C(t) = \max(\max_i G_i(t), C(t-1)) + T_c
 
-    Without noise, and for K = 1, it is ``steady_state_bound``, exactly. Otherwise that bound is up to 16 % low where
-    several paths are nearly the longest. With its computing paths A, the larger of A and T_c is made a smooth one:
+    Without noise, and for K = 1, it is exactly ``steady_state_bound``. Otherwise that bound is up to 16 % low where
+    several paths are nearly the longest. With A the longest of its computing paths, a smooth maximum of A and T_c
+    replaces the larger one:
 
     .. math::
 
         T = \min\left(s \log(e^{(A + d)/s} + e^{T_c/s}),\; E[\max(\max_i X_i, T_c)]\right), \qquad
         s = 1.3\, \sigma K^{-3/2}, \quad d = 0.63\, \sigma \sqrt{cv}\, K^{-1/2} (1 - 1/p)
 
-    with sigma the standard deviation of the slowest rank. The second term is an upper bound for any K >= 2. Form and
+    Sigma is the standard deviation of the slowest rank. The second term is an upper bound for any K >= 2. Form and
     constants were fitted to the simulator with lognormal noise: p 1 to 512, cv 3 to 40 %, K 2 to 6, T_c 0.3 to 2.5 c.
-    There it is at worst 3.0 % off, and 0.4 % on average; up to a cv of 10 % at worst 1.5 %. With normal noise of 20 %
-    it was at worst 3.3 % off, with one or two ranks that are always slow 3.5 %. Beyond the fit, at a cv of 60 %, it is
-    at worst 7 % off, and 1.7 % on average; larger ones are refused (``question.CHECKED_CV``).
+    In this range it is off by 3.0 % at worst and 0.4 % on average; up to a cv of 10 %, by 1.5 % at worst. With normal
+    noise of 20 % it was off by 3.3 % at worst, with one or two ranks that are always slow by 3.5 %. Beyond the fit, at
+    a cv of 60 %, it is off by 7 % at worst and 1.7 % on average; larger cvs are refused (``question.CHECKED_CV``).
 
-    It never falls with either time, and never grows with K. Raises ``ValueError`` if a number is out of range.
+    It never falls as either time grows, and never grows with K. Raises ``ValueError`` if a number is out of range.
 
     >>> noise = Noise(cv=0.1)
     >>> [round(steady_state_period(1.0, 1.0, width, 512, noise), 2) for width in (1, 2, 3, 4)]
@@ -164,7 +166,7 @@ def steady_state_period(t_compute: float, t_comm: float, width: int, world_size:
     computing = _computing(t_compute, t_comm, width, noise.slowest, runs) + lift
     larger, smaller = max(computing, t_comm), min(computing, t_comm)
     smooth: float = larger + spread * math.log1p(math.exp((smaller - larger) / spread))
-    if smooth <= max(t_comm, runs[0][1] * t_compute):  # which the upper bound is not below
+    if smooth <= max(t_comm, runs[0][1] * t_compute):  # the upper bound is not smaller
         return smooth
     return min(smooth, lasting_period(t_compute, t_comm, width, world_size, noise))
 
@@ -174,8 +176,8 @@ def lasting_period(t_compute: float, t_comm: float, width: int, world_size: int,
 
     .. math:: T = E[\max(\max_i X_i, T_c)], \qquad K \ge 2
 
-    While nothing changes, the slowest rank or the collective sets the pace, and a width above 2 gains nothing. Equal to
-    ``steady_state_period`` for K = 1, and without noise.
+    While nothing changes, the slowest rank or the collective sets the pace, and a width above 2 gains nothing. The time
+    equals ``steady_state_period`` for K = 1, and without noise.
 
     >>> noise = Noise(cv=0.2)
     >>> [round(lasting_period(1.0, 1.0, width, 8, noise), 2) for width in (2, 3)]
@@ -188,18 +190,18 @@ def lasting_period(t_compute: float, t_comm: float, width: int, world_size: int,
 
 @lru_cache(maxsize=4096)
 def _runs(noise: Noise, world_size: int) -> tuple[tuple[int, float], ...]:
-    """For numbers r of iterations, 1 first: r - 1, and how long the slowest rank takes for r, as a multiple of c."""
+    """Return r - 1 and the slowest rank's time for r iterations, as a multiple of c, for each r of ``RUNS``."""
     return tuple((run - 1, run * expected_maximum(noise, world_size, run=run)) for run in RUNS)
 
 
 def _computing(
     t_compute: float, t_comm: float, width: int, slowest: float, runs: tuple[tuple[int, float], ...]
 ) -> float:
-    """The longest of the paths with a computation in them, the one without an end first."""
+    """Return the time per iteration, in s, of the longest path with a computation, the endless one included."""
     return max(slowest * t_compute, *[(computed * t_compute + t_comm) / (width + more) for more, computed in runs])
 
 
 def _log_cdf(z: Values) -> Values:
-    """Of the standard normal distribution."""
+    """Return the logarithm of the standard normal distribution function at ``z``."""
     tails = np.array([math.erfc(-value / math.sqrt(2)) / 2 for value in z.tolist()])
     return np.asarray(np.log(np.maximum(tails, 1e-300)), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""What is asked of the model: a job on a cluster; and how far that is from what was measured there."""
+"""Question to the model: a job on a cluster, and how far it is from the measurements there."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
-"""Those that torch's own all-reduce can add up."""
+"""Codecs that torch's own all-reduce can add up."""
 OWN_ALL_REDUCE = {"pipelined": "ring", "ddp": "native", "ps-sync": None}
-"""What a strategy reduces by if nothing is said."""
+"""Default all-reduce of each strategy."""
 ON_NODES = ("ring", "native", "hierarchical")
-"""All-reduces whose time is known where adjoining ranks share a node and its network card. On a ring only one of them
-sends to another node, so nothing changes; with the others all would send at once."""
+"""All-reduces whose time is known where adjoining ranks share a node and its NIC. On a ring only one of these ranks
+sends to another node, so nothing changes; with other all-reduces all of them would send at once."""
 CHECKED_CV = 0.6
-"""Spread of the computation up to which ``jitter.steady_state_period`` was held to the simulator."""
+"""Largest cv of the computation for which ``jitter.steady_state_period`` was checked against the simulator."""
 REACH = 8.0
-"""How many times more, or less, than what was measured is extrapolated; further is outside."""
+"""Factor above or below the measured range up to which a question is extrapolated; further away it is outside."""
 LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
-"""Ranks; and those of an all-reduce whose messages meet, which is simulated message by message."""
+"""Most ranks, and most ranks of an all-reduce whose messages meet and so are simulated one by one."""
 MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
-"""That a gradient may be cut into; and the same, times ranks, where messages are simulated. A second or so."""
+"""Most segments of a gradient, and most segments times ranks where messages are simulated: a second or so."""
 
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
-"""For those that were not measured."""
+"""Typical costs of codecs that were not measured."""
 
 WITH_BATCH = ("forward", "backward")
-"""What grows with the batch, of a ``ComputeProfile``."""
+"""Fields of a ``ComputeProfile`` that grow with the batch."""
 
 FAST = (
     "above 10 Gbit/s these times are too short by an unknown factor: the CPU time of every byte and copies from a GPU "
@@ -48,38 +48,38 @@ SUPPORTS = (GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
 
 
 class Support(NamedTuple):
-    """How far a question is from what was measured."""
+    """Distance of a question from what was measured."""
 
     kind: str
-    """One of ``SUPPORTS``."""
+    """Kind of support, one of ``SUPPORTS``."""
     reasons: tuple[str, ...]
-    """In words, why it is not interpolated; the worst first."""
+    """Reasons, in words, why the question is not interpolated; the worst first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A job: what computes, how it is reduced, on how many ranks of which cluster."""
+    """A job: its computation, how gradients are reduced, and on how many ranks of which cluster."""
 
     cluster: Profile
     compute: ComputeProfile
     world_size: int
     strategy: str = "pipelined"
-    """One of ``STRATEGIES``."""
+    """Strategy, one of ``STRATEGIES``."""
     width: int = 1
-    """Of the pipeline; 1 is synchronous: D-Sync."""
+    """Width of the pipeline; 1 is synchronous (D-Sync)."""
     codec: str = UNCOMPRESSED
     all_reduce: str | None = "ring"
-    """One of ``ALL_REDUCES``; native with ddp, None with ps-sync."""
+    """All-reduce, one of ``ALL_REDUCES``; native with ddp, None with ps-sync."""
     segment_bytes: int = SEGMENT_BYTES
     ranks_per_node: int = 1
-    """Adjoining ranks that share a node; those of ``ON_NODES`` only."""
+    """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
     cards: int = 1
-    """Network cards of a node, which hierarchical's ranks share."""
+    """NICs of a node, which the ranks of a hierarchical all-reduce share."""
     servers: int = 1
-    """For ps-sync, as ``placement``: beside workers, or on ranks of their own."""
+    """Servers of ps-sync, which ``placement`` colocates with workers or puts on ranks of their own."""
     placement: str = "beside"
     iterations: int | None = None
-    """Of the job; or ``epochs``, or neither."""
+    """Iterations of the job; None if ``epochs``, or no length, is given."""
     epochs: int | None = None
 
     def __post_init__(self) -> None:
@@ -156,35 +156,35 @@ class Question:
 
     @property
     def codec_profile(self) -> CodecProfile | None:
-        """Its costs: those that were measured, else typical ones. None for fp32."""
+        """Costs of the codec: those that were measured, otherwise typical ones. None for fp32."""
         if self.codec == UNCOMPRESSED:
             return None
         return self.cluster.codecs.get(self.codec) or TYPICAL_CODECS[self.codec]
 
     @property
     def gathered(self) -> bool:
-        """Whether the codec's parts are gathered, not added up on the way."""
+        """True if the codec's parts are gathered, not added up on the way."""
         return self.codec_profile is not None and self.codec_profile.gathered
 
     @property
     def least_segment_bytes(self) -> int:
-        """With smaller ones, it would take too long to answer."""
+        """Bytes of the smallest segments with which an answer does not take too long."""
         most = MOST_SIMULATED // self.world_size if self.meets else MOST_SEGMENTS
         return -(-self.nbytes // most)
 
     @property
     def measured_as(self) -> str:
-        """The name of what it reduces by, among what was measured of the cluster."""
+        """Name of the all-reduce, or of the parameter server, among the measurements of the cluster."""
         return self.all_reduce or PARAMETER_SERVER
 
     @property
     def meets(self) -> bool:
-        """Whether messages meet on the way, so that they must be simulated one by one."""
+        """True if messages meet on the way, so that they must be simulated one by one."""
         return messages_meet(self.all_reduce, self.world_size)
 
     @property
     def nbytes(self) -> int:
-        """Of the gradient, in float32."""
+        """Bytes of the gradient in float32."""
         return FLOAT_BYTES * self.compute.numel
 
     @property
@@ -195,29 +195,29 @@ class Question:
 
     @property
     def noise(self) -> Noise:
-        """Of the workers' computation."""
+        """Variation of the workers' computation."""
         return Noise(cv=self.compute.cv, slow_ranks=self.compute.slow_ranks[: self.workers])
 
     @property
     def job_iterations(self) -> int | None:
-        """Of the whole job; None if it does not say how long it is."""
+        """Iterations of the whole job; None if the job does not say how long it is."""
         per_epoch = self.iterations_per_epoch
         return self.iterations if self.epochs is None or per_epoch is None else self.epochs * per_epoch
 
     @property
     def iterations_per_epoch(self) -> int | None:
-        """The rest of the samples is dropped. None if samples are not known."""
+        """Iterations of an epoch, which drops the remaining samples. None if samples or batch size are not known."""
         if self.compute.samples is None or self.compute.batch_size == 0:
             return None
         return max(1, self.compute.samples // (self.workers * self.compute.batch_size))
 
 
 def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> ComputeProfile:
-    """The computation of a model that was measured, maybe with another batch size.
+    """Return the computation of a model that was measured, possibly with another batch size.
 
-    Forward and backward are on a straight line between the two batch sizes around, or proportional to the nearest
-    one's.
-    Raises ``ValueError`` if the model was not measured, or several batch sizes were, and none is given.
+    Forward and backward are interpolated linearly between the two neighbouring batch sizes, or are proportional to
+    those of the nearest one.
+    Raises ``ValueError`` if the model was not measured, or several batch sizes were measured and none is given.
     """
     check_one_of("model", model, sorted({one.model for one in cluster.compute}))
     measured = sorted((one for one in cluster.compute if one.model == model), key=lambda one: one.batch_size)
@@ -242,12 +242,12 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
 
 
 def support_of(question: Question) -> Support:
-    """Whether the question is within what was measured, near it, or outside.
+    """Return whether the question is within what was measured, near it, or outside.
 
-    Interpolated: world size and bytes are within what was measured, and so is everything that has a name. Extrapolated:
+    Interpolated: world size and bytes are within what was measured, and all that has a name was measured. Extrapolated:
     numbers are up to ``REACH`` times beyond, or a world size was not measured where ranks share cores, or an all-reduce
-    was not, which has the ring's link then, or the computation is as given. Outside: further, or a codec or servers
-    that never ran, or a spread of the computation above ``CHECKED_CV``.
+    was not measured and has the ring's link, or the computation is as given. Outside: numbers are further beyond, or a
+    codec or servers never ran, or the cv of the computation is above ``CHECKED_CV``.
     """
     cluster, ranges = question.cluster, question.cluster.calibrated
     reasons: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""A lower bound of what a collective takes, in closed form: it rules out most of a search."""
+"""Lower bound on the time of a collective, in closed form; it rules out most of a search."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from timing_model.params import CodecCost
 
 
 class _Traffic(NamedTuple):
-    """The least that a collective takes: messages and bytes of the rank that sends most, work of the one with least."""
+    """Lower bounds for a collective: messages and bytes of the rank that sends most, work of the one with the least."""
 
     messages: int
-    """Of which each waits for another one."""
+    """Number of messages of which each waits for another one."""
     sent: float
-    """Bytes."""
+    """Bytes that the busiest rank sends."""
     work: float
-    """Of codec and sums, in s."""
+    """Time of codec and sums, in s."""
 
 
 def _traffic(question: Question, codec: CodecCost) -> _Traffic:
-    """Traffic of the question's all-reduce; zeros for one that is not known here, and for hierarchical."""
+    """Return the traffic of the question's all-reduce; zeros for one that is not known here, and for hierarchical."""
     p = question.world_size
     numel, steps = question.compute.numel, p.bit_length() - 1
     others = (p - 1) / p
@@ -45,12 +45,12 @@ def _traffic(question: Question, codec: CodecCost) -> _Traffic:
 
 
 def least_collective_time(question: Question, costs: Costs) -> float:
-    r"""A lower bound of ``costs.collective_time``, in s, for any segment size.
+    r"""Lower bound on ``costs.collective_time``, in s, for any segment size.
 
     .. math:: T \ge \max(k \alpha,\; \alpha + w \beta,\; W) + S
 
-    k are the messages of which each waits for another one, w the bytes that the busiest rank sends, and W the work of
-    the one that has the least of it. Hierarchical is bound by S alone.
+    k is the number of messages of which each waits for another one, w the bytes that the busiest rank sends, and W the
+    work of the rank that has the least of it. Hierarchical is bounded by S alone.
     """
     if question.world_size == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""What was measured of a cluster, with intervals: the parts of a ``profile.Profile``."""
+"""Measurements of a cluster, with intervals: the parts of a ``profile.Profile``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from timing_model.checks import check_above_0, check_at_least
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise
 
 MOST = 1e9
-"""Of any number that is no count: what is larger is a mistake, and could overflow."""
+"""Largest value of a number that is not a count: a larger one is a mistake and could overflow."""
 PARAMETER_SERVER = "ps-sync"
-"""By which name it stands among what was measured."""
+"""Name of the parameter server among the measurements."""
 UNCOMPRESSED = "fp32"
 LINK = tuple(one.name for one in dataclasses.fields(LinkParams))
 """Names of the parameters of a link."""
 BACKWARD = 2 / 3
-"""Share of the backward pass, where only the sum with the forward pass is known."""
+"""Share of the backward pass in both passes, where only their sum is known."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number that was measured, and its 90 % interval: 0 <= low <= value <= high."""
+    """A measured number and its 90 % interval: 0 <= low <= value <= high."""
 
     value: float
     low: float
@@ -40,15 +40,15 @@ class Estimate:
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """A number that is given, not measured."""
+        """Return the estimate of a number that is given, not measured."""
         return cls(value, value, value)
 
     def times(self, factor: float) -> Estimate:
-        """Of a multiple."""
+        """Return the estimate multiplied by ``factor``."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
     def towards(self, other: Estimate, share: float) -> Estimate:
-        """Between this one and ``other``, which is a share of 1."""
+        """Return the estimate at ``share`` of the way to ``other``, which is at 1."""
         value = self.value + share * (other.value - self.value)
         low = min(value, self.low + share * (other.low - self.low))
         return Estimate(value, low, max(value, self.high + share * (other.high - self.high)))
@@ -56,18 +56,18 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Corrections:
-    """What collectives were found to take, over what the formula makes of the link's parameters: one for each size and
+    """Ratios of collectives' measured times to those of the formula with the link's parameters: one for each size and
     number of ranks that was measured, in order.
 
-    A formula knows of no TCP window, and of no message that is late since another one was on its way.
+    A formula knows neither TCP windows nor messages that are late because another one was on its way.
     """
 
     world_sizes: tuple[int, ...]
     nbytes: tuple[int, ...]
-    """Of what travels in place of the gradient."""
+    """Bytes that travel in place of the gradient."""
     factors: tuple[float, ...]
     errors: tuple[float, ...]
-    """By what share a corrected formula is off that was made without this one."""
+    """Shares by which a corrected formula is off that was made without this measurement."""
 
     def __post_init__(self) -> None:
         if not len(self.world_sizes) == len(self.nbytes) == len(self.factors) == len(self.errors) > 0:
@@ -77,8 +77,8 @@ class Corrections:
             check_at_least("errors", error, 0)
 
     def at(self, world_size: int, nbytes: float) -> tuple[float, float] | None:
-        """The factor for so many bytes, between those of its neighbours, and the larger one of their errors; None if
-        this number of ranks was not measured."""
+        """Return the factor for ``nbytes``, interpolated between its neighbours, and the larger of their errors; None
+        if this number of ranks was not measured."""
         own = [number for number, size in enumerate(self.world_sizes) if size == world_size]
         if not own:
             return None
@@ -91,7 +91,7 @@ class Corrections:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkProfile:
-    """A ``LinkParams``, measured."""
+    """A measured ``LinkParams``."""
 
     alpha: Estimate
     beta: Estimate
@@ -99,18 +99,18 @@ class LinkProfile:
     sync: Estimate
     overhead: Estimate
     corrections: Corrections | None = None
-    """None if the formula is all that is known."""
+    """Corrections of the formula; None if the formula is all that is known."""
 
     @classmethod
     def exact(cls, link: LinkParams) -> LinkProfile:
-        """A link that is given, not measured."""
+        """Return the profile of a link that is given, not measured."""
         return cls(corrections=None, **{name: Estimate.exact(getattr(link, name)) for name in LINK})
 
     def params(self) -> LinkParams:
         return LinkParams(**{name: getattr(self, name).value for name in LINK})
 
     def at_least_off(self, error: float) -> LinkProfile:
-        """Whose corrections have errors of no less than that."""
+        """Return a link whose corrections have errors of at least ``error``."""
         if self.corrections is None:
             return self
         errors = tuple(max(error, own) for own in self.corrections.errors)
@@ -119,7 +119,7 @@ class LinkProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecRates:
-    """What the operations of a ``CodecCost`` take, in s per value."""
+    """Times of the operations of a ``CodecCost``, in s per value."""
 
     encode: Estimate
     decode: Estimate
@@ -129,34 +129,34 @@ class CodecRates:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecProfile:
-    """A ``CodecCost``, measured in memory and, maybe, in cache."""
+    """A ``CodecCost``, measured in memory and possibly in cache."""
 
     bits: float
-    """On the wire, per value, scales included."""
+    """Bits per value on the wire, scales included."""
     call: Estimate
     """Fixed cost of any operation, in s."""
     rates: CodecRates
-    """On messages that come from memory."""
+    """Rates on messages that come from memory."""
     in_cache: CodecRates | None = None
-    """On messages that fit into ``cache_bytes``."""
+    """Rates on messages that fit into ``cache_bytes``."""
     cache_bytes: int = 0
-    """Of float32."""
+    """Bytes of float32 that fit into the cache."""
     gathered: bool = False
-    """Every rank gets all parts, as topk's; nothing is added on the way."""
+    """True if every rank gets all parts, as with topk; nothing is added on the way."""
 
     @classmethod
     def exact(cls, cost: CodecCost, *, gathered: bool = False) -> CodecProfile:
-        """A codec whose costs are given, not measured."""
+        """Return a codec whose costs are given, not measured."""
         rates = {one.name: Estimate.exact(getattr(cost, one.name)) for one in dataclasses.fields(CodecRates)}
         return cls(bits=cost.bits, call=Estimate.exact(cost.call), rates=CodecRates(**rates), gathered=gathered)
 
     def rates_of(self, message_values: float) -> CodecRates:
-        """Those for messages of so many values."""
+        """Return the rates for messages of ``message_values`` values."""
         fits = FLOAT_BYTES * message_values <= self.cache_bytes
         return self.in_cache if fits and self.in_cache is not None else self.rates
 
     def cost(self, name: str, message_values: float) -> CodecCost:
-        """Without intervals, on such messages."""
+        """Return the codec's cost on messages of ``message_values`` values, without intervals."""
         rates = self.rates_of(message_values)
         costs = {one.name: getattr(rates, one.name).value for one in dataclasses.fields(rates)}
         return CodecCost(name=name, bits=self.bits, call=self.call.value, **costs)
@@ -164,30 +164,30 @@ class CodecProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeProfile:
-    """The computation of one model with one batch size, measured; times are in s."""
+    """Measured computation of one model with one batch size; times are in s."""
 
     model: str
-    """As ``--model`` of training says it, or module:factory."""
+    """Name of the model, as ``--model`` of training has it, or module:factory."""
     batch_size: int
-    """Of one rank; 0 if it is not known, which no file says."""
+    """Batch size of one rank; 0 if it is not known, which no file may contain."""
     tensors: tuple[int, ...]
-    """Values of each parameter's gradient, in the order of the forward pass."""
+    """Number of values in each parameter's gradient, in the order of the forward pass."""
     samples: int | None = None
-    """Of the data set: an epoch. None if there is none."""
+    """Samples of the data set, which make an epoch. None if there is no data set."""
     forward: Estimate
     backward: Estimate
     update: Estimate
-    """Optimizer and packing, where nothing is in flight."""
+    """Time of optimizer and packing where nothing is in flight."""
     late_update: Estimate
-    """The same at a width above 1: with the prediction."""
+    """Time of the update at a width above 1, which includes the prediction."""
     contention: Estimate
-    """By what share it is slower while a collective runs beside it that is not compressed."""
+    """Share by which the computation is slower while an uncompressed collective runs."""
     codec_contention: Estimate
-    """The same for one that is: encoding and decoding take cores, too."""
+    """Share by which a compressed collective slows the computation: encoding and decoding take cores, too."""
     hindrance: Estimate
-    """By what share a collective is slower with the computation beside it: a ring, and any not named below."""
+    """Share by which a collective is slower while the computation runs: a ring, and any not in ``hindrances``."""
     hindrances: dict[str, Estimate] = field(default_factory=dict)
-    """The hindrance of other all-reduces, by name."""
+    """Hindrances of other all-reduces, by name."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
     slow_ranks: tuple[float, ...] = ()
@@ -197,7 +197,7 @@ class ComputeProfile:
     def exact(
         cls, *, model: str, batch_size: int, tensors: tuple[int, ...], compute: float, update: float
     ) -> ComputeProfile:
-        """Times that are given, not measured: of both passes together, and of any update."""
+        """Return a computation whose times are given, not measured: of both passes together, and of any update."""
         return cls(
             model=model,
             batch_size=batch_size,
@@ -217,15 +217,15 @@ class ComputeProfile:
         return sum(self.tensors)
 
     def hindrance_of(self, all_reduce: str | None) -> Estimate:
-        """By what share this all-reduce is slower beside the computation."""
+        """Return the share by which this all-reduce is slower while the computation runs."""
         return self.hindrances.get(all_reduce or "", self.hindrance)
 
     def contention_of(self, codec: str) -> Estimate:
-        """By what share it is slower while a collective with this codec runs beside it."""
+        """Return the share by which the computation is slower while a collective with this codec runs."""
         return self.contention if codec == UNCOMPRESSED else self.codec_contention
 
     def times(self, width: int, all_reduce: str | None = None, codec: str = UNCOMPRESSED) -> ComputeTimes:
-        """Of an iteration in a pipeline of this width; 1 is synchronous."""
+        """Return the times of an iteration in a pipeline of this width; 1 is synchronous."""
         return ComputeTimes(
             update=(self.update if width == 1 else self.late_update).value,
             forward=self.forward.value,
@@ -240,17 +240,17 @@ class ComputeProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """What was measured: outside of it, an answer is extrapolated."""
+    """Ranges of what was measured; outside of them, an answer is extrapolated."""
 
     world_sizes: tuple[int, ...]
     smallest_bytes: int
-    """Of gradients that were all-reduced."""
+    """Bytes of the smallest gradient that was all-reduced."""
     largest_bytes: int
     residuals: dict[str, float]
-    """Of what was run, the all-reduces by their names in ``all_reduce.ALL_REDUCES`` and ``PARAMETER_SERVER``: the 90th
+    """Residuals of what was run, by name in ``all_reduce.ALL_REDUCES``, and of ``PARAMETER_SERVER``: the 90th
     percentile of \\|fitted/measured - 1\\| over cells that were not fitted."""
     ranks_per_core: float
-    """Above 1, ranks share cores, and only world sizes that were measured count as interpolated."""
+    """Ranks per core; above 1, ranks share cores, and only measured world sizes count as interpolated."""
 
     def __post_init__(self) -> None:
         for residual in self.residuals.values():
@@ -261,9 +261,9 @@ class Calibrated:
 
     @property
     def all_reduces(self) -> tuple[str, ...]:
-        """That were run."""
+        """Names of the all-reduces that were run."""
         return tuple(name for name in self.residuals if name != PARAMETER_SERVER)
 
     def residual_of(self, name: str) -> float:
-        """The residual of an all-reduce, or of the parameter server; the largest one if it was not run."""
+        """Return the residual of an all-reduce, or of the parameter server; the largest one if it was not run."""
         return self.residuals.get(name, max(self.residuals.values(), default=0.0))

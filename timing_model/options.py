@@ -1,4 +1,4 @@
-"""The words of the ``timing-model`` command, and the question that they ask."""
+"""Arguments of the ``timing-model`` command, and the question that they ask."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from timing_model.units import parse_bandwidth, parse_count, parse_seconds
 from timing_model.words import Parser, number_of, quantity, whole
 
 LAYERS = 50
-"""Of a model of which only the size is known: ddp reduces it in as many equal parts."""
+"""Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
 NOTHING = Calibrated(world_sizes=(), smallest_bytes=0, largest_bytes=0, residuals={}, ranks_per_core=1.0)
 
 
 def add_job(options: Parser) -> None:
-    """Cluster, model and job: what all questions have."""
+    """Add the options for cluster, model and job, which all questions have."""
     cluster = options.add_argument_group("cluster, as it was measured, or by hand")
     cluster.add_argument("--cluster", type=Path, metavar="FILE", help="profile that pipesgd.calibrate wrote")
     cluster.add_argument("--network", metavar="NAME", help=f"a typical one: {', '.join(NETWORKS)}")
@@ -57,7 +57,7 @@ def add_output(options: Parser) -> None:
 
 
 def add_configuration(options: Parser) -> None:
-    """One way to run the job."""
+    """Add the options for one way to run the job."""
     one = options.add_argument_group("configuration, as pipesgd.train has it")
     one.add_argument("--strategy", default="pipelined", help=f"{', '.join(STRATEGIES)} (pipelined)")
     one.add_argument("--width", type=whole(), metavar="K", help="of the pipeline (2); 1 is synchronous")
@@ -79,7 +79,7 @@ def add_nodes(group: argparse._ArgumentGroup) -> None:
 
 
 def base_of(given: Namespace) -> Question:
-    """The job that the options of ``add_job`` name, as D-Sync. Raises ``ValueError``."""
+    """Return the job that the options of ``add_job`` name, at width 1 (D-Sync). Raises ``ValueError``."""
     for name in ("latency", "compute", "update"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
@@ -98,7 +98,7 @@ def base_of(given: Namespace) -> Question:
 
 
 def question_of(given: Namespace) -> Question:
-    """The question that the options of ``add_job`` and ``add_configuration`` ask. Raises ``ValueError``."""
+    """Return the question that the options of ``add_job`` and ``add_configuration`` ask. Raises ``ValueError``."""
     base = base_of(given)
     check_one_of("strategy", given.strategy, STRATEGIES)
     return dataclasses.replace(
@@ -172,7 +172,7 @@ def _by_hand(given: Namespace) -> ComputeProfile:
 
 
 def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
-    """With the noise and the data set that are given."""
+    """Return the computation with the noise and the data set that are given."""
     changes = {"cv": given.cv, "samples": given.samples, "slow_ranks": given.slow_ranks and tuple(given.slow_ranks)}
     present = {name: value for name, value in changes.items() if value is not None}
     if "slow_ranks" in present and len(given.slow_ranks) > given.world_size:

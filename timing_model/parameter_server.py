@@ -1,4 +1,4 @@
-"""Parameter servers, as ``pipesgd/baselines/parameter_server/`` runs them: the traffic of a synchronous round."""
+"""Traffic of a synchronous round of parameter servers, as ``pipesgd/baselines/parameter_server/`` runs them."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ def parameter_server_time(
     placement: str = "beside",
     sharing: float = 1.0,
 ) -> CollectiveTime:
-    r"""Time from the gradients of a round to the weights, in s, of a job of p ranks and s servers.
+    r"""Time from the gradients of a round to the weights, in s, for a job of p ranks and s servers.
 
-    Beside the first workers, a server has w = p - 1 workers on other ranks; on ranks of their own, w = p - s. Gradients
-    come in, are added when all are there, and weights go out. With n' what a worker sends: n, or (s-1)/s n if all have
-    a server beside them,
+    A server colocated with one of the first workers has w = p - 1 workers on other ranks; dedicated servers, on ranks
+    of their own, have w = p - s. Gradients come in, are added when all are there, and weights go out. A worker sends n'
+    bytes: n, or (s-1)/s n if every worker has a colocated server. The time is
 
     .. math::
 
         T_{shared} = 2 (\alpha + o) + 2 \max\left(n',\; w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma + S
 
-    if all workers share a server's card evenly, so that all begin and end together. If they are served in turn, those
-    who have their weights compute and send while others still wait, and in the steady state only
+    if all workers share a server's NIC evenly, so that all begin and end together. If they are served in turn, those
+    that have their weights compute and send while others still wait, and the steady state takes only
 
     .. math:: T_{turn} = 2 (\alpha + o) + \left(n' + w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma + S
 
-    remain, (p + 1) n beta of 2 p n beta for one server and p workers. The truth is between them: ``sharing`` is 1 for
-    the first, 0 for the second. Measured on this project's testbed, one server beside worker 0: 0.48 at 100 Mbit/s,
-    0.47 at 200 Mbit/s, 0.28 at 1 Gbit/s (``experiments/LOG.md``, "parameter servers"). timing.md has 2 max(1, p/s) n
-    beta, with p workers and servers apart from them.
+    That is (p + 1) n beta instead of 2 p n beta for one server and p workers. The truth is in between: ``sharing`` is 1
+    for the first formula and 0 for the second. On this project's testbed, with one server colocated with worker 0, it
+    was measured as 0.48 at 100 Mbit/s, 0.47 at 200 Mbit/s and 0.28 at 1 Gbit/s (``experiments/LOG.md``, "parameter
+    servers"). timing.md has 2 max(1, p/s) n beta, with p workers and dedicated servers.
 
-    Codecs do not apply. What the servers' optimizer takes is part of the computation. Raises ``ValueError`` if a value
+    Codecs do not apply. The time of the servers' optimizer is part of the computation. Raises ``ValueError`` if a value
     is out of range, or no rank is left to work.
 
     >>> link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)

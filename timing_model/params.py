@@ -1,4 +1,4 @@
-"""The parameters of the formulas, under the paper's letters."""
+"""Parameters of the formulas, named by the paper's letters."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from dataclasses import dataclass
 from timing_model.checks import check_above_0, check_at_least
 
 FLOAT_BYTES = 4
-"""Of a float32 value."""
+"""Bytes of a float32 value."""
 MOST_NORMAL_CV = 0.25
-"""With a larger one, a normal distribution has times below 0 that count."""
+"""Largest cv of a normal distribution: with a larger one, the times below 0 would count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkParams:
-    """What a link and the ranks at its ends cost. All at least 0 and finite."""
+    """Costs of a link and of the ranks at its ends. All are finite and at least 0."""
 
     alpha: float
-    """Latency, in s per message. Messages that follow each other overlap in it."""
+    """Latency, in s per message. The latencies of consecutive messages overlap."""
     beta: float
-    """Transfer, in s per byte."""
+    """Transfer time, in s per byte."""
     gamma: float
-    """Reduction, in s per byte summed."""
+    """Reduction time, in s per byte summed."""
     sync: float
     """Fixed cost of one collective (S), in s."""
     overhead: float = 0.0
-    """CPU time of a message (o), in s, at the rank that sends it. Unlike latency it never overlaps."""
+    """CPU time of a message (o), in s, at the rank that sends it. Unlike latency, it never overlaps."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             check_at_least(field.name, getattr(self, field.name), 0)
 
     def times(self, factor: float) -> LinkParams:
-        """A link on which any collective takes ``factor`` times as long, codecs apart."""
+        """Return a link on which any collective takes ``factor`` times as long, codecs excluded."""
         return LinkParams(**{name: factor * value for name, value in dataclasses.asdict(self).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeTimes:
-    """What one iteration of one rank computes: means, in s. All at least 0 and finite."""
+    """Mean computation times of one iteration of one rank, in s. All fields are finite and at least 0."""
 
     update: float
-    """Optimizer, prediction, packing: what follows the arrival of a gradient."""
+    """Time of optimizer, prediction and packing, which follow the arrival of a gradient."""
     forward: float
     backward: float
     contention: float = 0.0
-    """By what share the computation is slower while a collective runs beside it."""
+    """Share by which the computation is slower while a collective runs."""
     hindrance: float = 0.0
-    """By what share a collective is slower in a pipeline, with the computation beside it."""
+    """Share by which a collective in a pipeline is slower while the computation runs."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -56,14 +56,14 @@ class ComputeTimes:
 
     @property
     def total(self) -> float:
-        """All of it, c in the formulas, in s."""
+        """Time of the whole computation (c in the formulas), in s."""
         return self.update + self.forward + self.backward
 
     def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
-        r"""All of it, and a collective of ``t_comm`` s, in an iteration of a pipeline, in s.
+        r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.
 
-        At width 1 they are not beside each other. Else, with k ``contention`` and h ``hindrance``, a second of the
-        computation does the work of 1/(1+k) while the collective runs, and this at worst stands still meanwhile:
+        At width 1 the two do not overlap. Otherwise, with k ``contention`` and h ``hindrance``, a second of the
+        computation does the work of 1/(1+k) s while the collective runs, and the collective at worst stands still:
 
         .. math::
 
@@ -80,31 +80,31 @@ class ComputeTimes:
         return self.slowed(self.total, hindered), hindered
 
     def slowed(self, seconds: float, t_comm: float) -> float:
-        """``seconds`` of the computation with a collective of ``t_comm`` s beside it, which takes so long, in s."""
+        """Return the time, in s, of ``seconds`` of the computation while a collective runs that takes ``t_comm`` s."""
         return _slowed(seconds, self.contention, t_comm)
 
     def hindered(self, t_comm: float, seconds: float) -> float:
-        """A collective of ``t_comm`` s whose first ``seconds`` are beside the computation, in s."""
+        """Return the time, in s, of a collective of ``t_comm`` s whose first ``seconds`` overlap the computation."""
         return _slowed(t_comm, self.hindrance, max(seconds, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecCost:
-    """What a codec saves on the wire, and costs on the CPU, in s per value of float32, in the sizes it is used for."""
+    """Bits of a codec on the wire and its CPU time, in s per float32 value, at the message sizes it is used for."""
 
     name: str
     bits: float
-    """On the wire, per value, scales included; above 0."""
+    """Bits per value on the wire, scales included; above 0."""
     encode: float
-    """Values to bytes."""
+    """Seconds per value to turn values into bytes."""
     decode: float
-    """Bytes to values."""
+    """Seconds per value to turn bytes into values."""
     add: float
-    """Decode and add to the own values."""
+    """Seconds per value to decode values and add them to the rank's own."""
     hop: float
-    """Decode, add and encode in one pass."""
+    """Seconds per value to decode, add and encode in one pass."""
     call: float = 0.0
-    """Fixed cost of any of these, in s per call."""
+    """Fixed cost of any of these operations, in s per call."""
 
     def __post_init__(self) -> None:
         check_above_0("bits", self.bits)
@@ -112,7 +112,7 @@ class CodecCost:
             check_at_least(name, getattr(self, name), 0)
 
     def wire_bytes(self, numel: float) -> float:
-        """Bytes that ``numel`` values take on the wire.
+        """Return the bytes that ``numel`` values take on the wire.
 
         >>> uncompressed(0.0).wire_bytes(10)
         40.0
@@ -120,17 +120,17 @@ class CodecCost:
         return numel * self.bits / 8
 
     def seconds(self, numel: float) -> dict[str, float]:
-        """What each operation takes on ``numel`` values, in s, by its name."""
+        """Return the time of each operation on ``numel`` values, in s, by its name."""
         rates = {"encode": self.encode, "decode": self.decode, "add": self.add, "hop": self.hop}
         return {operation: rate * numel + self.call for operation, rate in rates.items()}
 
     def free(self) -> CodecCost:
-        """The same bytes for no CPU time: what is left is the wire."""
+        """Return a codec with the same bytes and no CPU time, which leaves the cost of the wire."""
         return dataclasses.replace(self, encode=0.0, decode=0.0, add=0.0, hop=0.0, call=0.0)
 
 
 def uncompressed(gamma: float) -> CodecCost:
-    """Float32 as it is: nothing is encoded or decoded, and a sum costs ``gamma`` s per byte.
+    """Return the cost of plain float32: nothing is encoded or decoded, and a sum costs ``gamma`` s per byte.
 
     >>> uncompressed(0.25).hop
     1.0
@@ -141,14 +141,14 @@ def uncompressed(gamma: float) -> CodecCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """How the computation's time differs between iterations and between ranks."""
+    """Variation of the computation's time between iterations and between ranks."""
 
     cv: float = 0.0
-    """Standard deviation over mean of one rank's time, drawn anew for every iteration and rank."""
+    """Standard deviation over mean of one rank's time, drawn again for every iteration and rank."""
     distribution: str = "lognormal"
-    """"lognormal" or "normal"."""
+    """Distribution of the times: "lognormal" or "normal"."""
     slow_ranks: tuple[float, ...] = ()
-    """By what factor each rank that is always slow is slower than the others: 1 or more. No width hides these."""
+    """Factors, each 1 or more, by which ranks that are always slow are slower than the others. No width hides them."""
 
     def __post_init__(self) -> None:
         check_at_least("cv", self.cv, 0)
@@ -161,7 +161,7 @@ class Noise:
 
     @property
     def slowest(self) -> float:
-        """The factor of the slowest rank; 1 if none is always slow."""
+        """Factor of the slowest rank; 1 if none is always slow."""
         return max((1.0, *self.slow_ranks))
 
     def check_world_size(self, world_size: int) -> None:
@@ -171,5 +171,5 @@ class Noise:
 
 
 def _slowed(seconds: float, share: float, beside: float) -> float:
-    """What takes ``seconds`` alone is slower by ``share`` while something else runs, which takes ``beside`` s."""
+    """Return the time, in s, of work that takes ``seconds`` alone and is slower by ``share`` while other work runs."""
     return min(seconds * (1 + share), seconds + beside * share / (1 + share))

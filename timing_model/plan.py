@@ -1,4 +1,4 @@
-"""How to run a job: a search over strategy, width, codec, all-reduce and segment size."""
+"""Search for the best way to run a job, over strategy, width, codec, all-reduce and segment size."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from timing_model.job import Question, support_of
 from timing_model.search import Search
 
 REFERENCES = ("ddp", "ps-sync")
-"""Strategies that are shown, however slow they are."""
+"""Strategies that are always shown, however slow they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a search found."""
+    """Result of a search."""
 
     best: Choice
-    """The simplest of the fastest."""
+    """Simplest of the fastest configurations."""
     ranking: tuple[Choice, ...]
-    """All that were not ruled out by bounds, each with its best segment size; the best of each codec is among them. The
-    fastest come first, and where times are in a tie, the simplest."""
+    """Configurations that bounds did not rule out, each with its best segment size; the best of each codec is among
+    them. The fastest come first, and within a tie the simplest."""
     synchronous: Choice | None
-    """The best one of width 1, ddp, or parameter servers, with a codec that torch has, too (``NATIVE_CODECS``), if one
-    of these is searched; None if none was, as below."""
+    """Best configuration of width 1, ddp, or parameter servers, with a codec that torch has, too (``NATIVE_CODECS``),
+    if one of these is searched; None if no such configuration was searched."""
     uncompressed: Choice | None
-    """The best one without a codec."""
+    """Best configuration without a codec; None if none was searched."""
     considered: int
-    """Configurations in the space, with those that were ruled out."""
+    """Number of configurations in the space, including those that were ruled out."""
 
     @property
     def kinds(self) -> tuple[Choice, ...]:
-        """The best of each strategy, width and codec in the ranking."""
+        """Best configuration of each strategy, width and codec in the ranking."""
         first: dict[tuple[str, int, str], Choice] = {}
         for one in self.ranking:
             first.setdefault((one.question.strategy, one.question.width, one.question.codec), one)
@@ -42,17 +42,17 @@ class Plan:
 
     @property
     def fastest(self) -> float:
-        """The smallest score in the ranking."""
+        """Smallest score in the ranking."""
         return min(one.score for one in self.ranking)
 
     @property
     def tied(self) -> tuple[Choice, ...]:
-        """Those of ``kinds`` that are as fast as ``best``, up to a tie, and less simple."""
+        """Choices of ``kinds`` that are as fast as ``best``, up to a tie, and less simple."""
         return tuple(one for one in self.kinds if one is not self.best and one.score <= self.fastest * (1 + TIE))
 
     def shown(self, top: int) -> tuple[Choice, ...]:
-        """The simplest of each tie, at most ``top``, the best first; and what people compare with: the best synchronous
-        one, the best without a codec, ddp, and a parameter server."""
+        """Return the simplest choice of each tie, at most ``top``, the best first, and those that people compare with:
+        the best synchronous one, the best without a codec, ddp, and a parameter server."""
         others = [next((one for one in self.ranking if one.question.strategy == name), None) for name in REFERENCES]
         references = [one for one in (self.best, self.synchronous, self.uncompressed, *others) if one is not None]
         simplest: dict[float, Choice] = {}
@@ -72,17 +72,17 @@ def plan(
     """Search for the best way to run the job of ``base``, whose own strategy, width, codec and so on do not count.
 
     An iteration never takes less if its collective takes more, so one segment size is the best for every width, and a
-    pair of codec and all-reduce is left out if ``least_collective_time`` is too much for it to be chosen.
+    pair of codec and all-reduce is left out if its ``least_collective_time`` is too long for it to be chosen.
 
     Args:
         base: the job.
-        space: what is searched; by default ``Space.of`` the job.
-        accuracy_cost: by what share more iterations it takes to the same accuracy: ``width`` for each one above 1, or
-            a codec's name.
+        space: configurations to search; by default ``Space.of`` the job.
+        accuracy_cost: share of additional iterations to the same accuracy, by name: ``width``, for each unit above 1,
+            or a codec's name.
         extrapolate: also search outside of what was measured.
 
     Raises:
-        ValueError: nothing is left to be searched.
+        ValueError: nothing is left to search.
     """
     space = space or Space.of(base)
     search = Search(base, space, accuracy_cost or {}, extrapolate)
@@ -105,7 +105,7 @@ def plan(
 
 
 def _ties(score: float, fastest: float) -> float:
-    """By how many ties it is slower: 0 up to one."""
+    """Return the number of ties by which ``score`` is slower than ``fastest``: 0 up to one tie."""
     if score <= fastest:
         return 0
     return math.inf if fastest == 0 else max(0, math.ceil(math.log(score / fastest, 1 + TIE) - 1e-9) - 1)

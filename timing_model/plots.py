@@ -1,4 +1,4 @@
-"""Pictures of answers, plans and simulations. Needs matplotlib, which nothing else here does."""
+"""Pictures of answers, plans and simulations. This module alone needs matplotlib."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PARTS = {
     "codec": ("waiting for codec and sums", "#CC79A7"),
     "jitter": ("waiting for slow ranks", "#999999"),
 }
-"""Okabe and Ito's colours."""
+"""Labels of an iteration's parts, and their colours, which are Okabe and Ito's."""
 FORMATS = (".pdf", ".png", ".svg")
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise ``ValueError`` if a picture could not be written there: before anything is computed."""
+    """Raise ``ValueError``, before anything is computed, if a picture could not be written to ``path``."""
     if path is None:
         return
     if path.suffix not in FORMATS:
@@ -52,7 +52,7 @@ def save_plot(path: Path, draw: Callable[[Axes], object], *, height: float = 4.0
 
 
 def plot_parts(names: Sequence[str], iterations: Sequence[IterationTime], axes: Axes, *, title: str = "") -> Axes:
-    """A bar for every iteration, cut into its parts; the first one is at the top."""
+    """Draw a bar for every iteration, cut into its parts; the first one is at the top."""
     lefts = [0.0] * len(names)
     for part, (label, colour) in PARTS.items():
         lengths = [max(0.0, getattr(one, part)) for one in iterations]
@@ -77,23 +77,23 @@ COLOURS = {
     GRADIENT: "#E69F00",
     WEIGHTS: "#F0E442",
 }
-"""Okabe and Ito's, by what a span is."""
+"""Okabe and Ito's colours, by what happens in a span."""
 HEIGHT = 0.4
-"""Of a bar; everybody has two rows in a height of 1."""
+"""Height of a bar; every rank, and the server, has two rows in a height of 1."""
 NARROWEST_NUMBER = 0.015
-"""Share of the axes that a bar must have for the number of its iteration to be written into it."""
+"""Smallest share of the axes at which the number of its iteration is written into a bar."""
 
 
 def plot_timeline(spans: Sequence[Span], axes: Axes, *, title: str = "", end: float | None = None) -> Axes:
     """Draw a bar for every span: a rank's computation, and below it its communication; iterations are numbered.
 
-    The server has what comes in above, and below it what goes out: its card does both at once.
+    The server's upper row shows what comes in, its lower row what goes out: its NIC does both at once.
 
     Args:
-        spans: what ``spans.timeline`` gives; at least one.
-        axes: to draw on.
-        title: of the axes.
-        end: of the time axis, in s, so that several can be compared; by default the last span's.
+        spans: result of ``spans.timeline``; at least one.
+        axes: axes to draw on.
+        title: title of the axes.
+        end: end of the time axis, in s, so that several plots can be compared; by default the last span's.
 
     Raises:
         ValueError: there is no span.

@@ -1,4 +1,4 @@
-"""What a job will cost: its iteration by parts, with an interval, what limits it, and what would change it."""
+"""Cost of a job: the parts of its iteration, with an interval, what limits it, and what would change it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from timing_model.job import OUTSIDE, Question, Support, support_of
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
 LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER)
 BALANCE = "balance"
-"""No single limit: several of them take about equally long."""
+"""Limit of an answer without a single one: several of them take about equally long."""
 LEAST_GAIN = 0.05
 """Gain of the best of the ``LIMITS`` below which none of them is the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a job will cost. Times are in s."""
+    """Predicted cost of a job. Times are in s."""
 
     question: Question
     iteration: IterationTime
     """Mean of an iteration in the steady state; its parts sum to the total."""
     low: float
-    """Where the iteration's 90 % interval begins, by the intervals of all estimates and the profile's residual."""
+    """Lower end of the iteration's 90 % interval, by the intervals of all estimates and the profile's residual."""
     high: float
     lasting: float
     """Mean of an iteration if ranks stay slow or fast for many iterations, not for one: the most that jitter costs."""
     collective: CollectiveTime
-    """The whole of one, hidden or not; with ddp, of all buckets."""
+    """Time of a whole collective, hidden or not; with ddp, of all buckets."""
     support: Support
     efficiency: float
-    """Of all ranks, against as many times one rank alone."""
+    """Throughput of all ranks over as many times that of one rank alone."""
     samples_per_second: float | None
-    """Of all workers; None if the batch size is not known."""
+    """Samples per second of all workers; None if the batch size is not known."""
     epoch: float | None
     """Time of an epoch; None if samples or batch size are not known."""
     job: float | None
@@ -47,11 +47,11 @@ class Answer:
     limit: str
     """The one of ``LIMITS`` with the largest gain, or ``BALANCE`` if none gains ``LEAST_GAIN``."""
     gains: dict[str, float]
-    """How many times faster an iteration is with half of each of the ``LIMITS``, and without any jitter and slow ranks:
-    1 if that changes nothing."""
+    """Factors by which an iteration is faster with half of each of the ``LIMITS``, and without any jitter and slow
+    ranks: 1 if that changes nothing."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs; times in s."""
+        """Return the answer for programs; times are in s."""
         question, iteration = self.question, self.iteration
         return {
             "iteration_seconds": iteration._asdict()
@@ -79,7 +79,7 @@ def predict(question: Question, *, extrapolate: bool = False) -> Answer:
     """Answer the question.
 
     Raises:
-        ValueError: it is outside of what was measured, and ``extrapolate`` does not say that this is known.
+        ValueError: the question is outside of what was measured, and ``extrapolate`` is False.
     """
     support = support_of(question)
     refuse_outside(support, extrapolate)
@@ -110,7 +110,7 @@ def predict(question: Question, *, extrapolate: bool = False) -> Answer:
 
 
 def refuse_outside(support: Support, extrapolate: bool) -> None:
-    """Raise ``ValueError`` if a question is outside of what was measured or checked, unless it is to be answered."""
+    """Raise ``ValueError`` if a question is outside of what was measured or checked, unless ``extrapolate`` is True."""
     if support.kind == OUTSIDE and not extrapolate:
         raise ValueError(
             f"extrapolate must be asked for outside of what was measured or checked; got {support.reasons[0]}"
@@ -118,8 +118,8 @@ def refuse_outside(support: Support, extrapolate: bool) -> None:
 
 
 def _spread(question: Question, costs: Costs, total: float) -> tuple[float, float]:
-    """How far the interval reaches below and above: the ends of the estimates that come together, by themselves, and
-    the residual, as roots of sums of squares."""
+    """Return how far, in s, the interval reaches below and above ``total``: the roots of the sums of squares over the
+    residual and each group of estimates that come together, each moved to its ends alone."""
     below, above = 0.0, 0.0
 
     def add(changed: list[Costs]) -> None:
@@ -145,10 +145,10 @@ def _spread(question: Question, costs: Costs, total: float) -> tuple[float, floa
 
 
 def _gains(question: Question, costs: Costs, iteration: IterationTime) -> dict[str, float]:
-    """How many times faster an iteration is with half of each limit, and without any jitter.
+    """Return the factors by which an iteration is faster with half of each limit, and without any jitter.
 
-    Jitter and slow ranks are shares of the computation: half of the computation is half of them, too, and would always
-    gain more than half of them alone.
+    Jitter and slow ranks are shares of the computation: halving the computation halves them, too, and would always gain
+    more than halving them alone.
     """
 
     def half(value: Any, *names: str) -> Any:

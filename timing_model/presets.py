@@ -5,19 +5,19 @@ from __future__ import annotations
 from timing_model.params import CodecCost, LinkParams
 
 PAYLOAD_SHARE = (1500 - 20 - 20 - 12) / (1500 + 14)
-"""Of an Ethernet link's rate, what is left for the payload in full packets: without the headers of IP and TCP (whose
-timestamps are the 12) inside, and of Ethernet in front."""
+"""Share of an Ethernet link's rate that is left for the payload in full packets, without the headers of IP and TCP
+(whose timestamps are the 12) inside and those of Ethernet in front."""
 SUMS = 1e-10
-"""Seconds to add up a byte of float32 in memory: 10 GB/s, one core. What ``pipesgd.calibrate`` measures."""
+"""Seconds to add up a byte of float32 in memory: 10 GB/s on one core. ``pipesgd.calibrate`` measures it."""
 OVERHEAD = 3e-5
-"""CPU time of a message, in s, where nothing was measured: near the least of what the calibrations of
-``experiments.validate_timing_model`` found where they could tell it, 27 to 390 us on cores that ranks share."""
+"""CPU time of a message, in s, where nothing was measured: near the least that the calibrations of
+``experiments.validate_timing_model`` found where they could determine it, 27 to 390 us on cores that ranks share."""
 FASTEST_CHECKED = 10e9 / 8
-"""Bytes a second of payload above which answers without a calibration are optimistic: one core sends about as much."""
+"""Payload in bytes a second above which answers without a calibration are optimistic: one core sends about as much."""
 
 
 def ethernet(bytes_per_second: float, alpha: float) -> LinkParams:
-    """An Ethernet link of this rate, headers included, and this latency in s."""
+    """Return an Ethernet link of this rate, headers included, and this latency in s."""
     beta = 1 / (bytes_per_second * PAYLOAD_SHARE)
     return LinkParams(alpha=alpha, beta=beta, gamma=SUMS, sync=0.0, overhead=OVERHEAD)
 
@@ -29,7 +29,7 @@ NETWORKS: dict[str, LinkParams] = {
     "100GbE": ethernet(100e9 / 8, 15e-6),
     "infiniband": LinkParams(alpha=2e-6, beta=8 / 200e9, gamma=SUMS, sync=0.0, overhead=OVERHEAD),
 }
-"""Latencies are typical ones of TCP through a switch, and of 200 Gbit/s InfiniBand; measure your own."""
+"""Networks by name, with typical latencies of TCP through a switch, and of 200 Gbit/s InfiniBand; measure your own."""
 
 MODELS: dict[str, int] = {
     "mlp": 648_010,
@@ -42,9 +42,9 @@ MODELS: dict[str, int] = {
     "bert-base": 109_482_240,
     "gpt2": 124_439_808,
 }
-"""Parameters. ``mlp``, ``mlp-1000`` are 784-500-500-10 and 784-1000-1000-10, ``convnet`` is this project's for images
-of 28 x 28; the next four are torchvision's for ImageNet; the last two are those of the published checkpoints, biases
-and embeddings included."""
+"""Number of parameters of each model. ``mlp``, ``mlp-1000`` are 784-500-500-10 and 784-1000-1000-10, ``convnet`` is
+this project's for images of 28 x 28; the next four are torchvision's for ImageNet; the last two are those of the
+published checkpoints, biases and embeddings included."""
 
 
 def _codec(name: str, bits: float, encode: float, decode: float, hop: float) -> CodecCost:
@@ -64,6 +64,6 @@ CODECS: dict[str, CodecCost] = {
         _codec("sign", 1.06, 2.7e-10, 1.9e-10, 3.4e-10),
     )
 }
-"""What this project's codecs cost on one core of a server; of equal bits, the more accurate first (biased truncation
-comes after both roundings). Measured in memory (``experiments/results/bench_codecs.csv``; adding
-was not measured apart, and is taken to cost what decoding does); measure your own."""
+"""Costs of this project's codecs on one core of a server; of equal bits, the more accurate come first (biased
+truncation comes after both roundings). They were measured in memory (``experiments/results/bench_codecs.csv``; adding
+was not measured separately, and is assumed to cost as much as decoding); measure your own."""

@@ -1,4 +1,4 @@
-"""A profile that agrees with runs that were made: latency, bandwidth and computation, fitted to what they measured."""
+"""Refit of a profile to runs that were made: latency, bandwidth and computation are fitted to what they measured."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from timing_model.units import format_bandwidth, format_seconds
 
 NOISE, PRIOR = 0.03, math.log(2)
 """Standard deviations of the logarithms: of a measured collective's time, and of latency and bandwidth around the
-profile's, which hold a parameter that the runs do not tell."""
+profile's, which keep a parameter that the runs do not determine."""
 Z90 = 1.645
 """Standard deviations to the ends of a 90 % interval."""
 STEPS, DIFFERENCE, LONGEST = 50, 1e-4, 1.0
-"""Of Gauss-Newton: iterations at most, of the logarithm for a derivative, and of it in one step."""
+"""Most iterations of Gauss-Newton, change of the logarithm for a derivative, and its largest change in one step."""
 LATENCIES = ("alpha", "sync", "overhead")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What became of a profile."""
+    """Result of a refit."""
 
     before: Profile
     profile: Profile
     runs: tuple[Run, ...]
     predicted: tuple[tuple[float, float], ...]
-    """Of each run's iteration, in s: before and after."""
+    """Predicted time of each run's iteration, in s, before and after the fit."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs; times in s."""
+        """Return the fit for programs; times are in s."""
         pairs = zip(self.runs, self.predicted, strict=True)
         return {
             "link": {name: dataclasses.asdict(getattr(self.profile.link, name)) for name in ("alpha", "beta")},
@@ -55,13 +55,13 @@ class Fit:
 def fit(profile: Profile, folders: Sequence[Path]) -> Fit:
     """Refit link and computation to runs of ``pipesgd.train``.
 
-    A factor for all latencies (alpha, S and o) and one for beta, for each link of the profile and for torch's
-    all-reduce, make the collectives' times agree with the runs' in the least squares of logarithms; what the runs do
-    not tell stays as it was, with an interval that says so. Forward, backward and update are scaled to the runs'
-    medians. An all-reduce's residual is that of the runs that were fitted, where it is larger than the profile's.
+    Each link of the profile, and torch's all-reduce, gets a factor for all latencies (alpha, S and o) and one for beta,
+    so that the collectives' times agree with the runs' by least squares of logarithms. A parameter that the runs do
+    not determine stays as it was, with an interval that says so. Forward, backward and update are scaled to the runs'
+    medians. An all-reduce's residual is that of the fitted runs, where it is larger than the profile's.
 
     Raises:
-        ValueError: a folder is no run's, or a run has a codec that was not measured.
+        ValueError: a folder is not that of a run, or a run has a codec that was not measured.
     """
     runs = [read_run(folder) for folder in folders]
     for run in runs:
@@ -98,7 +98,7 @@ def fit(profile: Profile, folders: Sequence[Path]) -> Fit:
 
 
 def fit_text(fit: Fit) -> str:
-    """For people."""
+    """Return the fit as text for people."""
     rows = [("run", "measured", "before", "", "after", "")]
     for run, predicted in zip(fit.runs, fit.predicted, strict=True):
         (before, worse), (after, better) = (
@@ -145,7 +145,7 @@ def _iteration(profile: Profile, run: Run) -> float:
 
 
 def _computes(profile: Profile, runs: Sequence[Run]) -> tuple[ComputeProfile, ...]:
-    """Every computation, those of the runs scaled to them."""
+    """Return every computation, with those of the runs scaled to the runs' times."""
     computes = {(one.model, one.batch_size): one for one in profile.compute}
     for key in {(run.model, run.batch_size): None for run in runs}:
         of_key = [run for run in runs if (run.model, run.batch_size) == key]
@@ -154,7 +154,7 @@ def _computes(profile: Profile, runs: Sequence[Run]) -> tuple[ComputeProfile, ..
 
 
 def _unknown(profile: Profile, run: Run) -> ComputeProfile:
-    """The computation of a model that the profile does not have; its size is what was sent."""
+    """Return the computation of a model that the profile lacks; its size follows from the bytes that were sent."""
     if run.all_reduce not in ("ring", "halving-doubling", "all-to-all") or run.world_size == 1:
         raise ValueError(f"runs must tell the model's size, by a ring on 2 ranks or more; got {run.name}")
     share = 2 * (run.world_size - 1) / run.world_size
@@ -197,7 +197,7 @@ def _fitted_link(profile: Profile, link: LinkProfile, runs: Sequence[Run]) -> Li
     measured = np.log([run.communication for run in runs])
 
     def errors(logs: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Of the runs' collectives, and of the factors, in standard deviations."""
+        """Return the errors of the runs' collectives, and of the factors, in standard deviations."""
         times = [
             costs.times.at_width(
                 question.width,
@@ -232,7 +232,7 @@ def _with_factors(costs: Costs, logs: Sequence[float]) -> Costs:
 
 
 def _calibrated(profile: Profile, runs: Sequence[Run]) -> Calibrated:
-    """With what the runs have measured beside."""
+    """Return the measured ranges of the profile, extended by those of the runs."""
     old = profile.calibrated
     ran = [run for run in runs if run.world_size > 1]
     sizes = [_question(profile, run).nbytes for run in ran]

@@ -12,9 +12,9 @@ from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, N
 from timing_model.units import format_bandwidth, format_bytes, format_count, format_seconds
 
 BAR = 30
-"""Characters of a whole bar."""
+"""Characters of a full bar."""
 NAMED = 4
-"""Configurations of a tie that are named."""
+"""Number of configurations of a tie that are named."""
 SHOWN = 0.01
 """Share by which lasting jitter must make an iteration longer to be mentioned."""
 CHANGES = {
@@ -34,7 +34,7 @@ LIMIT_WORDS = {
 
 
 def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
-    """Lines with aligned columns; those in ``right`` are aligned to the right."""
+    """Return lines with aligned columns; those in ``right`` are aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -46,7 +46,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
 
 
 def job_line(question: Question) -> str:
-    """The cluster and the model."""
+    """Return a line that describes the cluster and the model."""
     compute, link = question.compute, question.cluster.link
     batch = f", batch of {compute.batch_size} a rank" if compute.batch_size else ""
     rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
@@ -59,7 +59,7 @@ def job_line(question: Question) -> str:
 
 
 def answer_text(answer: Answer) -> str:
-    """For people."""
+    """Return the answer as text for people."""
     iteration, question = answer.iteration, answer.question
     lines = [job_line(question), describe(question), ""]
     whole = f"{format_seconds(iteration.total)}"
@@ -89,7 +89,7 @@ def answer_text(answer: Answer) -> str:
 
 
 def support_lines(support: Support) -> list[str]:
-    """How sure the answer is."""
+    """Return lines that say how sure the answer is."""
     said = {
         GIVEN: "As good as the numbers given: nothing was measured.",
         INTERPOLATED: "Interpolated: within what was measured.",
@@ -100,13 +100,13 @@ def support_lines(support: Support) -> list[str]:
 
 
 def compared(one: Choice, best: Choice) -> str:
-    """How much more one takes than the best: in percent, or as a multiple from 2 on."""
+    """Return how much more ``one`` takes than ``best``: in percent, or as a multiple from 2 on."""
     more = ratio(one, best)
     return f"{more - 1:+.1%}" if more < 2 else f"{more:.1f} x"
 
 
 def plan_text(plan: Plan, answer: Answer, top: int) -> str:
-    """For people."""
+    """Return the plan as text for people."""
     best = plan.best
     considered = f"{plan.considered:,} configurations searched, {len(plan.ranking):,} of them computed to the end"
     lines = [job_line(best.question), considered, ""]

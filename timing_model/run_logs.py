@@ -1,4 +1,4 @@
-"""What a run of ``pipesgd.train`` measured of itself: its folder, read."""
+"""Measurements that a run of ``pipesgd.train`` made of itself, read from its folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from timing_model.toml_io import Table
 
 SETTLING, FEWEST = 3, 10
-"""Iterations that are left out at the beginning, and that must be left."""
+"""Iterations left out at the beginning, and the fewest that must remain."""
 FLOOR = 10
 """Percentile of the communication's times that counts as the time without waiting for other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, by its options and its rank 0's times, in s."""
+    """Options of a run, and the times of its rank 0, in s."""
 
     name: str
     model: str
@@ -30,17 +30,17 @@ class Run:
     all_reduce: str
     segment_bytes: int
     wire_bytes: int
-    """That rank 0 sent an iteration."""
+    """Bytes that rank 0 sent in an iteration."""
     iterations: int
-    """That were timed."""
+    """Number of iterations that were timed."""
     compute: float
-    """Median of forward and backward."""
+    """Median time of forward and backward."""
     update: float
-    """Median."""
+    """Median time of the update."""
     communication: float
-    """The floor of an all-reduce: its noise is the computation's."""
+    """Time of an all-reduce at the percentile ``FLOOR``: its noise is the computation's."""
     iteration: float
-    """Mean."""
+    """Mean time of an iteration."""
     cv: float
     """Robust standard deviation of the computation over its median."""
 

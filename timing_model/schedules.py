@@ -2,7 +2,7 @@
 
 This is the only definition. ``pipesgd.comm.all_reduce`` plays a schedule with tensors and a codec;
 ``timing_model.simulate_messages`` plays it on a simulated network, and ``timing_model.critical_path`` follows one rank
-through it. No tensors, no communication, no time: nothing is imported here.
+through it. There are no tensors, no communication and no time here, so nothing of the project is imported.
 
 An algorithm is a function that gives each rank its ``Schedule``. The buffer is cut into chunks, and a rank encodes,
 sends and receives chunks. Every algorithm keeps these rules:
@@ -10,10 +10,10 @@ sends and receives chunks. Every algorithm keeps these rules:
 - A chunk is encoded when it holds what is to be sent next, and sent as it was last encoded or received.
 - Two ranks list the messages between them in the same order.
 - A rank sends chunks to a peer in the order in which it receives them itself, after those that it need not receive. So
-  a message can leave as soon as its segment has come, and the order is kept nevertheless.
+  a message can leave as soon as its segment has arrived, and the order is still kept.
 
 To add an algorithm, write its function here and enter it in ``SCHEDULES``. The trainer then offers it, and the timing
-model predicts it message by message, until ``timing_model.all_reduce.PATHS`` has a faster way for it.
+model predicts it message by message, until ``timing_model.all_reduce.PATHS`` has a faster function for it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 SEGMENT_BYTES = 1 << 20
-"""Default size of the largest message, in bytes. Measured: smaller segments pay a rendezvous each, larger ones leave
-gaps on a slow link while ranks compute."""
+"""Default size of the largest message, in bytes. In measurements, smaller segments pay a rendezvous each, and larger
+ones leave gaps on a slow link while ranks compute."""
 LEAST_SEGMENTS, SMALLEST_SEGMENT = 2, 128 << 10
-"""A chunk is cut in two as long as that leaves messages of at least this size, in bytes. A step waits for the one
-before only segment by segment: with a second one on its way, a rank that the computation holds up leaves no gap on the
-wire."""
+"""Fewest segments of a chunk, as long as that leaves messages of at least the second number, in bytes. A step waits
+for the previous one only segment by segment: with a second segment on its way, a rank that the computation delays
+leaves no gap on the wire."""
 SEGMENTS_AHEAD = 4
 """Receives of segments to be added up that are posted before their turn. gloo's sender starts only when the receiver is
-ready, so with one the wire would rest while a segment is added up. Each takes a segment of scratch memory."""
+ready, so with one receive the wire would idle while a segment is added up. Each takes a segment of scratch memory."""
 
 
 def split(numel: int, parts: int) -> list[tuple[int, int]]:
-    """``parts`` adjoining (start, stop) that cover ``numel`` elements, sizes differing by one at most.
+    """Return ``parts`` adjoining (start, stop) that cover ``numel`` elements, with sizes that differ by one at most.
 
     >>> split(10, 3)
     [(0, 3), (3, 6), (6, 10)]
@@ -45,7 +45,7 @@ def split(numel: int, parts: int) -> list[tuple[int, int]]:
 
 
 def segments_of(chunk_bytes: float, segment_bytes: int = SEGMENT_BYTES) -> int:
-    """Number of messages in which a chunk travels that has ``chunk_bytes`` on the wire.
+    """Return the number of messages in which a chunk of ``chunk_bytes`` on the wire travels.
 
     Raises ``ValueError`` unless ``segment_bytes`` is a whole number of at least 1.
 
@@ -63,8 +63,8 @@ class Encode:
 
     chunk: int
     holders: int = 1
-    """Number of ranks, aligned to a multiple of it, that hold the same values and encode them to the same bytes: they
-    share the error, which is made once."""
+    """Size of the group of ranks, aligned to a multiple of it, that hold the same values and encode them to the same
+    bytes: they share the error, which is made once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,12 @@ class Send:
     chunk: int
     peer: int
     step: int
-    """Step of the algorithm, for messages that people read."""
+    """Step of the algorithm, for text that people read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Receive a chunk from ``peer``, and add it to one's own values or take it in their place."""
+    """Receive a chunk from ``peer``, and add it to the rank's own values or replace them with it."""
 
     chunk: int
     peer: int
@@ -92,24 +92,24 @@ Operation = Encode | Send | Receive
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A chunk that arrives, or one to begin with, and what is done with it then."""
+    """A chunk that arrives or is there from the start, and the operations on it that follow."""
 
     chunk: int
     arrival: Receive | None
-    """The message that this waits for; None for a chunk to begin with."""
+    """Message that the event waits for; None for a chunk that is there from the start."""
     encode: Encode | None
     sends: tuple[Send, ...]
     following: Receive | None
-    """The next arrival of the chunk; None if its values are the sum now."""
+    """Next arrival of the chunk; None if its values are now the sum."""
 
     @property
     def reduces(self) -> bool:
-        """True if what arrives is added up, not taken."""
+        """True if the chunk that arrives is added to the rank's own values, not taken in their place."""
         return self.arrival is not None and self.arrival.reduce
 
     @property
     def keeps_encoded(self) -> bool:
-        """True if this rank goes on with the values that its own bytes stand for: none arrive in their place."""
+        """True if this rank continues with the values that its own bytes decode to: none arrive in their place."""
         return self.encode is not None and (self.following is None or self.following.reduce)
 
 
@@ -133,7 +133,7 @@ class Schedule:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """The operations, each tied to the arrival that it waits for: first the chunks that wait for none."""
+        """Operations, grouped by the arrival that they wait for; chunks that wait for none come first."""
         begun: list[list[Operation]] = []
         arriving: list[list[Operation]] = []
         latest: dict[int, list[Operation]] = {}
@@ -166,7 +166,7 @@ def ring(rank: int, world_size: int) -> Schedule:
 
     Reduce-scatter, p-1 steps: chunk r travels from rank r around the ring, summed up on its way, and is finished on
     rank r-1. All-gather, p-1 steps: the finished chunks travel around once more. What a rank receives at one step is
-    what it sends at the next: there is no other dependence.
+    what it sends at the next: there is no other dependency.
     """
     p = world_size
     if p == 1:
@@ -194,8 +194,8 @@ def hierarchical(rank: int, world_size: int, ranks_per_node: int) -> Schedule:
 
     The ranks of a node have adjoining numbers, and there is a chunk for each rank. Reduce-scatter around the node
     leaves each of its ranks with the node's sum of one share. The ranks of all nodes that have the same share reduce it
-    around a ring between nodes. All-gather around the node. With N nodes of g ranks, a rank sends 2(N-1)/N n/g bytes of
-    n to another node, and a node's NIC carries what it would for one rank.
+    around a ring between nodes. An all-gather around the node follows. With N nodes of g ranks, a rank sends
+    2(N-1)/N n/g bytes of n to another node, and a node's NIC carries as much as it would for one rank.
 
     Raises ``ValueError`` unless ``ranks_per_node`` divides ``world_size``.
     """
@@ -208,10 +208,10 @@ def hierarchical(rank: int, world_size: int, ranks_per_node: int) -> Schedule:
     on_node = range(node * g, node * g + g)
     share = (local + 1) % g  # what this rank holds after the first ring
     on_share = range(local, world_size, g)
-    # Of each share, in the order in which this node sends them on to others, so that the first can go at once.
+    # Chunks of each share, in the order in which this node sends them to others, so that the first can go at once.
     chunks = [[part * nodes + (node - k) % nodes for k in range(nodes)] for part in range(g)]
     inner_steps, outer_steps = g - 1, nodes - 1
-    # And in that in which others leave their sums here.
+    # Chunks of each share, in the order in which others leave their sums here.
     finished = [[part * nodes + (node + 1 - k) % nodes for k in range(nodes)] for part in range(g)]
     single = [[share * nodes + other] for other in range(nodes)]
     return Schedule(
@@ -229,7 +229,7 @@ def hierarchical(rank: int, world_size: int, ranks_per_node: int) -> Schedule:
 def _reduce_scatter(
     index: int, members: Sequence[int], groups: Sequence[Sequence[int]], first_step: int = 0
 ) -> list[Operation]:
-    """Ring steps after which ``members[index]`` holds the sum of the chunks in ``groups[index + 1]``.
+    """Return the ring steps after which ``members[index]`` holds the sum of the chunks in ``groups[index + 1]``.
 
     ``members`` are the ranks on the ring, ``groups`` the chunks that travel together, one group for each member.
     """
@@ -247,7 +247,7 @@ def _reduce_scatter(
 def _all_gather(
     index: int, members: Sequence[int], groups: Sequence[Sequence[int]], first_step: int = 0
 ) -> list[Operation]:
-    """Ring steps that bring the chunks of ``groups[index + 1]``, which ``members[index]`` has, to all members."""
+    """Return the ring steps that bring ``groups[index + 1]``, the chunks of ``members[index]``, to all members."""
     p = len(members)
     left, right = members[(index - 1) % p], members[(index + 1) % p]
     operations: list[Operation] = []
@@ -265,11 +265,12 @@ def halving_doubling(rank: int, world_size: int) -> Schedule:
 
     2 log2 p steps with q chunks, q being the largest power of two that is not above p. Reduce-scatter: at distances
     q/2, ..., 2, 1 a rank gives its partner the half of its chunks that is the partner's, and adds up its own half,
-    until one chunk is left: that of its own number. All-gather: the same backwards. Where p is no power of two, each of
-    the p - q ranks above q gives all of its values to one below first, and gets the result from it at the end.
+    until one chunk is left: that of its own number. All-gather: the same steps backwards. Where p is not a power of
+    two, each of the p - q ranks from q on first gives all of its values to a rank below q, and gets the result from it
+    at the end.
 
-    Seen from a rank, chunk ``rank ^ k`` is at distance k. Chunks come in the order of falling distances, since what is
-    far is sent on first, and are gathered in the order of rising ones.
+    Seen from a rank, chunk ``rank ^ k`` is at distance k. Chunks come in the order of falling distances, since distant
+    ones are sent on first, and are gathered in the order of rising distances.
     """
     q = _power_of_two(world_size)
     steps = q.bit_length() - 1
@@ -304,10 +305,10 @@ def halving_doubling(rank: int, world_size: int) -> Schedule:
 def recursive_doubling(rank: int, world_size: int) -> Schedule:
     """Few messages, each with the whole buffer, for small buffers (Thakur et al., 2005). log2 p steps, one chunk.
 
-    Partners at distances 1, 2, 4, ... exchange what they have, and add it up. Both add the same two messages, so they
-    go on with the same values, and encode them to the same bytes. Where p is no power of two, each rank above the
-    largest one, q, gives its values to one below first, and gets the result at the end, which therefore all encode once
-    more."""
+    Partners at distances 1, 2, 4, ... exchange their values and add them up. Both add the same two messages, so they
+    continue with the same values and encode them to the same bytes. Where p is not a power of two and q is the largest
+    one below it, each rank from q on first gives its values to a rank below q and gets the result at the end, so all
+    ranks encode the result once more."""
     q = _power_of_two(world_size)
     steps = q.bit_length() - 1
     if rank >= q:  # an extra rank
@@ -335,7 +336,7 @@ def recursive_doubling(rank: int, world_size: int) -> Schedule:
 
 
 def _power_of_two(world_size: int) -> int:
-    """The largest power of two that is not above ``world_size``."""
+    """Return the largest power of two that is not above ``world_size``."""
     return 1 << (world_size.bit_length() - 1)
 
 
@@ -370,13 +371,13 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "recursive-doubling": recursive_doubling,
     "all-to-all": all_to_all,
 }
-"""The algorithms that need only a rank and the number of ranks, by the names of the command line."""
+"""Algorithms that need only a rank and the number of ranks, by their names on the command line."""
 ALL_REDUCES = (*SCHEDULES, "hierarchical", "native")
 """Every all-reduce by name. "native" is torch's own, which has no schedule here: gloo's ring, or nccl's choice."""
 
 
 def make_schedule(all_reduce: str, rank: int, world_size: int, ranks_per_node: int = 1) -> Schedule:
-    """The part of ``rank`` in the all-reduce of this name, which must not be "native".
+    """Return the part of ``rank`` in the all-reduce of this name, which must not be "native".
 
     Raises ``ValueError`` unless ``ranks_per_node``, which only hierarchical reads, divides ``world_size``.
     """

@@ -1,4 +1,4 @@
-"""The search of a plan: which configurations are computed to the end, and which cannot matter."""
+"""Search of a plan, which decides which configurations are computed to the end and which cannot matter."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from timing_model.lower_bound import least_collective_time
 from timing_model.schedules import SEGMENT_BYTES, segments_of
 
 LARGEST_MEETING = 32
-"""Ranks up to which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and it
-sends about twice the bytes, so that others are faster."""
+"""Most ranks for which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and
+it sends about twice the bytes, so others are faster."""
 
 
 def _has_codec(codec: str) -> Callable[[Question], bool]:
@@ -27,12 +27,12 @@ def _has_codec(codec: str) -> Callable[[Question], bool]:
 
 
 class Group:
-    """Choices of which one is chosen: the simplest of the fastest."""
+    """Group of choices, of which the simplest of the fastest is chosen."""
 
     def __init__(self, belongs: Callable[[Question], bool]):
         self._belongs = belongs
         self._fast: list[tuple[tuple[float, ...], Choice]] = []
-        """Those in a tie with the fastest one, by simplicity."""
+        """Choices in a tie with the fastest one, each with its simplicity."""
         self._fastest = math.inf
 
     @property
@@ -46,14 +46,14 @@ class Group:
             self._fast = [one for one in self._fast if one[1].score <= self._fastest * (1 + TIE)]
 
     def could_choose(self, question: Question, floor: float) -> bool:
-        """Whether a configuration like ``question`` that takes at least ``floor`` could change what is chosen."""
+        """Return True if a configuration like ``question`` that takes at least ``floor`` could change the choice."""
         if not self._belongs(question) or floor > self._fastest * (1 + TIE):
             return False
         return floor < self._fastest or simplicity(question) < min(key for key, _ in self._fast)
 
 
 class Search:
-    """A search under way."""
+    """A search in progress."""
 
     def __init__(self, base: Question, space: Space, accuracy_cost: Mapping[str, float], extrapolate: bool):
         self._base = dataclasses.replace(base, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring")
@@ -64,19 +64,19 @@ class Search:
             check_one_of("accuracy_cost", name, ["width", *space.codecs])
             check_at_least("accuracy_cost", share, 0)
         for codec in space.codecs:
-            dataclasses.replace(self._base, codec=codec)  # refuses one that is not known
+            dataclasses.replace(self._base, codec=codec)  # refuses an unknown codec
         usual = [codec for codec in space.codecs if codec in NATIVE_CODECS] or space.codecs
         self.all = Group(lambda question: True)
         self.synchronous = Group(lambda question: question.width == 1 and question.codec in usual)
         self.uncompressed = Group(lambda question: question.codec == UNCOMPRESSED)
         self._groups = [self.all, self.synchronous, self.uncompressed]
-        # So that the ranking compares codecs:
+        # These groups make the ranking compare codecs.
         self._groups += [Group(_has_codec(codec)) for codec in space.codecs]
         self.choices: list[Choice] = []
         self.considered = 0
 
     def whole(self) -> Iterator[Question]:
-        """Configurations without width and segments."""
+        """Yield the configurations without width and segments."""
         for strategy in self._space.strategies:
             if strategy != "pipelined":
                 for codec in self._space.codecs if strategy == "ddp" else (UNCOMPRESSED,):
@@ -86,7 +86,7 @@ class Search:
                         yield question
 
     def pairs(self) -> None:
-        """Look at pairs of codec and all-reduce, as long as one could change what is chosen."""
+        """Look at pairs of codec and all-reduce as long as one could change what is chosen."""
         if "pipelined" not in self._space.strategies:
             return
         pending = []
@@ -103,7 +103,7 @@ class Search:
             self._look_at([question for question, _ in pending.pop(chosen)])
 
     def add(self, question: Question, iteration: IterationTime, collective: CollectiveTime) -> None:
-        """Keep a configuration."""
+        """Keep a configuration and its times."""
         score = iteration.total * self._more_iterations(question)
         choice = Choice(question=question, iteration=iteration, collective=collective, score=score)
         self.choices.append(choice)
@@ -111,13 +111,13 @@ class Search:
             group.add(choice)
 
     def _working(self, **options: str | None) -> Question | None:
-        """The job with these options, if they go together and are near enough to what was measured."""
+        """Return the job with these options; None if they do not go together or are too far from what was measured."""
         try:
             question = dataclasses.replace(self._base, **options)  # type: ignore[arg-type]  # each option is a str
-        except ValueError:  # such as int8 with torch's own all-reduce: no configuration
+        except ValueError:  # such as int8 with torch's own all-reduce, which is no configuration
             return None
         if question.all_reduce == "hierarchical" and question.ranks_per_node == 1:
-            return None  # a ring
+            return None  # it would be a ring
         if question.meets and question.world_size > LARGEST_MEETING:
             return None
         return question if self._extrapolate or support_of(question).kind != OUTSIDE else None
@@ -128,7 +128,7 @@ class Search:
         return tuple(one for one in self._space.segments if one >= pair.least_segment_bytes)
 
     def _with_floors(self, pair: Question) -> list[tuple[Question, float]]:
-        """The pair in each width, and what it takes at least."""
+        """Return the pair in each width, with a lower bound on its score."""
         floors = []
         for width in self._space.widths:
             question = dataclasses.replace(pair, width=width)
@@ -142,7 +142,7 @@ class Search:
         return any(group.could_choose(question, floor) for question, floor in floors for group in self._groups)
 
     def _look_at(self, questions: list[Question]) -> None:
-        """Take the best segment size, and add every width with it."""
+        """Find the best segment size, and add every width with it."""
         pair = questions[0]
         enough = least_collective_time(pair, costs_of(pair)) * (1 + TIE / 2)
         times: dict[int, tuple[CollectiveTime, int]] = {}
@@ -151,7 +151,7 @@ class Search:
             costs = costs_of(question)
             chunk = costs.codec.wire_bytes(pair.compute.numel / chunks_of(str(pair.all_reduce), pair.world_size))
             cut = segments_of(chunk, segment)
-            if cut not in times:  # larger segments than a chunk are the same
+            if cut not in times:  # segments larger than a chunk are all the same
                 times[cut] = collective_time(question, costs, pair.compute.numel), segment
                 if times[cut][0].total <= enough:
                     break

@@ -1,4 +1,4 @@
-"""Iterations of many ranks, simulated one by one: the formulas' independent check, with jitter and stragglers."""
+"""Simulation of many ranks by iteration, with jitter and stragglers: an independent check of the formulas."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from timing_model.params import Noise
 Values = NDArray[np.float64]
 
 DRAWS = 1 << 20
-"""Random numbers made at once: 8 MiB."""
+"""Random numbers drawn at once: 8 MiB."""
 SETTLING = 0.1
-"""Share of the iterations that are left out of the period: the pipeline fills."""
+"""Share of the iterations left out of the period at the start, while the pipeline fills."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What became of each iteration, in s since the start."""
+    """Result of a simulation, in s since the start."""
 
     ends: Values
-    """(iterations,): when its collective was done."""
+    """Times at which each iteration's collective was done, (iterations,)."""
     width: int
 
     @property
@@ -51,11 +51,11 @@ def simulate_iterations(
     noise: Noise | None = None,
     seed: int = 0,
 ) -> Simulation:
-    """Let ``world_size`` ranks compute and reduce for ``iterations``: Pipe-SGD of any width.
+    """Simulate ``world_size`` ranks that compute and reduce for ``iterations`` iterations: Pipe-SGD of any width.
 
-    In each iteration every rank waits for the sum of the one that is ``width`` before, and computes; when all ranks
-    have, and the last collective is done, the next collective begins. Ranks draw their times from ``noise``, whose slow
-    ranks are the first. 10,000 ranks and 1,000 iterations take a second or less, and 30 MB.
+    In each iteration every rank waits for the sum of the iteration ``width`` before, and computes. When all ranks have
+    computed and the last collective is done, the next collective begins. Ranks draw their times from ``noise``, whose
+    slow ranks are the first. 10,000 ranks and 1,000 iterations take a second or less, and 30 MB.
 
     Raises ``ValueError`` if a number is out of range, or more ranks are slow than there are.
 
@@ -78,7 +78,7 @@ def simulate_iterations(
 
 
 class ComputeDraws:
-    """The computation's times of all ranks, iteration after iteration, (world_size,) each, in s."""
+    """Computation times of all ranks, drawn iteration by iteration, (world_size,) each, in s."""
 
     def __init__(self, t_compute: float, noise: Noise, world_size: int, seed: int):
         noise.check_world_size(world_size)
@@ -90,7 +90,7 @@ class ComputeDraws:
         self._taken = 0
 
     def next(self) -> Values:
-        """Those of the next iteration."""
+        """Return the times of the next iteration."""
         if self._noise.cv == 0:
             return self._means
         if self._taken == len(self._block):

@@ -1,4 +1,4 @@
-"""A question's iterations, simulated one by one: what the closed formulas say of the mean, with its spread."""
+"""Simulation of a question's iterations one by one: the mean, which the closed formulas predict, and its spread."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ ITERATIONS = 1000
 MEDIAN_ITERATIONS = 5000
 """Iterations for a median that varies by less than a percent with the seed."""
 MOST_DRAWS = 10**10
-"""Ranks times iterations: minutes."""
+"""Largest product of ranks and iterations, which takes minutes."""
 DRAWN_RANKS, DRAWN_ITERATIONS = 6, 6
-"""Of the picture."""
+"""Ranks and iterations in the picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """What became of the iterations. Times are in s."""
+    """Result of simulating the iterations. Times are in s."""
 
     answer: Answer
-    """By the formulas."""
+    """Prediction by the formulas."""
     iterations: int
     period: float
     """Mean time of an iteration, after the pipeline has filled."""
@@ -43,15 +43,15 @@ class Rehearsal:
     p95: float
     slowest: float
     job: float
-    """Of all iterations."""
+    """Time of all iterations."""
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the result for programs."""
         numbers = {name: getattr(self, name) for name in ("iterations", "period", "median", "p95", "slowest", "job")}
         return {"simulated_seconds": numbers, "predicted": self.answer.as_json()}
 
     def text(self) -> str:
-        """For people."""
+        """Return the result as text for people."""
         question, predicted = self.answer.question, self.answer.iteration.total
         noise = question.noise
         slow = f", ranks always slow: {', '.join(f'{one:g}x' for one in noise.slow_ranks)}" if noise.slow_ranks else ""
@@ -72,7 +72,7 @@ class Rehearsal:
 def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) -> Rehearsal:
     """Simulate the job's iterations, 1000 if it does not say how many.
 
-    Raises ``ValueError`` as ``predict`` does, for ddp, and if it would take too long.
+    Raises ``ValueError`` as ``predict`` does, for ddp, and if the simulation would take too long.
     """
     if question.strategy == "ddp":
         raise ValueError("strategy must be pipelined or ps-sync to be simulated; got ddp")
@@ -106,7 +106,7 @@ def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) ->
 
 
 def median_share(question: Question) -> float:
-    """Median of an iteration over its mean, as simulated: what people measure of a run is its median."""
+    """Return the median of an iteration over its mean, as simulated: people measure the median of a run."""
     if question.noise.cv == 0:
         return 1.0
     rehearsal = rehearse(dataclasses.replace(question, iterations=MEDIAN_ITERATIONS, epochs=None), extrapolate=True)
@@ -114,7 +114,7 @@ def median_share(question: Question) -> float:
 
 
 def plot_rehearsal(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
-    """Who computes and who communicates in the first iterations, of a few ranks."""
+    """Plot who computes and who communicates in the first iterations, for a few ranks."""
     question = answer.question
     ranks = min(question.workers, DRAWN_RANKS)
     noise = dataclasses.replace(question.noise, slow_ranks=question.noise.slow_ranks[:ranks])

@@ -1,4 +1,4 @@
-"""Messages, simulated one by one: who sends what to whom, and when it arrives. It knows no formula."""
+"""Simulation of messages one by one: who sends what to whom, and when it arrives. It uses no formula."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What a rank does next: wait for a message, work, and send."""
+    """Next task of a rank: wait for a message, work, and send."""
 
     source: int | None = None
-    """Rank whose next message is waited for."""
+    """Rank whose next message the task waits for."""
     seconds: float = 0.0
-    """Of work, once it is there."""
+    """Seconds of work, once the message is there."""
     sends: tuple[tuple[int, float], ...] = ()
-    """Ranks, and bytes that each is sent."""
+    """Ranks to send to, and the bytes for each."""
     memory: int | None = None
-    """What is sent, and overwritten when the task begins: it waits until all sent from there before has left."""
+    """Memory that the task overwrites and sends from; the task waits until everything sent from it before has left."""
     posts: tuple[int, ...] = ()
-    """Ranks whose next message may come from then on, when the task is done."""
+    """Ranks whose next message may come once the task is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Ranks with adjoining numbers on equal nodes. Every rank has a wire to others, both ways at once."""
+    """Network of equal nodes with ranks of adjoining numbers. Every rank has a full-duplex wire to the others."""
 
     link: LinkParams
-    """Between nodes: alpha, beta and overhead count."""
+    """Link between nodes: alpha, beta and overhead count."""
     ranks_per_node: int = 1
     inner: LinkParams | None = None
-    """Inside a node, where a rank has another wire; by default as between nodes."""
+    """Link inside a node, where a rank has another wire; by default the one between nodes."""
     slow: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """By what factor the transfer from one rank to another takes longer than others."""
+    """Factors by which transfers take longer than others, by sending and receiving rank."""
 
     def __post_init__(self) -> None:
         check_count("ranks_per_node", self.ranks_per_node)
@@ -54,13 +54,14 @@ class Network:
 
 
 def simulate_messages(programs: Sequence[Sequence[Task]], network: Network) -> list[float]:
-    """When each rank has done its program and sent its messages, in s since the common start.
+    """Return when each rank has done its program and sent its messages, in s since the common start.
 
     A rank does its tasks in order. A message waits for its sender's wire, occupies it for bytes * beta, reaches the
-    receiver's wire alpha after it began, waits there for those that came before, and occupies that, too. What arrives
-    first is served first; messages from one rank to another stay in order. To a rank whose program posts receives, a
-    message leaves only when a notice has come that its receive is posted, alpha later, as gloo has it; for what is
-    posted at the common start, notices are there. Raises ``ValueError`` if ranks wait for messages that nobody sends.
+    receiver's wire alpha after it began, waits there for those that came before, and occupies that wire, too. Messages
+    are served in the order of arrival; those from one rank to another stay in order. A message to a rank whose program
+    posts receives leaves only when the notice has come that its receive is posted, alpha later, as in gloo; notices of
+    receives posted at the common start are there at once. Raises ``ValueError`` if ranks wait for messages that nobody
+    sends.
 
     >>> link = LinkParams(alpha=1.0, beta=2.0, gamma=0.0, sync=0.0)
     >>> simulate_messages([[Task(sends=((1, 8.0),))], [Task(source=0, seconds=3.0)]], Network(link=link))
@@ -74,20 +75,20 @@ class _Rank:
     tasks: deque[Task]
     now: float = 0.0
     out_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """When the wire inside the node, and the one to others, are free to send."""
+    """Times, in s, at which the wire inside the node and the one to other nodes are free to send."""
     in_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """When they are free to receive."""
+    """Times, in s, at which these wires are free to receive."""
     left: dict[int, float] = field(default_factory=dict)
-    """When what was sent from a memory has left."""
+    """Time, in s, at which everything sent from a memory has left, by memory."""
     held: Counter[int] = field(default_factory=Counter)
-    """Messages from a memory of which it is not known yet when they leave."""
+    """Number of messages whose time of leaving is not known yet, by memory."""
 
 
 class _Message(NamedTuple):
     sender: int
     receiver: int
     duration: float
-    """On a wire."""
+    """Seconds for which the message occupies a wire."""
     memory: int | None
 
 
@@ -96,14 +97,14 @@ class _Simulation:
         self._network = network
         self._ranks = [_Rank(deque(program)) for program in programs]
         self._under_way: list[tuple[float, int, bool, _Message]] = []
-        """When messages may leave, or reach the receiver; a number for ties, and whether it is the former."""
+        """Times at which messages may leave or reach the receiver, a number for ties, and True if they leave."""
         self._inbox: dict[tuple[int, int], deque[float]] = defaultdict(deque)
         self._posts = [any(task.posts for task in program) for program in programs]
-        """Whether a rank says what may come."""
+        """True for each rank that posts its receives explicitly (flow control)."""
         self._held: dict[tuple[int, int], deque[tuple[float, _Message]]] = defaultdict(deque)
-        """What waits for a notice, from when on, by sender and receiver."""
+        """Messages that wait for a notice, and since when, by sender and receiver."""
         self._notices: dict[tuple[int, int], deque[float]] = defaultdict(deque)
-        """And when they come."""
+        """Times at which notices come, by sender and receiver."""
         self._numbers = itertools.count()
 
     def run(self) -> list[float]:
@@ -128,7 +129,7 @@ class _Simulation:
         return [max(rank.now, *rank.out_free) for rank in self._ranks]
 
     def _go_on(self, number: int) -> None:
-        """Do the rank's tasks up to one whose message is not there, or whose memory is still to be sent."""
+        """Do the rank's tasks up to one whose message has not arrived, or whose memory is still to be sent."""
         rank = self._ranks[number]
         while rank.tasks:
             task = rank.tasks[0]
@@ -191,10 +192,10 @@ class _Simulation:
 def tasks_of(
     schedules: Sequence[Schedule], numel: float, codec: CodecCost, *, segments: int = 1, ahead: int | None = None
 ) -> list[list[Task]]:
-    """Programs of all ranks for a collective of ``numel`` float32 values, with ``segments`` messages for each chunk.
+    """Return all ranks' programs for a collective of ``numel`` float32 values, with ``segments`` messages per chunk.
 
-    ``schedules`` are the parts of all ranks, in rank order. ``ahead`` receives of what is to be added up are posted at
-    a time, in the schedule's order, and what is to be taken as soon as its turn comes; without, no program posts any.
+    ``schedules`` are the parts of all ranks, in rank order. ``ahead`` receives of segments to be added up are posted at
+    a time, in the schedule's order, and other receives as soon as their turn comes; if None, no program posts any.
     """
     values = numel / schedules[0].chunks / segments
     nbytes = codec.wire_bytes(values)
@@ -219,7 +220,7 @@ def tasks_of(
 
 
 def _work(event: Event) -> list[str]:
-    """What is done with a segment's values, in the words of ``CodecCost``."""
+    """Return the operations on a segment's values, by their names in ``CodecCost``."""
     if event.reduces:
         work = ["add" if event.encode is None else "hop"]
     else:
@@ -228,7 +229,7 @@ def _work(event: Event) -> list[str]:
 
 
 def _posts(events: Sequence[Event], ahead: int) -> list[tuple[int, ...]]:
-    """Sources of the receives that are posted before the first event, and after each."""
+    """Return the sources of the receives that are posted before the first event and after each one."""
     free, position = ahead, 0
     posts: list[tuple[int, ...]] = []
     for event in (None, *events):
@@ -251,10 +252,11 @@ def simulate_ring(
     slow_links: Values | None = None,
     slow_sums: Values | None = None,
 ) -> Values:
-    """When each rank has done a ring all-reduce in one segment a chunk, (world_size,), in s since the common start.
+    """Return when each rank has done a ring all-reduce of one segment per chunk, (world_size,), in s since the start.
 
-    All ranks at once, ring step by ring step: 10,000 ranks take a second. ``slow_links`` (world_size,) are factors of
-    the transfer from each rank to its right neighbour, ``slow_sums`` (world_size,) of each rank's additions.
+    All ranks start together and are simulated at once, ring step by ring step: 10,000 ranks take a second.
+    ``slow_links`` (world_size,) are factors of the transfer from each rank to its right neighbour, ``slow_sums``
+    (world_size,) those of each rank's additions.
 
     Raises ``ValueError`` if a number is out of range.
 

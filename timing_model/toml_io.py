@@ -1,4 +1,4 @@
-"""Tables of a TOML file, read field by field: whatever is wrong with one is said in a line that names it."""
+"""Tables of a TOML file, read field by field; an error is one line that names the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from timing_model.measured import MOST
 
 MOST_COUNTED = 1 << 53
-"""Of a count: a float holds it exactly."""
+"""Largest count, which a float still holds exactly."""
 
 Scalar = str | float | list[str] | list[float]
 
@@ -32,30 +32,30 @@ class Table:
         return field in self._left
 
     def number(self, field: str, *, least: float = 0.0, most: float = MOST) -> float:
-        """A finite number from ``least`` to ``most``."""
+        """Take a finite number from ``least`` to ``most``."""
         return self._as_number(field, self._take(field), least, most)
 
     def count(self, field: str, *, least: int = 1) -> int:
-        """A whole number of at least ``least``."""
+        """Take a whole number of at least ``least``."""
         return self._as_count(field, self._take(field), least)
 
     def numbers(self, field: str, *, least: float = 0.0) -> tuple[float, ...]:
-        """A list of numbers, maybe empty."""
+        """Take a list of numbers, which may be empty."""
         return tuple(self._as_number(field, value, least, MOST) for value in self._list(field))
 
     def counts(self, field: str, *, least: int = 1) -> tuple[int, ...]:
-        """A list of whole numbers, at least one."""
+        """Take a list of at least one whole number."""
         values = tuple(self._as_count(field, value, least) for value in self._list(field))
         if not values:
             raise self.error(field, "have at least one number", [])
         return values
 
     def text(self, field: str) -> str:
-        """Words on one line."""
+        """Take a string of one line."""
         return self._as_text(field, self._take(field))
 
     def choices(self, field: str, known: Sequence[str]) -> tuple[str, ...]:
-        """A list of some of the ``known`` names."""
+        """Take a list of some of the ``known`` names."""
         values = tuple(self._as_text(field, value) for value in self._list(field))
         for value in values:
             if value not in known:
@@ -63,21 +63,21 @@ class Table:
         return values
 
     def flag(self, field: str) -> bool:
-        """True or false; false if it is not there."""
+        """Take true or false; False if the field is missing."""
         value = self._left.pop(field, False)
         if not isinstance(value, bool):
             raise self.error(field, "be true or false", value)
         return value
 
     def table(self, field: str) -> Table:
-        """A table below this one."""
+        """Take a table below this one."""
         value = self._take(field)
         if not isinstance(value, dict):
             raise self.error(field, "be a table", value)
         return Table(self._where, self._path(field), value)
 
     def tables(self, field: str) -> list[Table]:
-        """A list of tables; empty if it is not there."""
+        """Take a list of tables; empty if the field is missing."""
         values = self._list(field) if field in self._left else []
         for number, value in enumerate(values):
             if not isinstance(value, dict):
@@ -85,11 +85,11 @@ class Table:
         return [Table(self._where, f"{self._path(field)}[{number}]", value) for number, value in enumerate(values)]
 
     def names(self) -> list[str]:
-        """Fields that were not taken yet."""
+        """Return the fields that were not taken yet."""
         return list(self._left)
 
     def scalars(self) -> dict[str, Scalar]:
-        """All that is left, of any name: strings, numbers, and lists of them."""
+        """Take all fields that are left, of any name: strings, numbers, and lists of them."""
         taken: dict[str, Scalar] = {}
         for field in self.names():
             value = self._take(field)
@@ -102,12 +102,12 @@ class Table:
         return taken
 
     def done(self) -> None:
-        """Refuse the fields that nobody has taken."""
+        """Raise ``ValueError`` if a field was not taken."""
         if self._left:
             raise ValueError(f"{self._where}: {self._path(min(self._left))} must not be there: there is no such field")
 
     def error(self, field: str, must: str, got: object) -> ValueError:
-        """What to raise where ``field`` must do something else."""
+        """Return the error to raise where ``field`` must be or do something else."""
         return ValueError(f"{self._where}: {self._path(field)} must {must}; got {reprlib.repr(got)}")
 
     def _take(self, field: str) -> Any:
@@ -142,18 +142,18 @@ class Table:
 
 
 def read_tables(path: Path) -> Table:
-    """The tables of a TOML file. Raises ``ValueError`` in one line if it cannot be read."""
+    """Read the tables of a TOML file. Raises ``ValueError`` in one line if it cannot be read."""
     try:
         return Table(path.name, "", tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as failure:
         raise ValueError(f"{path} must be a file to read, which pipesgd.calibrate writes; {failure.strerror}") from None
-    except (ValueError, RecursionError) as failure:  # a byte that is no UTF-8 is a ValueError, too
+    except (ValueError, RecursionError) as failure:  # a byte that is not UTF-8 raises a ValueError, too
         reason = "it is nested too deeply" if isinstance(failure, RecursionError) else str(failure)
         raise ValueError(f"{path.name} must be whole and of TOML's form; {reason.splitlines()[0]}") from None
 
 
 def format_tables(values: Mapping[str, Any], name: str = "") -> str:
-    """TOML of nested mappings. Those of numbers alone, and below a table, stand in one line; None is left out.
+    """Return nested mappings as TOML. Below a table, a mapping without mappings takes one line; None is left out.
 
     >>> print(format_tables({"format": 1, "link": {"alpha": {"value": 1e-5}}}))
     format = 1

@@ -1,4 +1,4 @@
-"""A few iterations as a timeline: who computes and who communicates, from when to when."""
+"""Timeline of a few iterations: who computes and who communicates, from when to when."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SERVER = "server"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that one rank, or the server, does in one iteration."""
+    """Activity of one rank, or of the server, in one iteration."""
 
     who: str
-    """"rank 0", or "server"."""
+    """Name of the rank or the server: "rank 0", or "server"."""
     what: str
     iteration: int
     start: float
-    """In s since the first iteration began."""
+    """Seconds since the first iteration began."""
     end: float
 
 
@@ -44,21 +44,21 @@ def timeline(
     noise: Noise | None = None,
     seed: int = 0,
 ) -> list[Span]:
-    """What everybody does in the first iterations, in the order of iterations.
+    """Return the activities of all ranks, and of the server, in the first iterations, in the order of iterations.
 
     Args:
         strategy: one of ``STRATEGIES``. With the parameter server, gradients come in and weights go out one after the
-            other; it applies the mean when all are there.
-        times: of the computation; an update follows the arrival of a sum, so there is none before the first.
-        t_comm: of one all-reduce, in s; of one gradient's way to the server, or of the weights' way back.
-        world_size: ranks; those with the parameter server are all workers.
-        iterations: how many.
-        width: of the pipeline.
-        noise: of forward and backward; its slow ranks are the first.
-        seed: of the noise.
+            other; the server applies the mean when all gradients are there.
+        times: computation times; an update follows the arrival of a sum, so there is none before the first sum.
+        t_comm: time of one all-reduce, of one gradient's way to the server, or of the weights' way back, in s.
+        world_size: number of ranks; with the parameter server, all of them are workers.
+        iterations: number of iterations.
+        width: width of the pipeline.
+        noise: variation of forward and backward; its slow ranks are the first.
+        seed: seed of the noise.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
 
     >>> times = ComputeTimes(update=1.0, forward=1.0, backward=2.0)
     >>> for span in timeline("synchronous", times, 2.0, world_size=1, iterations=2):

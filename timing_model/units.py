@@ -1,4 +1,4 @@
-"""Quantities with their units, as people write them: ``50us``, ``10Gbit/s``, ``61.1M``; and back.
+"""Quantities with units, parsed and formatted as people write them: ``50us``, ``10Gbit/s``, ``61.1M``.
 
 A unit is never guessed: 10Gb may be bits or bytes, an eightfold difference, so it is refused.
 """
@@ -22,7 +22,7 @@ NBYTES = {
     **{f"{prefix}iB": factor for prefix, factor in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30))},
 }
 MOST = 1e18
-"""The largest quantity, in its base unit: what is larger is a mistake, and could overflow."""
+"""Largest quantity, in its base unit: a larger one is a mistake and could overflow."""
 _NUMBER = re.compile(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)\s*(\D*?)\s*", re.IGNORECASE)
 _MISSPELT = {
     **{f"{prefix}bit": f"{prefix}bit/s" for prefix in "kMGT"},
@@ -33,11 +33,11 @@ _MISSPELT = {
     "K": "k",
     "m": "M",
 }
-"""Units that people write, and what they may mean; by name, since no measure of likeness finds it."""
+"""Units that people write, and those that they may mean; listed by name, since no similarity measure finds them."""
 
 
 def parse_seconds(name: str, text: str) -> float:
-    """Seconds, at least 0. Raises ``ValueError`` in one line that begins with ``name``.
+    """Parse a time of at least 0 into seconds. Raises ``ValueError`` in one line that begins with ``name``.
 
     >>> parse_seconds("latency", "5ms")
     0.005
@@ -46,7 +46,7 @@ def parse_seconds(name: str, text: str) -> float:
 
 
 def parse_bandwidth(name: str, text: str) -> float:
-    """Bytes per second, above 0. Raises ``ValueError`` in one line that begins with ``name``.
+    """Parse a bandwidth above 0 into bytes per second. Raises ``ValueError`` in one line that begins with ``name``.
 
     >>> parse_bandwidth("bandwidth", "10Gbit/s") == parse_bandwidth("bandwidth", "1.25GB/s") == 1.25e9
     True
@@ -61,7 +61,7 @@ def parse_bandwidth(name: str, text: str) -> float:
 
 
 def parse_count(name: str, text: str) -> float:
-    """A number of things, at least 0, such as ``61.1M``. Raises ``ValueError`` in one line that begins with ``name``.
+    """Parse a count of at least 0, such as ``61.1M``. Raises ``ValueError`` in one line that begins with ``name``.
 
     >>> parse_count("parameters", "61.1M")
     61100000.0
@@ -70,7 +70,7 @@ def parse_count(name: str, text: str) -> float:
 
 
 def parse_bytes(name: str, text: str) -> float:
-    """A number of bytes, at least 0, such as ``25MiB``. Raises ``ValueError`` in one line that begins with ``name``.
+    """Parse a size of at least 0 bytes, such as ``25MiB``. Raises ``ValueError`` in one line that begins with ``name``.
 
     >>> parse_bytes("bucket", "25MiB")
     26214400.0
@@ -79,7 +79,7 @@ def parse_bytes(name: str, text: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """For people, three digits.
+    """Format a time for people, with three digits.
 
     >>> [format_seconds(value) for value in (0, 3.2e-5, 0.0421, 1.5, 600, 93600)]
     ['0 s', '32.0 us', '42.1 ms', '1.50 s', '10.0 min', '26.0 h']
@@ -93,7 +93,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """For people, in bits, as networks are sold.
+    """Format a bandwidth for people, in bits, as networks are sold.
 
     >>> [format_bandwidth(value) for value in (1.25e9, 25e6, 7e3)]
     ['10.0 Gbit/s', '200 Mbit/s', '56.0 kbit/s']
@@ -102,7 +102,7 @@ def format_bandwidth(bytes_per_second: float) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """For people, in powers of ten.
+    """Format a number of bytes for people, in powers of ten.
 
     >>> format_bytes(7.184e6)
     '7.18 MB'
@@ -111,7 +111,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """For people.
+    """Format a count for people.
 
     >>> format_count(61.1e6)
     '61.1 M'

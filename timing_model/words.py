@@ -1,4 +1,4 @@
-"""The words of a command: a parser whose errors are a line that names the option, and types of options."""
+"""Arguments of a command: a parser whose errors are one line that names the option, and types of options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ``ValueError`` in one line that names the option."""
+    """Argument parser that raises ``ValueError`` in one line that names the option."""
 
     def error(self, message: str) -> NoReturn:
         if found := re.match(r"unrecognized arguments: (\S+)", message):
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
     def parse(self, words: Sequence[str]) -> Namespace:
-        """The values; a number below 0 is a value, too."""
+        """Return the values of the arguments; a number below 0 is a value, too."""
         joined: list[str] = []
         for word in words:
             if joined and joined[-1].startswith("--") and "=" not in joined[-1] and re.match(r"-\.?\d", word):
@@ -34,13 +34,13 @@ class Parser(argparse.ArgumentParser):
                 joined.append(word)
         names = [word.partition("=")[0] for word in joined if word.startswith("--")]
         for name in names:
-            if names.count(name) > 1:  # which of the values was meant should not be guessed
+            if names.count(name) > 1:  # do not guess which of the values was meant
                 raise ValueError(f"{name[2:]} must be given once; got it {names.count(name)} times")
         return self.parse_args(joined)
 
 
 def whole(least: int = 1) -> Callable[[str], int]:
-    """The type of an option that is a whole number."""
+    """Return the type of an option that is a whole number."""
 
     def number(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and int(text) >= least):
@@ -51,7 +51,7 @@ def whole(least: int = 1) -> Callable[[str], int]:
 
 
 def quantity(parse: Callable[[str, str], float], name: str) -> Callable[[str], float]:
-    """The type of an option with a unit."""
+    """Return the type of an option with a unit."""
 
     def number(text: str) -> float:
         try:
@@ -63,7 +63,7 @@ def quantity(parse: Callable[[str, str], float], name: str) -> Callable[[str], f
 
 
 def number_of(least: float) -> Callable[[str], float]:
-    """The type of an option that is a number without a unit."""
+    """Return the type of an option that is a number without a unit."""
 
     def number(text: str) -> float:
         try:
