@@ -3,7 +3,7 @@
     python tests/_golden.py            compares with golden.json; exit code 1 and the names of those that differ
     python tests/_golden.py --record   writes golden.json, after a change that is meant to change them
 
-Ranks are forked from this process. torch is told to compute as every x86 processor can, so that bits do not depend on
+Ranks are forked from this process. torch is set to compute as every x86 processor can, so that bits do not depend on
 the machine; they do depend on torch's version.
 """
 

@@ -217,7 +217,7 @@ def test_ranks_do_not_outlive_torchrun_not_even_a_stopped_one(job: Any) -> None:
 def test_ranks_that_are_still_importing_torch_do_not_outlive_torchrun(job: Any) -> None:
     running = job(LONG)
     wait_until(lambda: len(running.rank_pids()) == 3, 60)
-    running.wait_for("starting rank 0 of 3")  # said before torch is imported
+    running.wait_for("starting rank 0 of 3")  # printed before torch is imported
     pids = list(running.rank_pids().values())
     running.process.kill()
     wait_until_gone(pids)

@@ -1,4 +1,4 @@
-"""Figures of the paper with measurements of their own: the evaluation of a measurement, and the panels."""
+"""Figures of the paper with their own measurements: the evaluation of a measurement, and the panels."""
 
 from __future__ import annotations
 

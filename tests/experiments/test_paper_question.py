@@ -1,4 +1,4 @@
-"""The paper's question: a quick run answers it, and its answers agree with what is known without the model."""
+"""The paper's question: a quick run answers it, and the answers agree with results that need no model."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_changed_byte_is_seen_wherever_it_is(
 
 
 def test_a_file_without_its_checksum_is_not_whole(tmp_path: Path) -> None:
-    """This is the state if the process is killed between the two writes."""
+    """The process was killed after it wrote the file and before it wrote the checksum."""
     path = tmp_path / "state.pt"
     assert what_is_wrong_with(path) == "not whole (state.pt is missing)"
     save_atomically({"x": torch.ones(3)}, path)
