@@ -217,7 +217,7 @@ def test_cifar100_gives_back_pixels_and_fine_labels(tmp_path: Path, subfolder: s
 
 
 def test_a_zip_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bomb is 64 MiB in 64 kB, with a header that claims one item."""
+    """The bomb unpacks from 64 kB to 64 MiB, though its header claims one item."""
     monkeypatch.setattr(binary_files, "LARGEST_BYTES", 1 << 20)
     bomb = tmp_path / "bomb.gz"
     bomb.write_bytes(gzip.compress(struct.pack(">II", 0x801, 1) + bytes(64 << 20)))

@@ -1,4 +1,4 @@
-"""Recorded packets are counted by protocol; the training itself needs root and is left to the experiment."""
+"""Packets in a tcpdump file are counted by protocol; the training itself needs root and is left to the experiment."""
 
 from __future__ import annotations
 

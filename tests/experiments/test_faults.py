@@ -114,7 +114,7 @@ def test_options_name_faults_that_there_are(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    """Open a stage with no processes on it."""
+    """Open an empty stage."""
     with Stage(tmp_path, deadline=5.0) as stage:
         yield stage
 
