@@ -154,7 +154,7 @@ def _interrupted(ranks: Ranks, interrupt: bool) -> tuple[list[tuple[int, ...]], 
 
     def send_signal() -> None:
         waiting.wait(20)
-        time.sleep(0.2)  # so that rank 0 waits; if it does not yet, it is interrupted all the same
+        time.sleep(0.2)  # so that rank 0 is waiting; if it is not yet, it is interrupted all the same
         os.kill(os.getpid(), signal.SIGUSR1)
 
     sender = threading.Thread(target=send_signal)

@@ -80,7 +80,7 @@ def _train_in_one_process(change: str, world_size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
 def test_the_pipeline_follows_a_change_after_a_flush(change: str) -> None:
-    """Unfrozen ones used to get each rank's own sum of gradients; frozen ones kept moving by momentum and decay."""
+    """Unfrozen parameters got each rank's own running sum of gradients; frozen ones moved on by momentum and decay."""
     for width, prediction in ((1, "none"), (2, "none"), (2, "eager")):
         results = run_ranks(2, _train, change, width, prediction)
         assert results[0][0] == results[1][0], "the same on all ranks"
