@@ -16,6 +16,6 @@ ALGORITHMS: dict[str, Callable[[int, int], Schedule]] = {
 
 
 def options(codec: str, **others: Any) -> CodecOptions:
-    """Small blocks, so that a small buffer has many."""
+    """Return options with small blocks, so that a small buffer has many of them."""
     block = {} if codec in ("fp32", "truncate16", "bf16", "fp16") else {"codec_block": 8}
     return CodecOptions(codec=codec, **block, **others)

@@ -1,4 +1,4 @@
-"""Codecs and values to draw, and one call for what a codec does, for tests."""
+"""Strategies that draw codecs and values, and one function for each operation of a codec, for tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def codecs(draw: st.DrawFn, kinds: tuple[str, ...] = ("float", "linear", "sign")
 
 @st.composite
 def floats32(draw: st.DrawFn, numel: int) -> Tensor:
-    """``numel`` finite values of all of float32's range; magnitudes within a block may differ by as much."""
+    """Draw ``numel`` finite float32 values of any magnitude; within a block, magnitudes may span the whole range."""
     if numel <= 20 and draw(st.booleans()):
         anything = st.floats(width=32, allow_nan=False, allow_infinity=False)
         return torch.tensor(draw(st.lists(anything, min_size=numel, max_size=numel)), dtype=torch.float32)
@@ -53,7 +53,7 @@ def floats32(draw: st.DrawFn, numel: int) -> Tensor:
 
 @st.composite
 def cases(draw: st.DrawFn, *counts: int, **which: Any) -> tuple[Any, ...]:
-    """A codec, a key, and some tensors of one awkward size."""
+    """Draw a codec, a key, and some tensors of one awkward size."""
     codec = draw(codecs(**which))
     block = codec.block
     numel = draw(st.sampled_from([0, 1, block - 1, block, block + 1, 2 * block + 3, 4 * block]) | st.integers(0, 150))
@@ -62,7 +62,7 @@ def cases(draw: st.DrawFn, *counts: int, **which: Any) -> tuple[Any, ...]:
 
 
 def encoded(codec: Codec, values: Tensor, key: int = 0, residual: Tensor | None = None) -> Tensor:
-    """The message; ``residual`` is changed in place, ``values`` are not."""
+    """Return the message; ``residual`` is changed in place, ``values`` are not."""
     wire = torch.full((codec.wire_bytes(values.numel()),), 0xA5, dtype=torch.uint8)
     codec.encode(values.clone(), residual, wire, key)
     return wire
@@ -79,7 +79,7 @@ def through(codec: Codec, values: Tensor, key: int = 0, residual: Tensor | None 
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Whether they are equal bit for bit; one NaN is like another."""
+    """Return True if the tensors are equal bit for bit; all NaNs count as equal."""
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(
         one.nan_to_num(0.0, float("inf"), float("-inf")).view(torch.int32),
         other.nan_to_num(0.0, float("inf"), float("-inf")).view(torch.int32),

@@ -25,7 +25,7 @@ def fashion_mnist_batches(
 
 
 def paper_mlp(dtype: torch.dtype) -> nn.Module:
-    """The paper's MLP; in float32 with tanh, since at the kink of a ReLU rounding decides a whole unit's gradient."""
+    """Build the paper's MLP, in float32 with tanh: at a ReLU's kink, rounding decides the gradient of a whole unit."""
     torch.manual_seed(5)
     model = build_model("mlp", sample_shape=(1, 28, 28), num_classes=10).to(dtype)
     if dtype != torch.float32:

@@ -1,9 +1,9 @@
-"""Golden trajectories: the losses and weights of short runs of ``pipesgd.train``, which no change of form may change.
+"""Golden trajectories: losses and weights of short runs of ``pipesgd.train``, which no refactoring may change.
 
     python tests/_golden.py            compares with golden.json; exit code 1 and the names of those that differ
     python tests/_golden.py --record   writes golden.json, after a change that is meant to change them
 
-Ranks are forked from this process. torch is told to compute as every x86 processor can, so that bits do not depend on
+Ranks are forked from this process. torch is set to compute as every x86 processor can, so that bits do not depend on
 the machine; they do depend on torch's version.
 """
 
@@ -24,7 +24,7 @@ PORTABLE = {
     "ONEDNN_MAX_CPU_ISA": "SSE41",
     "OMP_NUM_THREADS": "1",
 }
-"""Environment in which torch and its libraries compute the same bits on every x86 processor, square roots apart: MKL
+"""Environment in which torch and its libraries compute the same bits on every x86 processor, square roots excepted: MKL
 takes them from an approximation that differs between processors, so no run here has an optimizer of Adam's kind."""
 GOLDEN = Path(__file__).with_name("golden.json")
 PLAIN = (
@@ -35,7 +35,7 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class Golden:
-    """A run: its own options, which replace those of ``PLAIN``, and how many ranks do it."""
+    """A run: its options, which replace those of ``PLAIN``, and its number of ranks."""
 
     words: str
     ranks: int = 3
@@ -65,7 +65,7 @@ CONFIGURATIONS = {
 
 
 def trajectory(golden: Golden, folder: Path) -> dict[str, Any]:
-    """The losses of every iteration, and a hash of the weights at the end."""
+    """Return the loss of every iteration, and a hash of the final weights."""
     from experiments.forked_ranks import TRAINING, Kill, run
     from experiments.kill_anywhere import log_of, trained
 
@@ -78,7 +78,7 @@ def trajectory(golden: Golden, folder: Path) -> dict[str, Any]:
 
 
 def trajectories() -> dict[str, dict[str, Any]]:
-    """All of them, by name."""
+    """Run every configuration and return the trajectories by name."""
     importlib.import_module("_warm")
     found = {}
     for name, golden in CONFIGURATIONS.items():
@@ -88,7 +88,7 @@ def trajectories() -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    """The command."""
+    """Compare the trajectories with golden.json, or record them."""
     if any(os.environ.get(name) != value for name, value in PORTABLE.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **PORTABLE})
     found = trajectories()

@@ -21,10 +21,10 @@ class Network:
     world_size: int
     wires: dict[tuple[int, int], queue.Queue[Tensor]] = field(init=False)
     log: list[tuple[int, int, int, str]] = field(default_factory=list)
-    """(sender, receiver, bytes, what) of every message."""
+    """Sender, receiver, number of bytes and description (``what``) of every message."""
 
     def __post_init__(self) -> None:
-        ranks = range(self.world_size)  # all made now: two threads that make one at once would lose messages
+        ranks = range(self.world_size)  # all created now: two threads creating the same one would lose messages
         self.wires = {(sender, receiver): queue.Queue() for sender in ranks for receiver in ranks}
 
 
@@ -60,7 +60,7 @@ class _Pending:
 
 
 def run_threads(world_size: int, function: Callable[[MemoryTransport], Any]) -> tuple[list[Any], Network]:
-    """``function(transport)`` in one thread for each rank: their results, and the network with its log."""
+    """Run ``function(transport)`` in one thread per rank; return the results, and the network with its log."""
     network = Network(world_size)
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
@@ -80,5 +80,5 @@ def run_threads(world_size: int, function: Callable[[MemoryTransport], Any]) -> 
 
 
 def integers(numel: int, rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Small integers that differ by rank: their sums are exact in every order and every dtype."""
+    """Return small integers that differ by rank: their sums are exact in every order and every dtype."""
     return ((torch.arange(numel) * 7 + rank * 3) % 11 - 5).to(dtype)

@@ -1,4 +1,4 @@
-"""Whether there can be a testbed here."""
+"""A check that a testbed can run on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from experiments.testbed.links import Link
 
 
 def obstacle() -> str | None:
-    """Why there can be no testbed here; None if there can."""
+    """Return the reason that no testbed can run on this machine; None if one can."""
     try:
         testbed.Testbed(nodes=2, link=Link(rate=200e6)).close()
     except testbed.InvalidInputError as failure:

@@ -1,4 +1,4 @@
-"""Clusters without noise, and what is chosen on them."""
+"""Clusters without noise, and the plans chosen for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INSTANT = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
 
 
 def cluster(link: LinkParams = SLOW, compute: ComputeProfile = MLP, **changes: Any) -> Profile:
-    """A cluster of this link, without noise."""
+    """Return the profile of a cluster with this link and without noise."""
     exact = LinkProfile.exact(link)
     steady = dataclasses.replace(compute, cv=0.0, slow_ranks=())
     return dataclasses.replace(PROFILE, link=exact, links={"native": exact}, compute=(steady,), **changes)

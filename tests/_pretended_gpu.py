@@ -1,4 +1,4 @@
-"""A GPU that is not there: torch checks on which device every tensor lies, and computes nothing."""
+"""A simulated GPU: torch checks on which device every tensor is, and computes nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch._subclasses import FakeTensorMode
 
 
 class PretendedGpu(FakeTensorMode):
-    """While it is open, tensors on "cuda" have a shape, a dtype and a device, and no values.
+    """A mode in which tensors on "cuda" have a shape, a dtype and a device, but no values.
 
-    Any mixture of devices is an error, as on a GPU. Code that asks for a single value gets True or 1.0. Threads take
-    turns in it, since torch's own mode serves one thread.
+    Mixing devices is an error, as on a GPU. Code that reads a single value gets True or 1.0. Threads take turns in the
+    mode, since torch's own serves only one thread.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class PretendedGpu(FakeTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PretendedGpu:
-        return self  # a copy of a tensor is of the same mode
+        return self  # a copy of a tensor belongs to the same mode
 
 
 class _Unordered:
-    """In place of torch's streams and events: nothing is computed that would have an order."""
+    """A substitute for torch's streams and events: nothing is computed, so there is nothing to order."""
 
     def __init__(self, *args: Any, **kwargs: Any): ...
 
@@ -41,11 +41,11 @@ class _Unordered:
 
 
 def pretend_cuda(mode: PretendedGpu) -> None:
-    """Let this process's threads that open a stream compute in ``mode``; for a process that does nothing else."""
+    """Make threads of this process that open a stream compute in ``mode``; for a process that does nothing else."""
     torch.cuda.Stream = torch.cuda.Event = _Unordered  # type: ignore[misc, assignment]
     torch.cuda.current_stream = _Unordered  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: mode  # type: ignore[assignment, misc, return-value]
-    # Those of torch's methods that ask for the driver of a tensor's device before any mode is asked.
+    # Replace those torch methods that ask the driver for a tensor's device before they ask any mode.
     torch.Tensor.copy_ = _copy  # type: ignore[method-assign]
     torch.Tensor.__getitem__ = _item  # type: ignore[method-assign, assignment]
 
@@ -65,7 +65,7 @@ def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def as_loaded(state: Any) -> Any:
-    """``state`` as it is read from a file with ``map_location="cpu"``; in a mode that is open."""
+    """Return ``state`` as it is read from a file with ``map_location="cpu"``; to be called in an open mode."""
     if isinstance(state, torch.Tensor):
         return torch.zeros(state.shape, dtype=state.dtype)
     if isinstance(state, dict):

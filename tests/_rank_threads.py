@@ -1,4 +1,4 @@
-"""Ranks as threads that share a store in memory: what ranks agree on, tested in milliseconds."""
+"""Ranks as threads that share a store in memory: agreements between ranks are tested in milliseconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEADLINE = 20.0
 
 
 def run_rank_threads(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(ranks, *args)`` in one thread for each rank: what each returned or raised, in rank order.
+    """Run ``function(ranks, *args)`` in one thread per rank; return what each returned or raised, in rank order.
 
     Every rank is the only one of its machine.
     """
@@ -33,7 +33,7 @@ def run_rank_threads(world_size: int, function: Callable[..., Any], *args: Any) 
 
 
 def in_threads(world_size: int, run: Callable[[int], None], seconds: float) -> None:
-    """``run(rank)`` in one thread for each rank, each of which must end within ``seconds``."""
+    """Run ``run(rank)`` in one thread per rank, each of which must end within ``seconds``."""
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()

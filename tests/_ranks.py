@@ -26,7 +26,7 @@ import torch.distributed as dist
 from pipesgd.ranks import Ranks, Standing
 
 TIMEOUT = 20.0
-"""Seconds that a rank waits for another one, in tests that are not about that."""
+"""Seconds that a rank waits for another one, in tests that are not about timeouts."""
 
 DEADLINE = 60.0
 """Seconds after which a rank that has not answered is taken to hang."""
@@ -47,10 +47,10 @@ def run_ranks(
     deadline: float = DEADLINE,
     process_group: bool = True,
 ) -> list[Any]:
-    """``function(ranks, *args)`` in ``world_size`` processes; what each returned, in rank order.
+    """Run ``function(ranks, *args)`` in ``world_size`` processes; return what each returned, in rank order.
 
-    ``function`` must be a module's own, and its result picklable. torch's process group is started for it, unless
-    ``process_group`` is false. A result that is an exception stands for itself: return, do not raise, what is expected.
+    ``function`` must be at the top level of a module, and its result picklable. torch's process group is started for
+    it, unless ``process_group`` is false. An exception that a test expects must be returned, not raised.
 
     Raises:
         RankFailed: a rank raised (with its traceback), died, hung, or left a thread behind.
@@ -68,7 +68,7 @@ def run_ranks(
             there.close()
             pipes.append(here)
             processes.append(process)
-        end = time.monotonic() + deadline + 5.0  # a hanging rank's own dump of its stacks comes first
+        end = time.monotonic() + deadline + 5.0  # gives a hanging rank time to dump its own stacks first
         answers = [_answer(pipe, end) for pipe in pipes]
         for process in processes:
             process.join(max(0.0, end - time.monotonic()) if all(kind != "silent" for kind, _ in answers) else 0.0)
@@ -113,11 +113,11 @@ def _rank_main(
         left = [thread.name for thread in threading.enumerate() if thread.name.startswith("pipesgd")]
         if left:
             raise AssertionError(f"threads left behind: {left}")
-        # Plain pickles: multiprocessing's own would share the memory of tensors, which ends with this process.
+        # A plain pickle: multiprocessing's own would share the memory of tensors, which ends with this process.
         pipe.send_bytes(pickle.dumps(("returned", value)))
     except BaseException:  # noqa: BLE001 (the test that waits gets it)
         pipe.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
     finally:
-        # No tidying up of torch's groups: their peers may be gone, and the process ends here.
+        # torch's groups are not torn down: their peers may be gone, and the process ends here.
         pipe.close()
         os._exit(0)

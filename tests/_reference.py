@@ -1,10 +1,10 @@
-"""Pipe-SGD in one process, written from the recursion of the paper and from nothing of ours.
+"""Pipe-SGD in one process, written from the recursion in the paper and independent of pipesgd's code.
 
 ``w[s+1] = w[s] - Opt(mean over ranks of g[s-K+1])`` at the learning rate of iteration s-K+1; an update with a
 negative index is skipped; after the last iteration the K-1 updates that remain are applied. During a warm-up
 K is 1.
 
-With a prediction, g[t] of a rank is computed on other weights: see ``predicted``.
+With a prediction, a rank computes its g[t] on other weights: see ``predicted``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def pipe_sgd(
     clip: Callable[[list[Tensor]], None] = lambda gradients: None,
     lr_of: Callable[[int], float] | None = None,
 ) -> list[list[float]]:
-    """Train ``model`` in place on ``batches[iteration][rank]``; the loss of every iteration and rank."""
+    """Train ``model`` in place on ``batches[iteration][rank]``; return the loss of every iteration and rank."""
     parameters = list(model.parameters())
     means: list[list[Tensor]] = []
     locals_: list[list[list[Tensor]]] = []  # by iteration and rank
     computed_on: list[list[Tensor]] = []
-    before: list[Tensor] | None = None  # the last update
+    before: list[Tensor] | None = None  # weights before the last update
     squares = [torch.zeros_like(parameter) for parameter in parameters]
     losses: list[list[float]] = []
 
@@ -48,7 +48,7 @@ def pipe_sgd(
                 group["lr"] = lr_of(index)
         optimizer.step()
 
-    agreements = [1.0] * len(batches[0])  # running means of cosines between ranks' gradients and the means
+    agreements = [1.0] * len(batches[0])  # running means of the cosine between a rank's gradient and the mean
     missed = [[torch.zeros_like(parameter) for parameter in parameters] for _ in batches[0]]
 
     def apply(index: int) -> None:
@@ -71,7 +71,7 @@ def pipe_sgd(
         step(model, optimizer, mean, index)
 
     def predicted(rank: int, in_flight: range) -> nn.Module:
-        """What this rank computes its gradient on."""
+        """Return a copy of the model with the weights on which this rank computes its gradient."""
         guess, its_optimizer = copy.deepcopy((model, optimizer))
         for index in in_flight:
             if prediction in ("local", "eager"):

@@ -1,4 +1,4 @@
-"""Whole runs of the command in forked ranks, and what they leave."""
+"""Whole runs of the command in forked ranks, and their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipesgd.train import train
 
 
 def train_as_a_rank(ranks: Ranks, words: list[str], restart_count: int = 0) -> tuple[str, str, str]:
-    """(kind and text of the error, stdout, stderr) of one run."""
+    """Run the command once and return (kind and text of the error, stdout, stderr)."""
     ranks.restart_count = restart_count
     if restart_count:
         ranks.mark_job(TAKEN)

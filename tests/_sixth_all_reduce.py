@@ -14,7 +14,7 @@ from timing_model.schedules import Encode, Operation, Receive, Schedule, Send
 
 
 def binomial_tree(rank: int, world_size: int) -> Schedule:
-    """Sums travel up a binomial tree to rank 0, and the result down it again."""
+    """Return the schedule that sums up a binomial tree to rank 0, and sends the result back down."""
     operations: list[Operation] = []
     children: list[int] = []
     parent, step = None, 0

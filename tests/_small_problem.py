@@ -21,12 +21,12 @@ from pipesgd.replicas import weights_sha256
 Batch: TypeAlias = tuple[Tensor, Tensor]
 MakeOptimizer: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Case: TypeAlias = dict[str, Any]
-"""seed, sizes and iterations of the problem; optimizer, by name; width, warmup, prediction; clip and other options of
-``Pipelined``, as dictionaries; and whether the learning rate is scheduled."""
+"""Parameters of a run: seed, sizes and iterations of the problem; optimizer, by name; width, warmup, prediction; clip
+and other options of ``Pipelined``, as dictionaries; and True in "scheduled" if the learning rate changes."""
 
 
 def small_problem(seed: int, sizes: list[int], iterations: int, world_size: int) -> tuple[nn.Module, list[list[Batch]]]:
-    """A float64 network with layers of ``sizes``, and batches[iteration][rank] for it."""
+    """Return a float64 network with layers of ``sizes``, and batches[iteration][rank] for it."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes)]
@@ -78,17 +78,17 @@ def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor], *, rto
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank came to."""
+    """The result of one rank's run."""
 
     losses: list[float]
     hashes: list[str]
-    """Of the true weights after every iteration, and after the flush."""
+    """Hashes of the true weights after every iteration, and after the flush."""
     weights: dict[str, Tensor]
     buffers_allocated: int
 
 
 def train_on_ranks(ranks: Ranks, case: Case, make_optimizer: MakeOptimizer) -> Outcome:
-    """``case`` on this rank."""
+    """Train ``case`` on this rank."""
     model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], ranks.world_size)
     if ranks.rank:  # only rank 0's initial weights count
         model.apply(lambda module: module.reset_parameters() if isinstance(module, nn.Linear) else None)
@@ -126,9 +126,9 @@ def assert_as_in_one_process(
     *,
     rtol: float,
 ) -> None:
-    """That ``outcomes[rank][index]`` of the ``cases`` is what the reference comes to, with equal weights on all ranks.
+    """Check that ``outcomes[rank][index]`` of the ``cases`` agrees with the reference, with equal weights on all ranks.
 
-    And that no more gradients were held than are in flight.
+    Check also that no more gradients were held than are in flight.
     """
     for index, case in enumerate(cases):
         model, batches = small_problem(case["seed"], case["sizes"], case["iterations"], len(outcomes))

@@ -1,8 +1,8 @@
-"""The project's collectives on a clock that is not the machine's: recorded as they run, then timed message by message.
+"""The project's collectives in virtual time: recorded as they run, then timed message by message.
 
-Every rank runs the real code in a thread, over a Transport that writes down what it does: waits for a message,
-works in a codec for as long as a ``CodecCost`` says, sends. ``timing_model.simulate_messages`` then plays these
-programs. The record does not depend on which thread runs when, and so neither does the time.
+Every rank runs the real code in a thread, over a Transport that records its operations: waiting for a message,
+working in a codec for as long as a ``CodecCost`` says, sending. ``timing_model.simulate_messages`` then plays these
+programs. The record, and thus the time, does not depend on the order in which threads run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from timing_model.simulate_messages import Network, Task, simulate_messages
 
 
 class RecordingTransport:
-    """A Transport that passes everything on to another, and keeps the ``Task``s that this rank's part comes to."""
+    """A Transport that delegates to another one, and records this rank's operations as ``Task``s."""
 
     def __init__(self, transport: MemoryTransport, posted: bool):
         self.rank = transport.rank
@@ -38,7 +38,7 @@ class RecordingTransport:
         pending = self._transport.send(tensor, peer, what)
         memory = tensor.data_ptr()
         sends = ((peer, tensor.nbytes),)
-        if self.tasks and self.tasks[-1].sends and self.tasks[-1].memory == memory:  # to another rank, too
+        if self.tasks and self.tasks[-1].sends and self.tasks[-1].memory == memory:  # the same message, to another rank
             self.tasks[-1] = dataclasses.replace(self.tasks[-1], sends=self.tasks[-1].sends + sends)
         else:
             self.tasks.append(Task(sends=sends, memory=memory))
@@ -67,7 +67,7 @@ class _Pending:
 
 
 class TimedCodec:
-    """``codec``, whose calls take the time that ``cost`` says, in the record of ``transport``."""
+    """A wrapper of ``codec`` that records the time of each call, according to ``cost``, in ``transport``."""
 
     def __init__(self, codec: Codec, cost: CodecCost, transport: RecordingTransport):
         self.name, self.block = codec.name, codec.block
@@ -108,7 +108,7 @@ def virtual_time(
     *,
     posted: bool = False,
 ) -> float:
-    """Seconds that ``ScheduledAllReduce`` takes to reduce ``numel`` values, until the last rank is done.
+    """Return the seconds that ``ScheduledAllReduce`` takes to reduce ``numel`` values, until the last rank is done.
 
     With ``posted``, no message leaves before its receive is posted.
     """

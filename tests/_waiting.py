@@ -1,4 +1,4 @@
-"""Waiting for what does not tell when it changes: files, other processes' children, threads."""
+"""Waiting for things that do not notify when they change: files, other processes' children, threads."""
 
 from __future__ import annotations
 

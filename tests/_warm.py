@@ -1,4 +1,4 @@
-"""What the fork server does once before it forks ranks: imports, and loops that codecs would have compiled in each."""
+"""Work that the fork server does once before it forks ranks: imports, and compiling the loops of the codecs."""
 
 from __future__ import annotations
 

@@ -13,29 +13,29 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # as the Makefile does: sums depend on it; before torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, as the Makefile does: sums depend on it
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# Appended, not put first: CI tests the installed wheel, not the sources beside it.
+# Append to the path: CI tests the installed wheel, not the sources next to the tests.
 sys.path += [str(REPOSITORY), str(REPOSITORY / "tests")]
 
-# Its assertions are to say what they compared, as those in test files do.
+# Let assertions in helpers show what they compared, as those in test files do.
 pytest.register_assert_rewrite("_small_problem")
 
 from _fashion_mnist import FASHION_MNIST  # noqa: E402 (its folder is in the path only now)
 
-# A job in the background ignores Ctrl-C, and so would the runs that tests start and interrupt.
+# A background job ignores Ctrl-C, and so would the runs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Ranks and threads take the time they take on a busy machine; pytest-timeout watches over hangs.
+# Ranks and threads may take any time on a busy machine; pytest-timeout watches for hangs.
 settings.register_profile("pipesgd", deadline=None, print_blob=True)
 settings.load_profile("pipesgd")
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 100 kB, to be full at once."""
+    """Mount a disk of 100 kB, for tests that fill it."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a small disk")
     disk = tmp_path / "small disk"
@@ -48,7 +48,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def fashion_mnist_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process find the part of Fashion-MNIST in tests/data where the data set is not installed."""
+    """Let this process find the part of Fashion-MNIST in tests/data if the data set is not installed."""
     monkeypatch.setattr("pipesgd.data.datasets.DEBIAN_FASHION_MNIST", FASHION_MNIST)
 
 

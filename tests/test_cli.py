@@ -1,4 +1,4 @@
-"""Options, config files, and what bad ones get: one line that names what must hold and what was got."""
+"""Options, config files, and the errors for bad ones: one line that names what must hold and what was got."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: its streams in order, and training on it with every all-reduce."""
+"""Tests that need a GPU: the order of work on its streams, and training on it with every all-reduce."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from timing_model.schedules import ALL_REDUCES
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 CYCLES = 200_000_000
-"""About a tenth of a second of a GPU: long enough that whoever does not wait is seen."""
+"""Clock cycles of a delay on the GPU, about a tenth of a second: long enough to expose code that does not wait."""
 
 
 def test_a_job_begins_after_the_computation_and_is_done_when_its_future_is() -> None:
@@ -36,13 +36,13 @@ def test_a_job_begins_after_the_computation_and_is_done_when_its_future_is() -> 
     future = thread.submit(copy)
     other = torch.cuda.Stream()
     future.result(60)
-    with torch.cuda.stream(other):  # one that has waited for nothing
+    with torch.cuda.stream(other):  # a stream that has waited for nothing
         assert copied.cpu().eq(1.0).all()
     thread.close()
 
 
 def _weights(ranks: Ranks, device: str, all_reduce: str, codec: str) -> tuple[torch.Tensor, int]:
-    """After ten iterations whose every operation is exact but for the codec's, which are the same everywhere."""
+    """Return the weights after ten iterations, exact except for the codec, which computes the same on every device."""
     ranks.local_world_size, ranks.local_rank = 2, ranks.rank % 2
     model = nn.ParameterList([nn.Parameter(torch.zeros(numel, device=device)) for numel in (5000, 1, 301)])
     options = CodecOptions(codec=codec)
@@ -84,7 +84,7 @@ def _assert_same_weights(all_reduce: str, codec: str) -> None:
 
 
 def _resumed(ranks: Ranks, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights after ten iterations, and after as many with a restart from a file after the sixth."""
+    """Return the weights after ten iterations, and those of a run that restarts from a file after the sixth."""
     ends = []
     for restart in (None, 6):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Everything lies where the parameters do, also after a restart: shown without a GPU, by torch's fake tensors."""
+"""Every tensor is on the parameters' device, after a restart too: shown without a GPU, by torch's fake tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipesgd.reducers.topk import TopKExchange
 
 pytestmark = pytest.mark.slow
 
-CODECS = [  # of float32's own memory: kernels of the others need a GPU that is there
+CODECS = [  # those that work on fake tensors: kernels of the others need a real GPU
     CodecOptions(),
     CodecOptions(codec="topk", momentum_correction=0.5),
     CodecOptions(codec="powersgd"),
@@ -47,7 +47,7 @@ def _train(parameters: list[nn.Parameter], pipeline: Pipelined) -> None:
 
 
 def _train_and_resume(ranks: Ranks, cases: list[dict[str, Any]]) -> list[set[str]]:
-    """Train, keep the state as a checkpoint does, and continue from it: where all is that is kept then."""
+    """Train, save the state as a checkpoint does, continue from it; return the devices of the state kept at the end."""
     mode = PretendedGpu()
     pretend_cuda(mode)
     devices = []
@@ -75,7 +75,7 @@ def _devices(state: Any) -> set[str]:
 
 
 class OneRankOfTwo:
-    """The exact all-reduce, and all-gather, of a rank whose peer has nothing to say."""
+    """The exact all-reduce, and all-gather, of one of two ranks, where the other contributes nothing."""
 
     def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
         if residual is not None:

@@ -1,4 +1,4 @@
-"""The documentation: the site builds without a warning, links and anchors among them."""
+"""The documentation: the site builds without a warning, links and anchors included."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the site."""
+    """Build the site and return its folder."""
     folder = tmp_path_factory.mktemp("site")
-    # Not --quiet, with which --strict passes everything.
+    # Not --quiet, which would make --strict pass everything.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,7 +47,7 @@ def test_it_can_be_read_and_searched_from_a_folder(site: Path) -> None:
     scripts = {
         (path, script) for path, text in pages.items() for script in re.findall(r'<script src="?([^ ">]+)', text)
     }
-    assert [script for path, script in scripts if not (path.parent / script).is_file()] == []  # none from elsewhere
+    assert [script for path, script in scripts if not (path.parent / script).is_file()] == []  # all are local
     assert site / "iframe-worker.js" in {(path.parent / script).resolve() for path, script in scripts}
     index = (site / "search" / "search_index.js").read_text(encoding="utf-8")
     assert index.startswith("var __index = {")
@@ -60,7 +60,7 @@ def test_every_equation_is_drawn(site: Path) -> None:
 
 
 def test_a_sentence_that_begins_with_a_number_is_not_a_list() -> None:
-    """Markdown takes "2. A larger one ..." for a list, and shows it as 1."""
+    """Markdown reads "2. A larger one ..." as a list, and shows it as 1."""
     pages = [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")]
     begins = [
         (page.name, line) for page in pages for line in re.findall(r"\n\n(\d+)\. ", page.read_text(encoding="utf-8"))
@@ -102,7 +102,7 @@ def test_options_that_are_spoken_of_are_there() -> None:
 
 
 def texts_in_the_code() -> list[str]:
-    """Every string in it, with … for what is filled in."""
+    """Return every string in the code, with … for what is filled in."""
     files = [
         path
         for name in ("pipesgd", "timing_model", "experiments/testbed")

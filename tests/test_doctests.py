@@ -1,4 +1,4 @@
-"""The examples in the docstrings say what happens."""
+"""The examples in the docstrings give the results that they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank ends: as it should, or when it is told to and its way out fails in turn."""
+"""The end of a rank: a normal one, and one after a signal whose handling fails in turn."""
 
 import json
 import subprocess
@@ -94,7 +94,7 @@ def test_a_rank_does_not_wait_for_ever_for_the_thread_that_ends_it(tmp_path: Pat
 
 
 def _run(script: str, folder: Path) -> tuple[int, str]:
-    """The exit code of a Python script, and what it writes to stderr."""
+    """Run a Python script; return its exit code and what it writes to stderr."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         cwd=folder,
@@ -107,7 +107,7 @@ def _run(script: str, folder: Path) -> tuple[int, str]:
 
 
 def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter server on a rank of its own ends so when its workers are told to stop."""
+    """A parameter server on a dedicated rank ends like this when its workers are told to stop."""
     store = dist.HashStore()
     server, worker = (Ranks(rank=rank, world_size=2, store=store) for rank in (1, 0))
     monkeypatch.setattr("pipesgd.exit.join", lambda: server)
@@ -132,7 +132,7 @@ def test_nobody_waits_for_a_rank_that_has_ended_as_it_should(monkeypatch: pytest
     ],
 )
 def test_what_a_rank_reports_on_its_way_out_says_why(failure: BaseException, reason: str) -> None:
-    """Others quote it: a rank that was told to stop had failed because of "Terminated()"."""
+    """Other ranks quote the reason: one that was told to stop used to fail because of "Terminated()"."""
     ranks = Ranks(rank=1, world_size=2, store=dist.HashStore())
     ranks.iteration = 7
     report_failure(ranks, type(failure), failure, None)

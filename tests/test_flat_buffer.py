@@ -1,4 +1,4 @@
-"""Flat buffers: what goes in comes out, whatever the shapes and dtypes; finite means finite."""
+"""Flat buffers: what goes in comes out, for all shapes and dtypes; finite means that every value is finite."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_values_go_in_and_come_out_in_their_places(kinds: list[tuple[list[int], 
 def test_gradients_move_in_and_out_without_leaving_anything_behind() -> None:
     parameters = [torch.zeros(2, 3, requires_grad=True), torch.zeros((), requires_grad=True)]
     buffer = FlatBuffer(parameters)
-    buffer.flats[0].fill_(9.0)  # of an earlier iteration
+    buffer.flats[0].fill_(9.0)  # left by an earlier iteration
     parameters[0].grad = torch.arange(6.0).view(3, 2).t()
     pack_gradients(parameters, buffer)
     assert [parameter.grad for parameter in parameters] == [None, None]
@@ -49,7 +49,7 @@ def test_gradients_move_in_and_out_without_leaving_anything_behind() -> None:
     [
         ([0.0, 1.0], True),
         ([], True),
-        ([3e38, 3e38], True),  # their sum is not, they are
+        ([3e38, 3e38], True),  # each is finite, though their sum is not
         ([1.0, math.nan], False),
         ([1.0, math.inf], False),
         ([math.inf, -math.inf], False),

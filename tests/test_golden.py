@@ -1,4 +1,4 @@
-"""No change of form changes the losses and weights of short runs: they are those recorded in golden.json."""
+"""Refactoring does not change the losses and weights of short runs: they are those recorded in golden.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the picture in ARCHITECTURE.md, held by a walk over the sources."""
+"""The import rules of ARCHITECTURE.md, checked by a walk over the sources."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FLOORS = [
     {"strategies", "run", "calibration", "planning"},
     {"cli", "exit", "train", "calibrate", "__main__"},
 ]
-"""Rooms of pipesgd/, from the ground up: one imports from its own floor and from those below, and never in a circle."""
+"""Rooms of pipesgd/, from the lowest floor up: each imports from its own floor and those below, never in a circle."""
 
 MAY_NAME_THE_TIMING_MODEL = {"calibration", "planning"}
-"""The rooms that measure for the timing model, or leave something to it. The others know its schedules alone."""
+"""Rooms that measure for the timing model, or leave decisions to it. The others import only its schedules."""
 
 MAY_NAME_TORCH_DISTRIBUTED = {
     "membership.store",
@@ -52,7 +52,7 @@ def modules(package: str) -> dict[str, Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Full names of everything that the file imports, wherever in it."""
+    """Return the full names of everything that the file imports, anywhere in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -71,7 +71,7 @@ def floor(module: str) -> int:
 
 
 def ours(module: str) -> set[str]:
-    """The modules of pipesgd that this one imports."""
+    """Return the modules of pipesgd that this one imports."""
     names = {name.removeprefix("pipesgd.") for name in imported(modules("pipesgd")[module])}
     return names & modules("pipesgd").keys() - {module}
 

@@ -1,4 +1,4 @@
-"""A process that was started by an agent which has died meanwhile."""
+"""A process whose parent, torchrun's agent, died before the process could look for it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ print("alive")
 
 
 def test_a_rank_whose_agent_died_before_it_could_look_ends_too() -> None:
-    """The shell starts it and ends: nobody is left who reads its output but us."""
+    """The shell starts it and ends: only this test still reads its output."""
     script = 'FORMER=$$ "$0" -c "$1" 2>&1 & exit 0'
     environment = os.environ | {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1"}
     words = ["sh", "-c", script, sys.executable, ORPHAN]
-    # It returns when the last one who writes to the pipe has ended, which is the orphan.
+    # run() returns when the last process that writes to the pipe has ended: the orphan.
     said = subprocess.run(words, env=environment, stdout=subprocess.PIPE, text=True, timeout=90).stdout.splitlines()
     if said[0] != "1":
         pytest.skip("here orphans are adopted by another process than the first")

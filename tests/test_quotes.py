@@ -1,4 +1,4 @@
-"""README and documentation hold no figure but those that are quoted from result files and code."""
+"""README and documentation hold no figures except those quoted from result files and code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"^    .*$", re.MULTILINE)
-"""Code and commands, unless a fence says that it is text: output."""
+"""Code and commands of a page, except fences marked as text, which are output."""
 CODE = re.compile(r"`[^`\n]+`")
 DECLARED = re.compile(r"<!-- constants: (.*?) -->", re.DOTALL)
 FIGURE = re.compile(
     r"(?<![\w.,/-])[-+]?\d[\d.,]*\s?(?:%|(?:ns|us|ms|s|min|seconds?|minutes?|hours?|x|times|points|kB|MB|GB|KiB|MiB|GiB)\b)"
 )
-"""A number with a unit in which results are given."""
+"""Numbers with a unit in which results are given."""
 
 
 @pages
@@ -32,7 +32,7 @@ def test_quotes_are_those_of_the_results(page: Path) -> None:
 
 @pages
 def test_there_is_no_figure_outside_of_quotes(page: Path) -> None:
-    """But for those that a comment in the page declares to be constants: settings, thresholds of the code."""
+    """Figures that a comment in the page declares to be constants (settings, thresholds of the code) are allowed."""
     text = page.read_text(encoding="utf-8")
     declared = {figure for comment in DECLARED.findall(text) for figure in FIGURE.findall(comment)}
     text = FENCE.sub(lambda fence: fence[2] if fence[1] == "text" else "", QUOTE.sub("", text))

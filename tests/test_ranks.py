@@ -1,4 +1,4 @@
-"""What ranks tell each other outside of training: exchange, agreement, deadlines, and who is missing."""
+"""Communication of ranks outside of training: exchange, agreement, deadlines, and the names of missing ranks."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _first(ranks: Ranks) -> Any:
         return None
     try:
         if ranks.rank == 0:
-            first.exchange("another value", 0)  # rank 1 does not come: it would not, if its server has failed
+            first.exchange("another value", 0)  # rank 1 does not come, as if its server had failed
     except CommunicationError as failure:
         return everybody, failure.peer, failure.reason
     return everybody
@@ -164,7 +164,7 @@ def test_in_a_process_group_of_the_users_own_torchrun_still_says_who_is_on_a_nod
 
 @pytest.mark.parametrize(("per_node", "started"), [(1, 4), (2, 8)])
 def test_hierarchical_is_refused_where_every_node_has_one_rank(per_node: int, started: int) -> None:
-    """Variables of another job than that of the process group say nothing about it."""
+    """The process group belongs to another job than torchrun's variables, which therefore say nothing about it."""
     for found in run_ranks(4, _place_in_a_group_of_the_users_own, per_node, started):
         assert found == (
             "all-reduce must not be hierarchical with one rank on each node, where it would be a ring; got 4 nodes of "

@@ -1,4 +1,4 @@
-"""What a user's loop means with each strategy: docs/semantics.md says it in words."""
+"""The meaning of a user's loop with each strategy, as docs/semantics.md describes it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_loop_in_the_documentation_runs_as_it_stands(tmp_path: Path, monkeyp
 
 
 def test_the_documentation_names_tests_that_exist() -> None:
-    """Those with a file's name before them in that file, the others in this one."""
+    """A test with a file's name before it is in that file, any other in this one."""
     text = DOCUMENTATION.read_text(encoding="utf-8")
     named = re.findall(r"(?:`([\w/]+\.py)`:\s+)?`(test_\w+)`", text)
     assert len(named) > 30
@@ -100,7 +100,7 @@ def test_the_documentation_names_tests_that_exist() -> None:
 def _accumulate(
     ranks: Ranks, strategy: str, micro_batches: int
 ) -> tuple[dict[str, Tensor], list[float], list[int], int]:
-    """Weights, losses, bytes sent in each iteration, and forward passes, of 5 iterations of 12 samples."""
+    """Return weights, losses, bytes sent in each iteration, and forward passes, of 5 iterations of 12 samples."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     made = make(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), ranks)
@@ -175,7 +175,7 @@ def _clip(ranks: Ranks, strategy: str) -> list[dict[str, Tensor]]:
 def test_the_averaged_gradient_is_clipped_by_torchs_rules_when_it_is_applied(
     strategy: str, width: int, prediction: str
 ) -> None:
-    """One process: the mean over ranks, torch's functions, torch's optimizer."""
+    """The reference is one process: the mean over ranks, torch's functions, torch's optimizer."""
 
     def reference(clip: dict[str, float]) -> dict[str, Tensor]:
         model, batches = small_problem(3, [4, 5, 3], 9, 2)
@@ -231,7 +231,7 @@ def _evaluate(ranks: Ranks, strategy: str) -> None:
 
 
 def _evaluate_with(ranks: Ranks, strategy: str, how: str) -> None:
-    """In the middle of training, with gradients in flight."""
+    """Evaluate in the middle of training, with gradients in flight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
     made = make(strategy, model, torch.optim.SGD(model.parameters(), lr=0.5), ranks)
@@ -282,7 +282,7 @@ def test_what_a_run_saves_has_the_chosen_buffers(tmp_path: Path) -> None:
 
 
 class Recording(torch.optim.Optimizer):
-    """Writes down the options that it steps with; the copy that predicts has a list of its own."""
+    """A mixin that records the options of each step; the copy that predicts has its own list."""
 
     seen: list[list[Any]]
     options: tuple[str, ...]
@@ -382,7 +382,7 @@ def test_a_compiled_model_is_compiled_once_and_trains_as_the_other(width: int) -
 
 
 class Odd(nn.Module):
-    """Shared weights, a frozen parameter, one that is never used, and one that is used in every other iteration."""
+    """A module with a shared, a frozen and an unused parameter, and one that is used in every other iteration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ def test_a_missing_gradient_is_zero_and_groups_frozen_and_shared_parameters_are_
 
 
 def train_and_average(width: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """The weights after every iteration, in the order in which they were averaged, and their average."""
+    """Return the weights after every iteration, in the order in which they were averaged, and their average."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
@@ -486,7 +486,7 @@ def test_an_average_of_true_weights_is_that_of_synchronous_training_some_iterati
 
 
 def count_hooks(prediction: str | type[Prediction]) -> tuple[int, int]:
-    """How often a hook of the optimizer ran, and one of all optimizers, in 5 updates."""
+    """Return how often the optimizer's own hook and torch's global hook ran, in 5 updates."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     own: list[Any] = []
@@ -509,12 +509,12 @@ def test_an_optimizers_hooks_run_for_updates_and_torchs_global_ones_for_predicti
 ) -> None:
     own, everywhere = count_hooks(prediction)
     assert own == 5
-    # Of two gradients in flight, but for the first iteration; "previous" needs a mean first.
+    # One call for each of two gradients in flight (one after the first step); "previous" needs a mean first.
     assert everywhere == 5 + (6 if prediction == COMPARED["previous"] else 9)
 
 
 def pipeline_of_ones(width: int) -> tuple[nn.Linear, Pipelined, Callable[[], None]]:
-    """SGD at rate 1 and gradients of 1: the weight is minus the number of updates in it."""
+    """Build a run of SGD at rate 1 with gradients of 1: the weight is minus the number of updates in it."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=1.0), width=width)
@@ -559,7 +559,7 @@ def test_weights_loaded_in_true_weights_are_what_is_trained_on() -> None:
     with pipeline.true_weights():
         model.load_state_dict({"weight": torch.tensor([[50.0]])})
     with torch.no_grad():
-        model.weight.add_(1000.0)  # to predicted weights, which live until the next step
+        model.weight.add_(1000.0)  # changes the predicted weights, which live until the next step
     iterate()
     pipeline.flush()
     assert model.weight.item() == 48.0, "one gradient was in flight, one was new"

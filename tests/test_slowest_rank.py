@@ -1,4 +1,4 @@
-"""What the closing table says of ranks that others wait for."""
+"""The line of the closing table that names a rank for which others wait."""
 
 from __future__ import annotations
 

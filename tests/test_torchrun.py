@@ -1,4 +1,4 @@
-"""The command as a person starts it: torchrun, real processes, and what happens when they are killed or stopped."""
+"""The command as a user starts it: torchrun, real processes, and their behaviour when they are killed or stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LONG = "--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations 20"
-"""Longer than any test: it ends by being ended."""
+"""Options of a run that is longer than any test, and that a test must end."""
 
 
 class Job:
@@ -65,7 +65,7 @@ class Job:
             self._grown.notify_all()
 
     def wait_for(self, text: str, timeout: float = 60.0) -> str:
-        """The first line that holds ``text``."""
+        """Wait for a line that contains ``text`` and return the first one."""
 
         def found() -> str | None:
             return next((line for line in self.lines if text in line), None)
@@ -77,7 +77,7 @@ class Job:
         return line
 
     def rank_pids(self) -> dict[int, int]:
-        """The process of every rank: the children of torchrun that have a RANK."""
+        """Return the process of every rank: the children of torchrun that have a RANK."""
         found = {}
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             for pid in (task / "children").read_text().split():
@@ -87,7 +87,7 @@ class Job:
         return found
 
     def finish(self, timeout: float = 60.0) -> int:
-        """Its exit code, with everything that it printed in ``lines``."""
+        """Wait for the end and return the exit code; ``lines`` then has all that was printed."""
         code = self.process.wait(timeout)
         self._reader.join(10)
         return code
@@ -104,7 +104,7 @@ def job(tmp_path: Path) -> Iterator[Any]:
     yield start
     for one in jobs:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.process.pid, signal.SIGKILL)  # its own session: torchrun and the ranks, nobody else
+            os.killpg(one.process.pid, signal.SIGKILL)  # its own session: only torchrun and the ranks
         one.process.wait(10)
         assert one.process.stdout is not None
         one._reader.join(10)
@@ -116,18 +116,18 @@ def errors_of(job: Job) -> list[str]:
 
 
 def farewells_of(job: Job) -> list[str]:
-    """The lines of ranks that torchrun told to stop, and that could not meet the others for a last checkpoint."""
+    """Return the lines of ranks that torchrun told to stop, and that could not meet the others for a checkpoint."""
     return [line for line in job.lines if line.startswith("stopped by SIGTERM in iteration ")]
 
 
 def silent_ranks(job: Job) -> set[str]:
-    """The ranks that the last line of any other one calls silent."""
+    """Return the ranks that any other rank's last line calls silent."""
     said = " ".join([*errors_of(job), *farewells_of(job)])
     return set(re.findall(r"no word from (ranks? [\d, ]*\d)", said))
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended; one that nobody has waited for yet (a zombie) has."""
+    """Return True if the process has ended; a zombie, which nobody has waited for yet, has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -149,8 +149,8 @@ def test_a_killed_rank_ends_the_job_and_is_named(job: Any) -> None:
     pids = running.rank_pids()
     os.kill(pids[1], signal.SIGKILL)
     assert running.finish() == 1
-    # Both that are left say where they were and who is missing: in an error, or, where torchrun's SIGTERM comes before
-    # they have missed rank 1, in the line of a farewell that cannot be.
+    # Both remaining ranks say where they were and who is missing: in an error, or, if torchrun's SIGTERM comes before
+    # they have noticed that rank 1 is gone, in the line about a farewell that failed.
     errors, farewells = errors_of(running), farewells_of(running)
     assert silent_ranks(running) == {"rank 1"}, running.lines
     ends = {line[len("error: ") :].split(":")[0] for line in errors if re.search(r" in iteration \d+", line)}
@@ -169,7 +169,7 @@ def test_a_healthy_rank_is_not_accused_when_one_is_told_to_stop(job: Any) -> Non
     errors = errors_of(running)
     assert silent_ranks(running) == set(), errors
     assert sum("rank 1 has failed: rank 1: told to stop (SIGTERM)" in line for line in errors) == 2, errors
-    # torchrun's own report names the cause, too.
+    # torchrun's own report names the cause too.
     causes = [line for line in running.lines if "told to stop (SIGTERM)" in line and "error: " not in line]
     assert causes, running.lines
 
@@ -217,7 +217,7 @@ def test_ranks_do_not_outlive_torchrun_not_even_a_stopped_one(job: Any) -> None:
 def test_ranks_that_are_still_importing_torch_do_not_outlive_torchrun(job: Any) -> None:
     running = job(LONG)
     wait_until(lambda: len(running.rank_pids()) == 3, 60)
-    running.wait_for("starting rank 0 of 3")  # said before torch is imported
+    running.wait_for("starting rank 0 of 3")  # printed before torch is imported
     pids = list(running.rank_pids().values())
     running.process.kill()
     wait_until_gone(pids)
@@ -306,7 +306,7 @@ def test_the_readmes_loop_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_folders_of_images_are_decoded_beside_the_computation(job: Any, tmp_path: Path) -> None:
-    """Red against blue pictures, learnt by a convnet; the processes that decode end with the run."""
+    """A convnet learns red against blue pictures; the processes that decode end with the run."""
     for split, count in (("train", 24), ("test", 8)):
         for name, colour in (("blue", (20, 20, 200)), ("red", (200, 20, 20))):
             (tmp_path / split / name).mkdir(parents=True)

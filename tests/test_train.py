@@ -1,4 +1,4 @@
-"""Whole runs of the command, in forked ranks: what it writes, how it continues, and what it refuses."""
+"""Whole runs of the command, in forked ranks: the files they write, how they continue, and the options they refuse."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
     assert f"wrote {tmp_path / 'summary.json'}" in screen
     assert [out for _, out, _ in results[1:]] == [""] * 3, "only rank 0 speaks"
 
-    # In the trace, an all-reduce lies between the backward that made its gradient and the update that applies it,
+    # In the trace, an all-reduce is between the backward that made its gradient and the update that applies it,
     # on a row of its own, and most of them over the computation of the next iteration.
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for rank in range(4):
@@ -81,9 +81,9 @@ def end(event: dict[str, Any]) -> float:
 
 
 def test_the_loss_trajectory_stays_what_it_was(tmp_path: Path) -> None:
-    """Recorded at full precision in the first version: a change of the code must not change it unnoticed.
+    """The losses were recorded at full precision in the first version: code changes must not alter them unnoticed.
 
-    To float32's rounding only, since torch picks its matrix kernels by the processor.
+    They must agree to float32's rounding only, since torch picks its matrix kernels by the processor.
     """
     succeed(2, "--hidden-sizes 30 --batch-size 32 --iterations 10 --width 2 --prediction none --lr 0.1", tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -105,7 +105,7 @@ GOLDEN = [
 
 
 def test_a_transformer_learns_text(tmp_path: Path) -> None:
-    """Sentences of which no two files have the same, but all have the same words: a test file can be predicted."""
+    """No two files have the same sentences, but all have the same words, so that a test file can be predicted."""
     words = ["the", "ring", "sums", "what", "every", "rank", "has", "found", "and", "gives", "it", "back"]
     (tmp_path / "text").mkdir()
     for i in range(20):
@@ -190,7 +190,7 @@ def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, worker
     ],
 )
 def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, words: str) -> None:
-    """Interrupted in the most literal way: what a later iteration left is deleted, and the run is started again."""
+    """An interruption is imitated literally: later iterations' files are deleted, and the run is started again."""
     words = f"{SHORT} {words} --checkpoint-iterations 5"
     if "resnet18" in words:
         words = words.replace("--iterations 12 ", "").replace("--hidden-sizes 20 ", "")
@@ -213,7 +213,7 @@ def test_a_continued_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, wo
 
 
 def lose_the_last_checkpoint(output: Path) -> None:
-    """As if the run had been interrupted before its end."""
+    """Delete the last checkpoint, as if the run had been interrupted before its end."""
     last = max((output / "checkpoints").iterdir(), key=lambda path: int(path.name.partition("-")[2]))
     shutil.rmtree(last)
 
@@ -241,7 +241,7 @@ def test_torchruns_restart_continues_without_being_asked(tmp_path: Path) -> None
 
 
 def test_a_finished_run_that_is_resumed_does_its_end_again(tmp_path: Path) -> None:
-    """As after a full disk: the weights are in the last checkpoint, though model.pt could not be written."""
+    """The state is that after a full disk: the last checkpoint has the weights, but model.pt could not be written."""
     whole = succeed(2, f"{SHORT} --width 2", tmp_path)
     (tmp_path / "model.pt").unlink()
     (tmp_path / "summary.json").unlink()
@@ -257,7 +257,7 @@ def test_a_finished_run_that_is_resumed_does_its_end_again(tmp_path: Path) -> No
 def test_trained_weights_that_cannot_be_written_are_in_the_last_checkpoint(tmp_path: Path) -> None:
     whole = succeed(1, SHORT, tmp_path)
     (tmp_path / "model.pt").unlink()
-    (tmp_path / "model.pt").mkdir()  # as good as a full disk, at this moment
+    (tmp_path / "model.pt").mkdir()  # at this moment, as good as a full disk
     assert run(1, f"{SHORT} --resume", tmp_path)[0][0] == (
         f"RunError: rank 0: training is done, but {tmp_path / 'model.pt'} could not be written: Is a directory. "
         "The newest checkpoint is that of iteration 12 of 12: --resume ends the run once there is room"
@@ -404,7 +404,7 @@ def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
 
 
 def _train_with_a_faulty_ring(ranks: Ranks, output: str) -> str:
-    """One bit of one weight's gradient is lost on rank 1 in every all-reduce."""
+    """Train with a ring that corrupts one weight's gradient on rank 1 in every all-reduce."""
     if ranks.rank == 1:
         right = ScheduledAllReduce.__call__
 

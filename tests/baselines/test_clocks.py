@@ -1,4 +1,4 @@
-"""Who may go on, in every reachable state: no threads, no ranks."""
+"""The clocks of parameter servers in every reachable state, without threads or ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pipesgd.baselines.parameter_server.waiting import Clocks
 
 
 def started(clocks: Clocks, worker: int) -> int:
-    """The last iteration that ``worker`` was let into."""
+    """Return the last iteration that ``worker`` was let into."""
     return clocks.arrivals[worker] - bool(clocks.waits_for(worker))
 
 
 class Workers(RuleBasedStateMachine):
-    """Any worker that computes may be the next to push; what the clocks allow is checked against counts kept here."""
+    """A state machine in which any computing worker may push next; the clocks are checked against counts kept here."""
 
     @initialize(workers=st.integers(1, 5), bound=st.none() | st.integers(0, 4))
     def start(self, workers: int, bound: int | None) -> None:
@@ -48,7 +48,7 @@ class Workers(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_ever(self) -> None:
-        """The slowest can always go on; who waits does so for them, and because it must."""
+        """Check that the slowest can always continue, and that others wait only for them and only if they must."""
         slowest = [worker for worker, pushed in enumerate(self.pushed) if pushed == min(self.pushed)]
         assert set(slowest) <= self.computing
         for worker, pushed in enumerate(self.pushed):

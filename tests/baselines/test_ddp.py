@@ -1,4 +1,4 @@
-"""The strategies that are not ours to invent: torch's DistributedDataParallel, and no communication at all."""
+"""Baselines without code of ours to exchange gradients: torch's DistributedDataParallel, and no communication."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _train_plain(ranks: Ranks, iterations: int, dtype: torch.dtype) -> dict[str,
 
 
 def test_ddp_is_torchs_own_bit_for_bit() -> None:
-    # Four ranks: without a hook torch multiplies by 1/p, which is a division by p only where p is a power of two.
+    # Four ranks, since without a hook torch multiplies by 1/p, which equals a division by p only for powers of two.
     ours = run_ranks(4, _train, "ddp", ITERATIONS, torch.float32)
     torchs = run_ranks(4, _train_plain, ITERATIONS, torch.float32)
     for (weights, hashes), plain in zip(ours, torchs, strict=True):
@@ -69,7 +69,7 @@ def test_local_trains_every_rank_for_itself() -> None:
 
 
 class Wide(nn.Module):
-    """64 x 512 weights: one bucket, and worth compressing."""
+    """A model of 64 x 512 weights: one bucket, and worth compressing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def _wait_for_a_silent_rank(ranks: Ranks, silent_in: int) -> Any:
     try:
         for iteration in range(silent_in + 1):
             if iteration == silent_in:
-                # Together: whoever is later than the deadline itself would find its peers gone instead.
+                # Ranks begin together: one that is later than the deadline would find its peers gone instead.
                 ranks.exchange("ready", None)
                 if ranks.rank == ranks.world_size - 1:
                     ranks.exchange("the others have given up", None)
@@ -164,7 +164,7 @@ def _wait_for_a_silent_rank(ranks: Ranks, silent_in: int) -> Any:
 @pytest.mark.parametrize(
     ("silent_in", "operation"),
     [
-        (1, "forward pass of DistributedDataParallel"),  # where torch cuts its buckets anew
+        (1, "forward pass of DistributedDataParallel"),  # where torch rebuilds its buckets
         (2, "all-reduce by DistributedDataParallel"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_gradient_that_is_not_finite_stops_or_is_skipped_on_all_ranks() -> Non
     assert run_ranks(2, _fail_with_infinity, "stop") == [(NonFiniteGradientError, 1)] * 2
     one, other = run_ranks(2, _fail_with_infinity, "skip")
     assert one == other
-    assert one == one  # a number: the infinity did not get into the weights
+    assert one == one  # not NaN: the infinity did not get into the weights
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Barriers of workers that may be far apart, on a clock that the test turns; and a server in threads that holds one."""
+"""Barriers of workers that may be far apart, on a clock set by the test; and a server that holds one, in threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_worker_whose_gradients_keep_arriving_is_not_silent_however_long_anoth
 
 
 def test_a_wait_is_at_least_as_long_as_the_timeout() -> None:
-    """A worker that computes a long iteration may have been heard of long before another one begins to wait."""
+    """The last message of a worker in a long iteration may be old by the time another worker begins to wait."""
     meetings = Meetings(2, timeout=10.0)
     meetings.heard(1, 0.0)
     meetings.come(0, 1, place=5, now=100.0)
@@ -54,7 +54,7 @@ def test_a_wait_is_at_least_as_long_as_the_timeout() -> None:
 def test_workers_in_different_calls_are_seen_and_meetings_cannot_be_skipped() -> None:
     meetings = Meetings(3, timeout=10.0)
     meetings.come(0, 1, place=5, now=0.0)
-    meetings.come(0, 1, place=5, now=1.0)  # it asks again
+    meetings.come(0, 1, place=5, now=1.0)  # asks again
     meetings.come(1, 1, place=6, now=0.0)
     assert meetings.elsewhere(0) == [1]
     assert meetings.elsewhere(1) == [0]
@@ -63,7 +63,7 @@ def test_workers_in_different_calls_are_seen_and_meetings_cannot_be_skipped() ->
             meetings.come(0, number, place, now=2.0)
 
 
-# ---- A server, and a worker elsewhere whose messages are the test's
+# ---- A server, and a remote worker whose messages the test sends
 
 
 def make_shard(
@@ -79,7 +79,7 @@ def make_shard(
 
 
 class Peer:
-    """Worker 1 of a server on rank 0, in this thread."""
+    """A stub for worker 1 of a server on rank 0, used from the test's thread."""
 
     def __init__(self, shard: Shard, optimizer: torch.optim.Optimizer):
         networks = [Network(2) for _ in range(5)]
@@ -159,7 +159,7 @@ def test_messages_arrive_as_they_were_sent() -> None:
 
 
 def _in_thread(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Begin ``function()``; what comes back waits for its result, or for its exception as a value."""
+    """Start ``function()`` in a thread; return a function that waits for its result, or its exception as a value."""
     outcome: list[Any] = []
 
     def run() -> None:

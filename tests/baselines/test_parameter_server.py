@@ -1,4 +1,4 @@
-"""Parameter servers against one-process references and exact integers; failures; and what a checkpoint keeps."""
+"""Parameter servers against one-process references and exact integers; failures; and the state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 class Odd(nn.Module):
-    """A float64 network with parameters of no dimension, of one element, of none, transposed, and frozen ones."""
+    """A float64 network with parameters of no dimension, of one element, of no elements, transposed, and frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Odd(nn.Module):
 
 
 class Line(nn.Module):
-    """Two elements: fewer than three servers."""
+    """A network of two elements: fewer than three servers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def build(model: str, optimizer: str, seed: int) -> tuple[nn.Module, torch.optim
 def start(
     ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options
 ) -> ParameterServers | None:
-    """The strategy on a worker; None on a rank that was a server alone, when it is no longer needed."""
+    """Return the strategy on a worker; on a dedicated server, serve until no worker needs it, then return None."""
     options = {"servers": 1, "placement": "beside", "timeout": 20.0, **options}
     workers = ranks.world_size - (options["servers"] if options["placement"] == "own" else 0)
     strategy = ParameterServers(model, optimizer, ranks=ranks, **options)
@@ -117,7 +117,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def placements(world_size: int) -> list[Options]:
-    """Every way to place one to three servers on this many ranks."""
+    """Return every way to place one to three servers on this many ranks."""
     beside = [{"servers": servers, "placement": "beside"} for servers in (1, 2, 3) if servers <= world_size]
     return beside + [{"servers": servers, "placement": "own"} for servers in (1, 2, 3) if servers < world_size]
 
@@ -126,7 +126,7 @@ def workers_of(options: Options, world_size: int) -> int:
     return world_size - (options["servers"] if options["placement"] == "own" else 0)
 
 
-# ---- In rounds
+# ---- Synchronous rounds
 
 
 def _train_in_rounds(ranks: Ranks, cases: list[Options], iterations: int) -> list[Any]:
@@ -159,7 +159,7 @@ def _train_in_rounds(ranks: Ranks, cases: list[Options], iterations: int) -> lis
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_rounds_are_synchronous_sgd(world_size: int) -> None:
-    """In float64 nothing but the order of additions differs: 1e-11. Replicas are bit-identical after every round.
+    """In float64, nothing but the order of additions differs: 1e-11. Replicas are bit-identical after every round.
 
     Neither the number of servers nor their places change a bit.
     """
@@ -208,11 +208,11 @@ def test_every_element_belongs_to_one_server() -> None:
     assert [piece.shape for piece in whole.pieces] == [(), (4, 3), (5,)], "whole parameters keep their shapes"
 
 
-# ---- Each at its own pace
+# ---- Asynchronous training
 
 
 class Counter(nn.Module):
-    """Its gradient is ``scale`` times fixed integers, wherever the weights are."""
+    """A model whose gradient is ``scale`` times fixed integers, whatever the weights are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class Counter(nn.Module):
         return scale * (self.scalar * 3 + (self.matrix * weight).sum()).double() + scale * self.wide.sum()
 
     def moved(self) -> dict[str, list[float]]:
-        """How far down the weights have gone, in units of the gradient."""
+        """Return how far the weights have moved down, in units of the gradient."""
         start = Counter()
         return {
             "scalar": [((start.scalar - self.scalar) / 3).item()],
@@ -245,7 +245,7 @@ def _count(ranks: Ranks, options: Options, iterations: int) -> Any:
     workers = workers_of(options, ranks.world_size)
     steps = 0
     for iteration in range(iterations):
-        set_lr(optimizer, float(workers * (iteration + 1)))  # at 1/w of it: iteration + 1
+        set_lr(optimizer, float(workers * (iteration + 1)))  # applied at 1/w of it: iteration + 1
         model.loss(float(ranks.rank + 1)).backward()
         report = strategy.step()
         assert report.applied == (iteration,)
@@ -270,7 +270,7 @@ def _count(ranks: Ranks, options: Options, iterations: int) -> Any:
     ],
 )
 def test_every_gradient_is_applied_once_at_its_own_rate(world_size: int, options: Options, bound: int | None) -> None:
-    """Sums of integers, exactly; all ranks end with the same weights, and their schedules in the same place."""
+    """Sums of integers are exact; all ranks end with the same weights, and with schedules at the same step."""
     iterations = 9
     workers = workers_of(options, world_size)
     results = run_ranks(world_size, _count, {**options, "staleness_bound": bound}, iterations)[:workers]
@@ -305,13 +305,13 @@ def test_one_worker_is_plain_training_exactly(optimizer: str) -> None:
     assert run_ranks(3, _train_alone, optimizer, options)[0]
 
 
-# ---- Who may lead whom
+# ---- Staleness bound
 
 
 def _lead_as_far_as_possible(ranks: Ranks, bound: int, iterations: int) -> int:
-    """Rank 1 pushes only when rank 0 has come as far as it may; how far rank 0 was ahead at most.
+    """Let rank 1 push only when rank 0 is as far ahead as allowed; return how far rank 0 was ahead at most.
 
-    Every rank says in the store that it is about to push, so what is read there is at least what has arrived.
+    Every rank announces its pushes in the store, so a count read there is at least the number that has arrived.
     """
 
     def said(rank: int) -> int:
@@ -347,7 +347,7 @@ def test_in_a_real_run_the_fastest_leads_by_the_bound_at_most(bound: int) -> Non
 
 
 def _one_after_the_other(ranks: Ranks) -> Any:
-    """Rank 1 computes nothing before rank 0 is done."""
+    """Train on both ranks; rank 1 computes nothing before rank 0 is done."""
     model = Counter()
     strategy = start(ranks, model, torch.optim.SGD(model.parameters(), lr=2.0), {"staleness_bound": None})
     assert strategy is not None
@@ -378,7 +378,7 @@ def test_schedules_follow_all_updates_and_evaluations_see_all_weights() -> None:
 
 
 def _one_waits_long(ranks: Ranks) -> int:
-    """Rank 0 is done at once; rank 1 takes longer than the timeout, but no iteration of it does."""
+    """Finish rank 0 at once; rank 1 takes longer than the timeout, but none of its iterations does."""
     model = Counter()
     options = {"staleness_bound": None, "timeout": 2.0}
     ranks.timeout = 2.0
@@ -389,14 +389,14 @@ def _one_waits_long(ranks: Ranks) -> int:
     else:
         ranks.store.wait(["rank 0 waits"])
         end = time.monotonic() + 3.0
-        while time.monotonic() < end:  # no event: that it is slow is what is tested
+        while time.monotonic() < end:  # not an event: the test is about slowness
             time.sleep(0.2)
             model.loss(1.0).backward()
             strategy.step()
     own = strategy.iteration
     with strategy.true_weights():
         pass
-    ranks.exchange("pace", own)  # any other exchange may find workers far apart, too
+    ranks.exchange("pace", own)  # any other exchange may find workers far apart too
     strategy.combine_buffers("average")
     strategy.flush()
     strategy.close()
@@ -410,7 +410,7 @@ def test_a_worker_waits_longer_than_the_timeout_for_one_that_makes_progress() ->
 
 
 def _never_comes(ranks: Ranks, folder: Path) -> None:
-    """Rank 2 trains no further; without a bound its absence is found by the next collective call."""
+    """Stop training on rank 2; without a bound, its absence is found by the next collective call."""
     model = Counter()
     options = {"staleness_bound": None, "timeout": 0.5, "placement": "own"}
     strategy = None
@@ -457,7 +457,7 @@ def _change_weights(ranks: Ranks, options: Options) -> Any:
     state = strategy.state_dict()
     strategy.load_state_dict(state)
     with strategy.true_weights():
-        pass  # nothing is changed: the next line would wait for ever if this were collective on one rank alone
+        pass  # nothing is changed: the next line would wait forever if this were collective on one rank alone
     strategy.close()
     return model.wide.tolist(), hashes
 
@@ -473,7 +473,7 @@ def test_weights_that_are_changed_within_true_weights_stay(servers: int, bound: 
 
 
 def _schedule_options(ranks: Ranks, names: str) -> Any:
-    """Momentum, betas and weight decay change from one iteration to the next; the weights, and those of plain torch."""
+    """Change momentum, betas and weight decay every iteration; return hashes of the weights, ours and plain torch's."""
     model, optimizer = build("odd", names, seed=3)
     strategy = start(ranks, model, optimizer, {"staleness_bound": 0})
     assert strategy is not None
@@ -557,7 +557,7 @@ def test_without_rounds_only_that_rank_stops() -> None:
 
 
 def _resume_in_the_middle(ranks: Ranks, optimizer_name: str, options: Options, at: int) -> Any:
-    """The weights of an uninterrupted run, and of one that was continued from a file of iteration ``at``."""
+    """Return hashes and schedule steps of an uninterrupted run and of one resumed from a file of iteration ``at``."""
 
     def run(parts: Any, first: int, last: int) -> None:
         model, _, schedule, strategy = parts
@@ -583,7 +583,7 @@ def _resume_in_the_middle(ranks: Ranks, optimizer_name: str, options: Options, a
     other = begin()
     if one is None:
         return None
-    run(other, 0, 3)  # the servers are elsewhere when the state is loaded
+    run(other, 0, 3)  # the servers are in another state when this one is loaded
     file.seek(0)
     for part, state in zip(other, torch.load(file, weights_only=True), strict=True):
         part.load_state_dict(state)
@@ -642,14 +642,14 @@ def test_servers_without_rounds_go_back_too() -> None:
 
 
 def wait_for_threads() -> None:
-    """Until the servers' threads have seen that their workers are gone: the harness looks for threads left behind."""
+    """Wait until the servers' threads have noticed that their workers left: the harness checks for leftovers."""
     for thread in threading.enumerate():
         if thread.name.startswith("pipesgd"):
             thread.join(20)
 
 
 def _until_failure(ranks: Ranks, options: Options, victim: int, hangs: bool, folder: Path) -> None:
-    """Rank ``victim`` dies, or hangs, in iteration 3. What the others see goes into files: the dead return nothing."""
+    """Kill or hang rank ``victim`` in iteration 3. The others' errors go into files: the dead return nothing."""
     model = nn.Linear(3, 2)
     strategy = None
     try:
@@ -734,13 +734,13 @@ def _leave_early(ranks: Ranks) -> Any:
 def test_who_waits_for_a_worker_that_has_closed_is_told() -> None:
     first, second, third = run_ranks(3, _leave_early)
     assert second is None
-    # Whoever is first to be two ahead ends it for both.
+    # The first worker to be two ahead ends the run for both.
     assert {first[0], third[0]} == {1}, "the worker that has left"
     assert max(first[1], third[1]) == 3
     assert {first[2], third[2]} <= {"it has left", "the server on rank 0 has lost it"}
 
 
-# ---- What travels
+# ---- Bytes sent
 
 
 def _count_bytes(ranks: Ranks, cases: list[Options]) -> list[Any]:
@@ -755,7 +755,7 @@ def _count_bytes(ranks: Ranks, cases: list[Options]) -> list[Any]:
         for iteration in range(4):
             loss_of(model, batch(iteration, ranks.rank)).backward()
             announced += strategy.step().wire_bytes
-        # All workers have their replies then: none is sent any more. An exchange would bring more requests.
+        # By now all workers have their replies, so none is being sent. An exchange would cause more requests.
         ranks.store.set(f"replies {index} are at {ranks.rank}", "")
         workers = workers_of(options, ranks.world_size)
         ranks.store.wait([f"replies {index} are at {worker}" for worker in range(workers)])
@@ -777,7 +777,7 @@ def test_bytes_counted_are_bytes_announced() -> None:
         counts = [results[rank][index] for rank in range(workers)]
         for announced, counted in counts:
             assert announced == counted > 0
-        headers = 4 * 8 * (4 + 6)  # of four requests; of two groups, lr, momentum and weight decay
+        headers = 4 * 8 * (4 + 6)  # four requests: 4 numbers; lr, momentum, weight decay of two groups
         if options["placement"] == "own":
             assert {announced for announced, _ in counts} == {4 * weights + headers * options["servers"]}
         elif options["servers"] == 1:
@@ -785,7 +785,7 @@ def test_bytes_counted_are_bytes_announced() -> None:
             assert counts[0][0] == 3 * 4 * (weights + 8 * 4), "the replies to the three others"
 
 
-# ---- The rest
+# ---- Other behaviour
 
 
 def _average_buffers(ranks: Ranks, options: Options) -> Any:

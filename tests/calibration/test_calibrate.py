@@ -1,4 +1,4 @@
-"""The command: real ranks, the file that it writes, and what it refuses."""
+"""The calibrate command: real ranks, the file that it writes, and the options that it refuses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT = "--seconds 1 --largest-bytes 65536 --codecs int8 --hidden-sizes 20 --bat
 
 
 def _calibrate(ranks: Ranks, words: list[str], by_rank: list[list[str]] | None = None) -> tuple[str, str]:
-    """(kind and text of the error, stdout) of one run."""
+    """Run one calibration; return (kind and text of the error, stdout)."""
     out = io.StringIO()
     try:
         calibrate([*words, *(by_rank[ranks.rank] if by_rank else [])], ranks, screen(ranks, out))
@@ -100,7 +100,7 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
 
 
 def test_one_rank_is_told_at_once_that_there_is_no_network(tmp_path: Path) -> None:
-    """Before anything is measured, not after: the file would be missing when somebody wants to plan with it."""
+    """The error comes before the measurement: otherwise the file would be missing when somebody plans with it."""
     words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "1000"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -201,7 +201,7 @@ def test_the_picture_shows_the_held_out_residuals() -> None:
     two, four, _ = axes.get_lines()
     assert [line.get_label() for line in (two, four)] == ["2 ranks", "4 ranks"]
     assert list(two.get_xdata()) == list(four.get_xdata()) == list(sizes)
-    # Each is corrected by what the other one of as many ranks is off by.
+    # Each cell is corrected by the error of the other cell with the same number of ranks.
     assert list(two.get_ydata()) == pytest.approx([100 * (1.01 / 0.98 - 1), 100 * (0.98 / 1.01 - 1)])
     assert list(four.get_ydata()) == pytest.approx([100 * (1.03 / 1.04 - 1), 100 * (1.04 / 1.03 - 1)])
     assert "(%)" in axes.get_ylabel()

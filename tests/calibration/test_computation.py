@@ -1,4 +1,4 @@
-"""What is said of ranks' computation, from times that are known."""
+"""The summary of the ranks' computation, from times that are known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from timing_model import ComputeTimes
 from timing_model.measured import Estimate
 
 MEANS = (1.0, 2.0, 0.5, 0.75)
-"""Of ``PARTS``."""
+"""Means of ``PARTS``, in seconds."""
 
 
 def laps(
@@ -39,9 +39,7 @@ def laps(
     contention: float = 0.0,
     hindrance: float = 0.0,
 ) -> list[Laps]:
-    """Of a rank, synchronous and late: ``scale`` and the drift of each lap times ``MEANS``, with an all-reduce of
-    ``t_comm`` s beside it.
-    """
+    """Return a rank's laps at widths 1 and 2: ``MEANS`` times ``scale`` and drift, with a ``t_comm`` s all-reduce."""
     generator = np.random.default_rng(seed)
     found: list[Laps] = []
     for width in (1, 2):
@@ -71,14 +69,14 @@ def laps(
 
 
 def summary(ranks: list[list[Laps]], **options: Any) -> Computation:
-    """Nobody waits for anything but the all-reduce, which takes no time unless something else is said."""
+    """Summarize ranks that wait only for the all-reduce, which takes no time unless ``options`` say otherwise."""
     defaults: dict[str, Any] = {"t_comms": {"ring": 0.0}, "t_compressed": 0.0, "late_iteration": WithoutWaiting}
     return summarize(ranks, **defaults | options)
 
 
 @dataclass
 class WithoutWaiting:
-    """Whichever part is longer takes all of an iteration."""
+    """A model of late iterations in which the longer part takes the whole iteration."""
 
     world_size: int
     cv: float
@@ -139,7 +137,7 @@ def test_what_slows_all_ranks_down_together_makes_none_wait() -> None:
 @pytest.mark.parametrize("t_comm", [2.0, 3.0, 8.0])
 @pytest.mark.parametrize(("contention", "hindrance"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.2)])
 def test_what_each_loses_beside_the_other_is_found(t_comm: float, contention: float, hindrance: float) -> None:
-    """The formula of the timing model, turned round: whether the network or the computation is slower."""
+    """The timing model's formula is inverted, whether the network or the computation is slower."""
     ranks = [laps(t_comm=t_comm, contention=contention, hindrance=hindrance)] * 2
     found = summary(ranks, t_comms={"ring": t_comm})
     assert found.contention.value == pytest.approx(contention, abs=1e-6)
@@ -164,7 +162,7 @@ def test_beside_a_codec_the_computation_is_slower() -> None:
 
 
 def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
-    """Of iterations of 10.4 s, the model says, the all-reduce takes 8: as long as without computation."""
+    """The model says that the all-reduce takes 8 s of iterations of 10.4 s: as long as without computation."""
     asked = []
 
     class Waiting(WithoutWaiting):
@@ -199,7 +197,7 @@ def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little()
     short = laps(t_comm=1e-6)
     for lap in short[1]:
         for iteration in lap:
-            iteration[FORWARD] += 0.03  # of 3: noise
+            iteration[FORWARD] += 0.03  # of 3 s: noise
     assert summary([short] * 2, t_comms={"ring": 1e-6}).contention.value == pytest.approx(0.04, rel=0.1)
 
 

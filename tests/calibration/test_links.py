@@ -1,4 +1,4 @@
-"""Which link, interface or rank stands out: from tables as probes make them, and probes between real ranks."""
+"""The link, interface or rank that stands out: from tables as probes make them, and probes between real ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIGABIT = 1e9 / 8
 
 
 def made(world_size: int, seed: int = 0) -> Probes:
-    """Links of 1 Gbit/s and 0.1 ms, each a little different."""
+    """Return probes of links of 1 Gbit/s and 0.1 ms, each a little different."""
     generator = np.random.default_rng(seed)
     shape = (world_size, world_size)
     diagonal = np.where(np.eye(world_size), np.nan, 1.0)
@@ -80,7 +80,7 @@ def test_a_latency_that_only_one_end_saw_was_that_end_waiting() -> None:
 
 
 def test_links_inside_a_node_are_compared_with_each_other_alone() -> None:
-    """They are faster than the network, which is no fault of it."""
+    """Links inside a node are faster than the network, which does not make the network slow."""
     probes = made(4)
     for one, other in ((0, 1), (1, 0), (2, 3), (3, 2)):
         probes.rate[one, other] *= 20

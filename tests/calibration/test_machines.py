@@ -1,4 +1,4 @@
-"""What is read of the machines that the ranks are on."""
+"""Readings of the machines that the ranks are on."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ COMPUTATION = Computation(parts={}, cv=0.0, slow_ranks={}, contention=UNKNOWN, c
 
 
 def test_stolen_time_is_a_share_of_all_that_the_cores_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """user, nice, system, idle, iowait, irq, softirq, steal; guest and guest_nice are in user and nice already."""
+    """Fields are user, nice, system, idle, iowait, irq, softirq, steal; user and nice include guest and guest_nice."""
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 10 50 500 5 1 4 30 60 6\ncpu0 1 2 3 4 5 6 7 8 9 10\n")
     monkeypatch.setattr(machines, "CORES", stat)

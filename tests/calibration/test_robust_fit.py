@@ -22,7 +22,7 @@ SIZES = tuple(1 << k for k in range(10, 25, 2))
 
 
 def made_cells(name: str, link: LinkParams, seed: int, *, noise: float, interrupted: float) -> list[Cell]:
-    """Times of the formula, lognormal around it, and some of them many times as long."""
+    """Return times of the formula with lognormal noise, some of them interrupted and many times as long."""
     generator = np.random.default_rng(seed)
     cells = []
     for world_size in (2, 3, 4):
@@ -35,7 +35,7 @@ def made_cells(name: str, link: LinkParams, seed: int, *, noise: float, interrup
 
 
 def probes(link: LinkParams) -> Probes:
-    """What probes would find, not quite right."""
+    """Return probes of ``link`` as they would be measured: not quite right."""
     one = np.full((4, 4), 1.0)
     return Probes(latency=1.4 * link.alpha * one, rate=0.9 / link.beta * one, overhead=1.2 * link.overhead * one)
 
@@ -49,7 +49,7 @@ def fitted(name: str, cells: list[Cell], link: LinkParams = LINK) -> CollectiveF
 def test_latency_and_bandwidth_are_recovered_from_noise_and_interruptions(name: str, seed: int) -> None:
     found = fitted(name, made_cells(name, LINK, seed, noise=0.03, interrupted=0.15))
     assert found.fit.parameters[BETA] == pytest.approx(LINK.beta, rel=0.02)
-    # In a message's cost latency and CPU are hard to tell apart; together they are what counts.
+    # Latency and CPU time of a message are hard to tell apart; only their sum counts.
     assert found.link.alpha + found.link.overhead == pytest.approx(LINK.alpha + LINK.overhead, rel=0.05)
     assert found.errors.mean() < 0.02
 
@@ -73,7 +73,7 @@ def test_intervals_hold_the_truth_and_the_value() -> None:
         assert np.all(found.low <= found.parameters)
         assert np.all(found.parameters <= found.high)
         inside += bool(found.low[BETA] <= LINK.beta <= found.high[BETA])
-    assert inside >= 7  # of 10, at 90 %
+    assert inside >= 7  # of 10, at 90 % confidence
 
 
 def test_sizes_that_are_all_noise_bend_nothing_and_are_not_promised() -> None:
@@ -89,14 +89,14 @@ def test_sizes_that_are_all_noise_bend_nothing_and_are_not_promised() -> None:
 
 
 def test_a_cell_that_is_far_off_all_the_time_bends_little() -> None:
-    """As where a burst passes a switch unhindered at one size: its own times agree with each other."""
+    """A burst that passes a switch unhindered at one size makes such a cell: its own times agree with each other."""
     cells = made_cells("ring", LINK, 0, noise=0.02, interrupted=0.0)
     cells[-1] = dataclasses.replace(cells[-1], seconds=cells[-1].seconds / 3)
     assert fitted("ring", cells).fit.parameters[BETA] == pytest.approx(LINK.beta, rel=0.02)
 
 
 def test_what_no_parameter_says_is_a_correction() -> None:
-    """Messages of some sizes are faster among three ranks: as where they fit into a socket's buffer."""
+    """Messages of some sizes are faster among three ranks, as they are if they fit into a socket's buffer."""
     cells = made_cells("ring", LINK, 0, noise=0.005, interrupted=0.0)
     fast = {(3, 1 << 18), (3, 1 << 20)}
     factors = [0.7 if (cell.world_size, cell.nbytes) in fast else 1.0 for cell in cells]
@@ -108,7 +108,7 @@ def test_what_no_parameter_says_is_a_correction() -> None:
         truth = expected * all_reduce_time("ring", LINK, nbytes / 4, world_size).total
         assert found.seconds(nbytes // 4, world_size) == pytest.approx(truth, rel=0.03)
     assert found.corrections.at(5, 1 << 19) is None
-    # What is said of an error is what neighbours would have made of it.
+    # The stated error is that of an estimate from the neighbours alone.
     [inner, edge, calm] = [found.corrections.at(3, nbytes) for nbytes in (1 << 18, 1 << 22, 1 << 25)]
     assert inner is not None
     assert edge is not None
@@ -132,7 +132,7 @@ def test_noise_is_no_correction() -> None:
 
 
 def test_every_cell_is_held_out_by_the_half_that_it_is_in() -> None:
-    """Two halves that contradict each other: each is predicted by the other's slope."""
+    """The two halves contradict each other: each is predicted by the other's slope."""
     x = np.array([1.0, 2.0, 3.0, 4.0])
     halves = np.array([True, False, True, False])
     samples = [np.full(5, value) for value in np.where(halves, 1.0, 2.0) * x]
@@ -141,7 +141,7 @@ def test_every_cell_is_held_out_by_the_half_that_it_is_in() -> None:
 
 
 def test_a_prior_decides_what_the_data_leave_open() -> None:
-    """Only the sum of two parameters shows."""
+    """The data determine only the sum of two parameters."""
     x = np.array([1.0, 2.0, 3.0, 4.0])
 
     def predict(parameters: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Cells as real ranks measure them, groups of some ranks, and what codecs' times come to."""
+"""Cells as real ranks measure them, groups of some of the ranks, and the summary of codecs' times."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ALL_REDUCES = ("ring", "halving-doubling", "native")
 def _sweep(
     ranks: Ranks, largest_bytes: int, seconds: float, were_quiet: Sequence[bool] = ()
 ) -> tuple[list[Cell], list[float], list[float], list[int]]:
-    """Laps after those of ``were_quiet`` are all quiet."""
+    """Run a sweep in which all laps after those of ``were_quiet`` are quiet."""
     quiet = chain(were_quiet, repeat(True))
     told: list[float] = []
     laps: list[float] = []
@@ -94,7 +94,7 @@ def test_sizes_end_where_the_time_does() -> None:
 
 
 def test_laps_that_were_disturbed_do_not_count_and_others_come_for_them() -> None:
-    """There is no time for more than the fewest laps, and half as much again for quiet ones."""
+    """The time suffices only for the fewest laps, and for half as many again to replace disturbed ones."""
     disturbed = (False, True, False, True)
     for cells, _, laps, counted in run_ranks(2, _sweep, 4 << 10, 0.4, (*disturbed, True, True)):
         assert counted == [lap for lap in range(len(laps)) if lap not in (0, 2)]
@@ -149,7 +149,7 @@ def test_topk_is_timed_by_its_exchange_and_summed_up_as_a_gather() -> None:
 
 
 def _calls(ranks: Ranks) -> dict[tuple[int, str], int]:
-    """Of each all-reduce in a block of two, by the size of the group."""
+    """Return the number of calls of each all-reduce in a block of two, by the size of the group."""
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
     sweep = Sweep(ranks, transport, [[0, 1], [0, 1, 2]], ALL_REDUCES[:2], uneven=messages_meet, timeout=ranks.timeout)
     mocks = [{name: Mock(wraps=one) for name, one in own.items()} for own in sweep._all_reduces]

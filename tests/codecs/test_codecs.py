@@ -1,4 +1,4 @@
-"""What the docstrings of the codecs state: bytes, errors, zeros, what is not finite, residuals, sums."""
+"""Tests of the codecs' docstrings: bytes, errors, zeros, values that are not finite, residuals, sums."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_message_is_filled_and_nothing_behind_it(case: tuple[Any, ...]) -> Non
     + [(lambda block, s=s: Qsgd(levels=s, block=block), bits, 32) for s, bits in ((1, 2), (2, 4), (7, 4), (8, 8))],
 )
 def test_bits_per_value_are_as_announced(make: Any, bits: int, header_bits: int) -> None:
-    """Whole blocks of whole bytes; otherwise each block takes whole bytes."""
+    """Whole blocks of whole bytes take exactly these bits; otherwise each block is padded to whole bytes."""
     for block in (8, 16, 1024):
         assert make(block=block).wire_bytes(5 * block) * 8 == 5 * (block * bits + header_bits)
     for block in BLOCKS:
@@ -57,7 +57,7 @@ def test_sixteen_bits_are_two_bytes() -> None:
 
 @given(case=cases(), cut=st.integers(0, 4))
 def test_a_cut_between_blocks_changes_no_value(case: tuple[Any, ...], cut: int) -> None:
-    """A message is encoded by itself, block by block (nearest rounding; noise depends on the place)."""
+    """A message is encoded on its own, block by block (with nearest rounding; noise depends on the position)."""
     codec, key, values = case
     at = min(cut * codec.block, values.numel())
     parts = values[:at], values[at:]
@@ -72,7 +72,7 @@ def test_a_cut_between_blocks_changes_no_value(case: tuple[Any, ...], cut: int) 
 
 
 def worst_error(codec: Codec, block: Tensor) -> Tensor:
-    """Of each value of one block (float64), by the docstrings."""
+    """Return the largest error of each value of one block (float64) that the docstrings allow."""
     magnitudes = block.abs()
     largest, n = float(magnitudes.max()), block.numel()
     if isinstance(codec, Truncate16):
@@ -131,7 +131,7 @@ def test_signs_leave_no_more_squared_error_than_the_values_squares(case: tuple[A
 
 @pytest.mark.parametrize("codec", [Int8(block=4), Int4(block=4)])
 def test_ties_go_to_the_even_level(codec: Codec) -> None:
-    levels = codec._encoding["levels"]  # with this as the largest value, levels are whole numbers
+    levels = codec._encoding["levels"]  # if this is the largest value, levels are whole numbers
     values = torch.tensor([0.5, 1.5, -2.5, levels], dtype=torch.float32)
     assert through(codec, values).tolist() == [0.0, 2.0, -2.0, levels]
     assert through(Bf16(), torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8])).tolist() == [1.0, 1 + 2.0**-6]
@@ -147,7 +147,7 @@ def test_clipping_is_where_the_papers_say() -> None:
         assert sent.count_nonzero() == 1
 
 
-# --- Values that stay what they are -----------------------------------------------------------------------------------
+# --- Values that codecs keep ------------------------------------------------------------------------------------------
 
 
 @given(codec=codecs(), numel=st.integers(0, 100), key=st.integers(0, 2**32 - 1), negative=st.booleans())
@@ -166,7 +166,7 @@ def test_zeros_stay_zeros(codec: Codec, numel: int, key: int, negative: bool) ->
     key=st.integers(0, 2**32 - 1),
 )
 def test_values_that_are_alike_stay_what_they_are(codec: Codec, value: float, numel: int, key: int) -> None:
-    """To the last bits; at random nothing is drawn, since the largest value lies on a level."""
+    """Values stay equal up to the last bits; stochastic rounding draws nothing: the largest value is on a level."""
     values = torch.full((numel,), value)
     values[::3] *= -1
     torch.testing.assert_close(through(codec, values, key).double(), values.double(), rtol=2.0**-22, atol=0)
@@ -175,9 +175,9 @@ def test_values_that_are_alike_stay_what_they_are(codec: Codec, value: float, nu
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize("make", [Int8, Int4, Ternary])
 def test_what_lies_on_a_level_stays_there(make: Any, stochastic: bool) -> None:
-    """So it costs nothing to encode anew what was only forwarded: the whole numbers are the same, whatever is drawn.
+    """Encoding forwarded values again costs nothing: the whole numbers are the same, whatever is drawn.
 
-    Ternary may clip the scale a second time; the others' changes by rounding at most.
+    Ternary may clip the scale a second time; the others' scales change by rounding at most.
     """
     values = torch.randn(999, generator=torch.Generator().manual_seed(0))
     nearest, again = make(block=100, stochastic=False), make(block=100, stochastic=stochastic)
@@ -197,7 +197,7 @@ def test_sixteen_bits_are_encoded_again_without_loss(case: tuple[Any, ...]) -> N
     assert same(through(codec, once, key), once)
 
 
-# --- What is not finite -----------------------------------------------------------------------------------------------
+# --- Values that are not finite ---------------------------------------------------------------------------------------
 
 
 @given(case=cases(2), bad=st.sampled_from([math.nan, math.inf, -math.inf]), data=st.data())
@@ -226,7 +226,7 @@ def test_what_is_not_finite_stays_so_and_spoils_no_other_block(
 
 @pytest.mark.parametrize("word", [0x7F800001, 0x7F80FFFF, -0x7FFFFF, 0x7FFFFFFF, -1])
 def test_every_nan_stays_one(word: int) -> None:
-    """Also those whose upper half alone would be an infinity, or that rounding would carry over to zero."""
+    """NaNs whose upper half alone would be an infinity, or that rounding would carry over to zero, are included."""
     nan = torch.tensor([word], dtype=torch.int32).view(torch.float32)
     assert all(bool(through(make(), nan).isnan()) for make in FLOATS)
 
@@ -236,7 +236,7 @@ def test_every_nan_stays_one(word: int) -> None:
 
 @given(case=cases(2))
 def test_the_residual_is_exactly_what_was_not_sent(case: tuple[Any, ...]) -> None:
-    """In float32, operation by operation; 0 where the sum or what was sent is not finite."""
+    """The residual is computed in float32, operation by operation; 0 if the sum or the sent value is not finite."""
     codec, key, values, before = case
     after = before.clone()
     sent = through(codec, values, key, after)

@@ -1,5 +1,5 @@
-"""The kernels in Triton make the bytes of those on the CPU: in Triton's interpreter, on a GPU if there is one, and, as
-far as the compiled code shows it, without one."""
+"""Triton's kernels make the same bytes as those on the CPU: in Triton's interpreter, on a GPU if there is one, and,
+as far as the compiled code shows it, without one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if sys.platform != "linux" or os.uname().machine != "x86_64":
     pytest.skip("Triton has wheels for Linux on x86-64 alone", allow_module_level=True)
 
 CODECS = [
-    # Blocks of less than a byte, of no whole number of bytes, and of more than one tile.
+    # Blocks smaller than a byte, of a fractional number of bytes, and of more than one tile.
     {"codec": "int8", "codec_block": 37},
     {"codec": "int8", "codec_block": 1030, "rounding": "stochastic"},
     {"codec": "int4", "codec_block": 41},
@@ -58,7 +58,7 @@ def ordinary(numel: int, seed: int) -> torch.Tensor:
 
 
 def special(block: int) -> torch.Tensor:
-    """A block of each kind that is treated apart, and one that is not, each with a few zeros of both signs."""
+    """Return a block of each kind that is treated specially, and an ordinary one, each with zeros of both signs."""
     blocks = [ordinary(block, seed).abs() + 0.1 for seed in range(8)]
     for values, factor in zip(blocks, (0.0, -0.0, 1e-42, 1e-31, 3e37, 1.0, 1.0, 70000.0), strict=True):
         values *= factor
@@ -72,7 +72,7 @@ def special(block: int) -> torch.Tensor:
 
 
 def unlike(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str]:
-    """Empty if all bits are alike, but for those of NaNs."""
+    """Return a line if any bits differ, except those of NaNs."""
     ours = ours.cpu()
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.element_size()]
     differ = (ours.view(bits) != theirs.view(bits)) & ~(ours.isnan() & theirs.isnan())
@@ -80,7 +80,7 @@ def unlike(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str]:
 
 
 def differences(options: dict[str, Any], device: str, values: torch.Tensor, given: tuple[bool, bool]) -> list[str]:
-    """What the kernels for GPUs, on tensors of ``device``, make otherwise than those for CPUs."""
+    """Return the differences between the kernels for GPUs, on tensors of ``device``, and those for CPUs."""
     here, there = make_codec(CodecOptions(**options), "cpu"), make_codec(CodecOptions(**options), "cuda")
     numel = values.numel()
     message = torch.empty(here.wire_bytes(numel), dtype=torch.uint8)
@@ -89,7 +89,7 @@ def differences(options: dict[str, Any], device: str, values: torch.Tensor, give
     for codec, place in ((here, "cpu"), (there, device)):
         received = message.to(place) if given[0] else None
         residual = ordinary(numel, 2).to(place) * 1e-3 if given[1] else None
-        # Bytes that are left out must show.
+        # Bytes that a kernel fails to write must show.
         wire = torch.full((codec.wire_bytes(numel),), 0xA5, dtype=torch.uint8, device=place)
         if received is None:
             codec.encode(values.clone().to(place), residual, wire, KEY)
@@ -119,7 +119,7 @@ def sizes(options: dict[str, Any]) -> list[int]:
 
 
 def in_the_interpreter(options: dict[str, Any]) -> list[str]:
-    """Differences for awkward sizes, with everything there is to add up for most: the interpreter takes its time."""
+    """Return the differences for awkward sizes, mostly with a message and a residual: the interpreter is slow."""
     given = [(True, True), (True, True), (True, False), (False, True), (False, False), (True, True)]
     cases = list(zip(sizes(options), given, strict=True))
     if options.get("codec_block", 1) > LARGE:
@@ -131,7 +131,7 @@ def special_in_the_interpreter(options: dict[str, Any]) -> list[str]:
     return differences(options, "cpu", special(options.get("codec_block", 32)), (False, True))
 
 
-# --- In Triton's interpreter, in a process of its own: it is chosen once, when Triton is imported ---------------------
+# --- In Triton's interpreter, in a dedicated process: it is chosen once, when Triton is imported ----------------------
 
 
 def start_interpreter() -> None:
@@ -179,13 +179,13 @@ def test_a_gpu_makes_the_bytes_residuals_and_values_of_the_cpu(options: dict[str
             assert differences(options, "cuda", values, given) == []
 
 
-# --- As compiled for a GPU, where there need be none ------------------------------------------------------------------
+# --- As compiled for a GPU, which need not be present -----------------------------------------------------------------
 
 
 def compiled(options: dict[str, Any], cache: str) -> list[tuple[str, str]]:
-    """Name and PTX of each kernel that the codec runs on buffers of three sizes, once for every time it is compiled.
+    """Return name and PTX of each kernel that the codec runs on buffers of three sizes, once per compilation.
 
-    Triton is told of a GPU that is not there, and asked to compile where it would launch.
+    Triton is given a GPU that does not exist, and compiles where it would launch.
     """
     os.environ["TRITON_CACHE_DIR"] = cache
     from triton.backends.compiler import GPUTarget
@@ -231,7 +231,7 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 def test_compiled_code_rounds_every_operation_and_is_compiled_once(
     compiler: ProcessPoolExecutor, options: dict[str, Any], rounded: str, tmp_path: Path
 ) -> None:
-    """Fused, approximate or flushing instructions would round otherwise than a CPU."""
+    """Fused, approximate or flushing instructions would round differently from a CPU."""
     kernels = compiler.submit(compiled, options, str(tmp_path)).result()
     assert len(kernels) == 3, "two encodings and a decoding, whatever the number of values and where they begin"
     assert any(rounded in ptx for _, ptx in kernels)

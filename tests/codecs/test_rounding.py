@@ -21,7 +21,7 @@ ROUNDED = [Int8, Int4, Ternary, Qsgd, partial(Qsgd, levels=1), partial(Qsgd, lev
 
 
 def uniform(numel: int) -> Tensor:
-    """In (-1, 1), and 1 among them: Ternary clips none of them."""
+    """Return values in (-1, 1), and one that is 1: Ternary clips none of them."""
     values = torch.rand(numel, generator=torch.Generator().manual_seed(3)) * 2 - 1
     values[numel // 2] = 1.0
     return values
@@ -36,7 +36,7 @@ def scale_of(codec: Codec, values: Tensor) -> float:
 
 @pytest.mark.parametrize("make", ROUNDED)
 def test_the_mean_over_many_draws_is_the_value(make: Any) -> None:
-    """Within six standard deviations (half a scale at most, for one draw) and the resolution of the random numbers."""
+    """The tolerance is six standard deviations (each at most half a scale) and the resolution of the random numbers."""
     draws, values = 3000, uniform(37)
     for stochastic in (True, False):
         codec = make(block=64, stochastic=stochastic)
@@ -99,7 +99,7 @@ def test_keys_are_the_same_on_every_machine_and_spread_over_32_bits() -> None:
 
 
 def fed_back(codec: Codec, gradient: Tensor, iterations: int) -> tuple[Tensor, float]:
-    """The mean of what is sent of a constant gradient, and the largest magnitude that the residual ever has."""
+    """Return the mean of what is sent of a constant gradient, and the largest magnitude that the residual ever has."""
     residual, largest = torch.zeros_like(gradient), 0.0
     total = torch.zeros_like(gradient, dtype=torch.float64)
     for iteration in range(iterations):
@@ -143,7 +143,7 @@ def test_with_error_feedback_the_mean_comes_as_near_as_1_over_the_iterations(
 
 
 def test_qsgd_needs_small_blocks_for_error_feedback() -> None:
-    """A block of (2 s)**2 values that are alike is below half of a level: nothing of it is ever sent."""
+    """In a block of (2 s)**2 equal values, each is below half of a level: nothing of it is ever sent."""
     for levels in (1, 7):
         for block, sent in (((2 * levels) ** 2 - 1, True), ((2 * levels) ** 2, False)):
             mean, largest = fed_back(Qsgd(levels=levels, block=block, stochastic=False), torch.ones(block), 40)
@@ -151,6 +151,6 @@ def test_qsgd_needs_small_blocks_for_error_feedback() -> None:
 
 
 def test_random_rounding_to_few_levels_lets_residuals_grow() -> None:
-    """Of QSGD: its errors are larger than the values, and ever larger with them."""
+    """QSGD's errors are larger than the values, and grow with them."""
     _, largest = fed_back(Qsgd(levels=7, block=512, stochastic=True), gradient_of(512), 150)
     assert largest > 1e3 * float(gradient_of(512).abs().max())

@@ -1,4 +1,4 @@
-"""All-reduces: first as integers, then between threads, then over gloo beside torch's own all-reduce."""
+"""All-reduces: first as integers, then between threads, then over gloo next to torch's own all-reduce."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 AWKWARD_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 63, 64, 65, 1000, 1001, 4099)
 TOLERANCE = 2e-6
-"""Of float32 sums of nine values near 1, in any order, with residuals added and taken away."""
+"""Absolute error of float32 sums of nine values near 1, in any order, with residuals added and taken away."""
 
 
 @given(numel=st.integers(0, 10_000), parts=st.integers(1, 40))
@@ -48,7 +48,7 @@ def test_split_covers_everything_once_and_evenly(numel: int, parts: int) -> None
 
 
 def play(schedules: list[Schedule]) -> list[list[set[int]]]:
-    """Which ranks' values each chunk of each rank holds after all have done their operations, one by one."""
+    """Return the ranks whose values each chunk of each rank holds after all have done their operations, one by one."""
     holds = [[{rank} for _ in range(schedule.chunks)] for rank, schedule in enumerate(schedules)]
     encoded: list[dict[int, set[int]]] = [{} for _ in schedules]
     wires: dict[tuple[int, int], list[tuple[int, int, set[int]]]] = {}
@@ -102,7 +102,7 @@ def test_the_gather_gives_every_chunk_to_everybody(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", range(2, 18))
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_messages_to_a_peer_go_in_the_order_in_which_their_chunks_have_come(name: str, world_size: int) -> None:
-    """So that segments can overtake the schedule's order without two ranks ever differing in theirs."""
+    """Given this order, segments can overtake the schedule's order, and two ranks never differ in theirs."""
     for rank in range(world_size):
         latest: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -117,7 +117,7 @@ def test_messages_to_a_peer_go_in_the_order_in_which_their_chunks_have_come(name
 @pytest.mark.parametrize("world_size", range(2, 18))
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_value_is_encoded_once_by_each_rank(name: str, world_size: int) -> None:
-    """With one residual for each value then nothing is lost; recursive doubling shares out what is encoded again."""
+    """One residual per value then loses nothing; recursive doubling divides values encoded again among the ranks."""
     for rank in range(world_size):
         schedule = ALGORITHMS[name](rank, world_size)
         encodings = [operation for operation in schedule.operations if isinstance(operation, Encode)]
@@ -160,7 +160,7 @@ def reduce_between_threads(
     *,
     segment_bytes: int = 64,
 ) -> tuple[list[torch.Tensor], Network]:
-    """Every rank's sum; ``residuals`` are changed in place."""
+    """Return every rank's sum; ``residuals`` are changed in place."""
 
     def reduce(transport: MemoryTransport) -> torch.Tensor:
         schedule = ALGORITHMS[name](transport.rank, world_size)
@@ -193,7 +193,7 @@ def test_the_sum_is_exact_the_same_everywhere_and_counted(
 @pytest.mark.parametrize("codec", DENSE_CODECS[1:])
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_sum_and_residuals_are_what_was_put_in(name: str, codec: str, world_size: int) -> None:
-    """What was sent plus what is kept equals what was meant, on awkward sizes, with residuals from before."""
+    """The sent values plus the kept ones equal the original sums, on awkward sizes, with residuals from before."""
     generator = torch.Generator().manual_seed(world_size)
     for numel in (0, 1, 5, 64, 203):
         inputs = [torch.randn(numel, generator=generator) for _ in range(world_size)]
@@ -238,7 +238,7 @@ def test_what_is_not_finite_on_one_rank_is_finite_on_none(codec: str, bad: float
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize("world_size", range(1, 9))
 def test_every_part_of_a_sum_is_finished_once_and_not_before_its_time(name: str, codec: str, world_size: int) -> None:
-    """A thousandth of each sum: what is finished too early would be sent on and summed."""
+    """Finishing takes a thousandth of each sum: a part finished too early would be sent on and summed."""
     inputs = [torch.randn(203, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
     make = partial(make_codec, options(codec))
     sums, _ = reduce_between_threads(name, world_size, make, inputs)
@@ -264,13 +264,13 @@ def test_a_chunk_travels_in_at_least_two_messages_unless_it_is_small() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_rounding_is_the_same_on_every_rank(name: str) -> None:
-    """Floats whose sum depends on the order: the ranks agree on one order for each chunk (checked in the helper)."""
+    """The sum of these floats depends on the order: the ranks agree on one order per chunk (checked in the helper)."""
     inputs = [torch.randn(1001, generator=torch.Generator().manual_seed(rank)) * 10.0**rank for rank in range(6)]
     reduce_between_threads(name, 6, Uncompressed, inputs, segment_bytes=256)
 
 
 def test_one_ring_serves_buffers_of_many_sizes_and_dtypes() -> None:
-    """The scratch space of a large buffer must not spoil a small one, nor the other way round."""
+    """The scratch space of a large buffer must not spoil a small one, nor vice versa."""
     kinds = [(10, torch.float64), (1000, torch.float32), (3, torch.int64), (999, torch.float16), (10, torch.float64)]
 
     def reduce(transport: MemoryTransport) -> list[torch.Tensor]:
@@ -325,7 +325,7 @@ def _with_codecs(ranks: Ranks) -> list[tuple[str, str, float, float]]:
         connections = Connections(name, ranks, timeout=ranks.timeout)
         for codec in ("bf16", "fp16") if name == "native" else DENSE_CODECS:
             ours = flat.clone()
-            rounding = "nearest" if codec == "ternary" else None  # its noise at random grows around a ring
+            rounding = "nearest" if codec == "ternary" else None  # its random noise grows around a ring
             connections.all_reduce(make_codec(CodecOptions(codec=codec, rounding=rounding)))(ours)
             everybody = [torch.empty_like(ours) for _ in range(ranks.world_size)]
             dist.all_gather(everybody, ours)
@@ -335,7 +335,7 @@ def _with_codecs(ranks: Ranks) -> list[tuple[str, str, float, float]]:
 
 
 def test_over_gloo_every_codec_comes_near_torchs_sum() -> None:
-    """Relative errors of a sum of four, in norm: what each codec promises, several times rounded."""
+    """Relative errors of a sum of four, in norm, are those that each codec promises, rounded several times."""
     most = {"fp32": 1e-6, "truncate16": 0.02, "bf16": 0.006, "fp16": 0.001, "int8": 0.02, "int4": 0.4, "ternary": 1.2}
     for errors in run_ranks(4, _with_codecs):
         assert len(errors) == 2 + (len(ALL_REDUCES) - 1) * len(DENSE_CODECS)

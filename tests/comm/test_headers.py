@@ -1,4 +1,4 @@
-"""Ranks that are in different calls or iterations: told apart before anything is added up."""
+"""Headers that tell ranks in different calls or iterations apart before anything is added up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_headers_of_the_same_call_and_iteration_pass() -> None:
         for iteration in range(3):
             headers.begin("step", iteration)
             headers.check()
-            headers.check()  # once is enough
+            headers.check()  # a second call sends nothing
         return headers.tag, transport.bytes_sent
 
     for world_size in (1, 2, 3):
@@ -64,7 +64,7 @@ def test_a_rank_in_another_call_is_named_with_both_calls_and_iterations() -> Non
 
 
 def _uneven(ranks: Ranks, all_reduce: str, then: str, group_of: int) -> Any:
-    """The last ``group_of`` ranks have one batch more than the others, who then go on with another call."""
+    """Give the last ``group_of`` ranks one batch more than the others, who then continue with another call."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -92,7 +92,7 @@ def test_uneven_numbers_of_batches_end_with_a_line_that_names_both(then: str) ->
 
 @pytest.mark.parametrize("all_reduce", sorted(set(ALL_REDUCES) - {"hierarchical"}))
 def test_ranks_out_of_step_never_add_up_or_abort_with_any_all_reduce(all_reduce: str) -> None:
-    """Half of the ranks are in another call, so some partners of one call have neighbours that are in it, too."""
+    """Half of the ranks are in another call, so some partners of one call have neighbours that are in it too."""
     results = run_ranks(4, _uneven, all_reduce, "combine_buffers", 2)
     assert [results[rank][0] for rank in (0, 2)] == [OutOfStepError] * 2, "the ranks whose left neighbour is elsewhere"
     assert all(issubclass(results[rank][0], CommunicationError) for rank in (1, 3)), "and the rest wait for these"

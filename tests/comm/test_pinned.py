@@ -1,4 +1,4 @@
-"""Messages by way of host memory: the same sums, and no memory taken anew."""
+"""Messages sent through host memory: the same sums, and no memory allocated again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An all-reduce is added by its schedule and one entry in a dictionary: then it trains, and is predicted."""
+"""An all-reduce is added by its schedule and one entry in a dictionary: then it trains, and can be predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The communication thread, and what the loss of a peer looks like."""
+"""The communication thread, and the errors after the loss of a peer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_after_a_failure_nothing_more_is_run_and_everybody_gets_it() -> None:
 
 
 def test_a_closed_thread_refuses_jobs_at_once() -> None:
-    """A job that nobody runs would be waited for for ever."""
+    """A caller would wait forever for a job that nobody runs."""
     thread = CommunicationThread(torch.device("cpu"))
     thread.close()
     thread.close()
@@ -105,7 +105,7 @@ def test_a_pipeline_that_is_told_of_a_failure_waits_no_longer() -> None:
 
 
 def _step_until_failure(ranks: Ranks, all_reduce: str, leaves: bool) -> Any:
-    """Rank 2 takes two steps; then it leaves, or stays without taking part. What do the others see?"""
+    """Step on all ranks; after two steps rank 2 leaves, or stays without taking part. Return what the others see."""
     model = nn.Linear(10, 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = Pipelined(model, optimizer, width=2, all_reduce=all_reduce, timeout=2.0, ranks=ranks)

@@ -33,7 +33,7 @@ def idx_bytes(array: np.ndarray) -> bytes:
 
 
 def write_mnist(folder: Path) -> list[np.ndarray]:
-    """Good IDX files of 6 training and 4 test samples; returns their arrays, ordered as IDX_FILES."""
+    """Write good IDX files of 6 training and 4 test samples; return their arrays, ordered as IDX_FILES."""
     numbers = np.random.default_rng(0)
     arrays = []
     for samples in (6, 4):
@@ -84,7 +84,7 @@ def test_digits() -> None:
 
 
 def test_digits_are_those_that_scikit_learn_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its file is read without importing it; where a version keeps it elsewhere, scikit-learn is asked."""
+    """The file is read without importing scikit-learn; if a version keeps it elsewhere, scikit-learn is asked."""
     monkeypatch.delitem(sys.modules, "sklearn.datasets", raising=False)
     ours = load_dataset("digits", None, image_size=64)
     assert "sklearn.datasets" not in sys.modules
@@ -210,14 +210,14 @@ def test_cifar100_gives_back_pixels_and_fine_labels(tmp_path: Path, subfolder: s
     assert (splits.num_classes, splits.sample_shape) == (100, (3, 32, 32))
     images, labels = everything(splits.test)
     assert labels.tolist() == records[:, 1].tolist()
-    # The format's own words: 1024 red, then 1024 green, then 1024 blue, each row by row.
+    # As the format's documentation says: 1024 red, then 1024 green, then 1024 blue, each row by row.
     blue_row1_column2 = records[:, 2 + 2 * 1024 + 32 + 2] / 255
     expected = torch.from_numpy((blue_row1_column2 - 0.4409) / 0.2762).float()
     torch.testing.assert_close(images[:, 2, 1, 2], expected, rtol=0, atol=1e-5)
 
 
 def test_a_zip_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 MiB in 64 kB, with a header of its own making."""
+    """The bomb unpacks from 64 kB to 64 MiB, though its header claims one item."""
     monkeypatch.setattr(binary_files, "LARGEST_BYTES", 1 << 20)
     bomb = tmp_path / "bomb.gz"
     bomb.write_bytes(gzip.compress(struct.pack(">II", 0x801, 1) + bytes(64 << 20)))
@@ -274,11 +274,11 @@ def test_missing_data_says_where_it_must_be(tmp_path: Path, name: str, folder: s
 
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Path:
-    """Classes ant and bee, two images each in train, in several modes and formats, and only bee in test."""
+    """Write classes ant and bee, two images each in train, in several modes and formats, and only bee in test."""
     for split, classes in (("train", ("bee", "ant")), ("test", ("bee",))):
         for name in classes:
             (tmp_path / split / name).mkdir(parents=True)
-    # 40x20: the outer quarters are green, the centre red above and blue below.
+    # In 40x20, the outer quarters are green, the centre is red above and blue below.
     wide = Image.new("RGB", (40, 20), "lime")
     wide.paste("red", (10, 0, 30, 10))
     wide.paste("blue", (10, 10, 30, 20))
@@ -302,7 +302,7 @@ def test_image_folder(image_folder: Path) -> None:
     assert everything(splits.test)[1].tolist() == [1, 1, 1, 1]
     mean, std = (torch.tensor(m).view(3, 1, 1) for m in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     bytes_shown = (images * std + mean).mul(255).round().to(torch.uint8).permute(0, 2, 3, 1)  # (B, H, W, 3)
-    # The shorter side resized to 4, then the middle 4 columns of 8.
+    # The shorter side is resized to 4, then the middle 4 columns of 8 are cut out.
     wide = Image.open(image_folder / "train/ant/0.PNG").resize((8, 4), Image.Resampling.BILINEAR)
     expected = torch.from_numpy(np.array(wide.crop((2, 0, 6, 4))))
     assert expected[0].tolist() == [[224, 31, 0], [255, 0, 0], [255, 0, 0], [224, 31, 0]]
@@ -344,7 +344,7 @@ def test_image_folders_must_hold_images_of_known_classes(image_folder: Path) -> 
 
 
 class Numbered(BatchedDataset):
-    """Sample i is the number i, as image and as label."""
+    """A data set whose sample i is the number i, as image and as label."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -366,7 +366,7 @@ def labels_of(batches: Iterator[Batch], count: int) -> list[list[int]]:
 
 @st.composite
 def shardings(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Batch size per rank, world size, and samples for at least one iteration."""
+    """Draw batch size per rank, world size, and samples for at least one iteration."""
     batch_size, world_size = draw(st.integers(1, 4)), draw(st.integers(1, 9))
     return batch_size, world_size, draw(st.integers(batch_size * world_size, 120))
 
@@ -429,12 +429,12 @@ def test_evaluation_takes_every_sample_once(samples: int, world_size: int, batch
     ]
     assert sorted(label for share in shares for batch in share for label in batch) == list(range(samples))
     assert all(1 <= len(batch) <= batch_size for share in shares for batch in share)
-    assert max(map(len, shares)) <= min(map(len, shares)) + 1  # no rank waits for another's long share
+    assert max(map(len, shares)) <= min(map(len, shares)) + 1  # no rank waits for another one's longer share
 
 
 @pytest.mark.slow
 def test_loader_workers_change_nothing_but_the_process(image_folder: Path) -> None:
-    """The same batches, over epochs; the same one-line error; the global generator left alone."""
+    """The batches are the same, over epochs; so is the one-line error; the global generator is left alone."""
     splits = load_dataset("images", image_folder, image_size=4)
     before = torch.get_rng_state()
 

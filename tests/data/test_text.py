@@ -1,4 +1,4 @@
-"""Text as data: which bytes train and which test, how they are cut into samples, and what bad input gets."""
+"""Text as data: the split into training and test bytes, the cut into samples, and the errors for bad input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def numbered(folder: Path, count: int, size: int = 100) -> Path:
-    """Files that have no byte in common."""
+    """Write files that have no byte in common."""
     return write(folder, {f"{i}.txt": bytes([i + 1]) * size for i in range(count)})
 
 
@@ -78,7 +78,7 @@ def test_no_window_of_a_test_file_is_trained_on(tmp_path: Path) -> None:
 
 
 def test_the_split_depends_on_names_alone(tmp_path: Path) -> None:
-    """Held for good: another choice would make earlier results incomparable."""
+    """The choice of test files is permanent: another one would make earlier results incomparable."""
     names = ["a.txt", "b/a.txt", "b/c.txt", *(f"{i}.txt" for i in range(17))]
     one, other = (
         write(tmp_path / folder, {name: name.encode() + mark for name in order})

@@ -1,4 +1,4 @@
-"""The panels of a figure, and what holds for all of them."""
+"""The panels of a figure, and checks that apply to all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experiments.results import Row
 
 
 def panels(figure: PaperFigure, rows: list[Row]) -> dict[str, Axes]:
-    """Every panel, drawn alone."""
+    """Return every panel, drawn alone."""
     found = {}
     for name in dict.fromkeys(row["panel"] for row in rows):
         with style.styled():
@@ -26,7 +26,7 @@ def labels(axes: Axes) -> set[str]:
 
 
 def check_axes(axes: Axes) -> None:
-    """Both axes say what they are, and in which unit, where there is one."""
+    """Check that both axes say what they show and in which unit, if there is one."""
     assert axes.get_title(loc="left")
     ticks_have_names = any(label.get_text().isidentifier() for label in axes.get_yticklabels())
     for text in (axes.get_xlabel(), *([] if ticks_have_names else [axes.get_ylabel()])):

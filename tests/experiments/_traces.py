@@ -1,4 +1,4 @@
-"""A trace as a run leaves it."""
+"""A trace like the one a run writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from experiments.traces import Traced
 
 
 def trace_of(iterations: int, wait: float) -> list[Traced]:
-    """Of two ranks: 1 s forward, 2 s backward, 0.5 s to pack, a wait, and 0.5 s to update."""
+    """Return a trace of two ranks: 1 s forward, 2 s backward, 0.5 s to pack, a wait, and 0.5 s to update."""
     spans = []
     for rank in range(2):
         now = 0.1 * rank

@@ -1,4 +1,4 @@
-"""All experiments in one command: what is left to do, for how long, and that it goes on where it was stopped."""
+"""All experiments in one command: the work and the time that are left, and resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_command_goes_on_where_it_was_stopped(tmp_path: Path, capsys: pytest.C
     with pytest.raises(KeyboardInterrupt):
         run_all(THREE, state, Console(), run)
     assert run_all(THREE, state, Console(), run) == ["c"]
-    # b was begun: runs that it has kept are not forgotten. c failed: it is tried again, and goes on.
+    # b was begun: the runs that it has kept are reused. c failed: it is tried again, and resumes.
     assert run_all(THREE, state, Console(), run) == ["c"]
     assert ran == [("a", True), ("b", True), ("b", False), ("c", True), ("c", False)]
     assert [name for name, one in json.loads(state.read_text()).items() if "minutes" in one] == ["a", "b"]

@@ -1,4 +1,4 @@
-"""The codecs' benchmark: that torch's versions say what ours say, the rows, the targets, the figure; a real run."""
+"""The codecs' benchmark: torch's versions agree with ours, the rows, the targets, the figure; a real run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_torchs_versions_say_what_ours_say(name: str, operation: str) -> None:
         buffers.reset()
         some["encode"]()
         some[operation]()
-    # A value may lie between two levels, and be rounded up by one and down by the other.
+    # A value may be between two levels, and be rounded up by one version and down by the other.
     level = {"bf16": 2.0**-8, "int8": 1 / 127, "int4": 1 / 7}[name] * own.original.abs().max()
     assert (own.values - torchs.values).abs().max() <= level * 1.001
     assert torch.isclose(own.values, torchs.values).float().mean() > 0.99
@@ -169,7 +169,7 @@ def test_a_quick_run_leaves_its_files(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", bench_codecs.__name__, *words]
     done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "…" not in done.stdout  # all fits
+    assert "…" not in done.stdout  # everything fits
     rows = load(tmp_path / "bench_codecs.csv")
     assert [row["size"] for row in rows] == 7 * ["cache"] + 7 * ["memory"]
     assert {path.name for path in tmp_path.iterdir()} == {

@@ -42,7 +42,7 @@ def test_all_ranks_get_the_same_row_for_every_contender() -> None:
 
 
 def _trained(ranks: Ranks) -> dict[str, list[float]]:
-    """The weights that each loop comes to in one iteration, which is the same update for all that communicate."""
+    """Return each loop's weights after one iteration, whose update is the same for all loops that communicate."""
     torch.manual_seed(0)
     loops = make_loops(nn.Linear(3, 2), ranks)
     images, labels = torch.full((4, 3), 1.0 + ranks.rank), torch.tensor([0, 1, 1, 1])

@@ -1,4 +1,4 @@
-"""What predictions cost: the rows of a quick run, and what they say of memory."""
+"""The cost of predictions: the rows of a quick run, and their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ring's benchmark: rows of a real run of two ranks, the formulas of a row, and what the figure shows."""
+"""The ring's benchmark: rows of a real run of two ranks, the formulas of a row, and the figure."""
 
 from __future__ import annotations
 

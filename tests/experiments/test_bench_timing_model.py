@@ -1,4 +1,4 @@
-"""How fast the timing model answers: a quick run has a row for every case."""
+"""The timing model's benchmark: a quick run has a row for every case."""
 
 from __future__ import annotations
 

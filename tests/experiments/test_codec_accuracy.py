@@ -1,4 +1,4 @@
-"""Accuracy of codecs: what is run, what is kept and made again, the rows, the figure; and a real run."""
+"""Accuracy of codecs: the runs, those kept and those made again, the rows, the figure; and a real run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_row_has_all_seeds_and_differences_of_the_same_seeds() -> None:
     assert int8["difference_lowest_points"] == pytest.approx(-0.3)
     assert int8["bits_per_value"] == pytest.approx(1506 * 8 / 1500)  # 2 (p-1)/p = 1.5
     assert by_codec["fp32"]["wire_bytes_to_fp32"] == 1.0
-    assert sign["difference_to_fp32_points"] == pytest.approx(-9.0)  # of seed 1, which both have
+    assert sign["difference_to_fp32_points"] == pytest.approx(-9.0)  # for seed 1, which both have
     assert sign["failures"] == "seed 0: rank 2: it broke"
     numbers = [name for name in topk if name.startswith(("accuracy", "difference", "wire", "bits"))]
     assert {topk[name] for name in numbers} == {None}

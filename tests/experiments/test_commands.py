@@ -1,4 +1,4 @@
-"""Options of the experiments: what is wrong is said in one line, and full results are safe from partial runs."""
+"""Options of the experiments: errors take one line, and partial runs cannot overwrite full results."""
 
 from __future__ import annotations
 

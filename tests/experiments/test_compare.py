@@ -1,4 +1,4 @@
-"""The comparison: from words to contenders, from runs to cells, from cells to rows; stopped and continued; for real."""
+"""The comparison: from arguments to contenders, from runs to cells, from cells to rows; resumed; for real."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def failed(contender: str, index: int) -> Cell:
     return Cell(contender=contender, index=index, started="2026-11-21", failure="rank 2: it broke")
 
 
-# Words
+# Arguments
 
 
 def test_all_contenders_are_compared_by_default_and_others_can_be_added() -> None:
@@ -161,7 +161,7 @@ def test_the_limit_of_the_wire_is_that_of_a_ring_at_the_slowest_link() -> None:
 @pytest.mark.parametrize(
     ("servers", "beside", "gradients"),
     [
-        (1, True, 3.0),  # of 7.2 MB through the busiest card, each way: the server's, from three workers
+        (1, True, 3.0),  # times 7.2 MB through the busiest NIC, each way: the server's, from three workers
         (2, True, 1.5),
         (4, True, 0.75),
         (1, False, 3.0),
@@ -200,7 +200,7 @@ def test_what_differs_between_clusters_shows_in_their_names() -> None:
 
 
 def write_run(folder: Path, lines: Sequence[tuple[float, float | None]], paces: list[float]) -> None:
-    """A run whose iterations took these seconds, with these accuracies after them."""
+    """Write a run whose iterations took these seconds, with these accuracies after them."""
     names = ("compute", "communication", "exposed", "update")
     text = "".join(
         json.dumps(
@@ -311,7 +311,7 @@ def test_a_stopped_comparison_continues_with_what_is_missing(
     assert ran[3:] == [("ddp", 1), ("local", 1)]
     assert [(one.contender, one.index) for one in done] == [(one.name, index) for one, index in todo]
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert done[0].failure == "rank 2: it broke"  # it is a result as well
+    assert done[0].failure == "rank 2: it broke"  # a failure is a result as well
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("1/4 local, 0: failed: rank 2: it broke")
     assert [line.split(":")[0] for line in said[2:]] == ["3/4 ddp, 1", "4/4 local, 1"]
@@ -323,7 +323,7 @@ def test_a_stopped_comparison_continues_with_what_is_missing(
 
 
 def compared() -> tuple[list[Contender], list[Cell]]:
-    """Three rounds on a machine that becomes half as fast and recovers."""
+    """Return three rounds on a machine that becomes half as fast and recovers."""
     base = {"local": 0.2, "ps-sync": 2.0, "ddp": 0.6, "width 2, ring": 0.5, "width 2, native": 0.48}
     cells = [cell(name, i, seconds * drift) for name, seconds in base.items() for i, drift in enumerate((1, 2, 1.2))]
     cells[8] = failed("ddp", 2)
@@ -340,7 +340,7 @@ def test_ratios_are_of_the_same_round() -> None:
     assert [ddp[f"ratio_to_local_{name}"] for name in ("median", "low", "high")] == pytest.approx([3.0] * 3)
     assert ring["ratio_to_ddp_median"] == pytest.approx(0.5 / 0.6)
     assert ring["iteration_median_s"] == pytest.approx(0.6)  # of 0.5, 1.0 and 0.6
-    # The wire takes longer than local in all rounds.
+    # The wire takes longer than local training in all rounds.
     assert [ring[f"ratio_to_limit_{name}"] for name in ("low", "median", "high")] == pytest.approx(
         [0.5 / WIRE, 0.6 / WIRE, 1.0 / WIRE]
     )
@@ -426,7 +426,7 @@ def test_the_table_and_the_notes_show_what_failed(capsys: pytest.CaptureFixture[
     lines = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
     assert "failed" in lines["ddp fp16"]
     assert "MISSED" in lines["width 2, ring"]
-    assert "…" not in "".join(lines.values())  # all fits
+    assert "…" not in "".join(lines.values())  # everything fits
     notes = iteration_times.notes(rows(), cells, CLUSTER)
     assert notes[-2:] == [
         "ddp failed, round 2: rank 2: it broke",
@@ -514,7 +514,7 @@ def test_runs_that_were_evaluated_once_are_bars_that_end_at_their_seconds() -> N
     assert [label.get_text() for label in axes.get_yticklabels()] == ["DDP", "no network at all"]
 
 
-# For real
+# A real run
 
 
 def run_compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -533,13 +533,13 @@ def test_a_real_comparison_measures_keeps_its_cells_and_says_what_failed(tmp_pat
     assert list(by_name) == ["width 2, ring", "diverging"]
     ring, diverging = by_name.values()
     assert ring["iteration_median_s"] > 0
-    assert ring["wire_bytes"] >= 4 * (64 * 64 + 64 + 64 * 10 + 10)  # 2 (p-1)/p of it is all of it
+    assert ring["wire_bytes"] >= 4 * (64 * 64 + 64 + 64 * 10 + 10)  # 2 (p-1)/p of the buffer is all of it
     assert diverging["iteration_median_s"] is None
     assert "holds a NaN or an infinity" in diverging["failures"]
     manifest = json.loads((tmp_path / "out" / "compare_digits_2x200mbit.manifest.json").read_text())
     assert [link["rate"] < 200e6 for link in manifest["links_measured"]] == [True, True]
     assert (tmp_path / "out" / "compare_digits_2x200mbit.png").stat().st_size > 0
-    # Only the cells and their logs are kept; the second time nothing is run.
+    # Only the cells and their logs are kept; the second time, nothing is run.
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
     assert sorted(path.suffix for path in kept) == [".json"] * 3 + [".log"] * 2
     again = run_compare(tmp_path, *words)

@@ -1,4 +1,4 @@
-"""What a listener gets is read from real packets; the training itself needs root and is the experiment's."""
+"""Packets in a tcpdump file are counted by protocol; the training itself needs root and is left to the experiment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipesgd.errors import UserInputError
 
 
 def recorded(*protocols: int, payload: bytes = b"") -> bytes:
-    """A file of tcpdump with one IPv4 packet of each of these protocols."""
+    """Return a file of tcpdump with one IPv4 packet of each of these protocols."""
     file = struct.pack("=IHHiIII", 0xA1B2C3D4, 2, 4, 0, 0, 262144, 1)
     for protocol in protocols:
         packet = bytes(12) + b"\x08\x00" + bytes(9) + bytes([protocol]) + bytes(10) + payload

@@ -1,4 +1,4 @@
-"""Faults: what counts as a miss, what is seen of processes and files, and one fault done to real ranks."""
+"""Faults: the definition of a miss, what is observed of processes and files, and one fault done to real ranks."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_options_name_faults_that_there_are(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    """A stage with nothing on it."""
+    """Open an empty stage."""
     with Stage(tmp_path, deadline=5.0) as stage:
         yield stage
 

@@ -25,7 +25,7 @@ DERIVED: dict[str, tuple[PaperFigure, Callable[[], list[Row]]]] = {
 
 @pytest.mark.parametrize("name", list(DERIVED))
 def test_the_saved_table_is_what_comes_out_of_the_results_now(name: str) -> None:
-    """If this fails, a result or a formula has changed: `python -m experiments.figNN_...` makes the table again."""
+    """A failure means that a result or a formula changed: `python -m experiments.figNN_...` makes the table again."""
     figure, compute = DERIVED[name]
     saved, now = figure.table(), compute()
     assert len(saved) == len(now)

@@ -1,4 +1,4 @@
-"""A slice of the fuzz program on every kind of input; and what it takes for a failure."""
+"""A slice of the fuzz program on every kind of input, and its definition of a failure."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.
         fuzz.compute({"planted": 5}, 0, path, Console(quiet=True))
     assert [json.loads(line).get("index") for line in path.read_text().splitlines()] == [None, 0, 1]
     with path.open("a") as file:
-        file.write('{"target": "plan')  # killed while it wrote
+        file.write('{"target": "plan')  # as if it was killed while it wrote
     outcomes = fuzz.compute({"planted": 5}, 0, path, Console(quiet=True))
     assert [one["index"] for one in outcomes] == [0, 1, 2, 3, 4]
     assert len(tried) == 3 + 3

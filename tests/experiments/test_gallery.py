@@ -1,4 +1,4 @@
-"""The gallery is what the results draw now, and nothing that has a figure is forgotten."""
+"""The gallery shows the current results, and no figure is missing from it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from experiments.results import RESULTS
 pytestmark = pytest.mark.slow
 
 MOST_DIFFERENT = 0.002
-"""Mean difference of two pictures of the same figure, of 1: fonts may move by a pixel between versions."""
+"""Mean difference of two pictures of one figure, as a fraction of 1: fonts may move by a pixel between versions."""
 DRAWN = [one for one in gallery.FIGURES if (RESULTS / one.file).exists()]
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    """If this fails: `make figures`."""
+    """After a change of the results, `make figures` writes the page again."""
     assert (gallery.DOCS / gallery.PAGE).read_text(encoding="utf-8") == gallery.page()
     pictures = {path.stem for path in (gallery.DOCS / gallery.PICTURES).glob("*.png")}
     assert pictures == {one.name for one in DRAWN}
 
 
 def different(first: Path, second: Path) -> float:
-    """By how much of 1 the pixels of two pictures differ on average; 1 if they have other sizes."""
+    """Return the mean difference of two pictures' pixels, as a fraction of 1; 1 if their sizes differ."""
     before, after = imread(first), imread(second)
     return float(np.abs(before - after).mean()) if before.shape == after.shape else 1.0
 
 
 @pytest.mark.parametrize("figure", DRAWN, ids=lambda figure: figure.name)
 def test_the_pictures_are_those_of_the_results(figure: PaperFigure, tmp_path: Path) -> None:
-    """If this fails: `make figures`."""
+    """After a change of the results, `make figures` draws the pictures again."""
     picture = figure.save(figure.table(), tmp_path, dpi=gallery.DPI)
     assert different(picture, gallery.DOCS / gallery.PICTURES / picture.name) < MOST_DIFFERENT
 

@@ -1,4 +1,4 @@
-"""Finding the rank to kill, waiting for it, and reading what a restarted run says; real processes, no training."""
+"""Finding the rank to kill, waiting for it, and reading the lines of a restarted run; real processes, no training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.kill_and_resume import RESUMED, appears, ends_within, pids_of_r
 
 @pytest.fixture
 def waiting() -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a rank that ends when its input does."""
+    """Start a process with a rank that ends when its input does."""
     words = [sys.executable, "-c", "input()"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, "RANK": "3"}) as process:
         yield process

@@ -48,7 +48,7 @@ def test_who_is_killed_while_resuming_was_killed_in_training_before() -> None:
 
 
 Role = Callable[[tuple[int, int]], None]
-"""What a forked rank does; the pipe says when the other rank can take a signal."""
+"""Function that a forked rank runs; the pipe says when the other rank can take a signal."""
 
 
 def _be_killed(pipe: tuple[int, int]) -> None:
@@ -77,7 +77,7 @@ def _exit(code: int) -> Callable[..., None]:
         ((_be_killed, _stay(signal.SIG_IGN)), True, 1),
         ((_be_killed, _stay(signal.SIG_IGN)), False, None),  # the survivor hangs
         ((_stay(signal.SIG_IGN), _stay(signal.SIG_IGN)), False, None),  # the kill does not hit, and all hang
-        ((_be_killed, _stay(_exit(2))), False, None),  # the survivor ends as no survivor should
+        ((_be_killed, _stay(_exit(2))), False, None),  # the survivor ends with an unexpected code
         ((_stay(signal.SIG_IGN), _exit(1)), True, None),  # rank 0 is killed because another one failed
     ],
 )
@@ -118,9 +118,9 @@ def _run_forked(ranks: Ranks, folder: Path, kills: list[Kill]) -> int | None:
 
 
 def test_a_run_that_is_killed_in_a_checkpoint_and_while_resuming_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    """From a process of its own: autograd refuses to work in a fork of one that has used it, as tests before have."""
+    """The run has its own process: autograd refuses to work in a fork of one that used it, as earlier tests did."""
     kills = [
-        Kill(phase="checkpoint", rank=1, call=1, seconds=60.0, all_ranks=False),  # at the end of the call, that is
+        Kill(phase="checkpoint", rank=1, call=1, seconds=60.0, all_ranks=False),  # takes effect at the end of the call
         Kill(phase="resume", rank=0, call=0, seconds=60.0, all_ranks=True),
     ]
     outcomes = []

@@ -1,4 +1,4 @@
-"""Figures of the paper that measure for themselves: what they make of a measurement, and what their panels say."""
+"""Figures of the paper with their own measurements: the evaluation of a measurement, and the panels."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_it_is_stored_without_output_and_holds_no_logic(path: Path) -> None:
         assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, LOGIC)]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # those of Jupyter's own packages
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by Jupyter's own packages
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)

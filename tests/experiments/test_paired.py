@@ -1,4 +1,4 @@
-"""Turns and statistics of paired measurements, against cases worked out by hand."""
+"""Turns and statistics of paired measurements, checked against cases worked out on paper."""
 
 from __future__ import annotations
 

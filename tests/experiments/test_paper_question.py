@@ -1,4 +1,4 @@
-"""The paper's question: a quick run answers it, and its answers are what is known without the model."""
+"""The paper's question: a quick run answers it, and the answers agree with results that need no model."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_a_quick_run_answers_for_every_network_and_spread(tmp_path: Path) -> Non
 
 
 def test_speed_ups_are_those_of_the_formulas_where_the_network_is_all() -> None:
-    """Large gradients, hardly any computation: a server beside a worker gets and gives three gradients, or five with
-    what it serves in turn; the ring 3/2."""
+    """Gradients are large, and computation is negligible: a server next to a worker gets and gives three gradients, or
+    five with those that it serves in turn; the ring sends 3/2."""
     rows = compute(["alexnet"], [2.0**-10])
     by_method = {row["method"]: row for row in rows}
     assert by_method["ps-sync"]["speed_up"] == 1

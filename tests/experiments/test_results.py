@@ -1,4 +1,4 @@
-"""What ``save`` leaves behind can be read back, says where it comes from, and gives nothing of this machine away."""
+"""Files written by ``save`` can be read back, say where they come from, and reveal nothing about this machine."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_a_quoted_command_does_not_say_where_its_results_were_written(word: str)
 
 
 COMPARISONS = ["accuracy_*.manifest.json", "compare_*x*.manifest.json"]
-"""Results whose commands have arguments with blanks in them: names of contenders."""
+"""Results whose commands have arguments with spaces in them: names of contenders."""
 
 
 @pytest.mark.parametrize("name", sorted(path.name for glob in COMPARISONS for path in RESULTS.glob(glob)))
 def test_the_command_of_a_comparison_can_be_typed_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare_plan, "_measures", lambda *_: (7_000_000, 29))  # what data and model say: no words
+    monkeypatch.setattr(compare_plan, "_measures", lambda *_: (7_000_000, 29))  # set by data and model
     python, option, module, *words = shlex.split(command_of(json.loads((RESULTS / name).read_text())))
     assert (python, option, module) == ("python", "-m", "experiments.compare")
     compare_plan.parse([*words, "--output", str(tmp_path)], by_torchrun=False)

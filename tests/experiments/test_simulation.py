@@ -1,4 +1,4 @@
-"""Simulated ranks against real ones."""
+"""Simulated ranks compared with real ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _batches(rank: int) -> list[Any]:
 
 
 def _model() -> nn.Module:
-    """With batch norm, whose buffers are a rank's own, and more values than an int8 block has."""
+    """Build a model with batch norm, whose buffers are each rank's own, and more values than an int8 block has."""
     torch.manual_seed(3)
     mlp = build_model("mlp", sample_shape=(1, 8, 8), num_classes=10, hidden_sizes=(64, 64))
     return nn.Sequential(nn.BatchNorm2d(1), mlp)
@@ -72,7 +72,7 @@ def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[list[float],
 
 @pytest.fixture(scope="module")
 def real() -> dict[str, list[tuple[list[float], dict[str, Tensor]]]]:
-    """By case, what each of four real ranks came to."""
+    """Train on four real ranks; return losses and weights of each rank, by case."""
     results = run_ranks(4, _train, list(CASES.values()))
     return {name: [of_rank[index] for of_rank in results] for index, name in enumerate(CASES)}
 
@@ -86,7 +86,7 @@ def test_simulated_ranks_are_real_ones_bit_for_bit(case: str, real: dict[str, An
     for rank, (of_rank, weights) in enumerate(real[case]):
         assert [of_ranks[rank] for of_ranks in losses] == of_rank
         for name, value in model.state_dict().items():
-            if "running" in name:  # their sum is taken in another order
+            if "running" in name:  # sums taken in another order
                 torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-6)
             else:
                 assert torch.equal(value, weights[name]), name

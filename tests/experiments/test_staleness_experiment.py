@@ -1,4 +1,4 @@
-"""What staleness costs: what is run, the rows, the summary and its verdicts, the figure; and a real run."""
+"""The cost of staleness: the runs, the rows, the summary and its verdicts, the figure; and a real run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_run_is_one_that_pipesgd_makes_and_no_two_are_alike() -> None:
     planned = plan(list(WORKLOADS), list(OPTIMIZERS), list(METHODS), MULTIPLES, 2)
     assert len({one.words for one in planned}) == len(planned)
     assert {one.optimizer for one in planned} == set(OPTIMIZERS)
-    for one in planned[::19]:  # of every method, as 19 and their number have no common divisor
+    for one in planned[::19]:  # covers every method, as 19 and the number of runs have no common divisor
         arguments, _ = compared_prediction(one.words.split())
         config = parse_training(arguments)
         assert config.optimization.lr == one.lr
@@ -108,7 +108,7 @@ def test_methods_are_judged_at_the_best_rate_of_synchronous_training() -> None:
 
 
 def test_the_default_must_be_stable_up_to_half_of_synchronous_trainings_limit() -> None:
-    """A seed fails that diverges, or ends below 0.9 of the best synchronous accuracy: here 0.79 does."""
+    """A seed fails if it diverges, or ends below 0.9 of the best synchronous accuracy: here 0.79 does."""
     summary = {row["method"]: row for row in summarize(rows())}
     base = WORKLOADS["mlp"].optimizers["sgd"]
     assert [summary[method]["stable_up_to_lr"] for method in ACCURACIES] == [2 * base, base, base, base / 2]

@@ -1,4 +1,4 @@
-"""How figures look: one colour a method, whatever the user's own style is."""
+"""The style of figures: one colour per method, whatever the user's own style is."""
 
 from __future__ import annotations
 

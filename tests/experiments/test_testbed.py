@@ -1,4 +1,4 @@
-"""The emulated cluster: real namespaces and links, real kills. What is skipped needs more rights, and says so."""
+"""The emulated cluster: real namespaces and links, real kills. Skipped tests name the rights that they need."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAST = testbed.Link(rate=1e9)
 
 @functools.cache
 def obstacle(delays: bool) -> str | None:
-    """Why there can be no testbed here."""
+    """Return the reason that no testbed can run here; None if one can."""
     try:
         if delays:
             testbed.Testbed(nodes=2, link=testbed.Link(rate=1e9, latency=1e-3)).close()
@@ -51,7 +51,7 @@ def obstacle(delays: bool) -> str | None:
 
 @pytest.fixture
 def cluster() -> Iterator[Callable[..., testbed.Testbed]]:
-    """Makes testbeds that are closed at the end."""
+    """Yield a function that makes testbeds, which are closed at the end."""
     with contextlib.ExitStack() as stack:
 
         def make(nodes: int, link: testbed.Link, **options: dict[int, float]) -> testbed.Testbed:
@@ -63,13 +63,13 @@ def cluster() -> Iterator[Callable[..., testbed.Testbed]]:
 
 
 def on(bed: testbed.Testbed, node: int, program: str, *arguments: object) -> subprocess.Popen[str]:
-    """Python's ``program`` on a node; what it prints can be read."""
+    """Start Python's ``program`` on a node, with its output in a pipe."""
     words = [sys.executable, "-I", "-S", "-c", program, *map(str, arguments)]
     return bed.start(node, words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    """All that it prints, once it has ended well."""
+    """Wait until the process has ended without an error; return all that it printed."""
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     return text
@@ -213,7 +213,7 @@ print(time.perf_counter() - begin)
 
 
 def pour(bed: testbed.Testbed, node: int, to: int, nbytes: int) -> float:
-    """Seconds until ``nbytes`` from one node have arrived on the other."""
+    """Return the seconds until ``nbytes`` from one node have arrived on the other."""
     sink = on(bed, to, SINK)
     assert sink.stdout is not None
     assert sink.stdout.readline() == "listening\n"
@@ -259,7 +259,7 @@ def test_a_token_bucket_limits_both_directions(cluster: Callable[..., testbed.Te
     bed = cluster(3, FAST, slow_nodes={2: 8e6})
 
     def least(rate: float) -> float:
-        """A bucket at each end of each link may be full when the stream begins."""
+        """Return the fewest possible seconds; a bucket at each end of each link may be full when the stream begins."""
         return (nbytes - 4 * links.burst(rate)) / (rate / 8)
 
     assert pour(bed, 2, 0, nbytes) >= least(8e6) > 0
@@ -358,7 +358,7 @@ def test_a_node_that_is_not_there_is_named(cluster: Callable[..., testbed.Testbe
 
 
 def large_piece(packets: int, size: int, last: int) -> bytes:
-    """What the kernel hands over: TCP over IPv4, with a checksum that is not finished, and all flags that matter."""
+    """Return a piece as the kernel passes it on: TCP over IPv4, with an unfinished checksum and all relevant flags."""
     payload = bytes(index % 251 for index in range((packets - 1) * size + last))
     ethernet = bytes(12) + b"\x08\x00"
     length = 40 + len(payload)
@@ -380,7 +380,7 @@ def test_a_piece_without_some_packets_is_the_other_packets(packets: int, size: i
         ip, tcp, content = part[24:44], part[44:64], part[64:]
         assert (kind, part_size) == ((1, size) if len(content) > size else (0, 0))
         assert struct.unpack("!H", ip[2:4])[0] == 40 + len(content)
-        assert sum(struct.unpack("!10H", ip)) % 0xFFFF == 0  # the checksum's own definition
+        assert sum(struct.unpack("!10H", ip)) % 0xFFFF == 0  # by the definition of the checksum
         pseudo_header = (*struct.unpack("!4H", ip[12:20]), 6, 20 + len(content))
         assert sum(pseudo_header) % 0xFFFF == struct.unpack("!H", tcp[16:18])[0] % 0xFFFF
         begin = (struct.unpack("!I", tcp[4:8])[0] + 100) % 2**32
@@ -452,7 +452,7 @@ def test_packets_are_lost_as_often_as_asked(cluster: Callable[..., testbed.Testb
     assert counter.stdout is not None
     assert counter.stdout.readline() == "listening\n"
     while said(on(bed, 0, CONNECT, bed.address(1), 60)) != "reached\n":
-        pass  # addresses are asked for in packets, too
+        pass  # addresses are asked for in packets too
     said(on(bed, 0, THROW, bed.address(1), 200))
     count = int(counter.communicate("")[0])
     assert 60 <= count <= 140  # of 200: five standard deviations
@@ -531,11 +531,11 @@ def test_training_runs_over_the_links(cluster: Callable[..., testbed.Testbed], t
         assert received > least
 
 
-# ---- how it ends ----
+# ---- the end of a testbed ----
 
 
 def all_end(handles: list[int]) -> bool:
-    """Whether all processes end within a minute; closes their handles."""
+    """Return True if all processes end within a minute; close their handles."""
     deadline = time.monotonic() + 60
     ended = [bool(select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0]) for handle in handles]
     for handle in handles:
@@ -544,7 +544,7 @@ def all_end(handles: list[int]) -> bool:
 
 
 def namespaces_of(pids: list[int]) -> set[str]:
-    """Those that these processes are in; one that has ended and waits to be waited for is in none."""
+    """Return the namespaces that these processes are in; a zombie, which nobody has waited for yet, is in none."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -578,10 +578,10 @@ def test_however_it_is_ended_nothing_is_left(number: int, code: int, line: str |
             assert process.poll() is None, (tmp_path / "err").read_text()
         family = descendants(process.pid)
         inside = namespaces_of(family) - namespaces_of([os.getpid()])
-        assert len(inside) >= 3  # of the switch and, at least, one node; and the process namespace
+        assert len(inside) >= 3  # of the switch and at least one node, and the process namespace
         handles = [os.pidfd_open(pid) for pid in family]
         if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as the terminal does
+            os.killpg(process.pid, number)  # as a terminal does
         else:
             process.send_signal(number)
         assert process.wait(60) == code
@@ -595,7 +595,7 @@ def test_however_it_is_ended_nothing_is_left(number: int, code: int, line: str |
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="all other tests show it: they are run by an ordinary user")
 def test_an_ordinary_user_can_have_one(tmp_path: Path) -> None:
-    # Python, its packages and the project may be where an ordinary user cannot enter: he gets them mounted elsewhere.
+    # Python, its packages and the project may be where an ordinary user has no access, so they are mounted elsewhere.
     folder = Path(tempfile.mkdtemp())
     sources = {"python": sys.base_prefix, "packages": sysconfig.get_path("purelib"), "project": str(REPOSITORY)}
     for name in sources:

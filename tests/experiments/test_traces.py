@@ -1,4 +1,4 @@
-"""Traces: what an iteration is cut into."""
+"""Traces: the parts that an iteration is divided into."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_an_iteration_is_cut_into_parts_that_sum_to_it() -> None:
 
 
 def test_a_wait_within_a_backward_pass_is_no_part_of_it() -> None:
-    """As ddp has it, which waits for its last buckets there."""
+    """DDP has such waits: it waits for its last buckets in the backward pass."""
     spans = [one for one in trace_of(5, wait=0.0) if one.what != "wait"]
     backward = [one for one in spans if one.what == "backward"]
     waits = [dataclasses.replace(one, what="wait", start=one.start + 0.5, seconds=1.5) for one in backward]

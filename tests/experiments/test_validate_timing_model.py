@@ -1,4 +1,4 @@
-"""Predictions against measurements: what is measured, what is made of it; and a real setting."""
+"""Predictions compared with measurements: the cells, their evaluation, and a real setting."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow
 def cell(
     predicted: float, measured: tuple[float, float], *, codec: str = "fp32", chosen: bool = False, drift: float = 1.0
 ) -> dict[str, Any]:
-    """All of it computation."""
+    """Return a cell whose time is all computation."""
     corrected = predicted * drift
     return {
         "codec": codec,
@@ -112,7 +112,7 @@ def test_a_larger_model_computes_in_proportion() -> None:
 
 
 def test_what_the_machine_does_slower_is_in_the_raw_errors_alone() -> None:
-    """All cells are exact but for a machine that has become a quarter slower."""
+    """All cells are exact, except that the machine has become a quarter slower."""
     cells = {"--codec fp32": cell(1.0, (1.25, 1.25), drift=1.25), "--codec int8": cell(2.0, (2.5, 2.5), drift=1.25)}
     found = {"far": Measured(commit=None, profile="", cells=cells, extrapolated=True, final={})}
     rows = tabulate(found)
@@ -214,7 +214,7 @@ def test_a_real_setting_is_predicted_and_then_measured(tmp_path: Path) -> None:
     (tmp_path / "kept.toml").write_text(run["profile"])
     assert Profile.load(tmp_path / "kept.toml").provenance.keys().isdisjoint(PRIVATE)
     assert str(tmp_path.parent) not in run["profile"]
-    # As if it had been cut off before the choice was judged, with another cell the fastest.
+    # The file is as if the run had been cut off before the choice was judged, with another cell the fastest.
     fastest = next(cell for cell in run["cells"].values() if not cell["chosen"])
     fastest |= {"round_0_s": 1e-6, "round_1_s": 1e-6}
     kept.write_text(json.dumps({QUICK.name: run | {"final": None}}))
@@ -232,7 +232,7 @@ def test_a_real_setting_is_predicted_and_then_measured(tmp_path: Path) -> None:
 
 
 def test_what_was_disturbed_is_measured_once_more_after_the_others() -> None:
-    """What was disturbed less counts, which need not be the second time."""
+    """The less disturbed measurement counts, which need not be the second one."""
     order: list[str] = []
 
     def measured(name: str, *stolen: float) -> Callable[[], dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Ranks that are told to stop find the iteration that all can reach; here they are threads that keep in step."""
+"""Ranks that are told to stop agree on the first iteration that all can reach; here they are threads in step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_ranks_in_step_all_stop_after_the_same_iteration_whenever_each_learns_of
     for thread in threads:
         thread.start()
     places = []
-    for rank, farewell in enumerate(farewells):  # one after the other learns of it, at least 100 iterations later
+    for rank, farewell in enumerate(farewells):  # one after another learns of it, at least 100 iterations apart
         with changed:
             goal = begun[rank] + 100
             assert changed.wait_for(lambda: min(begun) >= goal or rank > 0, 20)  # noqa: B023 (waited for here)

@@ -1,4 +1,4 @@
-"""Who is alive and who is awaited: decided on a clock of the test's own."""
+"""Decisions about who is alive and who is awaited, on a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def beat(count: int, phase: str = "compute", *, waiting: bool = False, seconds: 
 
 
 def rank_0(rounds: int, *, missing: int | None = None, since: int = 0) -> Liveness:
-    """Rank 0 of 3, after ``rounds`` rounds of a second in which all ranks but ``missing`` have given heartbeats."""
+    """Return rank 0's view of 3 ranks after ``rounds`` rounds of a second with heartbeats of all but ``missing``."""
     liveness = Liveness(0, 3, now=0.0)
     for now in range(rounds + 1):
         liveness.wake(now)
@@ -98,7 +98,7 @@ def test_news_of_ranks_that_do_not_exist_are_left_out() -> None:
 
 
 def test_rank_0_is_not_missed_once_it_has_ended_as_it_should() -> None:
-    """The others took it for hung when they went on for longer than the timeout."""
+    """The other ranks used to take rank 0 for hung if they continued for longer than the timeout."""
     standing, first, second = Standing(), Liveness(0, 2, now=0.0), Liveness(1, 2, now=0.0)
     standing.enter(LEFT, 1.0)
     first.saw(0, standing.beat(1.0), 1.0)
@@ -143,7 +143,7 @@ def test_a_stall_is_said_again_after_as_many_seconds_and_not_before() -> None:
 
 
 def end_of_wait(beats: Callable[[int], dict[int, Beat]]) -> int:
-    """Seconds after which a wait with a timeout of 5 s and at most 50 s for a phase ends; 1000 if it goes on."""
+    """Return the seconds until a wait with a timeout of 5 s and at most 50 s per phase ends; 1000 if it does not."""
     patience = Patience(timeout=5.0, longest=50.0, now=0.0)
     for now in range(1, 1000):
         patience.saw(beats(now), now)

@@ -1,4 +1,4 @@
-"""The store's calls have deadlines, and what is read from it is checked."""
+"""The store's calls have deadlines, and values read from it are checked."""
 
 from __future__ import annotations
 

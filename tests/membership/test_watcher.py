@@ -1,4 +1,4 @@
-"""The watcher's thread, over a store in memory: who learns of what, and how a rank's own process goes on."""
+"""The watcher's thread, over a store in memory: which ranks learn of what, and how their own processes continue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEADLINE = 20.0
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats a hundred times as fast, on the same rules."""
+    """Make heartbeats a hundred times as fast, by the same rules."""
     monkeypatch.setattr(watcher, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(heartbeat, "SILENT_SECONDS", 0.3)
@@ -53,7 +53,7 @@ def test_the_cause_is_a_rank_that_has_not_lost_another_failed_one(reports: Any, 
 
 
 class Watching:
-    """Ranks in one process, each with its watcher."""
+    """A job's ranks in one process, each with its own watcher."""
 
     def __init__(self, world_size: int, timeout: float = 0.5):
         self.store = dist.HashStore()
@@ -147,7 +147,7 @@ def test_an_exchange_that_may_take_long_ends_when_the_watcher_finds_a_rank_lost(
 
 
 def _lost_while_it_compiles(ranks: Ranks) -> str:
-    """Rank 1 gives no heartbeat, and takes longer to make its codec than rank 0 waits for it."""
+    """Start ranks of which rank 1 gives no heartbeat, and takes longer to make its codec than rank 0 waits for it."""
 
     def compiles_for_long(codec: object, device: object) -> None:
         ranks.store.wait(["rank 0 has given up"])
@@ -169,12 +169,12 @@ def _lost_while_it_compiles(ranks: Ranks) -> str:
 
 
 def test_a_rank_that_is_lost_while_it_compiles_is_not_waited_for_as_one_that_compiles() -> None:
-    """Rank 0 waited for 900 s: it began to watch only afterwards."""
+    """Rank 0 used to wait for 900 s, since it began to watch only afterwards."""
     assert "no word from rank 1 for" in run_ranks(2, _lost_while_it_compiles, timeout=2.0)[0]
 
 
 def test_a_rank_that_left_and_watches_again_is_missed_again(watching: Any) -> None:
-    """Its heartbeats still said that it had left."""
+    """The second run's heartbeats used to say that the rank had left."""
     job = watching(2, 30.0)
     job.watch(0)
     job.stops.pop(0)()
@@ -184,7 +184,7 @@ def test_a_rank_that_left_and_watches_again_is_missed_again(watching: Any) -> No
 
 
 def test_heartbeats_of_a_loop_of_ones_own_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They said "compilation of the codec" for the whole training."""
+    """Heartbeats used to say "compilation of the codec" for the whole training."""
     seen = []
     model = torch.nn.Linear(1, 1)
     with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1) as pipeline:
@@ -218,7 +218,7 @@ def told_to_stop(job: Watching, rank: int) -> None:
 def test_a_rank_that_is_silent_when_the_farewell_begins_is_waited_for(
     watching: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its heartbeat may be on its way: whoever had been stopped, or cut off, for a few seconds cost the checkpoint."""
+    """Its heartbeat may be on its way: a rank that was stopped or cut off for seconds used to cost the checkpoint."""
     monkeypatch.setattr(watcher, "FAREWELL_SILENCE", 10.0)
     job = watching(2, 30.0)
     job.watch(0)
@@ -313,7 +313,7 @@ def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a
     done = threading.Event()
 
     def work() -> None:
-        for iteration in range(8):  # four times the timeout, in all
+        for iteration in range(8):  # four times the timeout in total
             job.ranks[1].iteration = iteration
             done.wait(0.25)
         job.ranks[1].exchange("a value", 1)
@@ -353,7 +353,7 @@ def _one_fails_in_its_own_loop(ranks: Ranks) -> Any:
     model = torch.nn.Linear(2, 1)
     answer = None
     with (
-        contextlib.suppress(OSError),  # CommunicationError is one, too
+        contextlib.suppress(OSError),  # includes CommunicationError
         warnings.catch_warnings(action="ignore"),  # the gradient in flight is dropped
         Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, timeout=60.0, ranks=ranks) as pipeline,
     ):
@@ -363,7 +363,7 @@ def _one_fails_in_its_own_loop(ranks: Ranks) -> Any:
             raise OSError("the disk is full")
         model(torch.ones(1, 2)).sum().backward()
         try:
-            pipeline.step()  # rank 1 never comes, and lives
+            pipeline.step()  # rank 1 never comes, but is alive
         except CommunicationError as error:
             answer = type(error), str(error)
             ranks.store.set("rank 0 is done", "")

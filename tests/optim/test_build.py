@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name, and Muon with AdamW as one optimizer beside torch's two."""
+"""Optimizers and schedules by name, and Muon with AdamW as one optimizer, compared with torch's two."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ITERATIONS = 6
 
 
 def small_model() -> nn.Module:
-    """Two hidden matrices, three biases, a 4-D weight and an output layer."""
+    """Build a model of two hidden matrices, three biases, a 4-D weight and an output layer."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3)
@@ -32,7 +32,7 @@ def small_model() -> nn.Module:
 
 
 def parted(model: nn.Module) -> tuple[list[Parameter], list[Parameter]]:
-    """The hidden matrices of ``small_model``, and its other parameters."""
+    """Return the hidden matrices of ``small_model``, and its other parameters."""
     matrices = [model[2].weight, model[4].weight]
     return matrices, [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
 
@@ -49,7 +49,7 @@ def set_gradients(model: nn.Module, iteration: int) -> None:
 
 
 def train(model: nn.Module, step: Callable[[], Any], iterations: Sequence[int]) -> list[Tensor]:
-    """The weights after a step on the gradients of each of ``iterations``."""
+    """Return the weights after a step on the gradients of each of ``iterations``."""
     for iteration in iterations:
         set_gradients(model, iteration)
         step()
@@ -83,7 +83,7 @@ def test_every_optimizer_lowers_a_loss(name: str) -> None:
 
 
 def test_every_name_is_another_optimizer() -> None:
-    """No name falls through to another one's."""
+    """No name falls through to another optimizer."""
     results = []
     for name in OPTIMIZERS:
         model = small_model()
@@ -161,7 +161,7 @@ def test_a_pickled_model_and_optimizer_continue_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("load", ["neither", "the copy", "the original"])
 def test_a_deep_copy_holds_the_same_parameters_and_a_state_of_its_own(load: str) -> None:
-    """What a prediction needs: a copy steps ahead on weights that are put back, and the original knows nothing."""
+    """A prediction needs this: the copy steps ahead on weights that are put back, and the original is not affected."""
     whole = small_model()
     expected = train(whole, muon_with_adamw(whole).step, range(ITERATIONS))
 
@@ -213,7 +213,7 @@ def test_schedules_set_the_learning_rate_of_both(schedule: str) -> None:
 
 
 class Tied(nn.Module):
-    """A tied embedding, positions, a matrix between, and a norm after the last matrix."""
+    """A model with a tied embedding, positions, a matrix between them, and a norm after the last matrix."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loss scales against torch's own loop, and in a pipeline, where gradients arrive late; and autocast."""
+"""Loss scales compared with torch's own loop, and in a pipeline, where gradients arrive late; and autocast."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def gradscaler(growth_interval: int = 3) -> torch.amp.GradScaler:
 def _train(
     ranks: Ranks, kind: str, width: int, infinite: dict[int, list[int]], growth_interval: int
 ) -> tuple[dict[str, Tensor], list[float], list[int], list[float], list[str]]:
-    """Weights, the scale after every iteration, skipped iterations, losses, and hashes of the true weights."""
+    """Train; return weights, scale after every iteration, skipped iterations, losses, and true weights' hashes."""
     model, optimizer = network()
     scaler = gradscaler(growth_interval)
     strategy: Strategy
@@ -115,7 +115,7 @@ def test_with_ddp_all_ranks_skip_and_without_communication_only_one(kind: str) -
 
 @pytest.mark.parametrize(("width", "kind"), [(2, "local"), (3, "local"), (3, "none")])
 def test_what_is_infinite_at_one_scale_is_one_step_back_however_much_is_in_flight(width: int, kind: str) -> None:
-    """All that was computed before the first infinity came back was computed at the same scale."""
+    """All gradients computed before the first infinity came back were computed at the same scale."""
     blown = [*range(4, 4 + width), 12]
     results = run_ranks(3, _train, kind, width, {1: blown}, 100)
     first, second = 4 + width - 1, 12 + width - 1  # when they arrive
@@ -193,7 +193,7 @@ def test_a_resumed_pipeline_has_its_scale_and_its_infinities_in_flight(width: in
 
 
 def _flush_between_micro_batches(ranks: Ranks, infinite: bool) -> tuple[float, float]:
-    """Gradients of 1 in flight (or an infinity), 2 before a flush, and 3 after it: the weight, from 0 at rate 1."""
+    """Return weight and scale after gradients of 1 (or infinity) in flight, 2 before a flush, 3 after it, at rate 1."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     scaler = gradscaler()

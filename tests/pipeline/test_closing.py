@@ -1,4 +1,4 @@
-"""How a pipeline ends: nothing is lost, nothing is left behind, and nothing hangs."""
+"""The end of a pipeline: nothing is lost, nothing is left behind, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _end_in_different_ways(ranks: Ranks) -> dict[str, str]:
                     getattr(pipeline, way)()
         except KeyError:
             pass
-        pipeline.close()  # once more is harmless
+        pipeline.close()  # closing again is harmless
         hashes[way] = weights_sha256(model)
     return hashes
 
 
 def test_closing_applies_what_is_in_flight_and_leaves_true_weights_after_an_error() -> None:
-    """It used to leave predicted weights, which are another rank's own, and to drop the gradients in silence."""
+    """An error used to leave predicted weights, which differ by rank, and to drop the gradients silently."""
     results = run_ranks(2, _end_in_different_ways)
     assert results[0] == results[1]
     hashes = results[0]
@@ -142,7 +142,7 @@ def test_a_pipeline_that_cannot_be_made_leaves_no_file_descriptor_and_no_thread_
 
 
 def _interrupted(ranks: Ranks, interrupt: bool) -> tuple[list[tuple[int, ...]], Any, int, str]:
-    """Rank 0 gets a signal while it waits for gradient 2, which rank 1 brings only then."""
+    """Send rank 0 a signal while it waits for gradient 2, which rank 1 provides only after that."""
     model, pipeline = _make(ranks, width=2, prediction="none")
     applied, saved = [], None
 
@@ -154,7 +154,7 @@ def _interrupted(ranks: Ranks, interrupt: bool) -> tuple[list[tuple[int, ...]], 
 
     def send_signal() -> None:
         waiting.wait(20)
-        time.sleep(0.2)  # until it waits; earlier, it is interrupted all the same
+        time.sleep(0.2)  # so that rank 0 is waiting; if it is not yet, it is interrupted all the same
         os.kill(os.getpid(), signal.SIGUSR1)
 
     sender = threading.Thread(target=send_signal)
@@ -181,7 +181,7 @@ def _interrupted(ranks: Ranks, interrupt: bool) -> tuple[list[tuple[int, ...]], 
 
 
 def test_an_interrupted_wait_loses_no_gradient() -> None:
-    """Gradient 2 was in no state and never applied on rank 0."""
+    """Gradient 2 used to be in no state, and was never applied on rank 0."""
     (applied, saved, buffers, weights), (others_applied, *_, others_weights) = run_ranks(2, _interrupted, True)
     assert saved == (4, [2, 3])
     assert [iteration for of_call in applied for iteration in of_call] == [0, 1, 2, 3, 4]
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_not_finite_gives_its_buffer_back() -> None:
 
 
 def test_weights_that_changed_in_true_weights_are_not_replaced_by_stale_predictions() -> None:
-    """A step whose gradient keeps nothing left the previous prediction in the parameters."""
+    """A step that kept no gradient used to leave the previous prediction in the parameters."""
     model = nn.Linear(1, 1)
     pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, on_nonfinite="skip")
     for _ in range(2):
@@ -266,7 +266,7 @@ def _close_at_different_times(ranks: Ranks) -> list[str]:
 
 
 def test_close_waits_for_a_rank_that_closes_later() -> None:
-    """Its thread was still in gloo's barrier when the script ended, which aborts the process."""
+    """The closing rank's thread used to be in gloo's barrier still when the script ended, which aborts the process."""
     for names in run_ranks(2, _close_at_different_times):
         assert "pipesgd-communication" not in names
 
@@ -303,13 +303,13 @@ def _flush_interrupted(ranks: Ranks, then: str) -> str:
 
 @pytest.mark.parametrize("then", ["step", "load", "sum"])
 def test_a_flush_that_is_interrupted_and_not_repeated_is_over(then: str) -> None:
-    """The next flush took up its meeting again, while the other ranks were at another one."""
+    """The next flush used to resume the interrupted one's meeting, while the other ranks were at another one."""
     weights, others = run_ranks(2, _flush_interrupted, then)
     assert weights == others
 
 
 def test_an_interrupted_prediction_leaves_true_weights_and_no_gradient() -> None:
-    """The guess stayed in ``.grad``, to which the next backward pass added, and the predicted weights stayed, too."""
+    """Its guess used to stay in ``.grad``, to which the next backward pass added; the predicted weights stayed too."""
     model = nn.Linear(1, 1)
     pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), width=2)
     true = weights_sha256(model)

@@ -1,4 +1,4 @@
-"""When the guard falls back, and that all ranks do so in the same iteration."""
+"""The guard against divergence: its conditions, and ranks that all fall back in the same iteration."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_norm_that_is_not_finite_never_enters_the_mean(bad: float) -> None:
 
 
 def _infinite_now_and_then(ranks: Ranks) -> tuple[list[int], list[int]]:
-    """Gradients of 1, but infinite ones on rank 1, as loss scaling makes them: when who fell back, what was skipped."""
+    """Use gradients of 1, but infinite ones on rank 1, as from loss scaling; return fall-backs and skips."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -107,7 +107,7 @@ def test_the_norm_of_complex_gradients_is_that_of_their_real_and_imaginary_parts
 
 
 def _blow_up(ranks: Ranks, width: int) -> tuple[list[int], list[int], str]:
-    """Gradients of 1, but a large one on rank 1 in iteration 30: when who fell back, and what each step applied."""
+    """Use gradients of 1, but a large one on rank 1 in iteration 30; return fall-backs, updates per step and a hash."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     pipeline = Pipelined(model, optimizer, width=width, prediction="none", guard=True, ranks=ranks)

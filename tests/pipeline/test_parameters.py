@@ -1,4 +1,4 @@
-"""What parameters, buffers and optimizers ``Pipelined`` takes, and what it refuses in one line."""
+"""Parameters, buffers and optimizers that ``Pipelined`` accepts, and those that it refuses in one line."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_mean_of_float16_gradients_is_finite_where_their_sum_is_not(codec: s
 
 
 class Alone:
-    """The all-reduce of ranks whose peers have nothing to add."""
+    """The all-reduce of a rank whose peers have nothing to add."""
 
     def __call__(self, flat: Tensor, *args: Any, **kwargs: Any) -> None: ...
 

@@ -34,7 +34,7 @@ def _backward(model: nn.Module, rank: int, iteration: int) -> None:
 
 def _change(model: nn.Sequential, optimizer: torch.optim.Optimizer, change: str) -> None:
     if change == "add":
-        model[0].zero_grad()  # what nobody has taken away so far
+        model[0].zero_grad()  # removes gradients that nobody has taken so far
         optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.05})
     else:
         model[0].requires_grad_(change == "unfreeze")
@@ -63,7 +63,7 @@ def _train(ranks: Ranks, change: str, width: int, prediction: str) -> tuple[str,
 
 
 def _train_in_one_process(change: str, world_size: int) -> dict[str, Tensor]:
-    """What torch does on the whole batch, synchronously."""
+    """Train with torch on the whole batch, synchronously; return the state."""
     model, optimizer = _build(change)
     for iteration in range(6):
         if iteration == 3:
@@ -80,7 +80,7 @@ def _train_in_one_process(change: str, world_size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
 def test_the_pipeline_follows_a_change_after_a_flush(change: str) -> None:
-    """Unfrozen ones got each rank's own running sum of gradients; frozen ones went on by momentum and decay."""
+    """Unfrozen parameters got each rank's own running sum of gradients; frozen ones moved on by momentum and decay."""
     for width, prediction in ((1, "none"), (2, "none"), (2, "eager")):
         results = run_ranks(2, _train, change, width, prediction)
         assert results[0][0] == results[1][0], "the same on all ranks"

@@ -1,4 +1,4 @@
-"""The strategy against one-process references, torch's DDP, and exact integers."""
+"""The strategy compared with one-process references, torch's DDP, and exact integers."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def _train_with_ddp(ranks: Ranks, iterations: int, dtype: torch.dtype) -> tuple[
 @pytest.mark.parametrize("all_reduce", ["ring", "native"])
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_on_fashion_mnist_it_is_the_recursion_of_the_paper(width: int, all_reduce: str) -> None:
-    """In float64 nothing but the order of four additions differs: 1e-11 over 12 iterations.
+    """In float64, nothing but the order of four additions differs: 1e-11 over 12 iterations.
 
-    The weights are bit-identical on all ranks after every one of them.
+    The weights are bit-identical on all ranks after every iteration.
     """
     iterations, dtype = 12, torch.float64
     results = run_ranks(4, _train_on_fashion_mnist, width, all_reduce, iterations, dtype)
@@ -88,7 +88,7 @@ def test_on_fashion_mnist_it_is_the_recursion_of_the_paper(width: int, all_reduc
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 2e-5)])
 def test_width_1_is_ddp_and_one_process_on_the_whole_batch(dtype: torch.dtype, tolerance: float) -> None:
-    """DDP divides before it adds and adds in another order, one process adds 128 samples at once: rounding only.
+    """DDP divides before it adds, in another order; one process adds 128 samples at once: only rounding differs.
 
     Over 12 iterations with momentum that is 1e-11 in float64 and 2e-5 in float32 (100 units in the last place).
     """
@@ -149,7 +149,7 @@ def test_any_width_warmup_optimizer_and_schedule_is_the_recursion(world_size: in
 
 
 class OddParameters(nn.Module):
-    """What a layout of parameters can get wrong."""
+    """A module with the parameters and buffers that a layout can get wrong."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class OddParameters(nn.Module):
         self.register_buffer("count", torch.tensor(3))
 
     def loss(self, scale: float) -> Tensor:
-        """Linear in every parameter but the unused one: the gradient is ``scale`` times fixed integers."""
+        """Return a loss linear in every parameter but the unused: its gradient is ``scale`` times fixed integers."""
         weight = torch.arange(12.0).view(4, 3)
         parts = [self.scalar * 3, self.one.sum(), self.empty.sum(), (self.transposed * weight).sum(), self.wide.sum()]
         parts += [self.shared.weight.sum(), (self.tied.weight * 2).sum()]
@@ -174,7 +174,7 @@ class OddParameters(nn.Module):
 
 
 def _sum_of_applied_gradients(ranks: Ranks, width: int, iterations: int) -> dict[str, Tensor]:
-    """With SGD at lr 1 the weights go down by exactly the sum of all applied means."""
+    """Train with SGD at lr 1, so that the weights fall by exactly the sum of all applied means; return that sum."""
     torch.manual_seed(ranks.rank)
     model = OddParameters()
     with torch.no_grad():
@@ -213,7 +213,7 @@ def test_no_gradient_is_lost_or_applied_twice(world_size: int, width: int, itera
         assert moved["wide"].tolist() == [total] * 5
         assert torch.equal(moved["shared.weight"], torch.full((3, 3), 3 * total, dtype=torch.float64))
         assert moved["unused"].tolist() == moved["frozen"].tolist() == [0.0, 0.0]
-        # All started from rank 0's values.
+        # All ranks started from rank 0's values.
         assert moved["flag before"].tolist() == [True, False]
         assert moved["count before"] == 3
         assert torch.equal(moved["shared before"], torch.arange(9.0).view(3, 3))
@@ -410,7 +410,7 @@ def test_sparse_gradients_are_refused() -> None:
 def test_gradients_that_are_not_kept_are_looked_at_beside_the_computation(
     prediction: str | type[Prediction], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller's thread made one more pass over all gradients in every step."""
+    """The caller's thread used to make one more pass over all gradients in every step."""
     threads = []
 
     def all_finite(buffer: flat_buffer.FlatBuffer) -> bool:

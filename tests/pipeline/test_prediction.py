@@ -1,4 +1,4 @@
-"""Predictions against a reference that copies the whole model and optimizer, and against synchronous training."""
+"""Predictions compared with a reference that copies the whole model and optimizer, and with synchronous training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 
 class Counting(torch.optim.Optimizer):
-    """A user's own: its step depends on an attribute, on a number in its state, and it changes gradients in place."""
+    """A user's optimizer: its step depends on an attribute and a number in its state; it changes gradients in place."""
 
     def __init__(self, parameters: Iterable[Tensor]):
         super().__init__(parameters, {"lr": 0.05})
@@ -61,9 +61,9 @@ class Counting(torch.optim.Optimizer):
 
 
 class OddState(torch.optim.SGD):
-    """Has a number of its own in its state, an attribute that its first step makes, and gives parameters new storage.
+    """A user's optimizer with a number in its state, an attribute made by its first step, and new parameter storage.
 
-    The attribute is a method of its own: a copy's must be of the copy.
+    The attribute is a bound method: a copy's must be bound to the copy.
     """
 
     def __init__(self, parameters: Iterable[Tensor]):
@@ -118,7 +118,7 @@ IN_MIND: dict[str, dict[str, Any]] = {
 def weights_after(
     ranks: Ranks, optimizer: str, width: int, prediction: str, options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Weights after 9 iterations, of batches that are the same on all ranks."""
+    """Return the weights after 9 iterations, of batches that are the same on all ranks."""
     model, batches = small_problem(3, [4, 5, 3], 9, ranks.world_size)
     if optimizer == "muon":  # takes matrices only
         for module in model.modules():
@@ -144,7 +144,7 @@ WIDTHS = [(2, "local"), (2, "eager"), (3, "local"), (5, "eager")]
 
 
 def _weights_of_widths(ranks: Ranks, options: dict[str, Any]) -> list[list[dict[str, Tensor]]]:
-    """For every optimizer, what synchronous training comes to, and then each of ``WIDTHS``."""
+    """Return, for every optimizer, the weights of synchronous training, and then those of each of ``WIDTHS``."""
     return [
         [weights_after(ranks, name, width, prediction, options) for width, prediction in [(1, "none"), *WIDTHS]]
         for name in OPTIMIZERS
@@ -202,7 +202,7 @@ def test_clipping_is_torchs(options: dict[str, float], values: list[float]) -> N
 
 
 def _look_at_true_weights(ranks: Ranks, prediction: str) -> list[Tensor]:
-    """SGD at rate 1 and gradients of 1, 2, 3, ...: the true weights are minus the sum of what was applied."""
+    """Use SGD at rate 1 and gradients of 1, 2, 3, ...: the true weights are minus the sum of the applied gradients."""
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.fill_(0.0)
@@ -262,7 +262,7 @@ def test_a_rank_does_not_predict_with_a_gradient_that_is_not_finite(width: int) 
 
 
 def _compare(ranks: Ranks, prediction: str | type[Prediction]) -> list[Any]:
-    """Rank r's gradient is the r-th unit vector, on one rank or two."""
+    """Train with the r-th unit vector as rank r's gradient, on one rank or two."""
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = Pipelined(model, optimizer, prediction=prediction, ranks=ranks)
@@ -305,7 +305,7 @@ def test_an_optimizer_that_cannot_be_copied_is_refused_where_it_would_be() -> No
 
 @pytest.mark.parametrize(("prediction", "swings"), [("local", True), ("eager", False)])
 def test_eager_keeps_ranks_together_where_local_lets_them_swing_apart(prediction: str, swings: bool) -> None:
-    """On (w - target)^2 / 2: with momentum 0.9 the mean is stable up to lr 3.8, ranks' errors up to 1, and to 1.27."""
+    """On (w - target)^2 / 2, momentum 0.9: the mean is stable up to lr 3.8, ranks' errors up to 1 (eager: to 1.27)."""
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1, bias=False).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.2, momentum=0.9)

@@ -1,4 +1,4 @@
-"""Ranks whose processors compute other bits are refused, or kept together where that is asked for."""
+"""Ranks whose processors compute different bits are refused, or kept together if the user asks for that."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NoCopy(torch.optim.SGD):
 
 
 def _start(ranks: Ranks) -> list[Any]:
-    """The refusal; and with drift allowed, the weights' hashes of a moment, before and after they are shared."""
+    """Return the refusal; and with drift allowed, hashes of the weights before and after they are shared."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 30), nn.Linear(30, 7))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -57,7 +57,7 @@ def _start(ranks: Ranks) -> list[Any]:
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs a processor with AVX2"
 )
 def test_other_instruction_sets_are_refused_with_the_remedy_or_kept_together(tmp_path: Path) -> None:
-    """torch chooses instructions once in a process, so these ranks are processes of their own."""
+    """torch chooses instructions once per process, so these ranks are processes of their own."""
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path / "store")],
@@ -93,7 +93,7 @@ def test_processors_of_one_kind_do_not_drift() -> None:
 
 
 def _several(ps: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    at_zero = torch.tensor(0.0)  # where a schedule warms up
+    at_zero = torch.tensor(0.0)  # the rate at the start of a warm-up
     return [
         torch.optim.SGD([{"params": ps[:1]}, {"params": ps[1:]}], lr=at_zero, momentum=0.9),
         torch.optim.AdamW(ps, lr=0.0, foreach=True),

@@ -1,4 +1,4 @@
-"""What ranks give ``Pipelined`` must be the same: said at once, by name, before anything is added up."""
+"""Arguments of ``Pipelined`` must be the same on all ranks: others are named at once, before anything is added up."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _construct_all(ranks: Ranks) -> dict[str, str | None]:
 
 
 def test_options_that_differ_are_named_with_both_values() -> None:
-    """They used to be summed with each other, or to make replicas diverge, in silence."""
+    """Different options used to be summed with each other, or to make replicas diverge, silently."""
     one, other = run_ranks(2, _construct_all)
     assert one == other
     for name, (_, message) in PER_RANK.items():

@@ -1,4 +1,4 @@
-"""What is left to be planned: how it is said, and whole runs that plan."""
+"""Options that are left to the planner: how they are written, and whole runs that plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from timing_model import LinkParams
 pytestmark = pytest.mark.slow
 
 SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
-"""Trains ``SMALL``."""
+"""Options that train ``SMALL``."""
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_is_auto_is_said_on_the_command_line_or_in_a_file_and_printed_so(tm
 
 
 def _train(ranks: Ranks, words_of_ranks: list[str]) -> tuple[str, str]:
-    """(text of the error, stdout) of one run, whose own calibration is short."""
+    """Run once, with a short calibration; return (text of the error, stdout)."""
     agree.CALIBRATION_SECONDS = 1.0
     words = words_of_ranks[min(ranks.rank, len(words_of_ranks) - 1)]
     out = io.StringIO()
@@ -96,7 +96,7 @@ def run(world_size: int, *words_of_ranks: str) -> list[tuple[str, str]]:
 
 
 def succeed(world_size: int, words: str, output: Path) -> tuple[dict[str, Any], str]:
-    """(summary, what rank 0 said)"""
+    """Return (summary, output of rank 0) of a run without errors."""
     results = run(world_size, f"{words} --output {output}")
     assert [error for error, _ in results] == [""] * world_size
     assert [text for _, text in results[1:]] == [""] * (world_size - 1)
@@ -129,7 +129,7 @@ def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_
     same, _ = succeed(2, f"{SHORT} {options_of(result)}", tmp_path / "same")
     assert same["weights_sha256"] == result["weights_sha256"]
 
-    # Continued, it has the same plan, whatever another cluster would tell; a new run has another one.
+    # A resumed run has the same plan, whatever another cluster would suggest; a new run has another one.
     for more in (f"{AUTOS} --cluster {instant}", AUTOS, options_of(result)):
         (tmp_path / "run" / "summary.json").unlink()
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "iteration-12")
@@ -188,7 +188,7 @@ def test_a_cluster_without_an_auto_predicts(tmp_path: Path) -> None:
 
 
 def test_iterations_that_take_another_time_than_was_predicted_are_said_once(tmp_path: Path) -> None:
-    slow = tmp_path / "slow.toml"  # two seconds an iteration
+    slow = tmp_path / "slow.toml"  # two seconds per iteration
     cluster(LinkParams(alpha=1.0, beta=1e-3, gamma=0.0, sync=0.0), SMALL).save(slow)
     iterations = SETTLING + WINDOW * WINDOWS
     words = SHORT.replace("--iterations 12", f"--iterations {iterations}")

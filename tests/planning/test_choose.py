@@ -1,4 +1,4 @@
-"""The choice that a run leaves to the timing model, and what is said of it."""
+"""The choice that a run leaves to the timing model, and its description."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_measured_time_is_set_beside_the_predicted_one(measured: float, said
 
 
 def test_a_measured_median_is_set_beside_a_predicted_median() -> None:
-    """Iterations as rank 0 measures them, whose jitter makes a few of them long, by a recursion of the test's own."""
+    """A recursion of the test's own gives iterations as rank 0 measures them: jitter makes a few of them long."""
     profile = cluster(INSTANT)
     noisy = dataclasses.replace(profile.compute[0], cv=0.4, late_update=Estimate.exact(0.0), update=Estimate.exact(0.0))
     planned = choose(dataclasses.replace(profile, compute=(noisy,)), "--width 2 --codec fp32")

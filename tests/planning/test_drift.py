@@ -1,4 +1,4 @@
-"""When a run says that its iterations take another time than was predicted."""
+"""The line that a run prints when its iterations take more or less time than predicted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_drift_is_told_once_and_only_when_it_lasts(factor: float, word: str) -
 
 
 def test_medians_are_compared_with_the_median() -> None:
-    """Of iterations with a few long ones, whose mean is as predicted."""
+    """A few iterations are long, so that the mean is as predicted but the median is below it."""
     planned = dataclasses.replace(prediction(low=0.99, high=1.01), median_share=0.8)
     as_predicted, at_the_mean = Drift(planned), Drift(planned)
     for _ in range(SETTLING + WINDOW * WINDOWS - 1):

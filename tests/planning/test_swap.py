@@ -1,4 +1,4 @@
-"""A strategy takes another one's place in a run: what it keeps, and what the run is after it."""
+"""A strategy that replaces another one during a run: the state it keeps, and the run after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def _swapped(ranks: Ranks, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What a run is after its strategy with options ``before`` was replaced by one with ``after``."""
+    """Replace a strategy with options ``before`` by one with ``after``; return properties of the run after that."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(70), nn.Linear(70, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -88,4 +88,4 @@ def test_a_strategy_follows_another_one_with_what_it_knew(before: dict[str, Any]
             assert found["residuals"] == found["before"]
             assert any(value != 0 for flat in found["residuals"] for value in flat)
     assert one["after"] == other["after"]
-    assert one["statistics"] != other["statistics"]  # batch norm's, of each rank's own samples
+    assert one["statistics"] != other["statistics"]  # those of batch norm, over each rank's own samples

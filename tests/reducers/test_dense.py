@@ -1,4 +1,4 @@
-"""Gradients through codecs: over gloo in the pipelined strategy, and what an all-reduce allocates."""
+"""Gradients through codecs: over gloo in the pipelined strategy, and allocations of an all-reduce."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ITERATIONS = 6
 
 
 def small(codec: str, **others: Any) -> CodecOptions:
-    """Several blocks in each message of a small model."""
+    """Return options with several blocks in each message of a small model."""
     block = {} if codec in ("fp32", "truncate16", "bf16", "fp16") else {"codec_block": 16}
     return CodecOptions(codec=codec, **block, **others)
 
@@ -49,7 +49,7 @@ class Run:
         self._rank, self._dtype = ranks.rank, dtype
 
     def iterate(self, begin: int, end: int) -> list[str]:
-        """The hash of the weights after each iteration."""
+        """Train; return the hash of the weights after each iteration."""
         hashes = []
         for iteration in range(begin, end):
             generator = torch.Generator().manual_seed(1000 * iteration + self._rank)
@@ -104,7 +104,7 @@ def _continued(ranks: Ranks) -> list[tuple[list[str], list[str], list[str]]]:
         first.iterate(0, 3)
         weights, momentum = copy.deepcopy([first.model.state_dict(), first.optimizer.state_dict()])
         saved = first.pipeline.state_dict()
-        first.iterate(3, 5)  # must not reach into what was saved
+        first.iterate(3, 5)  # must not change the saved state
         first.finish()
         outcomes = []
         for forget in (False, True):
@@ -119,7 +119,7 @@ def _continued(ranks: Ranks) -> list[tuple[list[str], list[str], list[str]]]:
 
 
 def test_a_saved_exchange_continues_bit_for_bit() -> None:
-    """Residuals included, without which another trajectory follows; random numbers depend on the iteration alone."""
+    """Residuals are included, without which the trajectory differs; random numbers depend on the iteration alone."""
     for results in run_ranks(2, _continued):
         for codec, (expected, continued, without_exchange) in zip(LOSSY, results, strict=True):
             assert continued == expected, codec.describe()
@@ -164,7 +164,7 @@ def test_on_one_rank_no_codec_changes_anything() -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts tensors made on this thread that have memory of their own."""
+    """A mode that records each tensor made on this thread that has memory of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ ALGORITHMS = {**SCHEDULES, "hierarchical": lambda rank, p: hierarchical(rank, p,
 
 
 def allocations(name: str, codec: str, world_size: int, waste: Callable[[], object] = lambda: None) -> list[list[str]]:
-    """What each of three calls of one rank allocates, the transport's own copies apart."""
+    """Return the allocations in each of three calls of one rank, without those for the transport's own copies."""
 
     def reduce(transport: MemoryTransport) -> list[list[str]]:
         mode = Allocations()

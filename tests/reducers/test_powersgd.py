@@ -1,4 +1,4 @@
-"""PowerSGD against exact sums, matrices of known rank, and the algorithm written from the paper in one process."""
+"""PowerSGD compared with exact sums, matrices of known rank, and the paper's algorithm written in one process."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.slow
 
 State = dict[str, Any]
 Gradients = list[Tensor]
-"""Of all parameters."""
+"""Gradients of all parameters."""
 
 SHAPES = [(12, 10), (7,), (9, 4, 3), (2, 2), (), (0, 5), (5, 40)]
 COMPRESSED = (0, 2, 6)
-"""Which of them are compressed, with rank 1 and 2."""
+"""Indices of the shapes that are compressed with rank 1 and 2."""
 
 
 def exchanged(
     gradients: list[list[Gradients]], low_rank: int, states: list[State] | None = None, name: str = "ring"
 ) -> tuple[list[Gradients], list[State]]:
-    """The sums of each iteration, and what every rank keeps then, of ``gradients[iteration][rank]``."""
+    """Return the sums of each iteration, and every rank's state at the end, for ``gradients[iteration][rank]``."""
     world_size = len(gradients[0])
 
     def run(transport: MemoryTransport) -> tuple[list[Gradients], State]:
@@ -73,12 +73,12 @@ def noise(iterations: int, world_size: int, shapes: list[tuple[int, ...]] = SHAP
 
 
 def total_of(gradients: list[list[Gradients]], index: int) -> Tensor:
-    """The sum over iterations and ranks of one parameter's gradients."""
+    """Return the sum over iterations and ranks of one parameter's gradients."""
     return torch.stack([of_rank[index] for of_ranks in gradients for of_rank in of_ranks]).sum(0)
 
 
 def residuals(states: list[State], shapes: list[tuple[int, ...]], compressed: tuple[int, ...]) -> list[Tensor]:
-    """The sum of all ranks' residuals, of each parameter that is compressed."""
+    """Return the sum of all ranks' residuals, for each parameter that is compressed."""
     sizes = [torch.Size(shapes[index]).numel() for index in compressed]
     parts = torch.stack([state["residuals"] for state in states]).sum(0).split(sizes)
     return [part.view(shapes[index]) for index, part in zip(compressed, parts, strict=True)]
@@ -87,7 +87,7 @@ def residuals(states: list[State], shapes: list[tuple[int, ...]], compressed: tu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_not_compressed_is_summed_exactly(name: str, dtype: torch.dtype) -> None:
-    """With rank 50 nothing is worth compressing."""
+    """At rank 50, nothing is worth compressing."""
     gradients = [
         [[integers(torch.Size(shape).numel(), rank, dtype).view(shape) for shape in SHAPES] for rank in range(4)]
     ]
@@ -119,7 +119,7 @@ def test_one_rank_keeps_its_gradients() -> None:
 def test_a_sum_whose_rank_is_not_above_that_of_the_factors_is_recovered(
     rows: int, columns: int, own_rank: int, world_size: int
 ) -> None:
-    """At once, whatever Q is: P spans the columns of the sum. Up to rounding, of entries of about 10."""
+    """One iteration is enough for any Q: P spans the columns of the sum. Rounding is that of entries of about 10."""
     generator = torch.Generator().manual_seed(rows)
     left = torch.randn(rows, own_rank, generator=generator)
     rights = [torch.randn(own_rank, columns, generator=generator) for _ in range(world_size)]
@@ -132,7 +132,7 @@ def test_a_sum_whose_rank_is_not_above_that_of_the_factors_is_recovered(
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("low_rank", [1, 2])
 def test_what_has_arrived_and_what_is_kept_is_what_was_put_in(world_size: int, low_rank: int) -> None:
-    """Up to float32's rounding, of sums of up to about 100, in 8 iterations."""
+    """They are equal up to float32's rounding, of sums of up to about 100, in 8 iterations."""
     gradients = noise(8, world_size)
     sums, states = exchanged(gradients, low_rank)
     for index, kept in zip(COMPRESSED, residuals(states, SHAPES, COMPRESSED), strict=True):
@@ -142,7 +142,7 @@ def test_what_has_arrived_and_what_is_kept_is_what_was_put_in(world_size: int, l
 
 
 def power_sgd(gradients: list[list[Tensor]], first: Tensor) -> list[Tensor]:
-    """Vogels et al., algorithms 1 and 2, with Gram-Schmidt, in float64: the mean of every iteration."""
+    """Compute Vogels et al., algorithms 1 and 2, with Gram-Schmidt, in float64; return the mean of every iteration."""
     errors = [torch.zeros_like(gradient, dtype=torch.float64) for gradient in gradients[0]]
     q, means = first.double(), []
     for of_ranks in gradients:
@@ -160,7 +160,7 @@ def power_sgd(gradients: list[list[Tensor]], first: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("low_rank", [1, 3])
 def test_it_is_the_algorithm_of_the_paper(low_rank: int) -> None:
-    """From the same Q on; 10 iterations of float32 beside float64, where the residuals grow to about 20."""
+    """Both start from the same Q; 10 iterations are in float32 and float64, and the residuals grow to about 20."""
     shapes = [(30, 20)]
     gradients = noise(11, 3, shapes)
     for of_ranks in gradients:
@@ -176,7 +176,7 @@ def test_it_is_the_algorithm_of_the_paper(low_rank: int) -> None:
 
 
 def test_a_column_that_was_zero_finds_a_direction_again() -> None:
-    """Gradients of zero leave Q zero; with Gram-Schmidt it would stay so, and nothing would ever be sent again."""
+    """Gradients of zero make Q zero; with Gram-Schmidt it would stay so, and nothing would ever be sent again."""
     gradients = noise(4, 2, [(30, 20)])
     for (gradient,) in gradients[0]:
         gradient.zero_()
@@ -190,7 +190,7 @@ def test_a_column_that_was_zero_finds_a_direction_again() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 3e38])
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
 def test_what_is_not_finite_arrives_and_does_not_stay(bad: float, index: int) -> None:
-    """3e38 is finite on each of two ranks, but not their sum."""
+    """The value 3e38 is finite on each of two ranks, but their sum is not."""
     gradients = noise(3, 3)
     for rank in (0, 2):
         gradients[1][rank][index].view(-1)[-1] = bad
@@ -205,7 +205,7 @@ def test_what_is_not_finite_arrives_and_does_not_stay(bad: float, index: int) ->
 
 
 def test_a_residual_that_overflows_does_not_stay() -> None:
-    """3e38 here and -3e38 on two more ranks: the sum is -3e38, which leaves 3e38 + 1e38."""
+    """With 3e38 here and -3e38 on two more ranks, the sum is -3e38, which leaves 3e38 + 1e38."""
 
     def with_two_that_have_the_opposite(flat: Tensor) -> None:
         flat.neg_()
@@ -234,7 +234,7 @@ def test_a_state_continues_bit_for_bit() -> None:
 
 
 def _in_a_pipeline(ranks: Ranks) -> dict[str, tuple[list[str], str]]:
-    """For each all-reduce: hashes of the weights after every iteration, the last of a resumed run."""
+    """Return, for each all-reduce, hashes of the weights after every iteration, and the last one of a resumed run."""
     ranks.local_world_size, ranks.local_rank = 2, ranks.rank % 2
 
     def build(all_reduce: str) -> tuple[nn.Module, Pipelined]:

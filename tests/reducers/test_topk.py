@@ -1,4 +1,4 @@
-"""Top-k against exact sums, and against Deep Gradient Compression written from the paper in one process."""
+"""Top-k compared with exact sums, and with Deep Gradient Compression written from the paper in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Kept = dict[str, Any]
 def exchanged(
     gradients: list[list[Tensor]], *, first: int = 0, states: list[Kept] | None = None, **options: Any
 ) -> tuple[list[Tensor], list[Kept]]:
-    """The sum of each iteration, and what every rank keeps then, of flat ``gradients[iteration][rank]``."""
+    """Return the sum of each iteration, and every rank's state at the end, for flat ``gradients[iteration][rank]``."""
     world_size = len(gradients[0])
 
     def run(transport: MemoryTransport) -> tuple[list[Tensor], Kept]:
@@ -65,7 +65,7 @@ def noise(numel: int, iterations: int, world_size: int, dtype: torch.dtype = tor
     return [[torch.randn(numel, generator=generator).to(dtype) for _ in range(world_size)] for _ in range(iterations)]
 
 
-# --- What is chosen ---------------------------------------------------------------------------------------------------
+# --- Values that are chosen -------------------------------------------------------------------------------------------
 
 
 def test_the_density_falls_by_a_factor_each_iteration_and_stays() -> None:
@@ -120,7 +120,7 @@ def test_the_largest_are_exact_in_value_and_number(shape: str, numel: int, densi
 
 def test_what_is_not_finite_is_chosen_first() -> None:
     magnitudes = torch.ones(LARGE)
-    for place in (12_345, 12_346):  # one that the sample sees, and one that it does not
+    for place in (12_345, 12_346):  # one place that the sample includes, and one that it does not
         magnitudes[place] = torch.nan
         magnitudes[54_321] = torch.inf
         assert largest(magnitudes, 1).tolist() == [place]
@@ -149,7 +149,7 @@ def test_with_density_1_it_is_the_exact_sum(dtype: torch.dtype, numel: int, worl
 def test_what_has_arrived_and_what_is_kept_is_what_was_put_in(
     warmup: int, numel: int, world_size: int, density: float
 ) -> None:
-    """Exact: the values are integers."""
+    """The values are integers, so that sums are exact."""
     gradients = [[integers(numel, rank + iteration) for rank in range(world_size)] for iteration in range(6)]
     sums, states = exchanged(gradients, density=density, density_warmup=warmup)
     kept = torch.stack([state["residuals"][0] for state in states]).sum(0)
@@ -160,7 +160,7 @@ def test_what_has_arrived_and_what_is_kept_is_what_was_put_in(
 
 
 def deep_gradient_compression(gradients: list[list[Tensor]], density: float, momentum: float) -> list[Tensor]:
-    """Lin et al., equations 4 and 6 to 8, value by value: the sparse sum of every iteration."""
+    """Compute Lin et al., equations 4 and 6 to 8, value by value; return the sparse sum of every iteration."""
     world_size, numel = len(gradients[0]), len(gradients[0][0])
     u, v = [[[0.0] * numel for _ in range(world_size)] for _ in range(2)]
     sums = []
@@ -234,7 +234,7 @@ OPTIONS = CodecOptions(codec="topk", density=0.05, density_warmup=5, momentum_co
 
 
 def _in_a_pipeline(ranks: Ranks) -> tuple[list[str], str, list[int]]:
-    """Hashes of the weights after every iteration, and the last one of a run resumed in the middle; bytes sent."""
+    """Return hashes of the weights after every iteration, the last of a run resumed in the middle, and bytes sent."""
 
     def build() -> tuple[nn.Module, Pipelined]:
         torch.manual_seed(0)

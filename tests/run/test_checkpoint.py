@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, found by agreement, and written when all ranks think it is time."""
+"""Checkpoints: complete or absent, found by agreement, and written when all ranks think it is time."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_a_changed_byte_is_seen_wherever_it_is(
     assert what_is_wrong_with(path) is None
     spoilt = path.with_name(path.name + suffix)
     content = bytearray(spoilt.read_bytes())
-    size = 64 if suffix else len(content)  # behind the digest stands the name, for sha256sum
+    size = 64 if suffix else len(content)  # behind the digest is the name, for sha256sum
     content[int(where * size)] ^= flip
     spoilt.write_bytes(content)
     assert "truncated or corrupt" in str(what_is_wrong_with(path))
 
 
 def test_a_file_without_its_checksum_is_not_whole(tmp_path: Path) -> None:
-    """The process was killed between the two."""
+    """The process was killed after it wrote the file and before it wrote the checksum."""
     path = tmp_path / "state.pt"
     assert what_is_wrong_with(path) == "not whole (state.pt is missing)"
     save_atomically({"x": torch.ones(3)}, path)
@@ -64,7 +64,7 @@ def test_a_file_without_its_checksum_is_not_whole(tmp_path: Path) -> None:
 
 
 def test_no_meeting_at_a_parameter_server_ends_a_slow_write(tmp_path: Path) -> None:
-    """A meeting waits for gradients; who writes a checkpoint gives heartbeats, for which an exchange itself waits."""
+    """A meeting waits for gradients; while a rank writes a checkpoint, its heartbeats make an exchange itself wait."""
     ranks, meetings = join(), []
     ranks.before_exchange = meetings.append
     checkpoints = Checkpoints(tmp_path, ranks, keep=1)
@@ -83,7 +83,7 @@ def test_a_truncated_file_is_seen(tmp_path_factory: pytest.TempPathFactory, shar
 
 
 def _save_and_spoil(ranks: Ranks, folder: str, spoilt: dict[int, str]) -> tuple[Any, list[str], str, list[str]]:
-    """Save iterations 1 to 5; on rank 1 spoil the files named for some; what is then loaded, and warned of."""
+    """Save iterations 1 to 5, damage the ``spoilt`` files of rank 1, load; return state, folder names, warnings."""
     checkpoints = Checkpoints(Path(folder), ranks, keep=3)
     for iteration in range(1, 6):
         checkpoints.save(iteration, {"x": torch.tensor(iteration)}, {"rank": ranks.rank, "iteration": iteration})
@@ -153,7 +153,7 @@ def test_a_schedule_in_seconds_is_the_same_on_all_ranks_by_the_slowest_ones_pace
 
 
 def test_what_looks_like_a_snapshot_and_is_none_is_one_line() -> None:
-    """Anybody who may write to the folder can forge a file whose parts have the right kinds."""
+    """Anybody who may write to the folder can forge a file whose parts have the right types."""
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = Local(model, optimizer)

@@ -1,6 +1,6 @@
 """Nothing on disk is lost: loading deletes nothing, and a checkpoint that cannot be written costs only itself.
 
-Ranks are threads, each the first of a machine of its own with a folder of its own, unless it says otherwise.
+Ranks are threads; each is the first on its own machine, with its own folder, unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def refused(results: list[Any]) -> str:
-    """The line that all ranks raised, to be said by one."""
+    """Return the line of the error that all ranks raised, which one of them prints."""
     assert all(isinstance(result, CheckpointError) and result.known_to_all for result in results), results
     assert len({str(result) for result in results}) == 1
     return str(results[0])
@@ -111,7 +111,7 @@ def test_newer_checkpoints_are_moved_aside_and_deleted_when_training_has_passed_
 
 
 def test_a_save_that_was_named_on_some_machines_only_counts(tmp_path: Path) -> None:
-    """Killed between the ranks' last steps: all have written everything, one has not given it its name."""
+    """The job was killed between the ranks' last steps: all have written everything, one has not named its folder."""
     run_rank_threads(2, save, tmp_path, 20, 40)
     name = "0" * 32
     (folder_of(tmp_path, 1) / "iteration-40").rename(folder_of(tmp_path, 1) / f".iteration-40.{name}")
@@ -131,7 +131,7 @@ def test_a_save_that_was_cut_short_is_not_taken_and_makes_room_for_the_next(tmp_
 
 
 def test_files_of_two_saves_are_never_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same iteration is written twice, and the second time only one rank's file gets to the disk."""
+    """The same iteration is written twice, and the second time only one rank's file reaches the disk."""
     run_rank_threads(1, save, tmp_path, 20, 40)
     once = folder_of(tmp_path, 0)
     shutil.copytree(once, tmp_path / "once")
@@ -183,7 +183,7 @@ def _link_to_itself(path: Path) -> None:
 
 
 def write(path: Path, value: object) -> None:
-    """A file with the right checksum, whatever it holds."""
+    """Write a file with the right checksum, whatever it holds."""
     torch.save(value, path)
     path.with_name(path.name + ".sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
 
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> N
 
 
 def _save_on_a_full_disk(ranks: Ranks, tmp_path: Path) -> tuple[list[bool], list[int | None]]:
-    """20 fits; 40 does not on rank 1; nor does 60, which has another cause; then there is room."""
+    """Save 20, which fits; 40, which does not on rank 1; 60, which fails for another reason; 80, when there is room."""
     checkpoints = Checkpoints(folder_of(tmp_path, ranks.rank), ranks, keep=3)
     written, newest = [], []
     for iteration in (20, 40, 60, 80):

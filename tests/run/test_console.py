@@ -1,4 +1,4 @@
-"""What a person sees of a run: the bar at every width of a terminal."""
+"""The screen of a run: the progress bar at every width of a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipesgd.run.metrics import IterationMetrics
 
 
 def last_frame(width: int) -> str:
-    """The bar on a terminal of ``width`` columns, some iterations into a run, without colours."""
+    """Return the bar on a terminal of ``width`` columns, some iterations into a run, without colours."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, height=24)
     with ProgressBar(console, total=12_000, start=0) as bar:

@@ -81,7 +81,7 @@ GOOD = json.dumps(asdict(metrics(7)))
     [
         "\0" * 50,
         GOOD[:40],
-        GOOD[: GOOD.index("}") + 1],  # cut right after the inner brace: it ends as a line does
+        GOOD[: GOOD.index("}") + 1],  # cut right after the inner brace: it ends like a whole line
         "[" * 100_000,
         "null",
         "{}",
@@ -160,7 +160,7 @@ def test_metrics_that_cannot_be_written_are_written_when_there_is_room(
 def test_metrics_that_stay_unwritten_are_said_to_be_lost(
     tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that is resumed on a full disk, and ends on it."""
+    """The run is resumed on a full disk, and ends on it."""
     (small_disk / "metrics.jsonl").write_text(json.dumps(asdict(metrics(0))) + "\n")
     with contextlib.suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
         while True:

@@ -1,4 +1,4 @@
-"""The output folder: one job at a time, and only what this program wrote is ever deleted."""
+"""The output folder: one job at a time, and only files that this program wrote are ever deleted."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def configuration(folder: Path, words: str = "") -> TrainConfig:
 
 
 def take(folder: Path, words: str = "") -> Any:
-    """The lock that one rank alone gets, or why it does not."""
+    """Return the lock that a single rank gets, or the error if it does not get one."""
     return run_rank_threads(1, _take, configuration(folder, words))[0]
 
 
 def attempts_of_one_job(folder: Path, words: str, number: int, *, between: Callable[[], object]) -> list[Any]:
-    """What torchrun's restarts of one job get, ``between`` being done after each: the attempts share their store."""
+    """Return the locks of a job and its torchrun restarts, which share a store; call ``between`` after each of them."""
     store, got = dist.HashStore(), []
     for count in range(number):
         session = dist.PrefixStore(f"attempt {count}", store)
@@ -72,7 +72,7 @@ def test_a_restart_continues_what_its_job_has_begun(tmp_path: Path, words: str) 
 
 
 def test_a_restart_continues_nothing_of_an_earlier_job(tmp_path: Path) -> None:
-    """The first attempt was refused, or has failed before it took the folder."""
+    """The job's first attempt was refused, or failed before it took the folder."""
 
     def second_attempt(ranks: Ranks, words: str) -> Any:
         ranks.restart_count = 1
@@ -106,7 +106,7 @@ def test_a_folder_in_use_is_refused_and_not_touched(tmp_path: Path, words: str) 
 
 
 def test_two_jobs_that_start_at_once_do_not_both_get_a_new_folder(tmp_path: Path) -> None:
-    """Both find it empty before either writes."""
+    """Both jobs find it empty before either writes."""
     both_have_looked = threading.Barrier(2)
     results: list[Any] = [None, None]
     config = configuration(tmp_path / "run")
@@ -192,7 +192,7 @@ def test_a_file_system_without_locks_is_named_once(
 
 
 def test_machines_see_each_others_job_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, what one machine writes reaches the others when it is brought to the disk, and not before."""
+    """On NFS, other machines see what one machine writes once it is flushed to the disk, and not before."""
     cached: dict[int, bytes] = {}
     real_write, real_sync = os.pwrite, os.fsync
 

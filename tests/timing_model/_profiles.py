@@ -1,4 +1,4 @@
-"""A profile for the tests, of a cluster that nobody has."""
+"""A profile for the tests, of a made-up cluster."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ PROFILE = Profile(
 
 
 def ask(**options: Any) -> Question:
-    """Four ranks of ``PROFILE`` that train ``MLP``, unless something else is said."""
+    """Return a question for four ranks of ``PROFILE`` that train ``MLP``, unless ``options`` say otherwise."""
     defaults: dict[str, Any] = {"cluster": PROFILE, "compute": MLP, "world_size": 4}
     return Question(**defaults | options)

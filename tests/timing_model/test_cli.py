@@ -1,4 +1,4 @@
-"""The ``timing-model`` command: what it says; and all that is wrong is one line, exit code 2, and nothing written."""
+"""The ``timing-model`` command: its output; and every error is one line, exit code 2, and nothing written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cluster(tmp_path: Path) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], words: str) -> str:
-    """What the command prints, without an error."""
+    """Return the output of a command that must not fail."""
     assert main(words.split()) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -150,7 +150,7 @@ def test_codecs_that_cost_accuracy_are_searched_when_all_are_asked_for(capsys: p
     ]
     assert names[0] <= set(ACCURATE)
     assert "sign" in names[1]
-    assert names[2] == {"sign", "fp32"}  # a parameter server has none
+    assert names[2] == {"sign", "fp32"}  # a parameter server has no codec
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +173,7 @@ def test_as_a_program() -> None:
 
 
 def instead(words: str) -> list[str]:
-    """The words without those of ``HAND`` that are said anew."""
+    """Return the arguments without those options of ``HAND`` that are given again."""
     anew = words.replace(HAND, "").split()
     kept = [pair for pair in zip(HAND.split()[::2], HAND.split()[1::2], strict=True) if pair[0] not in anew]
     return words.replace(HAND, " ".join(" ".join(pair) for pair in kept)).split()
@@ -302,7 +302,7 @@ def test_no_words_make_a_traceback(
 
 
 def test_presets_are_what_they_say() -> None:
-    """Parameters of layers of known shapes, and rates after headers."""
+    """Presets are parameters of layers of known shapes, and rates after headers."""
     mlp = [784 * 500 + 500, 500 * 500 + 500, 500 * 10 + 10]
     assert MODELS["mlp"] == sum(mlp)
     convolutions = [(3, 64, 11), (64, 192, 5), (192, 384, 3), (384, 256, 3), (256, 256, 3)]

@@ -1,4 +1,4 @@
-"""``cluster.toml``: what is saved comes back, and whatever a person or a full disk did to it is one clear line."""
+"""``cluster.toml``: a saved profile can be loaded, and damage by a person or a full disk gives one clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model against the code that runs: the project's own all-reduces, on a clock that is not the machine's."""
+"""The model compared with the code that runs: the project's own all-reduces, in virtual time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from timing_model.simulate_messages import Network
 
 EXACT = 1e-9
 ODD = LinkParams(alpha=3e-4, beta=1.1e-8, gamma=0.7e-9, sync=0.0, overhead=2e-5)
-"""No term hides another."""
+"""Parameters of a link on which no term hides another."""
 CODEC = CodecCost(name="int8", bits=8 * (1 + 4 / 64), encode=3e-9, decode=1e-9, add=1.3e-9, hop=4.1e-9, call=1e-5)
-"""int8 in blocks of 64."""
+"""Costs of int8 in blocks of 64."""
 DIVISIBLE = 64 * 2520
-"""Chunks and segments of whole blocks for any number of ranks here."""
+"""Number of values whose chunks and segments are whole blocks for any number of ranks here."""
 SECONDS = st.floats(0, 1)
 
 
@@ -47,7 +47,7 @@ def test_chunks_are_those_of_the_schedules(world_size: int) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("segments", [1, 3, 6])
 def test_the_time_is_that_of_the_code(name: str, world_size: int, segments: int) -> None:
-    """Float32, a few segments a chunk, and more than are received at a time."""
+    """Buffers are float32, with a few segments per chunk, and more than are received at a time."""
     numel = 6 * DIVISIBLE
     chunks = by_name(name)(0, world_size).chunks
     segment_bytes = 4 * numel // chunks // segments
@@ -67,7 +67,7 @@ def test_the_time_is_that_of_the_code(name: str, world_size: int, segments: int)
 def test_the_time_is_that_of_the_code_with_a_codec(name: str, world_size: int, segment_bytes: int) -> None:
     codec = make_codec(CodecOptions(codec="int8", codec_block=64), "cpu")
     chunk = DIVISIBLE // by_name(name)(0, world_size).chunks
-    if segment_bytes < 1 << 30:  # as many segments as fit are to have the same size, in whole blocks
+    if segment_bytes < 1 << 30:  # as many equal segments of whole blocks as possible
         segment_bytes = CODEC.wire_bytes(chunk) / next(k for k in (3, 5, 2, 7, 1) if chunk % (64 * k) == 0)
         segment_bytes = int(segment_bytes)
     posted = all_reduce.messages_meet(name, world_size)
@@ -141,7 +141,7 @@ def test_the_time_is_that_of_the_code_whatever_the_link(
 
 
 def step_by_step(schedule: Callable[[int, int], Schedule], world_size: int, nbytes: float, link: LinkParams) -> float:
-    """Time of the schedule if all ranks begin each of its steps together, and add up when all of it is there."""
+    """Return the time if all ranks begin each step of the schedule together, and add up once all of it is there."""
     schedules = [schedule(rank, world_size) for rank in range(world_size)]
     chunk = nbytes / schedules[0].chunks
     total = 0.0
@@ -181,11 +181,11 @@ def test_closed_forms_are_the_schedules_step_by_step(
         one_segment = all_reduce_time(name, link, nbytes / 4, world_size).total  # below two segments' size
         if name == "ring":
             assert one_segment == pytest.approx(expected, rel=EXACT, abs=1e-12)
-        # The code sends a message for every chunk, where the formula has one for all of a step's; and where ranks fold
-        # in, their messages meet at a wire with those of others, who do not wait for that step.
+        # The code sends one message per chunk, the formula counts one per step; and where ranks fold in, their messages
+        # meet at a wire with those of others, which do not wait for that step.
         if not overhead and (world_size in (1, 2, 4, 8) or not name.endswith("doubling")):
             assert one_segment <= expected * (1 + EXACT) + 1e-12
-        if name != "all-to-all":  # whose messages overlap in their latency
+        if name != "all-to-all":  # its messages overlap in their latency
             assert one_segment >= collective_time.lower_bound_time(link, nbytes, world_size) * (1 - EXACT) - 1e-12
 
 
@@ -201,7 +201,7 @@ def test_closed_forms_are_the_schedules_step_by_step(
 def test_the_closed_form_of_hierarchical_is_the_schedule_step_by_step(
     alpha: float, beta: float, gamma: float, overhead: float, nodes: int, ranks_per_node: int, nbytes: float
 ) -> None:
-    """As many cards as ranks, and one kind of link: otherwise a step's time depends on which ring it belongs to."""
+    """There is one NIC per rank, and one kind of link: otherwise a step's time depends on the ring it belongs to."""
     link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
     schedule = partial(hierarchical, ranks_per_node=ranks_per_node)
     expected = step_by_step(schedule, nodes * ranks_per_node, nbytes, link)

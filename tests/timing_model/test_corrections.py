@@ -1,4 +1,4 @@
-"""What collectives were found to take over what the formula says, size by size."""
+"""Corrections: measured times of collectives relative to the formula, by size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_between_two_sizes_the_factor_is_between_theirs_and_the_error_the_larger
     found = Corrections(
         world_sizes=(2, 4, 4, 4), nbytes=(7, 1 << 10, 1 << 20, 1 << 22), factors=(9, 1, 2, 4), errors=(9, 0.1, 0.3, 0.2)
     )
-    assert found.at(4, 1 << 15) == (pytest.approx(1.5), 0.3)  # halfway, on a scale of factors
+    assert found.at(4, 1 << 15) == (pytest.approx(1.5), 0.3)  # halfway between the factors, on a log scale of sizes
     assert found.at(4, 1 << 21) == (pytest.approx(3.0), 0.3)
     assert found.at(4, 1) == (1.0, 0.1)  # beyond the ends, as at the ends
     assert found.at(4, 1 << 30) == (4.0, 0.2)
@@ -26,7 +26,7 @@ def test_between_two_sizes_the_factor_is_between_theirs_and_the_error_the_larger
 
 
 def corrected(error: float = 0.01) -> Profile:
-    """Where all-reduces of four ranks take other times than the formula says: half of it from 1 MiB on."""
+    """Return a profile whose all-reduces of four ranks take half of the formula's time from 1 MiB on."""
     corrections = Corrections(
         world_sizes=(2, 4, 4),
         nbytes=(1 << 20, 1 << 10, 1 << 20),
@@ -39,11 +39,11 @@ def corrected(error: float = 0.01) -> Profile:
 def test_what_was_found_beside_the_formula_counts_where_it_was_measured() -> None:
     plain, other = (predict(ask(cluster=one)) for one in (PROFILE, corrected()))
     assert other.collective.total == pytest.approx(0.5 * plain.collective.total)
-    # A codec's bytes are fewer, and its own work is not the network's.
+    # A codec sends fewer bytes, and its own work is not the network's.
     plain, other = (predict(ask(cluster=one, codec="int8")) for one in (PROFILE, corrected()))
     assert other.collective.codec == pytest.approx(plain.collective.codec)
     assert other.collective.wire == pytest.approx(0.5 * plain.collective.wire, rel=0.05)
-    # Not measured: other numbers of ranks, and other all-reduces.
+    # Other numbers of ranks and other all-reduces were not measured.
     for options in ({"world_size": 3}, {"all_reduce": "halving-doubling"}, {"all_reduce": "native"}, {"codec": "topk"}):
         plain, other = (predict(ask(cluster=one, **options)) for one in (PROFILE, corrected()))
         assert other == dataclasses.replace(plain, question=other.question)
@@ -53,7 +53,7 @@ def test_what_was_found_beside_the_formula_counts_where_it_was_measured() -> Non
 
 
 def test_the_interval_is_of_the_corrections_error_where_there_is_one() -> None:
-    """And of the communication: what is hidden behind the computation makes nothing uncertain."""
+    """Only exposed communication counts: time hidden behind the computation adds no uncertainty."""
     widths = [
         answer.high - answer.iteration.total for answer in map(predict, (ask(cluster=corrected(e)) for e in (0, 1)))
     ]

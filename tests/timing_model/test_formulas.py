@@ -1,4 +1,4 @@
-"""Closed forms: the bytes that the code sends, known relations between algorithms, limits; and what is refused."""
+"""Closed forms: the bytes that the code sends, known relations between algorithms, limits; and refused arguments."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def test_a_node_is_one_rank_and_one_node_is_a_ring() -> None:
     one_node = hierarchical_time(inner, LINK, 1e6, nodes=1, ranks_per_node=5)
     assert one_node == pytest.approx(ring_all_reduce_time(inner, 1e6, 5) - inner.sync + LINK.sync, rel=1e-12)
     times = [hierarchical_time(inner, LINK, 1e6, nodes=3, ranks_per_node=2, cards=cards) for cards in (1, 2, 4)]
-    assert times[0] > times[1] == times[2]  # a rank has one card at most
+    assert times[0] > times[1] == times[2]  # a rank has one NIC at most
 
 
 def test_the_cliff_of_halving_doubling() -> None:
-    """Ranks in surplus of a power of two double its bytes; the ring wins above some size."""
+    """Ranks in excess of a power of two double the bytes; the ring wins above some size."""
     latency, transfer, reduction = 1e-4, 1e-8, 1e-9
     link = LinkParams(alpha=latency, beta=transfer, gamma=reduction, sync=0)
     for p, q in ((5, 4), (7, 4), (12, 8)):

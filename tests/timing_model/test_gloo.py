@@ -11,11 +11,11 @@ from timing_model import CodecCost, LinkParams, all_reduce_time, ring_all_reduce
 from timing_model.gloo import native_all_reduce_time, native_closed_time, native_messages
 
 MEAN_ERROR, WORST_ERROR = 0.0055, 0.14
-"""What the closed form's docstring states, rounded up."""
+"""Relative errors that the closed form's docstring states, rounded up."""
 
 
 def test_the_segments_are_gloos() -> None:
-    """From its source: at least two a rank, at most 1 MiB, as many for each rank."""
+    """gloo's source says: at least two segments per rank, at most 1 MiB each, the same number for each rank."""
     assert native_messages(1.0, 3) == (4, 1)
     assert native_messages(6 << 20, 3) == (4, 1 << 20)
     assert native_messages((6 << 20) + 1, 3) == (6, (2 << 20) // 3 + 1)
@@ -39,7 +39,7 @@ def test_the_closed_form_is_as_near_as_it_says() -> None:
 
 def test_a_fast_network_is_all_latency_and_a_slow_one_all_bytes() -> None:
     latency = LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0)
-    # Two phases of N = 6 messages, two in flight, a round trip each.
+    # There are two phases of N = 6 messages, two in flight, with a round trip each.
     assert native_all_reduce_time(latency, 1e6, 4) == 2 * 3 * 2.0
     transfer = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.5)
     messages, segment = native_messages(1e6, 4)
@@ -47,7 +47,7 @@ def test_a_fast_network_is_all_latency_and_a_slow_one_all_bytes() -> None:
 
 
 def turn_by_turn(link: LinkParams, nbytes: float, world_size: int) -> float:
-    """The docstring's recursion, with all of its turns."""
+    """Compute the docstring's recursion, with all of its turns."""
     messages, segment = native_messages(nbytes, world_size)
     total = link.sync
     for added in (link.gamma * segment, 0.0):

@@ -1,4 +1,4 @@
-"""Iterations by strategy: against the simulator, against torch's own buckets, and their parts."""
+"""Iterations by strategy: compared with the simulator and with torch's own buckets, and their parts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_parts_are_the_total(
 
 @given(times=compute_times(), t_comm=SECONDS)
 def test_the_computation_is_slower_only_while_the_collective_runs(times: ComputeTimes, t_comm: float) -> None:
-    """Played: both begin together, and when the collective is done the computation goes on at its full speed."""
+    """Both begin together; when the collective is done, the computation continues at full speed."""
     collective = t_comm + min(times.hindrance * t_comm, times.total)
     beside = min(times.total * (1 + times.contention), collective)
     left = times.total - beside / (1 + times.contention)
@@ -108,7 +108,7 @@ def test_computation_is_slower_only_while_a_collective_runs() -> None:
 def test_layerwise_is_the_recursion(shares: list[float], data: st.DataObject) -> None:
     t_comms = data.draw(st.lists(SECONDS, min_size=len(shares), max_size=len(shares)))
     buckets = [(share, CollectiveTime(t, t, 0.0)) for share, t in zip(shares, t_comms, strict=True)]
-    # The longest chain: from the moment that some bucket is ready, one collective after the other.
+    # The longest chain begins when some bucket is ready, and has one collective after the other.
     longest = max(TIMES.forward + share * TIMES.backward + sum(t_comms[index:]) for index, share in enumerate(shares))
     expected = max(longest, TIMES.forward + TIMES.backward) + TIMES.update
     assert layerwise_iteration_time(TIMES, buckets).total == pytest.approx(expected, rel=1e-12)
@@ -117,7 +117,7 @@ def test_layerwise_is_the_recursion(shares: list[float], data: st.DataObject) ->
 def test_buckets_are_slower_under_the_backward_pass_only() -> None:
     times = ComputeTimes(update=0.5, forward=1.0, backward=2.0, hindrance=1.0)
     bucket = CollectiveTime(0.75, 0.75, 0.0)
-    # Ready at 2: 0.5 of it by the end of the backward pass, at 3, and the rest after it; then the second one.
+    # The first is ready at 2: 0.5 s of it are done by 3, when the backward pass ends, the rest after; then the second.
     assert layerwise_iteration_time(times, [(0.5, bucket), (1.0, bucket)]).total == 3.25 + 0.75 + 0.5
 
 

@@ -1,4 +1,4 @@
-"""Jitter: timing.md's figures, the simulator against the formulas, and what must hold whatever the numbers."""
+"""Jitter: timing.md's figures, the simulator compared with the formulas, and properties for all numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_expected_maxima_are_those_of_draws(noise: Noise, run: int) -> None:
         sigma = np.sqrt(np.log1p(noise.cv**2))
         draws = np.exp(sigma * normal - sigma**2 / 2)
     slowest = (draws.mean(1) * means).max(1)
-    within = 5 * slowest.std() / np.sqrt(len(slowest)) + (0.004 if run > 1 else 0.0)  # Fenton's approximation
+    within = 5 * slowest.std() / np.sqrt(len(slowest)) + (0.004 if run > 1 else 0.0)  # error of Fenton's approximation
     assert expected_maximum(noise, 10, run=run) == pytest.approx(slowest.mean(), abs=within)
     floored = np.maximum(slowest, 1.2).mean()
     assert expected_maximum(noise, 10, run=run, floor=1.2) == pytest.approx(floored, abs=within)
@@ -89,7 +89,7 @@ def worst_and_mean_error(noises: list[Noise], t_comms: tuple[float, ...]) -> tup
                 t_compute=1, t_comm=t_comm, width=width, world_size=p, iterations=1500, noise=noise, seed=p + width
             ).period
             errors.append(abs(steady_state_period(1, t_comm, width, p, noise) / simulated - 1))
-            assert steady_state_bound(1, t_comm, width, p, noise) <= simulated * 1.015  # its own noise
+            assert steady_state_bound(1, t_comm, width, p, noise) <= simulated * 1.015  # the simulation's own noise
     return max(errors), float(np.mean(errors))
 
 
@@ -104,7 +104,7 @@ def worst_and_mean_error(noises: list[Noise], t_comms: tuple[float, ...]) -> tup
     ],
 )
 def test_the_period_is_as_near_as_it_says(noises: list[Noise], worst: float, mean: float) -> None:
-    """The docstring's figures, and room for the simulator's own noise: 1,500 iterations, other seeds than the fit's."""
+    """Errors are the docstring's, plus the simulator's own noise: 1,500 iterations, with other seeds than the fit's."""
     largest, average = worst_and_mean_error(noises, (0.5, 0.9, 1.0, 1.2, 1.8))
     assert largest < worst
     assert average < mean
@@ -112,7 +112,7 @@ def test_the_period_is_as_near_as_it_says(noises: list[Noise], worst: float, mea
 
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_jitter_that_lasts_costs_at_most_what_the_bound_says(width: int) -> None:
-    """Each rank's deviation is kept from one iteration to the next but for a hundredth: plain recursion, own draws."""
+    """Each rank keeps all but a hundredth of its deviation per iteration, in a plain recursion with its own draws."""
     p, cv, t_comm = 8, 0.2, 1.0
     sigma, generator, iterations = np.sqrt(np.log1p(cv**2)), np.random.default_rng(3), 40_000
     deviation, ready = generator.standard_normal(p), np.zeros(p)
@@ -142,7 +142,7 @@ def test_without_noise_the_period_is_the_simulators(
 
 
 def test_the_upper_bound_is_what_two_in_flight_take_on_one_rank() -> None:
-    """Each waits for the longer of computation and collective."""
+    """Each iteration waits for the longer of computation and collective."""
     noise = Noise(cv=0.4)
     simulated = simulate_iterations(t_compute=1, t_comm=1, width=2, world_size=1, iterations=100_000, noise=noise)
     assert expected_maximum(noise, 1, floor=1.0) == pytest.approx(simulated.period, rel=0.004)

@@ -1,4 +1,4 @@
-"""All-reduces with nothing beside them, on emulated links of 200 Mbit/s: what was measured, and what the model says."""
+"""All-reduces without computation, on emulated links of 200 Mbit/s: measured times and the model's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from timing_model import LinkParams, all_reduce_time
 from timing_model.presets import CODECS, PAYLOAD_SHARE
 
 LINK = LinkParams(alpha=1e-4, beta=8 / (200e6 * PAYLOAD_SHARE), gamma=1e-10, sync=3e-4, overhead=5e-5)
-"""Of the testbed: its latency about, and nothing fitted."""
+"""Link of the testbed: its approximate latency, and nothing fitted."""
 LARGE, OFF = 16_000_000, 0.05
 
 
 @pytest.mark.parametrize(("algorithm", "world_size"), [("ring", 3), ("ring", 4), ("halving-doubling", 3)])
 def test_large_all_reduces_take_as_long_as_was_measured(algorithm: str, world_size: int) -> None:
-    """With fp32, int8 and int4. On three ranks it matters in halving-doubling which receives are posted."""
+    """Codecs are fp32, int8 and int4. In halving-doubling on three ranks, it matters which receives are posted."""
     measured = [row for row in load(RESULTS / "bench_all_reduce_matrix.csv") if row["nbytes"] >= LARGE]
     rows = [row for row in measured if (row["algorithm"], row["p"]) == (algorithm, world_size)]
     assert {row["codec"] for row in rows} == {"fp32", "int8", "int4"}

@@ -1,4 +1,4 @@
-"""More bytes, latency or codec time, or less bandwidth, is never faster; and nothing is ever not a number."""
+"""More bytes, latency or codec time, or less bandwidth, is never faster; and no result is ever NaN."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from timing_model.gloo import native_closed_time
 
 ROOM = 1 + 1e-9
 WHOLE = 1 << 40
-"""A segment that holds every chunk. Where a chunk comes to be cut in two, more bytes are faster: the halves overlap."""
+"""Bytes of a segment that holds every chunk. If a chunk is cut in two, more bytes are faster: the halves overlap."""
 
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-12, 1e3))
 FORMULAS = (
@@ -85,7 +85,7 @@ def test_all_reduces(link: LinkParams, costs: tuple[float, ...], bits: float, nu
 
     base = time(link, codec, numel)
     if name.endswith("doubling") and p not in (1, 2, 4, 8):
-        return  # messages meet at a wire, where a little later can be just in time to be served before another
+        return  # messages meet at a wire, where a slightly later one can be just in time to be served before another
     assert time(link, codec, numel * 1.5) * ROOM >= base
     assert time(link, dataclasses.replace(codec, bits=bits * 1.5), numel) * ROOM >= base
     assert time(link, dataclasses.replace(codec, hop=hop + 1e-9, encode=encode * 1.5), numel) * ROOM >= base

@@ -1,4 +1,4 @@
-"""Parameter servers: their rounds, message by message, and the measured ones of the log."""
+"""Parameter servers: their rounds, message by message, and the measured rounds of the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROUNDS = 8
 
 
 def in_turn(link: LinkParams, nbytes: float, workers: int, servers: int, t_compute: float) -> float:
-    """Time of a round in the steady state, servers on ranks of their own, which serve workers one after the other."""
+    """Return the time of a steady-state round with dedicated servers, which serve workers one after the other."""
     share = nbytes / servers
     ranks = [*range(workers)]
     worker = [
@@ -51,7 +51,7 @@ def test_served_in_turn_is_the_messages_steady_state(
     ("rate", "t_compute", "measured", "sharing"), [(100e6, 0.1177, 3.099, 0.48), (200e6, 0.1177, 1.604, 0.47)]
 )
 def test_the_logs_measurements_lie_between(rate: float, t_compute: float, measured: float, sharing: float) -> None:
-    """experiments/LOG.md, "parameter servers": the MLP of 7.2 MB, 4 nodes; 2(p-1) n beta is 3606 and 1803 ms."""
+    """The log is experiments/LOG.md, "parameter servers": MLP of 7.2 MB, 4 nodes; 2(p-1) n beta is 3606 and 1803 ms."""
     gradient = 3.606 / 6 * 100e6 / rate
     link = LinkParams(alpha=0.0, beta=gradient / 7.2e6, gamma=0.0, sync=0.0)
     times = [t_compute + parameter_server_time(link, 7.2e6, 4, sharing=share).total for share in (0.0, sharing, 1.0)]
@@ -60,7 +60,7 @@ def test_the_logs_measurements_lie_between(rate: float, t_compute: float, measur
 
 
 def test_loads_of_cards() -> None:
-    """As experiments/limits.py has them: all gradients in, then all weights out, over the fullest card."""
+    """Loads are those of experiments/limits.py: all gradients in, then all weights out, over the fullest NIC."""
     link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
     for world_size, servers, placement, load in (
         (4, 1, "beside", 3.0),

@@ -1,4 +1,4 @@
-"""The planner: as good as trying everything, and its words say what is so."""
+"""The planner: as good as trying everything, and its text is true."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def job(network: str, model: str, seconds: float, **options: Any) -> Question:
 
 
 def everything(base: Question, space: Space) -> list[tuple[Question, float]]:
-    """The time of each configuration that works."""
+    """Return the time of each configuration that works."""
     times = []
     pipelined = product(("pipelined",), space.widths, space.codecs, space.all_reduces, space.segments)
     others = [("ddp", 1, codec, "native", 1 << 20) for codec in space.codecs] + [("ps-sync", 1, "fp32", None, 1 << 20)]
@@ -71,7 +71,7 @@ def test_it_chooses_what_trying_everything_would(
     base = Question(cluster=by_hand(link), compute=work, world_size=p)
     found, all_times = plan(base, SPACE), everything(base, SPACE)
     assert found.considered == len(all_times)
-    close = (1 + TIE) * (1 + TIE)  # a tie of segments, and one of configurations
+    close = (1 + TIE) * (1 + TIE)  # one tie of segments, and one of configurations
     groups = (
         (found.best, lambda question: True),
         (found.synchronous, lambda question: question.width == 1 and question.codec in NATIVE_CODECS),
@@ -169,7 +169,7 @@ def test_accuracy_can_be_weighed() -> None:
 
 @pytest.mark.parametrize(("network", "world_size"), [("1GbE", 16), ("10GbE", 4), ("25GbE", 64)])
 def test_only_what_costs_next_to_no_accuracy_is_searched_unasked(network: str, world_size: int) -> None:
-    """16 ranks at 1 Gbit/s were once told to take sign at width 4."""
+    """The planner once recommended sign at width 4 to 16 ranks at 1 Gbit/s."""
     base = job(network, "alexnet", 0.3, world_size=world_size)
     found = plan(base)
     assert {one.question.codec for one in found.ranking} <= set(ACCURATE)
@@ -197,7 +197,7 @@ def test_of_16_bits_rounding_is_simpler_than_truncation() -> None:
 
 @pytest.mark.parametrize(("longer", "codec"), [(0.022, "fp32"), (0.05, "bf16")])
 def test_a_codec_must_gain_3_percent(longer: float, codec: str) -> None:
-    """An all-reduce of fp32 that takes this share longer than the computation beside it."""
+    """An fp32 all-reduce takes longer than the overlapping computation by this share."""
     seconds, values = 1.0, 10_000_000
     link = LinkParams(alpha=0.0, beta=(1 + longer) * seconds / (2 * 3 / 4 * 4 * values), gamma=0.0, sync=0.0)
     base = Question(cluster=by_hand(link), compute=compute(seconds, values), world_size=4)
@@ -217,7 +217,7 @@ def test_all_to_all_is_not_searched_among_many_unless_asked_for() -> None:
 
 
 def test_a_message_costs_the_processor_on_a_network_that_is_typed_in() -> None:
-    """All-to-all among many ranks sends so many messages that they take longer than the bytes."""
+    """An all-to-all among many ranks sends so many messages that they take longer than the bytes."""
     base = job("1GbE", "mlp", 0.01, world_size=1024)
     question = dataclasses.replace(base, all_reduce="all-to-all")
     time = collective_time(question, costs_of(question), base.compute.numel)
@@ -237,7 +237,7 @@ def test_ties_are_one_line() -> None:
 
 
 def test_a_third_width_comes_with_what_it_depends_on() -> None:
-    """Many ranks with jitter, and a collective as long as the computation."""
+    """There are many ranks with jitter, and a collective as long as the computation."""
     link = LinkParams(alpha=0.0, beta=1 / (2 * 63 / 64 * 4e7), gamma=0.0, sync=0.0)
     base = Question(cluster=by_hand(link), compute=compute(1.0, 10_000_000, cv=0.2), world_size=64)
     found = plan(base, dataclasses.replace(SPACE, codecs=("fp32",), all_reduces=("ring",)))

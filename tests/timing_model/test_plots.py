@@ -19,7 +19,7 @@ TIMES = ComputeTimes(update=0.5, forward=1.0, backward=2.0)
 def test_nobody_does_two_things_at_once(strategy: str, width: int) -> None:
     noise = Noise(cv=0.3, slow_ranks=(1.2,))
     spans = timeline(strategy, TIMES, 2.0, world_size=3, iterations=6, width=width, noise=noise)
-    # A server's card sends and receives at once.
+    # A server's NIC sends and receives at once.
     rows = [lambda span: span.what in COMMUNICATION and span.what != GRADIENT, lambda span: span.what == GRADIENT]
     for who in ("rank 0", "rank 1", "rank 2", SERVER):
         for row in (*rows, lambda span: span.what in (COMPUTATION, UPDATE)):
@@ -31,7 +31,7 @@ def test_nobody_does_two_things_at_once(strategy: str, width: int) -> None:
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("t_comm", [1.0, 6.0])
 def test_a_timeline_lasts_as_long_as_the_job(width: int, t_comm: float) -> None:
-    """But for the first K iterations, before which there is nothing to update with."""
+    """The first K iterations are excepted: they have nothing to update with."""
     spans = timeline("pipelined", TIMES, t_comm, world_size=2, iterations=20, width=width)
     iteration = pipelined_iteration_time(TIMES, CollectiveTime(t_comm, t_comm, 0.0), width)
     lasts = max(span.end for span in spans)

@@ -1,4 +1,4 @@
-"""Answers: parts that sum up, intervals, what was measured and what was not, and physics."""
+"""Answers: parts that sum up, intervals, measured and unmeasured configurations, and physics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from timing_model.predict import LIMITS, predict
 from timing_model.presets import CODECS, NETWORKS
 
 WHOLE = 1 << 30
-"""A segment that holds every chunk: see test_monotone."""
+"""Bytes of a segment that holds every chunk: see test_monotone."""
 
 
 def compute(seconds: float, values: int, **options: Any) -> ComputeProfile:
@@ -36,7 +36,7 @@ def by_hand(link: LinkParams, **options: Any) -> Profile:
 
 
 def test_the_papers_question_by_hand() -> None:
-    """Four ranks: c = 0.3 s and 2 (p-1)/p n beta = 0.6 s, so that width 2 is bound by the network."""
+    """With four ranks, c = 0.3 s and 2 (p-1)/p n beta = 0.6 s, so that width 2 is bound by the network."""
     link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
     cluster, work = by_hand(link), compute(0.3, 100_000_000, samples=1000)
     together, apart = (
@@ -88,7 +88,7 @@ def test_parts_and_intervals(options: dict[str, Any]) -> None:
 
 
 def test_an_interval_is_the_root_of_the_sum_of_squares() -> None:
-    """Forward, backward and update are together 5 % below, 10 % above; and the residual is the all-reduce's."""
+    """Forward, backward and update together are 5 % below, 10 % above; the residual is the all-reduce's."""
     off = dataclasses.replace(PROFILE.calibrated, residuals={"ring": 0.03})
     exact = dataclasses.replace(PROFILE, calibrated=off, link=LinkProfile.exact(LINK.params()))
     answer = predict(ask(cluster=exact, compute=calm()))
@@ -100,12 +100,12 @@ def test_an_interval_is_the_root_of_the_sum_of_squares() -> None:
 
 
 def calm(**options: Any) -> ComputeProfile:
-    """Without noise."""
+    """Return ``MLP`` without noise."""
     return dataclasses.replace(MLP, cv=0.0, slow_ranks=(), **options)
 
 
 def test_the_computation_is_slower_beside_a_codec() -> None:
-    """Bound by the computation, beside a collective that takes a small part of it."""
+    """The iteration is bound by the computation, next to a collective that takes a small part of it."""
     small = calm(tensors=(10_000,), forward=about(1.0))
     plain, packed = (predict(ask(compute=small, width=2, codec=codec)) for codec in ("fp32", "int8"))
     alone = small.times(2).total
@@ -123,7 +123,7 @@ def test_the_computation_is_slower_beside_a_codec() -> None:
     ],
 )
 def test_what_was_measured_has_the_link_and_the_residual_of_its_own(name: str, options: dict[str, Any]) -> None:
-    """What is not asked for is a thousand times as slow."""
+    """All other links are a thousand times as slow."""
     slow = dataclasses.replace(LINK, beta=about(1e3 * LINK.beta.value))
     names = ("ring", "halving-doubling", "native", "ps-sync")
     links = {other: LINK if other == name else slow for other in names}
@@ -144,7 +144,7 @@ def test_an_all_reduce_that_was_not_measured_has_the_rings_link_and_the_largest_
 
 
 def test_every_all_reduce_loses_its_own_share_beside_the_computation() -> None:
-    """Bound by the network, at width 2; and no more than if it stood still."""
+    """The iteration is bound by the network, at width 2; it is no slower than if the network stood still meanwhile."""
     compute = calm(contention=about(0.0), forward=about(0.3))
     without = dataclasses.replace(compute, hindrances={"halving-doubling": Estimate.exact(0.0)})
     with_own, free = (

@@ -30,7 +30,7 @@ def scaled(link: LinkProfile, latency: float, transfer: float) -> LinkProfile:
 
 
 def leave(folder: Path, cluster: Profile, compute: Any = CALM, **options: Any) -> Path:
-    """The folder of a run that took exactly what the model says, with computation that is up to 0.1 % off."""
+    """Write the folder of a run that took exactly what the model says, with computation that is up to 0.1 % off."""
     question = Question(cluster=cluster, compute=compute, **{"world_size": 4} | options)
     iteration, collective = iteration_time(question, costs_of(question))
     times = compute.times(question.width)
@@ -73,7 +73,7 @@ def test_latency_and_bandwidth_are_found(tmp_path: Path) -> None:
 
 
 def test_what_the_runs_do_not_tell_stays_and_says_so(tmp_path: Path) -> None:
-    """One large gradient: its time is bandwidth's, and latency could be anything."""
+    """With one large gradient, time depends on bandwidth, and latency could be anything."""
     large = dataclasses.replace(CALM, tensors=(1 << 23,))
     truth = dataclasses.replace(BEFORE, link=scaled(BEFORE.link, 1.0, 2.0))
     fitted = fit(dataclasses.replace(BEFORE, compute=(large,)), [leave(tmp_path / "run", truth, large)])

@@ -1,4 +1,4 @@
-"""The longest path, which knows what ranks do alike, against a simulator of every message, which does not."""
+"""The longest path, which exploits that ranks do the same, compared with a simulator of every message."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ PASSED_ON = {
 def test_steps_that_are_left_out_are_as_those_before(
     name: str, link: LinkParams, inner: LinkParams, codec: CodecCost, segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rings of 240 ranks, step by step, and up to where all goes on evenly."""
+    """Rings of 240 ranks are computed step by step, and up to the step from which all steps are alike."""
     costs = critical_path.SegmentCosts(
         work=codec.seconds(1.0),
         alpha=link.alpha,
@@ -162,7 +162,7 @@ def test_one_slow_link_slows_the_whole_ring() -> None:
 
 
 def test_senders_meet_at_one_card() -> None:
-    """Three messages of 8 s to one rank: each leaves at once, they arrive one after the other."""
+    """Three messages of 8 s to one rank leave at once; they arrive one after the other."""
     link = LinkParams(alpha=1.0, beta=2.0, gamma=0.0, sync=0.0)
     senders = [[Task(sends=((3, 4.0),))] for _ in range(3)]
     ends = simulate_messages([*senders, [Task(source=rank) for rank in range(3)]], Network(link=link))
@@ -176,7 +176,7 @@ def test_memory_is_not_overwritten_before_it_has_left() -> None:
 
 
 def test_a_message_leaves_when_its_receive_is_posted() -> None:
-    """A notice takes 1 s, except for what is posted at the start."""
+    """A notice takes 1 s, except for receives that are posted at the start."""
     link = LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0)
     sends = [Task(sends=((1, 4.0),)), Task(sends=((1, 4.0),))]
     early = [Task(posts=(0, 0)), Task(seconds=10.0), Task(source=0), Task(source=0)]
@@ -198,7 +198,7 @@ def test_what_nobody_waits_for_leaves_the_wire_to_others_and_keeps_its_memory() 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("segments", [1, 4, 9])
 def test_where_all_do_the_same_receives_are_posted_in_time(name: str, segments: int) -> None:
-    """Latency and work of half a segment's wire. A gap is known: more segments than receives, several partners."""
+    """Latency and work are half a segment's wire time. A known gap: more segments than receives, several partners."""
     link = LinkParams(alpha=0.3, beta=1.0, gamma=0.0, sync=0.0)
     codec = CodecCost(name="", bits=8.0, encode=0.1, decode=0.1, add=0.1, hop=0.2)
     for world_size in (2, 4, 8):

@@ -1,4 +1,4 @@
-"""Quantities with units: what is understood, what is refused and how, and that nothing is ever guessed."""
+"""Quantities with units: those understood, those refused and the message, and none ever guessed."""
 
 from __future__ import annotations
 
