@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 FACTOR = 5.0
-"""Multiple of its running mean at which a norm is a blow-up: synchronous training stays below 4 even when wildest."""
+"""Multiple of its running mean at which a norm is a blow-up: even the wildest synchronous training stays below 4."""
 DECAY = 0.98
 """Decay of the running mean per iteration: it covers about 50 iterations."""
 SETTLE = 20
