@@ -40,13 +40,13 @@ _HOMES = {
     "Pipelined": "pipesgd.pipeline.pipelined",
     "Ranks": "pipesgd.ranks",
 }
-"""The modules of public names; exceptions are in ``pipesgd.errors``."""
+"""Modules of public names; exceptions are in ``pipesgd.errors``."""
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are first asked for.
+    """Import a public name when it is first asked for.
 
-    They import torch, which takes seconds, and a command has something to do before (``pipesgd.process.begin``).
+    The import loads torch, which takes seconds, and a command has something to do first (``pipesgd.process.begin``).
     """
     if name not in __all__:
         raise AttributeError(f"module 'pipesgd' has no attribute {name!r}")

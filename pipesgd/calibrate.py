@@ -1,7 +1,7 @@
-"""The command: ``torchrun [torchrun's options] -m pipesgd.calibrate --out cluster.toml [options]``.
+"""The command ``torchrun [torchrun's options] -m pipesgd.calibrate --out cluster.toml [options]``.
 
-Measures what a cluster, and a model on it, cost, and writes it down for the timing model. Reads from top to bottom as
-it happens.
+It measures the costs of a cluster, and of a model on it, and writes them to a file for the timing model. The code reads
+from top to bottom as a calibration happens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.calibrate ..."
 
 
 def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """One calibration, on this rank.
+    """Run one calibration on this rank.
 
     Raises:
         UserInputError: before anything is measured, or when the file cannot be written.
@@ -59,7 +59,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     ranks.agree("ranks", lambda: check_ranks(ranks.world_size))
     data, batches, model, _ = ranks.agree("data and model", lambda: load(training, ranks))
 
-    # 2. Measure it.
+    # 2. Measure.
     found = measure(
         training,
         model,
@@ -74,7 +74,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         prediction=options.prediction,
     )
 
-    # 3. What it means, said and written by rank 0.
+    # 3. Report and write the result, on rank 0.
     if found is not None:
         report.show(console, fits=found.fits, codecs=found.codecs, computation=found.computation)
 
@@ -92,13 +92,13 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
 
 
 def check_ranks(world_size: int) -> None:
-    """Raise ``UserInputError`` for one rank: a file without a network would tell the timing model nothing."""
+    """Raise ``UserInputError`` for a single rank: without a network, the timing model would learn nothing."""
     if world_size == 1:
         raise UserInputError(f"ranks must be at least 2, or there is no network to measure; got 1 (try {HOW_TO_START})")
 
 
 def check_files(config: CalibrateConfig, rank: int) -> None:
-    """Raise ``UserInputError`` unless rank 0 can write what it is to write at the end."""
+    """Raise ``UserInputError`` unless rank 0 can write the files that it will write at the end."""
     options = config.calibration
     if rank > 0:
         return
@@ -109,7 +109,7 @@ def check_files(config: CalibrateConfig, rank: int) -> None:
 
 
 def check_file(name: str, path: Path, *, overwrite: bool) -> None:
-    """Raise ``UserInputError`` unless ``path`` is a new file in a folder to write to, or one to be replaced."""
+    """Raise ``UserInputError`` unless ``path`` is a new file in a writable folder, or a file to be replaced."""
     if path.is_dir():
         raise UserInputError(f"{name} must be a file; got the folder {path}")
     if path.exists() and not overwrite:

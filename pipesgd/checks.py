@@ -1,4 +1,4 @@
-"""What must hold of an option's value, and the one line that says so."""
+"""Checks of option values, each of which raises a one-line error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from pipesgd.errors import UserInputError
 
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 0.1, 1_000_000.0
-"""Seconds. torch counts whole milliseconds, and cannot count as many as a float can hold."""
+"""Bounds of a timeout in seconds: torch counts whole milliseconds, and cannot count as many as a float can hold."""
 
 
 MOST = 1e15
-"""The largest value of an option: what is larger is a mistake, and could overflow."""
+"""Largest value of an option: a larger one is a mistake and could overflow."""
 
 
 def check_at_least(name: str, value: float, least: float) -> None:
@@ -37,7 +37,7 @@ def _check_at_most(name: str, value: float, most: float) -> None:
 
 
 def _shortened(text: str) -> str:
-    """``text``, with its middle left out if it is long."""
+    """Return ``text``, with its middle left out if it is long."""
     return text if len(text) <= 60 else f"{text[:30]}...{text[-20:]} ({len(text)} characters)"
 
 
@@ -58,8 +58,8 @@ def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
 def check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Sequence[str]]) -> None:
     """Raise ``UserInputError`` for a set field of the dataclass ``section`` that ``chosen`` does not read.
 
-    ``readers`` are, by field, the values of ``option`` that read it; other fields are always read. What no one reads
-    must not be asked for in silence.
+    ``readers`` maps a field to the values of ``option`` that read it; other fields are always read. An option that is
+    not read must not be accepted silently.
     """
     for item in dataclasses.fields(section):
         value = getattr(section, item.name)
@@ -71,13 +71,13 @@ def check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Seq
 
 
 def one_of(choices: Sequence[str]) -> str:
-    """``choices`` as words: "fp32", "ring or native", "one of a, b, c"."""
+    """Return ``choices`` as a phrase: "fp32", "ring or native", "one of a, b, c"."""
     if len(choices) <= 2:
         return " or ".join(choices)
     return "one of " + ", ".join(choices)
 
 
 def did_you_mean(value: str, choices: Sequence[str]) -> str:
-    """A clause that names the choice nearest to ``value``, empty if none is near."""
+    """Return a clause that names the choice nearest to ``value``, empty if none is near."""
     near = difflib.get_close_matches(value, choices, n=1)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -1,7 +1,7 @@
-"""From the words after ``-m pipesgd.train`` to a ``TrainConfig``, or after another command's name to its own.
+"""Parsing of a command's arguments: from those after ``-m pipesgd.train`` to a ``TrainConfig``, for instance.
 
 tyro turns the dataclasses of config.py into options. A ``--config`` file is a TOML table of the same
-options; it is put in front of the words, so that an option on the command line wins.
+options; it is put in front of the arguments, and an option on the command line wins.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ options on the command line win. torchrun's own options stand before -m. --versi
 """
 
 FOR_ONE_RUN = ("dry-run", "overwrite", "resume")
-"""Options that say what is done this time. A file that --dry-run prints leaves them out: read back, it trains."""
+"""Options for a single run. The file that --dry-run prints leaves them out, so that reading it back trains."""
 
 OTHER_NAMES = {"learning-rate": "lr", "bs": "batch-size", "output-dir": "output", "max-steps": "iterations"}
-"""What other trainers call our options, where the spelling alone gives no hint."""
+"""Names that other trainers use for our options, where the spelling alone gives no hint."""
 
 MOST_CONFIG_BYTES = 16 * 1024
-"""Size of a --config file; one with every option takes a quarter of it."""
+"""Largest size of a --config file in bytes; a file with every option takes a quarter of it."""
 
 
 class Config(Protocol):
     """A dataclass whose fields are sections of options."""
 
     def options(self) -> dict[str, Any]:
-        """Every option by its name on the command line, as a JSON value."""
+        """Return every option by its name on the command line, as a JSON value."""
 
 
 C = TypeVar("C", bound=Config)
 
 
 def parse(words: Sequence[str]) -> TrainConfig:
-    """The training that ``words`` ask for: see ``parse_as``."""
+    """Return the training that ``words`` ask for; see ``parse_as``."""
     defaults = TrainConfig().options()
     words = _expand_config_file(list(words), defaults)
     _check_names(words, defaults)
@@ -69,11 +69,11 @@ def parse(words: Sequence[str]) -> TrainConfig:
 
 
 def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
-    """The configuration of ``pipesgd.<command>`` that ``words`` ask for.
+    """Return the configuration of ``pipesgd.<command>`` that ``words`` ask for.
 
     Raises:
-        HelpRequested: ``--help`` or ``--version`` is among the words.
-        UserInputError: one line that names what is wrong.
+        HelpRequested: ``--help`` or ``--version`` is among the arguments.
+        UserInputError: an argument is wrong; the message is one line.
     """
     if "--version" in words:
         raise HelpRequested(version())
@@ -84,7 +84,7 @@ def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
         _give_help_texts(kind)
     out, err = io.StringIO(), io.StringIO()
     try:
-        # tyro prints a box and exits; every rank would print one. Rank 0 shall print one line.
+        # tyro prints a box and exits, which every rank would do. Rank 0 should print one line instead.
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             config = tyro.cli(
                 kind,
@@ -101,14 +101,14 @@ def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
 
 
 class HelpRequested(Exception):  # noqa: N818 (a request, not an error)
-    """``--help`` or ``--version`` was among the words; the text is the message."""
+    """A request for the text of ``--help`` or ``--version``, which is the message."""
 
 
 def answer_questions(parse_words: Callable[[Sequence[str]], object], words: Sequence[str]) -> None:
-    """Print what ``--help`` or ``--version`` asks for, on one rank, and exit; return if ``words`` are something else.
+    """Print what ``--help`` or ``--version`` asks for, on rank 0, and exit; return if ``words`` hold neither.
 
-    A command calls this before it imports torch, which takes seconds. Wrong words are left to the run, whose ranks say
-    together what is wrong.
+    A command calls this before it imports torch, which takes seconds. Wrong arguments are left to the run, whose ranks
+    report them together.
     """
     if not {"--help", "-h", "--version"} & set(words):
         return
@@ -123,13 +123,13 @@ def answer_questions(parse_words: Callable[[Sequence[str]], object], words: Sequ
 
 
 def version() -> str:
-    """The versions of this package and of what it runs on."""
-    torch = importlib.metadata.version("torch")  # to import it takes seconds
+    """Return the versions of this package, of torch and of Python."""
+    torch = importlib.metadata.version("torch")  # importing it takes seconds
     return f"pipesgd {__version__} (torch {torch}, Python {platform.python_version()})"
 
 
 def help_texts(section: type) -> dict[str, str]:
-    """The docstring under each field of the dataclass ``section``, on one line."""
+    """Return the docstring under each field of the dataclass ``section``, on one line."""
     body = ast.parse(inspect.getsource(section)).body[0]
     assert isinstance(body, ast.ClassDef)
     return {
@@ -144,7 +144,7 @@ def help_texts(section: type) -> dict[str, str]:
 
 
 def _give_help_texts(kind: type[Config]) -> None:
-    """Put the help texts where tyro looks first. Those that it finds by itself keep the line breaks of the source."""
+    """Put the help texts where tyro looks first. Texts that tyro finds itself keep the line breaks of the source."""
     for section in vars(kind()).values():
         texts = help_texts(type(section))
         for field in dataclasses.fields(section):
@@ -153,9 +153,9 @@ def _give_help_texts(kind: type[Config]) -> None:
 
 
 def as_toml(config: TrainConfig) -> str:
-    """``config`` as a file that ``--config`` reads back; options without a value are commented out.
+    """Return ``config`` as a file that ``--config`` reads back; options without a value are commented out.
 
-    Those in ``FOR_ONE_RUN`` are left out.
+    Options in ``FOR_ONE_RUN`` are left out.
     """
     lines = []
     for name, value in config.options().items():
@@ -182,7 +182,7 @@ def _expand_config_file(words: list[str], defaults: dict[str, Any]) -> list[str]
 
 
 def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
-    """The options of a TOML file, each as the words that would have said it on the command line."""
+    """Return the options of a TOML file, each as the arguments that set it on the command line."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_CONFIG_BYTES + 1)
@@ -233,12 +233,12 @@ def _check_names(words: list[str], defaults: dict[str, Any]) -> None:
             other = OTHER_NAMES.get(name)
             hint = f" (did you mean {other}?)" if other in known else did_you_mean(name, known)
             raise UserInputError(f"every option must be one that --help lists; got --{name}{hint}")
-        if names.count(name) > 1:  # which of the values was meant should not be guessed
+        if names.count(name) > 1:  # do not guess which of the values was meant
             raise UserInputError(f"{name} must be given once; got it {names.count(name)} times")
 
 
 def _check_digits(words: list[str], config: Config) -> None:
-    """Refuse numbers in digits of other scripts, which Python reads and hardly anybody means."""
+    """Refuse numbers in the digits of other scripts, which Python reads but hardly anybody means."""
     texts = [value for value in config.options().values() if isinstance(value, str)]
     for word in words:
         value = word.partition("=")[2] if word.startswith("--") else word
@@ -255,9 +255,9 @@ def _is_number(text: str) -> bool:
 
 
 def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The words without those that leave an option to the timing model, and the names of these options.
+    """Return the arguments without those that leave an option to the timing model, and the names of these options.
 
-    A word that is nearly ``AUTO`` is refused here: nobody else would guess what was meant.
+    A value that is nearly ``AUTO`` is refused here, since no later check would guess what was meant.
     """
     rest, auto = [], []
     queue = collections.deque(words)
@@ -279,7 +279,7 @@ def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         for item in dataclasses.fields(CodecOptions):
             option = item.name.replace("_", "-")
             given = _value_of(option, rest)
-            if given not in (None, str(item.default)):  # a --config file may say what it is anyway
+            if given not in (None, str(item.default)):  # a --config file may spell out the default
                 raise UserInputError(
                     f"{option} must be left out with --codec auto, which chooses codecs as they are; got {given}"
                 )
@@ -287,7 +287,7 @@ def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _value_of(option: str, words: list[str]) -> str | None:
-    """Its first word after this option."""
+    """Return the first argument after this option; None if the option is not given."""
     for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         if name.startswith("--") and name[2:].replace("_", "-") == option:
@@ -296,7 +296,7 @@ def _value_of(option: str, words: list[str]) -> str | None:
 
 
 def _one_line(box: str) -> str:
-    """The message of tyro's error box, which is a title, a rule, the message, a rule, and hints."""
+    """Return the message of tyro's error box, which is a title, a rule, the message, a rule, and hints."""
     lines = [line.strip("│ ") for line in box.splitlines()]
     parts = [" ".join(group) for is_rule, group in itertools.groupby(lines, _is_rule) if not is_rule]
     message = re.sub(r"^Error parsing \w+Config: ", "", (parts[1] if len(parts) > 1 else parts[0]).strip())

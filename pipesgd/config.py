@@ -1,7 +1,7 @@
-"""What a run is: frozen dataclasses, one section of options each.
+"""Configuration of a run: frozen dataclasses, each a section of options.
 
-Every check of a value lives in a ``__post_init__`` here; what depends on data or on other ranks is
-checked where it becomes known. The docstring under a field is the help text of its option.
+Values are checked in ``__post_init__`` here; checks that need data or other ranks are made where these become
+known. The docstring under a field is the help text of its option.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ BUFFERS = ("average", "rank-0", "own")
 
 AUTO = "auto"
 AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes")
-"""Those that can be left to the timing model, by ``AUTO``."""
+"""Options that can be left to the timing model with the value ``AUTO``."""
 
 MAX_WIDTH = 64
-"""Each unit of width costs one copy of the gradient and one iteration of staleness."""
+"""Largest width: each unit costs one copy of the gradient and one iteration of staleness."""
 
 MAX_STREAMS = 16
 
 MAX_LOSS_SCALE = 2.0**127
-"""The largest power of two in float32."""
+"""Largest loss scale: the largest power of two in float32."""
 
 DEFAULT_TIMEOUT = 120.0
 DEFAULT_STALL_SECONDS = 30.0
@@ -71,7 +71,7 @@ def check_width(width: int, warmup_iterations: int) -> None:
 
 
 def check_connections(all_reduce: str, segment_bytes: int, streams: int) -> None:
-    """Raise ``UserInputError`` unless messages can be cut and sent like this."""
+    """Raise ``UserInputError`` unless messages can be split and sent with these settings."""
     check_at_least("segment-bytes", segment_bytes, 1)
     check_at_least("streams", streams, 1)
     if streams > MAX_STREAMS:
@@ -83,27 +83,27 @@ def check_connections(all_reduce: str, segment_bytes: int, streams: int) -> None
 
 
 def dataset_kind(name: str) -> str:
-    """The one of ``DATASETS`` that ``name`` stands for: text:PATH for any path; ``name`` itself if there is none."""
+    """Return the entry of ``DATASETS`` that ``name`` stands for: text:PATH for any path, otherwise ``name`` itself."""
     return "text:PATH" if name.startswith("text:") and name != "text:" else name
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on."""
+    """Training data."""
 
     dataset: str = "digits"
     """Data set: digits (embedded), mnist, fashion-mnist, cifar100, images (a folder per class), python-stdlib (source
-    text of the Python that runs) or text:PATH (a text file, or all files in a folder)."""
+    text of the running Python) or text:PATH (a text file, or all files in a folder)."""
     data_dir: Path | None = None
     """Folder of the data files; not needed for digits and text, nor for fashion-mnist from Debian's package."""
     batch_size: int = 32
     """Samples per rank and iteration."""
     image_size: int = 64
-    """Side in pixels to which the pictures of --dataset images are scaled and cropped."""
+    """Side length in pixels to which the pictures of --dataset images are scaled and cropped."""
     context: int = 64
-    """Bytes in a sample of text."""
+    """Length of a text sample in bytes."""
     loader_workers: int | None = None
-    """Processes per rank that load and decode beside the computation; 2 for images, 0 for the others by default."""
+    """Processes per rank that load and decode data during computation; by default 2 for --dataset images, else 0."""
 
     def __post_init__(self) -> None:
         check_one_of("dataset", dataset_kind(self.dataset), DATASETS)
@@ -116,7 +116,7 @@ class DataConfig:
 
     @property
     def workers(self) -> int:
-        """``loader_workers``, or its default: only pictures take long enough to load to be worth a process."""
+        """Return ``loader_workers`` or its default: only pictures take long enough to load to be worth a process."""
         if self.loader_workers is None:
             return 2 if self.dataset == "images" else 0
         return self.loader_workers
@@ -124,7 +124,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is trained."""
+    """Model."""
 
     model: str = "mlp"
     """Model: mlp, convnet, resnet18 or alexnet for images; transformer for text."""
@@ -133,9 +133,9 @@ class ModelConfig:
     layers: int = 2
     """Blocks of --model transformer."""
     heads: int = 4
-    """Attention heads in each of its blocks."""
+    """Attention heads in each block of --model transformer."""
     embedding: int = 128
-    """Numbers by which it represents a byte; a multiple of --heads."""
+    """Embedding size of a byte in --model transformer; a multiple of --heads."""
 
     def __post_init__(self) -> None:
         check_one_of("model", self.model, MODELS)
@@ -154,40 +154,41 @@ _READ_BY_MODEL = {
     "heads": TEXT_MODELS,
     "embedding": TEXT_MODELS,
 }
-"""The models that read an option of ``ModelConfig``."""
+"""Models that read an option of ``ModelConfig``, by option; those not listed are read by all models."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationConfig:
-    """How the weights are updated."""
+    """Weight updates: optimizer, precision and length of the training."""
 
     optimizer: str = "sgd"
     """Optimizer: sgd, nesterov, adam, adamw, adagrad or muon (for hidden matrices, with adamw for the rest)."""
     lr: float = 0.02
-    """Learning rate (its peak, with a schedule)."""
+    """Learning rate; the peak, if --schedule varies it."""
     momentum: float = 0.9
     """Momentum of sgd and nesterov."""
     weight_decay: float = 0.0
     """Weight decay."""
     schedule: str = "constant"
-    """Learning rate over the run: constant, cosine (to zero) or one-cycle (up, then to zero)."""
+    """Learning-rate schedule: constant, cosine (decays to zero) or one-cycle (rises, then decays to zero)."""
     accumulation: int = 1
-    """Micro-batches of --batch-size samples whose gradients a rank adds up before they are exchanged."""
+    """Micro-batches of --batch-size samples whose gradients each rank accumulates before they are exchanged."""
     clip_norm: float | None = None
-    """Largest norm of the averaged gradient, to which it is scaled down when it is applied; no limit by default."""
+    """Largest norm of the averaged gradient; larger gradients are scaled down before they are applied. No limit by
+    default."""
     clip_value: float | None = None
     """Largest magnitude of a value in the averaged gradient; no limit by default."""
     precision: str = "fp32"
-    """What forward and backward compute in where that is safe (torch.autocast): fp32, bf16, or fp16 with a loss scale.
+    """Precision of forward and backward passes where torch.autocast lowers it: fp32, bf16, or fp16 with a loss scale.
     Weights and gradients stay float32."""
     loss_scale: float = 65536.0
-    """First loss scale of --precision fp16; torch's GradScaler adapts it."""
+    """Initial loss scale of --precision fp16; torch's GradScaler adapts it."""
     epochs: int | None = None
-    """Passes over the training set; 3 unless --iterations says otherwise."""
+    """Passes over the training set; 3 by default, unless --iterations is given."""
     iterations: int | None = None
-    """Weight updates, instead of --epochs."""
+    """Weight updates to run, instead of --epochs."""
     seed: int = 0
-    """Seed of the initial weights and of the order of the samples."""
+    """Seed of the initial weights and the sample order."""
 
     def __post_init__(self) -> None:
         check_one_of("optimizer", self.optimizer, OPTIMIZERS)
@@ -216,43 +217,45 @@ class OptimizationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How the gradients travel."""
+    """Exchange of gradients between ranks."""
 
     strategy: str = "pipelined"
-    """How gradients become a weight update: pipelined (width 1 is synchronous SGD), ddp (torch's own), ps-sync and
-    ps-async (parameter servers), or local (no communication: how fast any of them could be at most)."""
+    """Training strategy: pipelined (width 1 is synchronous SGD), ddp (torch's own), ps-sync and ps-async (parameter
+    servers), or local (no communication: an upper bound on the speed of the others)."""
     width: Annotated[int, tyro.conf.arg(metavar="INT|auto")] = 2
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous; auto chooses from
     1 to 3 (see --cluster)."""
     warmup_iterations: int = 0
-    """First iterations that run at width 1."""
+    """Iterations at the start of the run that use width 1."""
     prediction: str = "eager"
-    """What stands for the gradients in flight in the weights that the next ones are computed on: local (this rank's
-    own gradients), eager (the same, turned back by what they missed before, and further on the less they agree with the
-    means), or none. Width 1 has none in flight."""
+    """Weight prediction, which puts an estimate in place of the gradients in flight: local (this rank's own gradients),
+    eager (the same, corrected by their past errors and extrapolated further the less they agree with the means), or
+    none. Width 1 has none in flight."""
     guard: bool = False
-    """Fall back to width 1 for a while when the gradient blows up, which is how harmful staleness shows."""
+    """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness."""
     allow_drift: bool = False
-    """Train on processors that compute other bits, such as ARM with x86, which is refused by default: replicas drift
-    apart by roundings, and get rank 0's weights at every evaluation and checkpoint."""
+    """Train on processors that compute different bits, such as ARM with x86, which is refused by default: replicas
+    drift apart by rounding errors, and get rank 0's weights at every evaluation and checkpoint."""
     buffers: str = "average"
-    """What evaluations and the trained model get of buffers (batch norm's statistics), which are each rank's own in
-    training: average (their mean over ranks), rank-0 (rank 0's), or own."""
+    """Buffers (batch norm's statistics) of evaluations and of the trained model: average (their mean over ranks),
+    rank-0 (rank 0's), or own (each rank's). In training, every rank has its own."""
     all_reduce: str = "ring"
-    """Algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then between
-    them), or native (torch's own); auto chooses one (see --cluster)."""
+    """All-reduce algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then
+    between them), or native (torch's own); auto chooses one (see --cluster)."""
     segment_bytes: Annotated[int, tyro.conf.arg(metavar="INT|auto")] = SEGMENT_BYTES
-    """Largest message; native cuts as torch does; auto chooses (see --cluster)."""
+    """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
     streams: int = 1
-    """Connections to each rank, on which messages take turns: one TCP stream may not fill a fast or a long link."""
+    """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
     ddp_hook: str = "none"
-    """What --strategy ddp does to gradients on their way: none, or torch's fp16 or bf16."""
+    """Communication hook of --strategy ddp, in which gradients travel: none, or torch's fp16 or bf16."""
     servers: int = 1
     """Parameter servers, each with its share of the weights (ps-sync, ps-async)."""
     server_placement: str = "beside"
-    """Where the parameter servers run: beside the first workers, or on ranks of their own, the last ones."""
+    """Placement of the parameter servers: beside (on the ranks of the first workers) or own (on the last ranks, which
+    do nothing else)."""
     staleness_bound: int | None = None
-    """Iterations by which the fastest worker may lead the slowest (ps-async); no bound by default, 0 is ps-sync."""
+    """Largest lead of the fastest worker over the slowest, in iterations (ps-async); no bound by default, 0 is
+    ps-sync."""
 
     def __post_init__(self) -> None:
         check_one_of("strategy", self.strategy, STRATEGIES)
@@ -269,7 +272,7 @@ class PipelineConfig:
         check_read(self, "strategy", self.strategy, _READ_BY_STRATEGY)
 
     def describe(self) -> str:
-        """What is done with the gradients, in a few words."""
+        """Return a short description of what is done with the gradients."""
         if self.strategy == "pipelined":
             streams = f" on {self.streams} streams" if self.streams > 1 else ""
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
@@ -283,7 +286,7 @@ class PipelineConfig:
         return f"{self.strategy}{bound}, {self.servers} server{'s' if self.servers > 1 else ''} {where}"
 
     def workers(self, world_size: int) -> int:
-        """How many of ``world_size`` ranks compute gradients: the first ones.
+        """Return the number of ranks that compute gradients, which are the first ones of ``world_size``.
 
         Raises:
             UserInputError: there are too few ranks for the servers.
@@ -314,19 +317,19 @@ _READ_BY_STRATEGY = {
     "server_placement": SERVER_STRATEGIES,
     "staleness_bound": ("ps-async",),
 }
-"""The strategies that read an option of ``PipelineConfig``; what no one reads must not be asked for in silence."""
+"""Strategies that read an option of ``PipelineConfig``, by option; one that would not be read is refused if set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningConfig:
-    """What is chosen by the timing model, and what it knows of the cluster."""
+    """Choices of the timing model, and its calibration of the cluster."""
 
     cluster: Path | None = None
-    """What pipesgd.calibrate wrote of this cluster and this model: by it the time of an iteration is predicted, and
-    what is auto is chosen. Rank 0's file counts. Without it, a run with an auto calibrates for some seconds first."""
+    """File that pipesgd.calibrate wrote for this cluster and model, used to predict the time of an iteration and to
+    choose options set to auto. Rank 0's file counts. Without one, a run with auto first calibrates for some seconds."""
     auto: Annotated[tuple[str, ...], tyro.conf.Suppress, tyro.conf.Fixed] = ()
-    """Those of ``AUTO_OPTIONS`` that are to be chosen, whose own fields hold defaults until they are. No option: on the
-    command line, each of them says it itself."""
+    """Options from ``AUTO_OPTIONS`` still to be chosen, whose own fields hold defaults until then. This is not an
+    option itself: on the command line, each of them has the value auto."""
 
     def __post_init__(self) -> None:
         for name in self.auto:
@@ -334,47 +337,48 @@ class PlanningConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether the timing model is asked for anything."""
+        """True if the timing model is asked for anything."""
         return bool(self.auto) or self.cluster is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where the run leaves its files, and how it behaves when something goes wrong."""
+    """Output files, checkpoints, and behaviour when something goes wrong."""
 
     output: Path = Path("runs/latest")
     """Folder for summary.json, metrics.jsonl, TensorBoard events, checkpoints and the trained weights."""
     resume: bool = False
-    """Continue from the newest checkpoint in --output; start anew if there is none yet."""
+    """Continue from the newest checkpoint in --output, or from the beginning if there is none yet."""
     overwrite: bool = False
-    """Delete the run that --output holds, and start anew."""
+    """Delete the run in --output and start from the beginning."""
     dry_run: bool = False
-    """Print the resolved configuration as a file for --config, without dry-run, overwrite and resume, and stop."""
+    """Print the resolved configuration as a file for --config, without dry-run, overwrite and resume, and exit."""
     device: str = "cpu"
-    """Where the model computes: cpu or cuda."""
+    """Device of the model: cpu or cuda."""
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds that a rank waits for another one, whatever it waits for, before the run fails: from 0.1 to 1,000,000.
-    Where ranks meet, one that gives heartbeats while it computes, loads or writes may take ten times as long."""
+    """Seconds that a rank waits for another one, for any reason, before the run fails: from 0.1 to 1,000,000. Where
+    all ranks meet, one that gives heartbeats while it computes, loads or writes may take ten times as long."""
     stall_seconds: float = DEFAULT_STALL_SECONDS
-    """Seconds of waiting after which rank 0 says for whom, and again after as many: at least 1."""
+    """Seconds of waiting after which rank 0 reports the ranks it waits for, and the interval between reports: at
+    least 1."""
     farewell_seconds: float = DEFAULT_FAREWELL_SECONDS
-    """Seconds that the ranks may take to write a last checkpoint after Ctrl-C or SIGTERM; 0 ends them at once."""
+    """Seconds that the ranks have to write a last checkpoint after Ctrl-C or SIGTERM; 0 ends them at once."""
     on_nonfinite: str = "stop"
-    """When an averaged gradient holds a NaN or an infinity: stop the run, or skip that update."""
+    """Reaction to a NaN or an infinity in an averaged gradient: stop (the run) or skip (that update)."""
     check_replicas: int | None = None
     """Compare a hash of the weights of all ranks every so many iterations (and always at the end)."""
     evaluate_iterations: int | None = None
     """Iterations between two evaluations on the test set; without it, one at the end of every epoch."""
     checkpoint_seconds: float = 60.0
-    """Seconds between checkpoints, roughly."""
+    """Approximate seconds between checkpoints."""
     checkpoint_iterations: int | None = None
-    """Iterations between checkpoints, exactly, instead of --checkpoint-seconds."""
+    """Exact number of iterations between checkpoints, instead of --checkpoint-seconds."""
     keep_checkpoints: int = 3
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep."""
     trace: bool = False
-    """Write a Chrome/Perfetto trace of computation and communication, one process row per rank."""
+    """Write a Chrome/Perfetto trace of computation and communication, with one process row per rank."""
     log_messages: bool = False
-    """Log a line for every message that the ring sends or receives, to stderr."""
+    """Log every message that the ring sends or receives to stderr, one line each."""
 
     def __post_init__(self) -> None:
         check_one_of("device", self.device, DEVICES)
@@ -461,7 +465,7 @@ class TrainConfig:
             )
 
     def _check_planning(self) -> None:
-        """Raise ``UserInputError`` if the timing model is asked for what it does not know."""
+        """Raise ``UserInputError`` if the timing model is asked for something it does not cover."""
         auto = self.planning.auto
         option = f"{auto[0]} auto" if auto else "cluster"
         if not self.planning.wanted:
@@ -483,14 +487,14 @@ class TrainConfig:
             )
 
     def options(self) -> dict[str, Any]:
-        """Every option by its name on the command line, as a JSON value."""
+        """Return every option by its name on the command line, as a JSON value."""
         sections = (self.data, self.model, self.optimization, self.pipeline, self.compression, self.planning, self.run)
         options = options_of(*sections)
         auto = options.pop(AUTO)
         return options | dict.fromkeys(auto, AUTO)
 
     def with_choices(self, choices: dict[str, Any]) -> TrainConfig:
-        """The configuration with ``choices``, of ``AUTO_OPTIONS``, and nothing left to be chosen."""
+        """Return the configuration with ``choices`` for ``AUTO_OPTIONS`` and nothing left to be chosen."""
         fields = {name.replace("-", "_"): value for name, value in choices.items()}
         codec = {"codec": fields.pop("codec")} if "codec" in fields else {}
         return dataclasses.replace(
@@ -502,22 +506,22 @@ class TrainConfig:
 
     @property
     def samples_per_rank(self) -> int:
-        """In one iteration."""
+        """Samples per rank in one iteration."""
         return self.data.batch_size * self.optimization.accumulation
 
     def samples(self) -> str:
-        """Samples of a rank and iteration, in a few words."""
+        """Return the samples per rank and iteration as a short text."""
         accumulation = self.optimization.accumulation
         return f"{accumulation} x {self.data.batch_size}" if accumulation > 1 else f"{self.data.batch_size}"
 
     def describe(self) -> str:
-        """What is done with the gradients, in a few words."""
+        """Return a short description of what is done with the gradients."""
         codec = f", {self.compression.describe()}" if self.pipeline.strategy == "pipelined" else ""
         return self.pipeline.describe() + codec
 
 
 def options_of(*sections: Any) -> dict[str, Any]:
-    """Every option of these dataclasses by its name on the command line, as a JSON value."""
+    """Return every option of these dataclasses by its name on the command line, as a JSON value."""
     return {
         item.name.replace("_", "-"): _as_json(getattr(section, item.name))
         for section in sections
@@ -526,8 +530,8 @@ def options_of(*sections: Any) -> dict[str, Any]:
 
 
 FREE_BETWEEN_RANKS = frozenset({"data-dir", "output", "loader-workers", "log-messages", "resume", "cluster"})
-"""Options that may differ between ranks: folders differ between machines, which rank is asked to resume does not matter
-since what they resume from is agreed, and rank 0's cluster counts."""
+"""Options that may differ between ranks: folders differ between machines, any rank may ask to resume since all agree on
+what to resume from, and only rank 0's cluster counts."""
 
 FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
@@ -537,7 +541,7 @@ FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
 
 
 def differing_options(one: dict[str, Any], other: dict[str, Any], *, free: frozenset[str]) -> list[str]:
-    """Names of the options, but those in ``free``, whose values differ between two ``options()``."""
+    """Return the names of options, except those in ``free``, whose values differ between two ``options()``."""
     names = sorted(one.keys() | other.keys())
     return [name for name in names if name not in free and one.get(name) != other.get(name)]
 

@@ -5,14 +5,14 @@
     PipesgdError
     ├── UserInputError (ValueError)                the input was wrong: one line, exit code 2
     │   ├── DatasetError                           missing, truncated or foreign data files
-    │   ├── CheckpointError                        the run to continue is another one
+    │   ├── CheckpointError                        the run to resume is a different one
     │   └── DisagreementError                      the ranks were started with different options
     └── RunError (RuntimeError)                    the run failed: exit code 1
         ├── CommunicationError (ConnectionError)   a peer was lost
         │   ├── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
         │   └── PeerFailed                         a peer has reported that it failed
         ├── OutOfStepError                         the ranks are in different calls or iterations
-        ├── StoppedBySignal                        Ctrl-C or SIGTERM, noted, has ended it: exit code 130 or 143
+        ├── StoppedBySignal                        Ctrl-C or SIGTERM ended it in order: exit code 130 or 143
         ├── NonFiniteGradientError                 NaN or infinity in an averaged gradient
         └── ReplicasDivergedError                  the true weights differ between ranks
 """
@@ -25,7 +25,7 @@ from typing import Self
 
 
 def named(ranks: Sequence[int]) -> str:
-    """These ranks, as people read it.
+    """Return ``ranks`` as readable text.
 
     >>> named([3]), named([0, 2])
     ('rank 3', 'ranks 0, 2')
@@ -38,14 +38,14 @@ class PipesgdError(Exception):
 
 
 class UserInputError(PipesgdError, ValueError):
-    """What the user asked for cannot be done; the message says what must hold and what was got."""
+    """The user asked for something that cannot be done; the message says what must hold and what was got."""
 
     known_to_all: bool = False
-    """Whether all ranks raise it together, so that rank 0 alone needs to say it."""
+    """True if all ranks raise the error together, so that only rank 0 needs to report it."""
 
     @classmethod
     def on_all_ranks(cls, text: str) -> Self:
-        """The error with this message, which all ranks raise together."""
+        """Return an error with this message that all ranks raise together."""
         error = cls(text)
         error.known_to_all = True
         return error
@@ -56,17 +56,17 @@ class DatasetError(UserInputError):
 
 
 class CheckpointError(UserInputError):
-    """The run that is to be resumed is another one, or its checkpoints are not whole on every rank."""
+    """The run to resume is a different one, or its checkpoints are not complete on every rank."""
 
 
 class DisagreementError(UserInputError):
-    """The ranks were started with different options: said by every rank, since each may have its own screen."""
+    """The ranks were started with different options. Every rank reports it, since each may have its own screen."""
 
     known_to_all = True
 
 
 class RunError(PipesgdError, RuntimeError):
-    """A run that had started could not go on."""
+    """A run that had started could not continue."""
 
 
 class CommunicationError(RunError, ConnectionError):
@@ -93,11 +93,11 @@ class CommunicationError(RunError, ConnectionError):
 
 
 class DeadlineExceeded(CommunicationError, TimeoutError):  # noqa: N818 (the name that torch and grpc users know)
-    """The peer is there as far as we know, but was silent for the whole deadline."""
+    """The peer is alive as far as we know, but was silent for the whole deadline."""
 
 
 class PeerFailed(CommunicationError):  # noqa: N818 (named as DeadlineExceeded is)
-    """Rank ``peer`` has failed, and has said why; this rank is well."""
+    """Rank ``peer`` has failed and reported why; this rank is healthy."""
 
     def __str__(self) -> str:
         where = "" if self.iteration is None else f" in iteration {self.iteration}"
@@ -105,9 +105,9 @@ class PeerFailed(CommunicationError):  # noqa: N818 (named as DeadlineExceeded i
 
 
 class StoppedBySignal(RunError):  # noqa: N818 (named after what happened)
-    """A rank was told to stop by ``signal``: "SIGTERM" or "Ctrl-C".
+    """The run was stopped by ``signal``, "SIGTERM" or "Ctrl-C", on one of its ranks.
 
-    ``without`` is why no farewell checkpoint could be written; None if this rank's ``iteration`` has one.
+    ``without`` is the reason why no farewell checkpoint could be written; None if there is one of ``iteration``.
     ``newest`` is the iteration after which the newest checkpoint was written; None if there is none.
     """
 
@@ -151,7 +151,7 @@ class OutOfStepError(RunError):
 class NonFiniteGradientError(RunError, ArithmeticError):
     """The averaged gradient of ``iteration`` holds a NaN or an infinity, on every rank alike.
 
-    ``ranks`` are those of the ``world_size`` ranks whose own gradient does; None if that is not known.
+    ``ranks`` are the ranks, out of ``world_size``, whose own gradient holds one; None if they are not known.
     """
 
     def __init__(self, iteration: int, ranks: Sequence[int] | None = None, world_size: int = 1):
@@ -181,6 +181,6 @@ class ReplicasDivergedError(RunError):
 
 
 def warn(text: str) -> None:
-    """Print ``warning: text`` on stderr, in one piece: other ranks write to the same screen."""
+    """Print ``warning: text`` on stderr in one piece, since other ranks write to the same screen."""
     sys.stderr.write(f"warning: {text}\n")
     sys.stderr.flush()

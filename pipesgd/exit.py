@@ -1,4 +1,4 @@
-"""How a rank ends: one line that says why, and an exit code, whatever happened."""
+"""The end of a rank: one line that says why, and an exit code, whatever happened."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 SIGNAL_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 SAME_SIGNAL_SECONDS = 2.0
-"""How long another signal counts as the first one: torchrun passes on what a terminal has sent to its ranks, too."""
+"""Seconds in which another signal counts as the first: torchrun forwards to ranks what a terminal sent them already."""
 
 STORE_BEFORE_AGENT_SECONDS = 0.3
-"""How long the store of an agent that has died may be lost before its death can be seen."""
+"""Longest time in seconds between the loss of a dead agent's store and the moment when its death can be seen."""
 
 END_SECONDS = 10.0
-"""How long the main thread waits for another thread to say why this process ends, and to end it."""
+"""Seconds that the main thread waits for another thread to say why this process ends, and to end it."""
 
 
 class Terminated(BaseException):
-    """SIGTERM came. Like KeyboardInterrupt it is no error of the program's."""
+    """SIGTERM arrived. Like KeyboardInterrupt, it is not an error of the program."""
 
 
 class _Signals:
-    """Ctrl-C and SIGTERM, of which the first one says how this rank ends, whatever comes of it.
+    """Handlers of Ctrl-C and SIGTERM. The first signal decides how this rank ends, whatever it leads to.
 
-    Whoever unwinds may fail in turn and hide it: torch.save, interrupted, raises a RuntimeError; and
-    torchrun passes Ctrl-C on to ranks that have got it from the terminal.
+    Code that unwinds may fail in turn and hide the signal: an interrupted torch.save raises a RuntimeError. And
+    torchrun forwards Ctrl-C to ranks that already have it from the terminal.
     """
 
     _RAISES: ClassVar[dict[int, type[BaseException]]] = {
@@ -83,7 +83,7 @@ class _Signals:
         raise self.first
 
     def _is_noted(self, number: int) -> bool:
-        """True if the training loop ends for this signal, with a checkpoint. Takes no lock: the loop may hold it."""
+        """Return True if the training loop will end with a checkpoint. Takes no lock, since the loop may hold it."""
         farewell, now = self.farewell, time.monotonic()
         if not farewell.is_open:
             return False
@@ -109,12 +109,12 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words
 
 def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str], signals: _Signals) -> int:
     ranks: Ranks | None = None
-    begin()  # where the command's module has not, as in a program of one's own that calls it
+    begin()  # if the command's module has not done so, as when a user's own program calls it
     try:
         ranks = join()
         signals.farewell = ranks.standing.farewell
         console = screen(ranks)
-        # The main thread may be in a wait of gloo's, which nothing ends: the watcher's thread ends this process then.
+        # If the main thread is in a wait of gloo's, which nothing can end, the watcher's thread ends this process.
         stop_watching = ranks.watch(lambda error: _end(error, ranks, console))
         command(words, ranks, console)
         ranks.need_not_speak()
@@ -123,18 +123,18 @@ def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequen
     except HelpRequested as request:
         if ranks is None or ranks.rank == 0:
             print(request)
-    except BaseException as failure:  # noqa: BLE001 (told apart, and said, below)
-        signals.ignored = True  # one end is enough; and no call, between whose instructions a signal could come
+    except BaseException as failure:  # noqa: BLE001 (distinguished and reported below)
+        signals.ignored = True  # one end is enough; not a call, within which a signal could arrive
         _end_if_orphan(failure)
         if not claim_the_end():
-            threading.Event().wait(END_SECONDS)  # another thread is saying why this process ends, and ends it
+            threading.Event().wait(END_SECONDS)  # another thread reports why this process ends, and ends it
             os._exit(EXIT_FAILED)
         return _explain(failure if signals.first is None else signals.first(), ranks)
     return 0
 
 
 def _end(error: RunError, ranks: Ranks, console: Console) -> None:
-    """End this process for ``error``, whatever its main thread is waiting for, unless it is already at its end."""
+    """End this process because of ``error``, whatever its main thread waits for, unless it is ending already."""
     _end_if_orphan(error)
     if not claim_the_end():
         return
@@ -150,7 +150,7 @@ def _end(error: RunError, ranks: Ranks, console: Console) -> None:
 
 
 def _flush() -> None:
-    """Write out what was printed, as far as somebody is left to read it."""
+    """Write out what was printed, if anybody is left to read it."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -163,7 +163,7 @@ def _end_if_orphan(failure: BaseException) -> None:
 
 
 def reason_of(failure: BaseException, ranks: Ranks | None) -> str:
-    """Why this rank ends, in one line that begins with its number."""
+    """Return the reason why this rank ends, in one line that begins with its number."""
     text = str(failure) if isinstance(failure, PipesgdError) else repr(failure)
     if isinstance(failure, KeyboardInterrupt):
         text = f"interrupted by Ctrl-C{_where(ranks)}"
@@ -177,7 +177,7 @@ def _where(ranks: Ranks | None) -> str:
 
 
 def _explain(failure: BaseException, ranks: Ranks | None) -> int:
-    """Say in one line why this rank ends; the exit code."""
+    """Report in one line why this rank ends, and return the exit code."""
     rank = 0 if ranks is None else ranks.rank
     if isinstance(failure, KeyboardInterrupt):
         where = _where(ranks)
@@ -200,12 +200,12 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
     trace = ""
     if not isinstance(failure, PipesgdError | Terminated):
         trace = "".join(traceback.format_exception(failure))
-        sys.stderr.write(trace)  # a defect of ours: the line alone would not help to mend it
+        sys.stderr.write(trace)  # a bug of ours: the line alone would not help to fix it
     text = reason_of(failure, ranks)
     silent = {} if ranks is None else ranks.silent()
     if ranks is not None and silent and not isinstance(failure, PeerFailed) and "no word from" not in text:
         text += f"; {no_word_from(silent, ranks.job_size)}"
-    say(f"error: {text}")  # before the store is asked, which may hang
+    say(f"error: {text}")  # before asking the store, which may hang
     write_error_file(text, trace, cause=not isinstance(failure, CommunicationError | Terminated))
     if ranks is not None:
         _hear_the_others(ranks, text, failure, known=list(silent))
@@ -215,7 +215,7 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
 
 
 def _hear_the_others(ranks: Ranks, text: str, failure: BaseException, *, known: list[int]) -> None:
-    """Tell the other ranks, give them a moment to say why they end, and name those that do not."""
+    """Tell the other ranks, give them a moment to report why they end, and name those that do not."""
     is_victim = isinstance(failure, PeerFailed)
     peer = failure.peer if isinstance(failure, CommunicationError) else None
     try:

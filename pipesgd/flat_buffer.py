@@ -1,4 +1,4 @@
-"""Parameters <-> flat contiguous buffers; and the mean over ranks, which is taken here and nowhere else."""
+"""Conversion of parameters to and from flat contiguous buffers, and the only place that takes the mean over ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pipesgd.errors import UserInputError
 
 
 class FlatBuffer:
-    """Room for values shaped like some tensors, contiguous, so that they can be reduced as one.
+    """Contiguous memory for values shaped like some tensors, so that they can be reduced as one.
 
-    One flat tensor for each kind of (dtype, device) among the tensors, which is one for most models.
+    There is one flat tensor for each (dtype, device) among the tensors, which is one for most models.
 
     Attributes:
         flats: the flat tensors, each (numel,).
@@ -40,18 +40,18 @@ class FlatBuffer:
         return sum(flat.nbytes for flat in self.flats)
 
     def fill_from(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors' values in; the same tensors in the same order as at the start."""
+        """Copy in the values of ``tensors``, which match the constructor's in number, order and shape."""
         if tensors:
             torch._foreach_copy_(self.views, list(tensors))
 
     def copy_to(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the values out to the tensors."""
+        """Copy the values out to ``tensors``."""
         if tensors:
             torch._foreach_copy_(list(tensors), self.views)
 
 
 def rearranged(flats: Sequence[Tensor], old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-    """float32 values laid out as a ``FlatBuffer`` of the parameters ``old``, as one of ``new``; of new ones, zeros."""
+    """Return ``flats``, float32 in the layout of a ``FlatBuffer`` of ``old``, in that of ``new``; new values are 0."""
     before, after = _places(old), _places(new)
     sizes = {number: stop for number, _, stop in after}  # the last one of each
     moved = [torch.zeros(size, dtype=torch.float32, device=new[0].device) for size in sizes.values()]
@@ -63,7 +63,7 @@ def rearranged(flats: Sequence[Tensor], old: Sequence[Tensor], new: Sequence[Ten
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """For each of ``tensors``: which of a ``FlatBuffer``'s flat tensors it is in, and from where to where, in reals."""
+    """Return (flat tensor, start, stop) of each of ``tensors`` in a ``FlatBuffer`` of them, counted in real numbers."""
     kinds: dict[tuple[torch.dtype, torch.device], int] = {}
     stops: list[int] = []
     places = []
@@ -80,7 +80,7 @@ def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Tensor | None]:
     """Copy every parameter's ``.grad`` into ``buffer``; a parameter without one counts as zero.
 
-    Leaves ``.grad`` None, so that the next backward makes new ones and adds to nothing; those of now are returned.
+    Leaves ``.grad`` None, so that the next backward pass makes new gradients, and returns the present ones.
     """
     present = [(parameter.grad, view) for parameter, view in zip(parameters, buffer.views, strict=True)]
     if any(gradient is not None and gradient.is_sparse for gradient, _ in present):
@@ -97,7 +97,7 @@ def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Ten
 
 
 def give_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Let these be the parameters' ``.grad``; nothing is copied."""
+    """Make ``gradients`` the parameters' ``.grad`` without copying."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
@@ -120,14 +120,14 @@ def take_mean(flat: Tensor, world_size: int) -> None:
 
 
 def all_finite(buffer: FlatBuffer) -> bool:
-    """Whether ``buffer`` holds neither NaN nor infinity."""
+    """Return True if ``buffer`` holds neither NaN nor infinity."""
     return are_finite(buffer.flats)
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether ``tensors`` hold neither NaN nor infinity.
+    """Return True if ``tensors`` hold neither NaN nor infinity.
 
-    A sum is one fast pass and not finite if any value is not; only when it is not (which large finite
-    values can bring about too) every value is looked at.
+    A sum is one fast pass, and it is not finite if any value is not. Every value is looked at only if the sum is not
+    finite, which large finite values can cause too.
     """
     return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""This process: the agent that it must not outlive, and its last line. Imports nothing that takes long."""
+"""Start and end of this process, which must not outlive torchrun's agent. Imports nothing that takes long."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _parent: int | None = None
 
 
 def begin() -> None:
-    """What a rank does before anything else: it takes seconds to import torch, and more to find the other ranks.
+    """Prepare a rank before anything else: importing torch takes seconds, and finding the other ranks takes more.
 
-    Under torchrun the first rank of each machine says that it is there, and every rank ends when its agent does.
+    Under torchrun the first rank of each machine reports that it is starting, and every rank ends when its agent does.
     Further calls do nothing.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or _parent is not None:
@@ -34,14 +34,14 @@ def begin() -> None:
 
 
 def _follow_parent() -> None:
-    """End this process when its parent has died, whatever it does then: there must be no orphans.
+    """End this process when its parent has died, whatever it is doing: there must be no orphans.
 
-    A thread looks for that. A stopped process runs no threads, so the kernel is asked to wake it (Linux).
+    A thread checks for that. A stopped process runs no threads, so the kernel is asked to wake it (Linux).
     """
     global _parent
     _parent = os.getppid()
     if _adopted_by_init():
-        _parent = 0  # it died before this process could look: nobody's number
+        _parent = 0  # the parent died before this process could look; no process has this number
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGCONT)
@@ -55,7 +55,7 @@ def _follow_parent() -> None:
 
 
 def _adopted_by_init() -> bool:
-    """True if the parent is the system's first process, and that is no Python, as torchrun is: torchrun has died."""
+    """Return True if the parent is process 1 and not Python, unlike torchrun, which must have died then."""
     try:
         return os.getppid() == 1 and Path("/proc/1/exe").readlink() != Path("/proc/self/exe").readlink()
     except PermissionError:
@@ -65,12 +65,12 @@ def _adopted_by_init() -> bool:
 
 
 def is_orphan() -> bool:
-    """True if the parent has died that ``begin`` was called under."""
+    """Return True if the process that was the parent when ``begin`` was called has died."""
     return _parent is not None and os.getppid() != _parent
 
 
 def end_if_orphan(within: float = 0.0) -> None:
-    """End this process with a line of its own if its parent has died, or dies within so many seconds."""
+    """End this process with a line of its own if its parent has died, or dies in the next ``within`` seconds."""
     until = time.monotonic() + within
     while not is_orphan():
         if _parent is None or time.monotonic() >= until:
@@ -84,12 +84,12 @@ def end_if_orphan(within: float = 0.0) -> None:
 
 
 def claim_the_end() -> bool:
-    """True for the first caller alone, who says why this process ends and ends it."""
+    """Return True for the first caller only, which reports why this process ends and ends it."""
     return _the_end.acquire(blocking=False)
 
 
 def say(line: str) -> None:
-    """Write ``line`` to stderr in one piece, since other ranks write to the same screen, and without what steers it."""
+    """Write ``line`` to stderr in one piece, since other ranks write there too, and without control characters."""
     shown = "".join(char if char.isprintable() else _escaped(char) for char in line)
     try:
         sys.stderr.write(shown + "\n")
@@ -103,11 +103,11 @@ def _escaped(char: str) -> str:
 
 
 def write_error_file(text: str, trace: str, *, cause: bool) -> None:
-    """Tell torchrun why this rank ends, in the file that it has named, so that its own report says so too.
+    """Write why this rank ends to the file that torchrun has named, so that torchrun's own report says so too.
 
-    Of the message it shows the ``trace`` alone, if there is one. Of all ranks that fail torchrun reports the one with
-    the earliest time, in whole seconds. Unless this rank is the ``cause`` of the failure, its time is set behind that
-    of the one that is.
+    torchrun shows only the ``trace`` of the message, if there is one. Among ranks that fail, it reports the one with
+    the earliest time, in whole seconds. Unless this rank is the ``cause`` of the failure, its time is set later than
+    that of the rank that is.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:

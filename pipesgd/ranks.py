@@ -1,8 +1,8 @@
-"""Joining and leaving the other ranks, and what they tell each other outside of training.
+"""Joining and leaving the other ranks, and communication with them outside of training.
 
-The only reader of the variables that torchrun sets. Ranks talk here through the key-value store that
+This module alone reads the variables that torchrun sets. Ranks communicate here through the key-value store that
 torchrun's agent (or rank 0) holds: to agree on something before any of them acts on it, and, when the
-run fails, to find out who is missing. Gradients never pass through it.
+run fails, to find out which ranks are missing. Gradients never pass through the store.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.train ..."
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks, in an exchange, at what the ranks that are missing do."""
+"""Seconds between two checks, in an exchange, of what the missing ranks are doing."""
 
 LONGEST_PAUSE = 0.02
-"""Seconds between two looks into the store, at most."""
+"""Largest number of seconds between two looks into the store."""
 
 SPEECH_SECONDS = 5.0
-"""How long a rank that exits waits for the others to say why they do."""
+"""Seconds that a rank that exits waits for the others to say why they do."""
 
 REPORT_GRACE_SECONDS = 2.0
-"""How long a failing rank waits for the others' reports before it names the silent ones."""
+"""Seconds that a failing rank waits for the others' reports before it names the silent ones."""
 
 
 @dataclass(eq=False)
@@ -72,16 +72,16 @@ class Ranks:
     local_world_size: int = 1
     """Ranks on this node."""
     restart_count: int = 0
-    """How often torchrun has restarted this job (``--max-restarts``)."""
+    """Number of times that torchrun has restarted this job (``--max-restarts``)."""
     by_torchrun: bool = True
     standing: Standing = field(default_factory=Standing)
     before_exchange: Callable[[str], None] | None = field(default=None, init=False, repr=False)
-    """Called before each exchange that is not ``close_by``, with its name; it waits for ranks that may rightly be far
-    behind."""
+    """Function called with the name of each exchange before it, unless it is ``close_by``; it waits for ranks that may
+    legitimately be far behind."""
     job_store: dist.Store | None = None
-    """The store as all attempts of the job share it, where ``store`` is the part of this attempt."""
+    """Store that all attempts of the job share, whereas ``store`` is the part of this attempt."""
     job_size: int = 0
-    """All ranks of the job, where these are only its ``first``; by default these are all."""
+    """Number of all ranks of the job, of which these may be only the ``first``; by default ``world_size``."""
     _exchanges: int = field(default=0, init=False)
     _process_groups: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
@@ -102,7 +102,7 @@ class Ranks:
 
     @property
     def timeout(self) -> float:
-        """Seconds that this rank waits for another one."""
+        """Seconds that this rank waits for another rank."""
         return self.standing.timeout
 
     @timeout.setter
@@ -111,7 +111,7 @@ class Ranks:
 
     @property
     def iteration(self) -> int | None:
-        """The iteration that this rank is in; None before training."""
+        """Iteration that this rank is in; None before training."""
         return self.standing.iteration
 
     @iteration.setter
@@ -119,11 +119,11 @@ class Ranks:
         self.standing.iteration = iteration
 
     def enter(self, phase: str, *, waiting: bool = False) -> None:
-        """Say what this rank does from now on, and whether it waits for others in it; heartbeats tell it."""
+        """Set what this rank does from now on, and whether it waits for others meanwhile; heartbeats report it."""
         self.standing.enter(phase, time.monotonic(), waiting=waiting)
 
     def first(self, number: int) -> Ranks:
-        """The first ``number`` of these ranks, who exchange among themselves from now on; the others take no part."""
+        """Return the first ``number`` of these ranks, which can exchange values among themselves without the others."""
         if number not in self._first:  # the same object every time, since it counts its exchanges
             self._first[number] = dataclasses.replace(self, world_size=number)
             self._first[number]._job = self._job
@@ -132,10 +132,10 @@ class Ranks:
     def watch(self, on_failure: Callable[[RunError], None]) -> Callable[[], None]:
         """Call ``on_failure``, in a thread of its own, when another rank of the job is lost or has failed.
 
-        From the first call on this rank gives heartbeats, until every function that was returned has been called.
+        From the first call on, this rank gives heartbeats until every function that was returned has been called.
 
         Returns:
-            The function that ends this.
+            A function that ends the watch.
         """
         job = self._job
         if job.world_size == 1:
@@ -144,7 +144,7 @@ class Ranks:
             on_failure(job._failure)
         job._listeners.append(on_failure)
         if job._watcher is None:
-            if job.standing.has_left:  # with an earlier watcher
+            if job.standing.has_left:  # when an earlier watcher was closed
                 job.enter("start")
             store = job._calls.clone(lambda: job.timeout)
             job._watcher = Watcher(
@@ -166,14 +166,14 @@ class Ranks:
             listener(error)
 
     def silent(self) -> dict[int, float]:
-        """Seconds since the last heartbeat of each rank that is known to be silent. Without input or output."""
+        """Return the seconds since the last heartbeat of each rank known to be silent, without any input or output."""
         return {} if self._job._watcher is None else self._job._watcher.silent()
 
     def per_node(self) -> int:
-        """Ranks on each node. Collective.
+        """Return the number of ranks on each node. Collective.
 
         Raises:
-            UserInputError: nodes differ in it, or a node's ranks have no adjoining numbers, as torchrun gives them.
+            UserInputError: nodes differ in it, there is one rank on each, or a node's ranks are not consecutive.
         """
         places = self.exchange("ranks on each node", [self.local_world_size, self.local_rank])
         for rank, place in enumerate(places):
@@ -199,19 +199,19 @@ class Ranks:
         return number
 
     def exchange(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
-        """Every rank's ``value`` (anything JSON can write), in rank order.
+        """Return every rank's ``value`` (anything JSON can write), in rank order. Collective.
 
         Args:
-            what: its name, for messages.
-            value: this rank's.
-            within: seconds to wait for, if that is longer than ``timeout``.
-            close_by: true where all ranks have just met elsewhere, so that none is iterations behind: then
-                ``before_exchange`` is not called.
+            what: name of the value, for messages.
+            value: this rank's value.
+            within: seconds to wait, if that is longer than ``timeout``.
+            close_by: true if all ranks have just met elsewhere, so that none is iterations behind; ``before_exchange``
+                is not called then.
 
         Raises:
-            DeadlineExceeded: some ranks did not come to this exchange, and showed no sign that they get on, within
+            DeadlineExceeded: some ranks did not come to this exchange, and showed no sign of progress, within
                 ``timeout`` seconds, or ``within`` seconds if that is longer.
-            CommunicationError: a rank has failed meanwhile, or is lost, as far as ``watch`` has found.
+            CommunicationError: a rank has failed meanwhile, or ``watch`` has found that one is lost.
         """
         if self.before_exchange is not None and not close_by:
             self.before_exchange(what)
@@ -223,11 +223,11 @@ class Ranks:
             self._calls.set(key.format(self.rank), json.dumps(value))
             seconds = max(self.timeout, within)
             missing = self._missing(key, seconds, until_a_failure=True)
-            if missing:  # longer than that if one of them got on for a while
+            if missing:  # the wait was longer if one of them made progress for a while
                 waited = time.monotonic() - begin
                 self._raise_missing(missing, f"exchange of {what}", seconds if waited < 2 * seconds else round(waited))
             answers = self._calls.get([key.format(rank) for rank in range(self.world_size)])
-            # Who has come to this exchange has read the one before: its key can go, so the store stays small.
+            # A rank in this exchange has read the previous one, so that one's key can go: the store stays small.
             self._own_keys.append(key.format(self.rank))
             if len(self._own_keys) > 2:
                 self._calls.delete(self._own_keys.pop(0))
@@ -237,7 +237,7 @@ class Ranks:
         return [self._decoded(answer, rank, what, key.format(rank), value) for rank, answer in enumerate(answers)]
 
     def _decoded(self, answer: bytes, rank: int, what: str, key: str, own: Any) -> Any:
-        """Rank ``rank``'s value, which must be of the same kind as this rank's ``own``."""
+        """Return the value of rank ``rank``, which must be of the same kind as this rank's ``own``."""
         try:
             value = decode(answer)
             if not same_kind(value, own):
@@ -270,15 +270,15 @@ class Ranks:
         )
 
     def _beats(self, ranks: list[int]) -> dict[int, Beat]:
-        """The newest heartbeats of those of ``ranks`` that have given one."""
+        """Return the newest heartbeat of each of ``ranks`` that has given one."""
         found = self._calls.run(lambda store: present(store, [f"beat/{rank}" for rank in ranks]))
         beats = {rank: Beat.decode(found.get(f"beat/{rank}", b"")) for rank in ranks}
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def agree(self, what: str, attempt: Callable[[], T]) -> T:
-        """This rank's ``attempt()``; if it raises ``UserInputError`` on any rank, all ranks raise that.
+        """Return this rank's ``attempt()``; if it raises ``UserInputError`` on any rank, all ranks raise that error.
 
-        The error is then ``known_to_all``: one rank's word is enough.
+        The error is then ``known_to_all``, so one rank's report of it is enough.
         """
         failure: UserInputError | None = None
         try:
@@ -294,7 +294,7 @@ class Ranks:
         raise UserInputError.on_all_ranks(agreed) from failure
 
     def mark_job(self, name: str) -> None:
-        """Note ``name`` for this job's later attempts: torchrun keeps the store when it restarts the ranks.
+        """Record ``name`` for later attempts of this job: torchrun keeps the store when it restarts the ranks.
 
         Raises:
             CommunicationError: the store is gone, or hangs.
@@ -305,7 +305,7 @@ class Ranks:
             raise lost(failure, self.rank, None, "note in the store", self.timeout) from failure
 
     def job_has(self, name: str) -> bool:
-        """True if this attempt of the job or an earlier one has marked it with ``name``.
+        """Return True if this attempt of the job or an earlier one has marked it with ``name``.
 
         Raises:
             CommunicationError: the store is gone, or hangs.
@@ -318,24 +318,24 @@ class Ranks:
     def wait_until_all_have_spoken(self) -> None:
         """Return once all ranks have called this or ``need_not_speak``, or after some seconds.
 
-        torchrun ends all ranks as soon as one exits: nobody may exit before the others have said why.
+        torchrun ends all ranks as soon as one exits, so no rank may exit before the others have said why they do.
         """
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to wait for
             self._calls.set(f"spoken/{self.rank}", "")
             self._missing("spoken/{}", SPEECH_SECONDS)
 
     def need_not_speak(self) -> None:
-        """Say that this rank ends as it should, so that nobody waits for it to say why.
+        """Record that this rank ends normally, so that no other rank waits for it to say why.
 
-        A parameter server on a rank of its own does when its workers are told to stop.
+        A parameter server on a rank of its own ends normally when its workers are stopped.
         """
-        with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left who waits
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody is left to wait
             self._calls.set(f"spoken/{self.rank}", "")
 
     def start_process_group(self, device: str, timeout: float) -> None:
-        """Start torch's default process group with this deadline for every operation; there must be none.
+        """Start torch's default process group with this deadline for every operation. No such group may exist.
 
-        It may be one after another: each has keys of its own in the store.
+        Groups may follow each other, since each has its own keys in the store.
 
         Raises:
             CommunicationError: not every rank could be reached.
@@ -356,18 +356,18 @@ class Ranks:
             raise lost(failure, self.rank, None, "connection to all ranks", timeout) from failure
 
     def report(self, error: str, peer: int | None = None) -> None:
-        """Tell the other ranks why this one has failed, and which ``peer`` it has lost, if that is why.
+        """Tell the other ranks why this one has failed, and which ``peer`` it has lost, if that is the reason.
 
-        An empty text says that another rank's failure has ended it.
+        An empty ``error`` says that another rank's failure has ended this one.
         """
         calls = self._calls if self._job._watcher is None else self._job._watcher.store
-        calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line shall not wait for it
+        calls.hurry(REPORT_GRACE_SECONDS)  # if the store hangs, this rank's own line must not wait for it
         calls.set(report_key(self.rank), json.dumps([error, peer]))
         if error:
             calls.set(FAILURE, "")
 
     def report_and_wait(self, error: str, peer: int | None = None) -> list[int]:
-        """``report`` it, and wait a moment for the other ranks to say that they end, too; those that do not say it.
+        """``report`` an error, wait a moment for the other ranks' reports, and return the ranks that sent none.
 
         Raises:
             RuntimeError: the store is gone, or hangs.
@@ -380,18 +380,18 @@ class Ranks:
         return [rank for rank, key in enumerate(keys) if not calls.check([key])]
 
     def leave(self) -> None:
-        """End torch's process groups of this process."""
+        """Destroy torch's process groups in this process."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _knows_a_failure(self) -> bool:
-        """True if a rank has reported a failure, or this job's watcher has found that one is lost."""
+        """Return True if a rank has reported a failure, or this job's watcher has found that one is lost."""
         return self._job._failure is not None or self._calls.check([FAILURE])
 
     def _missing(self, key: str, timeout: float, *, until_a_failure: bool = False) -> list[int]:
-        """The ranks whose ``key`` is not in the store, once there are none, or ``timeout`` has passed.
+        """Wait until every rank's ``key`` is in the store or ``timeout`` has passed; return the ranks that are missing.
 
-        With ``until_a_failure`` a rank that is missing and gets on is waited for longer (``Patience``), and a failure
+        With ``until_a_failure``, a missing rank that makes progress is waited for longer (``Patience``), and a failure
         of any rank ends the wait.
         """
         keys = [key.format(rank) for rank in range(self.world_size)]
@@ -410,7 +410,7 @@ class Ranks:
 
 
 def join() -> Ranks:
-    """The ranks that torchrun started this process with; one rank alone without torchrun.
+    """Return the ranks that torchrun started this process with; without torchrun, a single rank.
 
     Raises:
         UserInputError: torchrun's variables are set in part only.
@@ -444,18 +444,18 @@ def join() -> Ranks:
 
 
 def alone() -> Ranks:
-    """This process as the only rank, whatever others there are."""
+    """Return this process as the only rank, whatever other ranks there are."""
     return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False)
 
 
 def _is_place(place: Any) -> bool:
-    """True of a number of ranks and a place among them."""
+    """Return True if ``place`` is a number of ranks and a place among them."""
     numbers = isinstance(place, list) and len(place) == 2 and all(type(one) is int for one in place)
     return numbers and 0 <= place[1] < place[0]
 
 
 def check_same_options(ranks: Ranks, options: dict[str, Any], *, free: frozenset[str]) -> None:
-    """Raise ``DisagreementError`` if ``options``, but those in ``free``, differ between the ranks. Collective."""
+    """Raise ``DisagreementError`` if ``options``, except those in ``free``, differ between the ranks. Collective."""
     everybody = [others or {} for others in ranks.exchange("configuration", options)]
     for rank, others in enumerate(everybody):
         for name in differing_options(everybody[0], others, free=free):
@@ -466,12 +466,12 @@ def check_same_options(ranks: Ranks, options: dict[str, Any], *, free: frozenset
 
 
 def current(timeout: float) -> Ranks:
-    """The ranks of the process group that is there already, or else of ``join()``, which it then starts."""
+    """Return the ranks of the existing process group, or else those of ``join()`` after starting a group of them."""
     if not dist.is_initialized():
         ranks = join()
         ranks.start_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout)
         return ranks
-    # torch offers no public way to the store of a group that somebody else has started.
+    # torch offers no public access to the store of a group that somebody else has started.
     store = dist.PrefixStore("pipesgd", dist.distributed_c10d._get_default_store())
     rank, world_size = dist.get_rank(), dist.get_world_size()
     session = _open_session(store, rank, world_size, timeout)
@@ -497,11 +497,11 @@ def _local_world_size() -> int:
 
 
 def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.Store:
-    """A part of ``store`` that no process of an earlier attempt has written to.
+    """Return a part of ``store`` that no process of an earlier attempt has written to.
 
     torchrun keeps the store when it restarts the ranks (``--max-restarts``), and its count of restarts may
-    differ between machines. So every process takes a name of its own, and rank 0 answers each name that it
-    finds with its own, which is the session's: an answer to a dead process is read by nobody.
+    differ between machines. So every process chooses a name of its own, and rank 0 answers each name that it
+    finds with its own name, which becomes the session's. Nobody reads an answer to a dead process.
     """
     calls = BoundedStore(store, lambda: timeout)
     me = uuid.uuid4().hex
@@ -530,9 +530,9 @@ def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float)
 
 
 def _poll(done: Callable[[], bool], timeout: float) -> bool:
-    """Whether ``done()`` became true within ``timeout`` seconds.
+    """Return True if ``done()`` became true within ``timeout`` seconds.
 
-    torch's stores can wait themselves, but write warnings of their own to stderr when that takes long.
+    torch's stores can wait by themselves, but write their own warnings to stderr when that takes long.
     """
     deadline = time.monotonic() + timeout
     pause = 0.0005
@@ -545,7 +545,7 @@ def _poll(done: Callable[[], bool], timeout: float) -> bool:
 
 
 def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, timeout: float) -> CommunicationError:
-    """What torch's ``failure`` means, as the error to raise: torch has one type for all of them."""
+    """Return the error to raise for torch's ``failure``: torch has one type for all failures."""
     if "timed out" in str(failure).lower():
         reason = f"no answer within {timeout:g} s"
         return DeadlineExceeded(rank=rank, peer=peer, operation=operation, reason=reason)
@@ -555,11 +555,11 @@ def lost(failure: RuntimeError, rank: int, peer: int | None, operation: str, tim
 
 
 def network_address() -> str:
-    """The address at which gloo makes this rank reachable, and its interface: "10.0.0.2 (eth0)".
+    """Return the address at which gloo makes this rank reachable, and its interface: "10.0.0.2 (eth0)".
 
-    gloo takes the interface that GLOO_SOCKET_IFNAME names, else the address that the host's name stands for, else
-    loopback; a slow or wrong network card is a common cause of a slow job. Linux tells which address an interface
-    has; elsewhere the interface is not named.
+    gloo takes the interface that GLOO_SOCKET_IFNAME names, else the address that the host's name resolves to, else
+    loopback; a slow or wrong NIC is a common cause of a slow job. Only Linux tells which address an interface has;
+    elsewhere the interface is not named.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     addresses = _interface_addresses()
@@ -575,7 +575,7 @@ def network_address() -> str:
 
 
 def _interface_addresses() -> dict[str, str]:
-    """The IPv4 address of every network interface that has one; none where the system is not Linux."""
+    """Return the IPv4 address of every network interface that has one; on other systems than Linux, none."""
     if sys.platform != "linux":
         return {}
     import fcntl  # not on every system

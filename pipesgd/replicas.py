@@ -1,4 +1,4 @@
-"""Replicas of the model, one a rank: how they become the same, and the proof that they are, bit for bit."""
+"""Replicas of the model, one per rank: making them the same, and checking that they are, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipesgd.flat_buffer import FlatBuffer, take_mean
 from pipesgd.ranks import Ranks
 
 SumOverRanks = Callable[[FlatBuffer], None]
-"""Replaces a buffer's values by their sum over the ranks. Collective."""
+"""Function that replaces a buffer's values by their sum over the ranks. Collective."""
 
 
 def share_rank_0s_values(model: nn.Module, also: Sequence[Tensor], rank: int, sum_over_ranks: SumOverRanks) -> None:
     """Give all ranks rank 0's parameters and buffers, and its values of the tensors in ``also``. Collective."""
     tensors = [*model.parameters(), *model.buffers(), *also]
     tensors = list({id(tensor): tensor.detach() for tensor in tensors}.values())
-    # As bytes where there is no addition: of truth values, and of floats of 8 bits.
+    # Booleans and 8-bit floats have no addition, so they are sent as bytes.
     tensors = [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]
     flat = FlatBuffer(tensors)
     if rank == 0:  # the others add zeros: a broadcast without a second kind of collective
@@ -39,12 +39,12 @@ def sum_buffer(buffer: FlatBuffer, all_reduce: AllReduce) -> None:
 
 
 def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_over_ranks: SumOverRanks) -> None:
-    """Give floating-point buffers, ``how``: their "average" over ranks, the values of "rank-0", or leave their "own".
+    """Set floating-point buffers to their "average" over ranks or to the values of "rank-0", or leave their "own".
 
-    Collective. Others are left as they are, and so are floats of 8 bits, which nothing adds up.
+    Collective. ``how`` is one of the three. Other buffers stay as they are, as do 8-bit floats, which cannot be added.
 
     Raises:
-        UserInputError: ``how`` is none of these.
+        UserInputError: ``how`` is something else.
     """
     check_one_of("buffers", how, BUFFERS)
     if how == "own":
@@ -61,7 +61,7 @@ def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """SHA-256 of the bytes of all parameters, in the model's order, in hexadecimal."""
+    """Return the SHA-256 of the bytes of all parameters, in the model's order, in hexadecimal."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         values = parameter.detach().cpu().contiguous().reshape(-1)
@@ -70,16 +70,16 @@ def weights_sha256(model: nn.Module) -> str:
 
 
 def hashes_of_ranks(model: nn.Module, ranks: Ranks) -> list[str]:
-    """The hash of every rank's weights, in rank order. All ranks call this together."""
+    """Return the hash of every rank's weights, in rank order. All ranks call this together."""
     hashes: list[str] = ranks.exchange("a hash of the weights", weights_sha256(model))
     return hashes
 
 
 def check_replicas(hashes: Sequence[str], iteration: int) -> None:
-    """Check that the ranks' hashes are one.
+    """Check that all ranks' hashes are equal.
 
     Raises:
-        ReplicasDivergedError: they are not; the message says which ranks hold what.
+        ReplicasDivergedError: they differ; the message says which ranks hold what.
     """
     if len(set(hashes)) > 1:
         held = ", ".join(f"rank {rank}: {text[:12]}" for rank, text in enumerate(hashes))

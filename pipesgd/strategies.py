@@ -1,4 +1,4 @@
-"""The strategy that a configuration names. A run imports its own strategy alone."""
+"""Construction of the strategy that a configuration names. A run imports only its own strategy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_strategy(
     scaler: torch.amp.GradScaler,
     ranks: Ranks,
 ) -> Strategy:
-    """The strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
+    """Return the strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
     pipeline, run = config.pipeline, config.run
     clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
     if pipeline.strategy == "local":
@@ -68,7 +68,7 @@ def make_strategy(
 
 
 def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Be a parameter server on a rank of its own, until all workers have closed their strategies.
+    """Run a parameter server on a rank of its own until all workers have closed their strategies.
 
     Raises:
         CommunicationError: a worker was lost.

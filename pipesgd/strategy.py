@@ -1,4 +1,4 @@
-"""What a strategy is: how the gradients of one iteration become a weight update."""
+"""Protocol of strategies, which turn the gradients of one iteration into a weight update."""
 
 from __future__ import annotations
 
@@ -26,85 +26,85 @@ class Span:
 
 
 class Comparison(NamedTuple):
-    """What stood for a mean, and the mean that arrived; to as many digits as sums of float32 have."""
+    """Comparison of a predicted mean with the mean that arrived, to as many digits as float32 sums have."""
 
     cosine: float | None
-    """Of the angle between them; None if one is zero, or not finite."""
+    """Cosine of the angle between the two; None if one of them is zero or not finite."""
     relative_error: float | None
-    """Length of their difference, in lengths of the mean; None likewise."""
+    """Length of the difference between the two, as a multiple of the mean's length; None like ``cosine``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one ``step`` or ``flush`` did: by default nothing."""
+    """Report of one ``step`` or ``flush``; by default it did nothing."""
 
     applied: tuple[int, ...] = ()
     """Iterations whose gradients were applied: none while the pipeline fills, all in flight in a flush."""
     skipped: tuple[int, ...] = ()
-    """Iterations whose averaged gradients were not finite, and left out."""
+    """Iterations whose averaged gradients were not finite and were left out."""
     nonfinite_ranks: tuple[int, ...] = ()
-    """Ranks whose own gradients were not finite in the iterations skipped, once for each; empty if not known."""
+    """Ranks whose own gradients were not finite, once for each skipped iteration; empty if not known."""
     spans: tuple[Span, ...] = ()
-    """pack, wait, update and predict in this step; and the communication of what arrived, which may have run beside
-    earlier steps."""
+    """Spans of pack, wait, update and predict in this step; and of the communication of the gradients that arrived,
+    which may have run during earlier steps."""
     wire_bytes: int = 0
     """Bytes that this rank sends for the gradient handed over in this step."""
     comparison: Comparison | None = None
-    """How well the newest mean that arrived had been predicted."""
+    """Quality of the prediction of the newest mean that arrived."""
     fell_back: bool = False
-    """Whether a guard has found that staleness hurts, and a time at width 1 begins."""
+    """True if the guard has found that staleness hurts, so that a period at width 1 begins."""
     schedule_steps: int = 1
-    """How often a learning-rate schedule is to be stepped now: once, unless other ranks' updates count too."""
+    """Number of steps that a learning-rate schedule must take now: one, unless other ranks' updates count too."""
 
     def seconds(self, what: str) -> float:
-        """Seconds in spans of this name: "wait" is exposed communication."""
+        """Return the seconds in spans of this name; "wait" is exposed communication."""
         return sum(span.seconds for span in self.spans if span.what == what)
 
 
 class Strategy(Protocol):
     """Turns the gradients that a backward pass left in ``.grad`` into weight updates.
 
-    A strategy owns ``.grad`` from ``step`` on: there is no ``zero_grad`` in a loop that uses one.
+    A strategy owns ``.grad`` from ``step`` on: a loop that uses one calls no ``zero_grad``.
     As a context manager it is closed at the end of the block.
     """
 
     iteration: int
-    """Gradients taken over so far."""
+    """Number of gradients taken over so far."""
     module: nn.Module
-    """What the forward pass calls: the model, or a wrapper of it."""
+    """Module that the forward pass calls: the model, or a wrapper of it."""
     replicated: bool
-    """Whether all ranks hold the same weights, bit for bit, after every step."""
+    """True if all ranks hold the same weights, bit for bit, after every step."""
     drifts: bool = False
-    """Whether replicas drift apart, since the ranks' processors compute other bits (``pipesgd.pipeline.sameness``)."""
+    """True if replicas drift apart because ranks' processors compute different bits (``pipesgd.pipeline.sameness``)."""
 
     def step(self) -> StepReport:
-        """Take the gradients over and apply those that are due."""
+        """Take over the gradients and apply those that are due."""
 
     def flush(self) -> StepReport:
         """Apply the gradients that are still in flight, so that none is lost."""
 
     def true_weights(self) -> AbstractContextManager[None]:
-        """While it is open, the model holds the weights that all ranks agree on."""
+        """Make the model hold the weights that all ranks agree on while the context is open."""
 
     def share_weights(self) -> None:
-        """Give all ranks rank 0's true weights, if replicas drift. Collective then; by default nothing."""
+        """Give all ranks rank 0's true weights, if replicas drift. Collective then; by default does nothing."""
         return
 
     def accumulating(self) -> AbstractContextManager[None]:
-        """While it is open, backward passes add to the gradients of this rank, and nothing is exchanged."""
+        """Let backward passes add to this rank's gradients, without any exchange, while the context is open."""
 
     def combine_buffers(self, how: str) -> None:
-        """Give the model's buffers (batch norm's statistics) on every rank, ``how``: their "average" over ranks, those
-        of "rank-0", or leave each its "own"."""
+        """Set the model's buffers (batch norm's statistics) on every rank to their "average" over ranks or to those of
+        "rank-0", or leave each rank its "own"; ``how`` is one of the three."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to continue bit for bit, besides the model's and the optimizer's own."""
+        """Return the state needed to continue bit for bit, besides that of the model and the optimizer."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict``; the model and the optimizer have theirs already."""
+        """Continue from a ``state_dict``; the model and the optimizer have loaded theirs already."""
 
     def close(self) -> None:
-        """End what runs beside the training loop. Closing twice is harmless."""
+        """End what runs alongside the training loop. Closing twice is harmless."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
-"""The command: ``torchrun [torchrun's options] -m pipesgd.train [options]``.
+"""The command ``torchrun [torchrun's options] -m pipesgd.train [options]``.
 
-Reads from top to bottom as a run happens. One path for every number of ranks.
+The code reads from top to bottom as a run happens, and is the same for every number of ranks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ DRIFTS = (
 
 
 def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """One run, on this rank.
+    """Run one training on this rank.
 
     Raises:
         UserInputError: before any training starts, and before anything is written or deleted.
@@ -95,32 +95,32 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("pipesgd").setLevel(logging.DEBUG)
 
-    # 2. Data, model and optimizer; what is left to be chosen; and the folder to write to.
+    # 2. Load data, model and optimizer, choose what was left open, and take the folder to write to.
     job = prepare(config, ranks, console)
     if ranks.rank >= job.workers.world_size:
         ranks.standing.farewell.open(members=job.workers.world_size, start=0, seconds=job.config.run.farewell_seconds)
         serve(job.config, job.model, job.optimizer, ranks)  # a parameter server on a rank of its own does nothing else
         return
 
-    # 3. Train, from where an earlier run of the same command has come to.
+    # 3. Train, starting from where an earlier run of the same command stopped.
     with Run(job) as run:
         run.resume()
         run.train()
         result = run.finish()
 
-    # 4. What it leaves behind.
+    # 4. Write the results.
     run.leave_behind(result)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, where, and for how long: all that is settled before training begins."""
+    """Everything that is settled before training begins: the model, its data, the ranks, the number of iterations."""
 
     config: TrainConfig
-    """As it was asked for, with what the timing model has chosen."""
+    """Configuration as the user gave it, with the timing model's choices filled in."""
     ranks: Ranks
     workers: Ranks
-    """The ranks that compute gradients."""
+    """Ranks that compute gradients."""
     console: Console
     data: DataSplits
     batches: ShardedBatches
@@ -130,7 +130,7 @@ class Job:
     schedule: LRScheduler
     iterations: int
     planned: Planned | None
-    """What the timing model has predicted, if it was asked."""
+    """Prediction of the timing model; None if it was not asked."""
     network: list[str]
     """Addresses of all ranks."""
     lock: FolderLock | None
@@ -140,15 +140,15 @@ class Job:
         return self.config.run.output
 
     def say(self, line: str) -> None:
-        """Print a line, on rank 0 alone."""
+        """Print a line on rank 0."""
         say(self.console, line)
 
 
 def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
-    """Load data and model, from one seed on all ranks, choose what was left to be chosen, and take the folder.
+    """Load data and model from one seed on all ranks, choose what was left open, and take the folder.
 
     Raises:
-        UserInputError: something of it is not possible; nothing was written or deleted.
+        UserInputError: one of these is not possible; nothing was written or deleted.
     """
     workers = ranks.agree("strategy", lambda: who_works(config, ranks))
     ranks.enter("loading of data and model")
@@ -187,14 +187,14 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
 class Run:
     """A run on a rank that computes gradients: ``resume``, ``train``, ``finish``, and afterwards ``leave_behind``.
 
-    As a context manager it closes the strategy and the files, and tells the other ranks of an error.
+    As a context manager it closes the strategy and the files, and reports an error to the other ranks.
     """
 
     def __init__(self, job: Job):
         config, ranks = job.config, job.ranks
         self.job = job
         self.start = 0
-        """The iteration that this attempt begins with."""
+        """Iteration that this attempt begins with."""
         self.scaler = torch.amp.GradScaler(
             config.run.device,
             init_scale=config.optimization.loss_scale,
@@ -215,14 +215,14 @@ class Run:
         self._paces: list[float] = []
         self._computing: list[float] = []
         self._blamed: set[int] = set()
-        """Ranks whose gradients were not finite, and that have been named."""
+        """Ranks whose gradients were not finite and that have been named in a warning."""
         self._stack = contextlib.ExitStack()
         self._begin = self._last = time.perf_counter()
-        """When the run would have begun if it had never been interrupted; and when the last iteration ended."""
+        """Time when the run would have begun without interruptions, and time when the last iteration ended."""
 
     def __enter__(self) -> Self:
         self._stack.enter_context(warnings.catch_warnings())
-        # After an error: whoever resumes finds gradients in flight in the checkpoint.
+        # Not needed after an error: a resumed run finds the gradients in flight in the checkpoint.
         warnings.filterwarnings("ignore", "the pipeline was closed after an error")
         self._stack.enter_context(self.strategy)
         return self
@@ -245,10 +245,10 @@ class Run:
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
 
     def train(self) -> None:
-        """All iterations that are left.
+        """Run all remaining iterations.
 
         Raises:
-            StoppedBySignal: Ctrl-C or SIGTERM, on any rank; a checkpoint was written, if that was possible.
+            StoppedBySignal: Ctrl-C or SIGTERM on any rank; a checkpoint was written if that was possible.
             RunError: the run failed.
         """
         job, config, ranks = self.job, self.job.config, self.job.ranks
@@ -266,7 +266,7 @@ class Run:
             self._recorders.append(self._stack.enter_context(bar))
         if self.strategy.drifts:
             job.say(DRIFTS)
-        # Pushed last, so run first: the others shall not take this rank for dead while it closes the rest.
+        # Pushed last, so it runs first: the others must not take this rank for dead while it closes the rest.
         self._stack.push(functools.partial(report_failure, ranks))
         drift = None if job.planned is None or ranks.rank else Drift(job.planned)
         job.model.train()
@@ -347,7 +347,7 @@ class Run:
         )
 
     def save_checkpoint(self, done: int) -> bool:
-        """Write the checkpoint of ``done`` iterations, on all ranks together; False if one of them could not."""
+        """Write the checkpoint of ``done`` iterations on all ranks together; return False if one of them could not."""
         self.strategy.share_weights()
         self.job.ranks.enter("checkpoint")
         for recorder in self._recorders:
@@ -357,7 +357,7 @@ class Run:
         return written
 
     def finish(self) -> Result:
-        """Apply what is still in flight, and measure what came out."""
+        """Apply the gradients that are still in flight, and evaluate the result."""
         job, workers = self.job, self.job.workers
         job.ranks.enter("last all-reduce", waiting=True)
         self.strategy.flush()
@@ -380,7 +380,7 @@ class Run:
         )
 
     def leave_behind(self, result: Result) -> None:
-        """Write the weights, the summary and the trace. What cannot be written is said at the end, when all is tried.
+        """Write the weights, the summary and the trace. Files that cannot be written are reported after the others.
 
         Raises:
             RunError: a file could not be written.
@@ -418,7 +418,7 @@ class Run:
 
 @contextlib.contextmanager
 def note_trouble(trouble: list[str], path: Path) -> Iterator[None]:
-    """Add to ``trouble`` why ``path`` could not be written, instead of raising it."""
+    """Add the reason why ``path`` could not be written to ``trouble`` instead of raising it."""
     try:
         yield
     except OSError as failure:
@@ -426,7 +426,7 @@ def note_trouble(trouble: list[str], path: Path) -> Iterator[None]:
 
 
 def say_farewell(ranks: Ranks, iteration: int, save: Callable[[int], bool]) -> StoppedBySignal:
-    """The end of a run that was told to stop, with the checkpoint that all ranks write before ``iteration``."""
+    """Return the error that ends a run stopped by a signal, after all ranks' checkpoint before ``iteration``."""
     standing = ranks.standing
     written = standing.newest_checkpoint == iteration or save(iteration)
     standing.farewell.is_open = False
@@ -441,9 +441,9 @@ def say_farewell(ranks: Ranks, iteration: int, save: Callable[[int], bool]) -> S
 def report_failure(
     ranks: Ranks, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Tell the other ranks of ``error``, if there is one."""
-    if error is not None and not isinstance(error, StoppedBySignal):  # of which all ranks know
-        with contextlib.suppress(RuntimeError):  # the store may be gone; this rank says itself what happened
+    """Report ``error``, if there is one, to the other ranks."""
+    if error is not None and not isinstance(error, StoppedBySignal):  # all ranks know of a signal
+        with contextlib.suppress(RuntimeError):  # the store may be gone; this rank reports itself what happened
             ranks.report(
                 "" if isinstance(error, PeerFailed) else reason_of(error, ranks),
                 error.peer if isinstance(error, CommunicationError) else None,
@@ -451,11 +451,11 @@ def report_failure(
 
 
 def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
-    """The configuration that ``words`` ask for, once it is known that all ranks were asked the same.
+    """Return the configuration that ``words`` ask for, after checking that all ranks have the same options.
 
     Raises:
-        UserInputError: a rank's words are wrong.
-        DisagreementError: the ranks' words differ.
+        UserInputError: a rank's arguments are wrong.
+        DisagreementError: the ranks' options differ.
     """
 
     def own() -> TrainConfig:
@@ -470,7 +470,7 @@ def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
 
 
 def who_works(config: TrainConfig, ranks: Ranks) -> Ranks:
-    """The ranks that compute gradients: all, or all but the parameter servers that have ranks of their own.
+    """Return the ranks that compute gradients: all, or all but the parameter servers on ranks of their own.
 
     Raises:
         UserInputError: the strategy cannot run on these ranks or with this torch.
@@ -483,10 +483,10 @@ def who_works(config: TrainConfig, ranks: Ranks) -> Ranks:
 
 
 def agree_on_data(data: DataSplits, ranks: Ranks) -> None:
-    """Check that every rank has found data of the same size, or the same text: folders may be on different machines.
+    """Check that every rank has found data of the same size, or the same text, since machines have their own folders.
 
     Raises:
-        DisagreementError: they have not.
+        DisagreementError: the data differ.
     """
     found = (
         f"{len(data.train)} training samples and {len(data.test)} test samples of {data.num_classes} classes, "

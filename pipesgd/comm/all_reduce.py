@@ -1,4 +1,4 @@
-"""The protocol of all-reduces, and the one that runs any schedule by messages, with any codec decoded at every hop."""
+"""Protocol of all-reduces, and one that runs any schedule by messages, with any codec decoded at every hop."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from timing_model import schedules
 from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Receive, Schedule, Send, segments_of, split
 
 MOST_PLANS = 16
-"""Kinds of buffers that a run reduces again and again."""
+"""Number of kinds of buffers whose plans are kept, since a run reduces them again and again."""
 ALIGNMENT = 64
-"""Bytes; where segments begin in memory."""
+"""Alignment of segments in memory, in bytes."""
 
 
 Finish = Callable[[Tensor], None]
-"""What is done with a part of a sum as soon as it is there."""
+"""Function that is called with a part of a sum as soon as it is ready."""
 
 
 def leave(part: Tensor) -> None:
-    """Nothing."""
+    """Leave ``part`` as it is."""
 
 
 class AllReduce(Protocol):
     """Sums a flat tensor over all ranks, in place, leaving the same bytes on every rank.
 
-    One instance serves one thread. It never takes a mean: that is ``flat_buffer.take_mean``'s.
+    One instance serves one thread. It never takes a mean, which only ``flat_buffer.take_mean`` does.
     """
 
     def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
@@ -42,23 +42,23 @@ class AllReduce(Protocol):
 
         Args:
             flat: the values, contiguous.
-            residual: shaped like ``flat``, or None. It is added to the values first, and is afterwards what this rank's
-                encodings have left out: the sums and all ranks' residuals together are what all ranks put in.
+            residual: shaped like ``flat``, or None. It is added to the values first, and afterwards holds what this
+                rank's encodings have left out: sums and all ranks' residuals together equal the ranks' inputs.
             key: 32 bits, the same on all ranks, that choose the random numbers of a codec that draws any.
-            finish: called with the parts of ``flat``, each once, when this rank has its sum and needs it no more: while
-                it is still in the cache, and others are on the wire. Where the mean is taken.
+            finish: called once with each part of ``flat`` when this rank has the part's sum and no longer needs it,
+                while it is still in the cache and other parts are on the wire. The mean is taken here.
 
         Raises:
             CommunicationError: a peer was lost, or silent for longer than the deadline.
         """
 
     def wire_bytes(self, flat: Tensor) -> int:
-        """Bytes that this rank sends to reduce ``flat``, headers of the network apart."""
+        """Return the bytes that this rank sends to reduce ``flat``, without headers of the network."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A part of a chunk: where its values are in the buffer, and its bytes among those that travel."""
+    """A part of a chunk, with the place of its values in the buffer and of its bytes on the wire."""
 
     name: str
     values: slice
@@ -69,9 +69,9 @@ class _Segment:
 class _Encoding:
     holders: int
     salt: int
-    """For random numbers that no other encoding in this all-reduce draws."""
+    """Salt for random numbers that no other encoding in this all-reduce draws."""
     keep: bool
-    """Whether this rank goes on with what was encoded: nothing is received in its place."""
+    """True if this rank continues with the encoded values, since it receives nothing in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """A segment that arrives, or one to begin with, and what is done with it then."""
+    """A segment that arrives, or one to begin with, and the operations on it."""
 
     segment: _Segment
     arrival: _Message | None
@@ -90,39 +90,39 @@ class _Event:
     encoding: _Encoding | None
     sends: tuple[_Message, ...]
     last: bool
-    """Whether the values are the sum then."""
+    """True if the values are the final sum after this event."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is done for buffers of one kind, segment by segment, and the memory for it."""
+    """Operations on buffers of one kind, segment by segment, and the memory for them."""
 
     events: list[_Event]
     wire_bytes: int
     wire: Tensor
-    """uint8: the bytes of all segments as they travel; empty if they are the values' own memory."""
+    """Encoded bytes of all segments, uint8; empty if the values' own memory is sent."""
     inboxes: list[Tensor]
-    """uint8, one for each receive to be added up that is posted ahead."""
+    """Buffers, uint8, one for each receive that is posted ahead and will be added up."""
     shared_residual: Tensor
-    """float32, of a segment: what encodings leave that several ranks make alike; empty if there are none."""
+    """Residual of a segment that several ranks encode alike, float32; empty if there is none."""
 
 
 class ScheduledAllReduce:
-    """Sums a flat tensor over the ranks of ``transport``, in place, the same bytes on every rank.
+    """Sums a flat tensor over the ranks of ``transport``, in place, leaving the same bytes on every rank.
 
-    The buffer is cut into the schedule's chunks, a chunk into segments whose messages have at most ``segment_bytes``.
-    What the schedule does with a chunk is done with its segments one by one, each as soon as it has arrived, so that
-    one is encoded while another is on the wire:
+    The buffer is split into the schedule's chunks, and a chunk into segments whose messages have at most
+    ``segment_bytes``. The schedule's operations on a chunk are done on its segments one by one, each as soon as it has
+    arrived, so that one is encoded while another is on the wire:
 
-    1. Post the first receives. Encode and send the segments that need not be received before.
-    2. For each segment to receive, in the schedule's order: wait for it. Add it to the own values, or take it instead;
-       if it is to be sent on, encode it anew in the same pass, or send the very bytes that came. Post more receives:
-       those to be taken go straight to their place; for those to be added up there are ``SEGMENTS_AHEAD`` inboxes.
-       What is then the sum, and no longer the wire's, is finished as the caller wants it.
+    1. Post the first receives. Encode and send the segments that need not be received first.
+    2. For each segment to receive, in the schedule's order: wait for it. Add it to this rank's values or let it replace
+       them; if it is to be sent on, encode it again in the same pass, or send the very bytes that arrived. Post more
+       receives: replacements go straight to their place, and segments to be added up go to one of ``SEGMENTS_AHEAD``
+       inboxes. Call ``finish`` on values that are the final sum and no longer needed for the wire.
     3. Wait for the sends.
 
-    A finished chunk is encoded by its owner alone, and everybody, the owner too, decodes the same bytes: hence the same
-    values on every rank.
+    Only its owner encodes a finished chunk, and all ranks, including the owner, decode the same bytes, which gives the
+    same values on every rank.
     """
 
     def __init__(self, transport: Transport, schedule: Schedule, codec: Codec, *, segment_bytes: int = SEGMENT_BYTES):
@@ -159,7 +159,7 @@ class ScheduledAllReduce:
             if event.arrival is not None:
                 pending, inbox = arrivals.popleft()
                 pending.wait()
-            for pending in sent.pop(segment.name, ()):  # what they send is about to change, or has been answered
+            for pending in sent.pop(segment.name, ()):  # the sent bytes are about to change, or have been answered
                 pending.wait()
             received = inbox[: outgoing.numel()] if event.reduce else None
             if event.encoding is not None:
@@ -197,7 +197,7 @@ class ScheduledAllReduce:
         key: int,
     ) -> None:
         codec = self._codec
-        shared = residual is not None and encoding.holders > 1  # the values have had the residual in them before
+        shared = residual is not None and encoding.holders > 1  # the residual has been added to the values before
         own = plan.shared_residual[: values.numel()].zero_() if shared else residual
         key = mixed(key, encoding.salt)
         if received is None:
@@ -210,10 +210,10 @@ class ScheduledAllReduce:
             codec.decode(wire, values)
 
     def _plan(self, flat: Tensor) -> _Plan:
-        """The plan for buffers like ``flat``, made once: a run reduces a few kinds of buffers many thousand times."""
+        """Return the plan for buffers like ``flat``, made once: a run reduces a few kinds of buffers many times."""
         kind = (flat.numel(), flat.dtype, flat.device)
         if kind not in self._plans:
-            if len(self._plans) == MOST_PLANS:  # a size that changes all the time must not fill the memory
+            if len(self._plans) == MOST_PLANS:  # a size that keeps changing must not fill the memory
                 del self._plans[next(iter(self._plans))]
             self._plans[kind] = self._make_plan(flat)
         return self._plans[kind]
@@ -235,9 +235,9 @@ class ScheduledAllReduce:
         )
 
     def _segments(self, flat: Tensor) -> tuple[list[list[_Segment]], int]:
-        """The segments of each chunk, and the bytes in memory that all take.
+        """Return the segments of each chunk, and the bytes in memory that all of them take.
 
-        None is empty; all but a chunk's last are of whole blocks.
+        No segment is empty, and all but a chunk's last consist of whole blocks.
         """
         codec = self._codec
         element_size, block = flat.element_size(), codec.block

@@ -1,4 +1,4 @@
-"""All-reduces by the names of the command line."""
+"""Connections to all ranks, and the all-reduces that the command line names."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Connections:
 
     Args:
         all_reduce: the algorithm.
-        ranks: who takes part.
+        ranks: the ranks that take part.
         timeout: seconds that a rank waits for another one, in any one message or native all-reduce.
-        segment_bytes: largest message.
-        streams: connections to each rank; segments take turns.
-        device: where the tensors are, "cpu" or "cuda". Messages go over gloo; native is nccl on a GPU.
+        segment_bytes: largest message in bytes.
+        streams: connections to each rank, used in turn by segments.
+        device: device of the tensors, "cpu" or "cuda". Messages use gloo; native uses nccl on a GPU.
 
     Raises:
-        UserInputError: the ranks are not spread over nodes as the algorithm needs it.
+        UserInputError: the ranks are not spread over nodes as the algorithm requires.
         CommunicationError: not every rank could be reached.
     """
 
@@ -54,12 +54,12 @@ class Connections:
         ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 1
         backend = None if all_reduce == "native" else "gloo"
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(streams)]
-        on_host = all_reduce != "native" or device == "cpu"  # nccl knows no tensors on the host
+        on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host
         self._control = self._groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
         if ranks.rank >= ranks.world_size:  # ``ranks`` are the first of the job's, and this one is none of them
             return
         self.control = TorchTransport(self._control, timeout)
-        """What the headers travel on, and counts them."""
+        """Transport of the headers, which counts their bytes."""
         self._headers = Headers(self.control)
         if all_reduce == "native":
             return
@@ -68,9 +68,9 @@ class Connections:
         self._schedule = make_schedule(all_reduce, ranks.rank, ranks.world_size, ranks_per_node)
 
     def begin(self, call: str, iteration: int) -> None:
-        """What is summed until the next ``begin`` is of ``call`` (one of ``headers.CALLS``) in ``iteration``.
+        """Begin the sums of ``call`` (one of ``headers.CALLS``) in ``iteration``, which last until the next ``begin``.
 
-        Collectives fail from now on if the previous rank around the ring is at something else.
+        Collectives fail from now on if the previous rank around the ring has begun something else.
         """
         self._headers.begin(call, iteration)
         if self._name != "native":
@@ -80,13 +80,13 @@ class Connections:
         """Wait until the previous rank around the ring has begun the same.
 
         Raises:
-            OutOfStepError: it has begun something else.
-            CommunicationError: it was lost, or silent for longer than the deadline.
+            OutOfStepError: that rank has begun something else.
+            CommunicationError: that rank was lost, or silent for longer than the deadline.
         """
         self._headers.check()
 
     def wait_for_all(self) -> None:
-        """Return when all ranks have called this, and none has a message for another one any more.
+        """Return when all ranks have called this, and no rank has a message for another one any more.
 
         Raises:
             CommunicationError: a rank was lost, or silent for longer than the deadline.
@@ -95,13 +95,13 @@ class Connections:
         wait_for_all(self._control[0], self._timeout)
 
     def close(self) -> None:
-        """Destroy the process groups, and with them the connections: the collectives cannot be used any more."""
+        """Destroy the process groups and with them the connections; the collectives cannot be used any more."""
         destroy({*self._groups, *self._control})
-        self._groups.clear()  # transports and collectives look here, so nobody holds a group any more
+        self._groups.clear()  # transports and collectives share this list, so nobody holds a group any more
         self._control.clear()
 
     def all_reduce(self, codec: Codec | None = None) -> AllReduce:
-        """The all-reduce with this codec on the wire; exact without one."""
+        """Return the all-reduce with this codec on the wire; exact without one."""
         codec = codec or Uncompressed()
         if self._name == "native":
             return NativeAllReduce(
@@ -110,7 +110,7 @@ class Connections:
         return self._scheduled(self._schedule, codec)
 
     def all_gather(self) -> AllReduce:
-        """Gives every rank the chunks of all: of a flat tensor of p equal parts, the own part goes in."""
+        """Return an all-gather, which completes a flat tensor of p equal parts of which each rank has set its own."""
         return self._scheduled(gather_ring(self.ranks.rank, self.ranks.world_size), Uncompressed())
 
     def _scheduled(self, schedule: Schedule, codec: Codec) -> AllReduce:
@@ -118,5 +118,5 @@ class Connections:
 
 
 def make_all_reduce(name: str, ranks: Ranks, *, timeout: float, segment_bytes: int = SEGMENT_BYTES) -> AllReduce:
-    """The exact all-reduce of this name over ``ranks``, on connections of its own. All ranks of the job call this."""
+    """Return the exact all-reduce of this name over ``ranks``, on its own connections. All ranks of the job call this."""
     return Connections(name, ranks, timeout=timeout, segment_bytes=segment_bytes).all_reduce()

@@ -1,4 +1,4 @@
-"""Headers: what each rank is about to sum, compared before anything is added up."""
+"""Headers that tell what each rank is about to sum, and are compared before anything is added up."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from pipesgd.comm.transport import Pending, Transport
 from pipesgd.errors import CommunicationError, OutOfStepError
 
 CALLS = ("Pipelined", "step", "flush", "combine_buffers", "change of parameters", "close", "share_weights")
-"""The calls of a pipeline in which ranks meet, as error messages name them."""
+"""Calls of a pipeline in which ranks meet, as error messages name them."""
 
 DISTINCT_ITERATIONS = 1 << 20
 """Iterations after which tags repeat."""
 
 
 class Headers:
-    """Keeps ranks that are in different calls or different iterations from adding up different things.
+    """Keeps ranks that are in different calls or iterations from adding up different things.
 
     1. ``begin`` sends the next rank around the ring the call and the iteration that this rank is at, and expects those
-       of the previous rank. It waits for neither, so a header travels beside the first segments.
-    2. ``check`` waits for the previous rank's header and compares. Whoever receives calls it before the first message
-       is used.
+       of the previous rank. It waits for neither, so a header travels together with the first segments.
+    2. ``check`` waits for the previous rank's header and compares it. A receiver calls it before it uses the first
+       message.
 
-    Ranks that are not neighbours may exchange messages before either has failed. These bear ``tag``, which differs from
-    call to call and from iteration to iteration, and gloo never matches messages of different tags: it would add them
-    up if they had the same size, and terminate the process if the one that arrives were longer.
+    Ranks that are not neighbours may exchange messages before either has failed. These messages carry ``tag``, which
+    differs between calls and between iterations. gloo never matches messages of different tags; otherwise it would add
+    them up if they had the same size, and terminate the process if the one that arrives were longer.
 
     Args:
-        transport: a transport of its own, whose counters count the headers.
+        transport: a transport for headers alone, whose counters count them.
     """
 
     def __init__(self, transport: Transport):
@@ -41,7 +41,7 @@ class Headers:
         self._arriving: tuple[Pending, Tensor] | None = None
 
     def begin(self, call: str, iteration: int) -> None:
-        """This rank is at ``call`` of ``iteration``: announce it. The headers before must have been checked."""
+        """Announce that this rank is at ``call`` of ``iteration``. Earlier headers must have been checked."""
         kind = CALLS.index(call)
         self._at = (call, iteration)
         self.tag = 1 + iteration % DISTINCT_ITERATIONS * len(CALLS) + kind
@@ -58,8 +58,8 @@ class Headers:
         """Wait for the previous rank's header, once, and compare it.
 
         Raises:
-            OutOfStepError: the previous rank is at another call, or in another iteration.
-            CommunicationError: it was lost, or silent for longer than the deadline.
+            OutOfStepError: the previous rank is in a different call or iteration.
+            CommunicationError: the previous rank was lost, or silent for longer than the deadline.
         """
         if self._arriving is None:
             return
@@ -68,7 +68,7 @@ class Headers:
         pending.wait()
         kind, iteration = header.tolist()
         if (CALLS[kind], iteration) != self._at:
-            if self._sent is not None:  # the next rank shall know of this, too, before this one closes its connections
+            if self._sent is not None:  # the next rank must learn of this, too, before this one closes its connections
                 with contextlib.suppress(CommunicationError):
                     self._sent.wait()
             raise OutOfStepError(self._transport.rank, *self._at, self._previous, CALLS[kind], iteration)

@@ -14,15 +14,15 @@ from pipesgd.ranks import lost
 from timing_model.schedules import ring, split
 
 NATIVE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What torch adds up, by the name of the codec; None for what the tensor is of."""
+"""Dtype in which torch adds up, by the name of the codec; None for the dtype of the tensor."""
 
 
 class NativeAllReduce:
     """Sums a flat tensor over the ranks of the first of ``groups``, in place, by ``torch.distributed.all_reduce``.
 
-    Whoever is no member of that group may make one, since all ranks of a job make groups together, but not call it.
+    A rank outside that group may construct one, since all ranks of a job make groups together, but not call it.
 
-    With the codec bf16 or fp16 the values are rounded to that dtype first, and every sum on the way is.
+    With the codec bf16 or fp16, the values are rounded to that dtype first, and so is every partial sum.
     ``before`` is called before each sum.
     """
 
@@ -57,7 +57,7 @@ class NativeAllReduce:
         finish(flat)
 
     def wire_bytes(self, flat: Tensor) -> int:
-        """What a ring sends. torch does not count; gloo's real ring rounds chunks up a little."""
+        """Return the bytes that a ring sends. torch does not count; gloo's real ring rounds chunks up a little."""
         element_size = flat.element_size() if self._dtype is None else self._dtype.itemsize
         return ring_wire_bytes(self._rank, self._world_size, flat.numel(), element_size)
 
@@ -66,14 +66,14 @@ class NativeAllReduce:
         try:
             work = dist.all_reduce(flat, group=self._groups[0], async_op=True)
             work.wait(timedelta(seconds=self._timeout))
-            if flat.is_cuda:  # nccl's wait only makes the stream wait: here the sum must be there
+            if flat.is_cuda:  # nccl's wait only makes the stream wait, but the sum must be ready here
                 torch.cuda.current_stream().synchronize()
         except RuntimeError as failure:
             raise lost(failure, self._rank, None, "native all-reduce", self._timeout) from failure
 
 
 def ring_wire_bytes(rank: int, world_size: int, numel: int, element_size: int) -> int:
-    """Bytes that ``rank`` sends in a ring all-reduce of ``numel`` elements: about 2(p-1)/p of them."""
+    """Return the bytes that ``rank`` sends in a ring all-reduce of ``numel`` elements: about 2(p-1)/p of theirs."""
     chunks = split(numel, world_size)
     sizes = [(stop - start) * element_size for start, stop in chunks]
     return sum(sizes[send.chunk] for send in ring(rank, world_size).sends)

@@ -1,4 +1,4 @@
-"""Messages of tensors on a GPU over a transport that knows host memory alone, as gloo does."""
+"""Messages of tensors on a GPU over a transport that can only send host memory, such as gloo's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipesgd.comm.transport import Pending, Transport
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """Host memory, and when the device has read what was in it last."""
+    """Host memory, and the event at which the device has read its last content."""
 
     memory: Tensor
     read: torch.cuda.Event | None
@@ -22,14 +22,14 @@ class _Buffer:
 class PinnedTransport:
     """Sends and receives tensors on a GPU by way of pinned host memory.
 
-    1. ``send`` copies the tensor to the host on the current stream, waits for that stream alone, and sends from there.
+    1. ``send`` copies the tensor to the host on the current stream, waits for that stream only, and sends from there.
     2. ``receive`` posts a receive into host memory. Its ``wait`` waits for the message and begins to copy it to the
-       device, on the current stream: what is put on that stream afterwards finds it there, and the tensor may be sent.
+       device on the current stream. Later work on that stream finds the data there, and the tensor may be sent.
 
-    The current stream is that of the thread that communicates, one of its own, so that neither waits for computation.
-    Host memory is kept: a buffer is used again for a message of as many bytes, as soon as its message is sent, or its
-    copy to the device is done. So the first all-reduce of a kind allocates, about as much as is received and sent at
-    once, and later ones do not.
+    The communicating thread has a stream of its own, the current one, so that neither waits for computation.
+    Host memory is kept: a buffer is reused for a message of the same size once its message has been sent or its copy to
+    the device is done. So the first all-reduce of a kind allocates about as much as is received and sent at once, and
+    later ones allocate nothing.
     """
 
     def __init__(self, transport: Transport):
@@ -37,7 +37,7 @@ class PinnedTransport:
         self.world_size = transport.world_size
         self.buffers_allocated = 0
         self._transport = transport
-        self._free: defaultdict[int, deque[_Buffer]] = defaultdict(deque)  # by size in bytes, used longest ago first
+        self._free: defaultdict[int, deque[_Buffer]] = defaultdict(deque)  # by size in bytes, least recently used first
 
     @property
     def bytes_sent(self) -> int:
@@ -70,7 +70,7 @@ class PinnedTransport:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def give_back(self, memory: Tensor, read: torch.cuda.Event | None) -> None:
-        """Take ``memory`` for another message, once ``read`` has happened."""
+        """Make ``memory`` available for another message once ``read`` has happened."""
         self._free[memory.nbytes].append(_Buffer(memory, read))
 
 

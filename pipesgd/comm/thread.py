@@ -1,4 +1,4 @@
-"""The communication thread: runs jobs one after the other beside the computation."""
+"""The communication thread, which runs jobs one after the other alongside the computation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pipesgd.errors import UserInputError
 T = TypeVar("T")
 
 CLOSE_SECONDS = 1.0
-"""How long ``close`` waits for the thread, after a failure."""
+"""Seconds that ``close`` waits for the thread after a failure."""
 
 
 class CommunicationThread:
     """One thread that runs the jobs submitted to it in order, until one of them fails or ``fail`` is called.
 
-    After a failure the ranks no longer agree on what travels, so nothing more is run: every later job
+    After a failure the ranks no longer agree on the messages to send, so nothing more is run, and every later job
     gets the same failure. It is a daemon thread, so that a process whose peers are gone can exit while
     the thread still waits for them.
 
-    For CUDA tensors it has a stream of its own. A job begins when the submitter's current stream has done what it was
-    given before, and a future is done when this thread's stream is: no stream waits for another one.
+    For CUDA tensors it has a stream of its own. A job begins when the submitter's current stream has done its earlier
+    work, and a future is done when this thread's stream is; no stream waits for another one.
 
-    concurrent.futures' own executor would go on after a failure and would hold up the exit.
+    The executor of concurrent.futures would continue after a failure and would delay the exit.
     """
 
     def __init__(self, device: torch.device):
@@ -43,7 +43,7 @@ class CommunicationThread:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what keeps the thread from running more jobs, if anything does.
+        """Raise the error that keeps the thread from running more jobs, if there is one.
 
         Raises:
             UserInputError: the thread was closed.
@@ -55,11 +55,11 @@ class CommunicationThread:
 
     @property
     def failed(self) -> bool:
-        """Whether a job has failed, or ``fail`` was called."""
+        """True if a job has failed, or ``fail`` was called."""
         return self._failure is not None
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have ``job`` run after those submitted before; the future holds its result or failure.
+        """Have ``job`` run after those submitted before; return a future that will hold its result or failure.
 
         Raises:
             UserInputError: the thread was closed.
@@ -77,8 +77,8 @@ class CommunicationThread:
     def fail(self, error: BaseException) -> None:
         """End all waits with ``error`` at once: every future that is not done, and every later one, gets it.
 
-        Any thread may call this, for example one that has learned of another rank's failure. A job that is running is
-        not interrupted, but what comes of it is dropped. After a first failure further ones change nothing.
+        Any thread may call this, for example one that has learned of another rank's failure. A running job is not
+        interrupted, but its result is dropped. After the first failure, further ones change nothing.
         """
         with self._lock:
             self._failure = self._failure or error
@@ -89,8 +89,8 @@ class CommunicationThread:
     def close(self, at_the_end: Callable[[], None] = lambda: None, within: float | None = CLOSE_SECONDS) -> None:
         """End the thread after the jobs submitted so far, and wait for its end, but no longer than ``within`` seconds.
 
-        A job may be waiting for a lost peer; without a limit all jobs must be known to end. The last thing that the
-        thread does is to call ``at_the_end``, also after a failure.
+        A job may be waiting for a lost peer, so without a limit all jobs must be known to end. The thread's last action
+        is to call ``at_the_end``, also after a failure.
         """
         with self._lock:
             if not self._closed:
@@ -104,14 +104,14 @@ class CommunicationThread:
             raise UserInputError("a strategy must not be used after close(); make a new one")
 
     def _in_order(self, job: Callable[[], T]) -> Callable[[], T]:
-        """``job``, begun when the GPU has done what it was given so far, and done when what the job gave it is."""
+        """Return ``job``, made to start after the GPU's work so far, and to end after the work that the job adds."""
         if self._device.type != "cuda":
             return job
         given = torch.cuda.Event(blocking=True)
         given.record(torch.cuda.current_stream(self._device))
 
         def run() -> T:
-            given.synchronize()  # here and not on the stream: a job that measures itself measures no computation
+            given.synchronize()  # here, not on the stream, so that a job that measures itself measures no computation
             result = job()
             torch.cuda.current_stream(self._device).synchronize()
             return result

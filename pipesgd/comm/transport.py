@@ -1,4 +1,4 @@
-"""Point-to-point messages between ranks: with a deadline on every wait, counted, and logged on demand."""
+"""Point-to-point messages between ranks, with a deadline on every wait, counted, and logged on demand."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pipesgd.ranks import Ranks, lost
 log = logging.getLogger(__name__)
 
 Group = dist.ProcessGroup
-"""What ``communication_group`` makes, for annotations elsewhere."""
+"""Type that ``communication_group`` returns, for annotations elsewhere."""
 
 
 class Pending(Protocol):
     """A message under way. The tensor must not be touched before ``wait`` has returned."""
 
     def wait(self) -> None:
-        """Return once the message is out of, or in, its tensor.
+        """Return once the message has left its tensor or arrived in it.
 
         Raises:
-            DeadlineExceeded: not within the transport's deadline, counted from this call.
+            DeadlineExceeded: that took longer than the transport's deadline, counted from this call.
             CommunicationError: the peer is gone.
         """
 
@@ -40,11 +40,11 @@ class Transport(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """So far, in all messages."""
+        """Bytes sent so far, in all messages."""
 
     @property
     def bytes_received(self) -> int:
-        """So far, in all messages."""
+        """Bytes received so far, in all messages."""
 
     def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
         """Begin to send ``tensor`` to ``peer``; ``what`` names it in errors and in the log."""
@@ -54,15 +54,15 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """Transport over process groups of torch.distributed, of messages that bear ``tag``, used by no other thread.
+    """Transport of messages with ``tag`` over process groups of torch.distributed, used by no other thread.
 
-    ``before_arrivals`` is called whenever a message that is to arrive is about to be waited for.
+    ``before_arrivals`` is called before each wait for a message that is to arrive.
 
-    Each group has connections of its own; the messages between two ranks take turns on them, in the same order at both
-    ends: one TCP stream may not fill a fast or a long link. The groups are of the same ranks.
+    Each group has its own connections. Messages between two ranks use them in turn, in the same order at both
+    ends, since one TCP stream may not fill a fast or long link. All groups have the same ranks.
 
-    Two threads that issue operations in different orders on different ranks would mix up their messages, hence
-    a group of its own (``communication_group``), or, where messages differ in kind, a tag of its own in one group:
+    Two threads that issue operations in different orders on different ranks would mix up their messages, so each needs
+    its own group (``communication_group``), or, if messages differ in kind, its own tag in a common group:
     gloo keeps the tags of a connection apart, and lets any thread send and receive.
     """
 
@@ -141,9 +141,9 @@ class _TorchPending:
 def communication_group(
     ranks: Ranks, timeout: float, backend: str | None, members: Sequence[int] | None = None
 ) -> dist.ProcessGroup:
-    """A new process group of ``ranks``, for one thread alone. All ranks of the job must call this together.
+    """Return a new process group of ``ranks``, for a single thread. All ranks of the job must call this together.
 
-    With ``members`` it is of these of the ranks alone, and what the others get is no group.
+    With ``members``, only these ranks form the group, and the others get a placeholder that is not a group.
 
     Raises:
         CommunicationError: not every rank could be reached.
@@ -172,7 +172,7 @@ def wait_for_all(group: dist.ProcessGroup, timeout: float) -> None:
 
 
 def destroy(groups: Iterable[dist.ProcessGroup]) -> None:
-    """End these process groups. Their connections end when nobody holds one of them any more."""
+    """Destroy these process groups. Their connections end when nobody holds one of them any more."""
     for group in groups:
-        with contextlib.suppress(Exception):  # the default group was destroyed, and took all others with it
+        with contextlib.suppress(Exception):  # the default group was destroyed, and all others with it
             dist.destroy_process_group(group)

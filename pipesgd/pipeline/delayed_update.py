@@ -1,4 +1,4 @@
-"""Applying gradients that arrive late: for ``Pipelined``, and for simulated ranks."""
+"""Application of gradients that arrive late, for ``Pipelined`` and for simulated ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipesgd.strategy import Comparison
 
 @dataclass(frozen=True)
 class Guessed:
-    """What a rank had in the place of a mean that arrives, and how good it was."""
+    """A rank's guess of a mean that arrives, and its quality."""
 
     unapplied: Unapplied
     comparison: Comparison | None
@@ -30,18 +30,18 @@ class Guessed:
 class DelayedUpdate:
     """Updates by gradients that were computed up to K-1 iterations ago.
 
-    1. ``hand_over`` a gradient of this rank when it begins its way;
+    1. ``hand_over`` is called with a gradient of this rank when its all-reduce begins;
     2. ``arrived``, up to K-1 iterations later, applies its mean to the true weights;
-    3. ``predict`` lets the parameters hold the weights that are expected when all that is still in flight is applied.
+    3. ``predict`` lets the parameters hold the weights that are expected once all gradients in flight are applied.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
-        parameters: those that it updates.
+        parameters: the parameters that it updates.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
-        prediction: by name or class; there is none at width 1.
-        guard: whether to fall back to width 1 when gradients blow up; never at width 1.
-        clip: how averaged gradients are clipped, and what stands for them in a prediction.
+        prediction: a name or a class; not used at width 1.
+        guard: whether to fall back to width 1 when gradients blow up; not used at width 1.
+        clip: clipping of averaged gradients, and of the guesses in their place in a prediction.
 
     Raises:
         UserInputError: there is no such prediction, or the optimizer cannot be copied for it.
@@ -69,7 +69,7 @@ class DelayedUpdate:
 
     @property
     def weights(self) -> SwappedWeights:
-        """The true weights and the predicted ones, and which of them the parameters hold."""
+        """True and predicted weights, one of which the parameters hold."""
         return self._prediction.weights
 
     @property
@@ -83,7 +83,7 @@ class DelayedUpdate:
         return self._guard is not None
 
     def follow(self, parameters: Sequence[Tensor]) -> None:
-        """Update these parameters from now on, when no other gradient is in flight; the prediction starts again.
+        """Update these parameters from now on; no gradient may be in flight. The prediction starts again.
 
         Raises:
             UserInputError: the optimizer cannot be copied for the prediction.
@@ -92,19 +92,19 @@ class DelayedUpdate:
         self._parameters = parameters
 
     def width_after(self, iterations: int) -> int:
-        """The width at which gradients are applied once those of this number of iterations are handed over."""
+        """Return the width at which gradients are applied after this number of iterations has been handed over."""
         synchronous = iterations <= self.warmup_iterations
         if self._guard is not None:
             synchronous |= self._guard.is_synchronous(iterations)
         return 1 if synchronous else self.width
 
     def hand_over(self, local: Sequence[Tensor | None]) -> Unapplied:
-        """What to keep of this rank's gradient, which begins its way now; None for parameters that have none."""
+        """Return what to keep of this rank's gradient (None for parameters without one), whose all-reduce begins."""
         count_as_stepped(self._optimizer)
         return Unapplied(self._prediction.keep(local), hyperparameters.current(self._optimizer))
 
     def compare(self, mean: Sequence[Tensor], unapplied: Unapplied) -> Comparison | None:
-        """How well what stood for ``mean`` did; None if nothing did. Any thread may call this, before ``arrived``."""
+        """Compare ``mean`` with its guess; None if there was none. Any thread may call this, before ``arrived``."""
         return self._prediction.compare(mean, unapplied.kept)
 
     def arrived(
@@ -113,13 +113,13 @@ class DelayedUpdate:
         """Apply a mean to the true weights, by one step of the optimizer with the options of its ``hand_over``.
 
         Args:
-            mean: over the ranks, of one iteration's gradients, finite, shaped like the parameters; changed in place.
-            guessed: by each rank in this process; real ranks have a process of their own.
-            norm: of the mean, the same on all ranks; for a guard.
-            iteration: the one that this is applied in.
+            mean: mean over ranks of one iteration's gradients, finite, shaped like the parameters; changed in place.
+            guessed: the guess of each rank in this process; real ranks have a process each.
+            norm: norm of the mean, the same on all ranks; for a guard.
+            iteration: the iteration in which the mean is applied.
 
         Returns:
-            True if the guard has found that staleness hurts, and a time at width 1 begins.
+            True if the guard has found that staleness hurts, so that a period at width 1 begins.
         """
         fell_back = self._guard is not None and norm is not None and self._guard.saw(norm, iteration)
         for one in guessed:
@@ -134,11 +134,11 @@ class DelayedUpdate:
         return fell_back
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
-        """Let the parameters hold the weights that are expected when ``in_flight``, oldest first, are applied."""
+        """Let the parameters hold the weights expected once the gradients ``in_flight``, oldest first, are applied."""
         self._prediction.predict(in_flight, agreement)
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to continue the same after a restart, besides what is in flight."""
+        """Return the state needed to continue identically after a restart, besides the gradients in flight."""
         return {
             "prediction": self._prediction.state_dict(),
             "guard": None if self._guard is None else self._guard.state_dict(),

@@ -1,4 +1,4 @@
-"""Falls back to width 1 for a while when gradients blow up, which is how harmful staleness shows."""
+"""Fallback to width 1 for a while when gradients blow up, which is the sign of harmful staleness."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 FACTOR = 5.0
-"""A norm so many times its running mean is a blow-up: synchronous training stays below 4 in its wildest iterations."""
+"""Multiple of its running mean at which a norm is a blow-up: even the wildest synchronous training stays below 4."""
 DECAY = 0.98
-"""Of the running mean: about 50 iterations."""
+"""Decay of the running mean per iteration: it covers about 50 iterations."""
 SETTLE = 20
-"""Iterations until the running mean says something."""
+"""Iterations until the running mean is meaningful."""
 SYNCHRONOUS_ITERATIONS = 100
-"""How long a fallback lasts."""
+"""Length of a fallback in iterations."""
 
 
 class Guard:
-    """Watches the norm of the averaged gradient, which all ranks must see alike: they fall back in the same iteration.
+    """Watches the norm of the averaged gradient, which must be the same on all ranks, so that they fall back together.
 
-    Measured (experiments/LOG.md): where plain staleness ends in divergence, the norm grows to ten times its mean some
-    tens of iterations before. How well local gradients agree with the mean does not tell: they agree better, not worse.
+    Measurements (experiments/LOG.md) show that where plain staleness ends in divergence, the norm grows to ten times
+    its mean some tens of iterations before. Agreement of local gradients with the mean is no sign: it improves.
     """
 
     def __init__(self) -> None:
@@ -29,14 +29,14 @@ class Guard:
         self._synchronous_until = 0
 
     def is_synchronous(self, iteration: int) -> bool:
-        """Whether ``iteration`` runs at width 1."""
+        """Return True if ``iteration`` runs at width 1."""
         return iteration < self._synchronous_until
 
     def saw(self, norm: float, iteration: int) -> bool:
         """Note the ``norm`` of a gradient applied in ``iteration``; return True if a fallback begins with it.
 
-        Nothing is judged before a mean above zero has settled. Only finite norms enter the mean. During a fallback
-        they enter up to ``FACTOR`` times the mean, so that the mean follows a lasting change of level.
+        No norm is judged before a mean above zero has settled. Only finite norms enter the mean. During a fallback
+        they enter capped at ``FACTOR`` times the mean, so that the mean follows a lasting change of level.
         """
         settled = self._seen >= SETTLE
         blows_up = settled and not norm <= FACTOR * self._mean  # NaN does
@@ -51,7 +51,7 @@ class Guard:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has seen."""
+        """Return the running mean, the number of norms in it, and the end of the fallback."""
         return {"mean": self._mean, "seen": self._seen, "synchronous_until": self._synchronous_until}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

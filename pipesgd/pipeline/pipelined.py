@@ -50,19 +50,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Reduction:
-    """What the communication thread says of a mean."""
+    """Report of the communication thread about a mean."""
 
     finite: bool
     span: Span
-    """When it was computed."""
+    """Time in which the mean was computed."""
     comparison: Comparison | None = None
     norm: float | None = None
-    """The same on all ranks; None without a guard."""
+    """Norm of the mean, the same on all ranks; None without a guard."""
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A gradient on its way, handed over in ``iteration``."""
+    """A gradient in flight, handed over in ``iteration``."""
 
     iteration: int
     buffer: FlatBuffer
@@ -70,7 +70,7 @@ class _InFlight:
     scale: float
     """Loss scale in effect when this gradient was computed."""
     own_is_finite: Callable[[], bool]
-    """Whether this rank's own gradient is finite; asked only if the mean is not."""
+    """Function that returns True if this rank's own gradient is finite; called only if the mean is not."""
     reduction: Future[_Reduction]
 
 
@@ -83,47 +83,47 @@ class Pipelined(Strategy):
     1. pack: the gradients move from ``.grad`` into a flat buffer of a pool of K;
     2. hand over: the communication thread sums the buffer over the ranks and takes the mean;
     3. wait: until the oldest of K gradients in flight, that of iteration t-K+1, has arrived;
-    4. apply: it becomes ``.grad``, without a copy, and the optimizer steps, at the learning rate that
-       was set when the gradient was computed. The buffer goes back to the pool;
-    5. predict: the parameters get the weights that they are expected to have when all that is in flight is
-       applied, for the next forward pass (``pipesgd.pipeline.prediction``).
+    4. apply: the mean becomes ``.grad``, without a copy, and the optimizer steps at the learning rate that
+       was set when the gradient was computed. The buffer returns to the pool;
+    5. predict: for the next forward pass, the parameters get the weights that are expected once all gradients
+       in flight are applied (``pipesgd.pipeline.prediction``).
 
-    Between steps the parameters hold predicted weights, therefore: evaluate, save, average and change weights in
+    Between steps the parameters therefore hold predicted weights: evaluate, save, average and change weights in
     ``true_weights()``, or after ``flush()``.
 
-    A gradient that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
-    in the same iteration. The optimizer, its state and a learning-rate scheduler stay the caller's.
+    A mean that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
+    in the same iteration. The optimizer, its state and a learning-rate scheduler remain the caller's.
     The constructor gives all ranks rank 0's parameters and buffers. It, ``step``, ``flush``, ``combine_buffers`` and
     ``close`` are collective: all ranks make these calls in the same order, and fail if they do not.
 
-    As a context manager it is closed at the end of the block: see ``close``.
+    As a context manager it is closed at the end of the block; see ``close``.
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on one device.
         optimizer: any ``torch.optim.Optimizer``.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
-        prediction: what stands for the gradients in flight: "eager", "local" or "none", or a class of predictions
+        prediction: estimate of the gradients in flight: "eager", "local" or "none", or a class of predictions
             (``pipesgd.pipeline.prediction``).
         guard: whether to fall back to width 1 for a while, on all ranks, when gradients blow up
             (``pipesgd.pipeline.divergence_guard``).
-        clip_norm: largest norm of the averaged gradient, to which it is scaled down when it is applied.
+        clip_norm: largest norm of the averaged gradient; a larger one is scaled down when it is applied.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
-        scaler: of the losses, with float16; neither its ``step`` nor its ``update`` is to be called
+        scaler: loss scaler for float16; neither its ``step`` nor its ``update`` may be called
             (``pipesgd.optim.loss_scale``). An update whose gradients are not finite is left out then.
-        codec: what travels: a name, or ``CodecOptions`` for more than its defaults. A ``momentum_correction`` takes
-            the place of the optimizer's momentum, which must be 0 then.
+        codec: encoding of gradients: a name, or ``CodecOptions`` for more than its defaults. A
+            ``momentum_correction`` replaces the optimizer's momentum, which must be 0 then.
         all_reduce: the algorithm, by its name on the command line; "native" is torch's own.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
         timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native).
-        segment_bytes: largest message; native cuts as torch does.
-        streams: connections to each rank, on which messages take turns.
-        seed: of the random numbers of stochastic rounding, and of those that powersgd begins with.
-        allow_drift: whether to train on processors that compute other bits (``pipesgd.pipeline.sameness``), which are
-            refused by default. ``share_weights`` then brings the replicas together again: call it before weights are
+        segment_bytes: largest message in bytes; native splits messages as torch does.
+        streams: connections to each rank, used in turn.
+        seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
+        allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
+            are refused by default. ``share_weights`` then makes the replicas equal again: call it before weights are
             saved.
         ranks: the ranks to work with; by default those of torch's process group, which is started from
-            torchrun's variables where there is none yet.
+            torchrun's variables if there is none yet.
 
     Raises:
         UserInputError: a value out of range, or an optimizer without a parameter to train.
@@ -188,15 +188,15 @@ class Pipelined(Strategy):
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self._pool: list[FlatBuffer] = []
         self.buffers_allocated = 0
-        """Gradient copies made so far for the parameters that are trained now: at most ``width``."""
+        """Number of gradient buffers made so far for the parameters that are trained now: at most ``width``."""
         self._true_weights_changed = 0
-        """How often the true weights were changed, or may have been."""
+        """Number of times that the true weights were changed, or may have been."""
         self._error: BaseException | None = None
-        """What the last ``step`` or ``flush`` raised."""
+        """Error that the last ``step`` or ``flush`` raised."""
         self._half_done: str | None = None
-        """What was interrupted halfway, if anything was."""
+        """Name of the operation that was interrupted halfway, if any."""
         self._meeting: Future[None] | None = None
-        """Of a flush that has begun and not ended."""
+        """Meeting of the ranks for a flush that has begun and not ended."""
         self._closed = False
         self._settings = {
             "width": width,
@@ -218,7 +218,7 @@ class Pipelined(Strategy):
         self._ranks = ranks or current(timeout)
         self._check_same_on_all_ranks()
         self.drifts = not check_same_bits(self._ranks, optimizer, clip, allow_drift=allow_drift)
-        """True if the ranks' processors compute other bits, so that replicas drift apart (``allow_drift``)."""
+        """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
         self._connections = Connections(
             all_reduce,
             self._ranks,
@@ -230,7 +230,7 @@ class Pipelined(Strategy):
         self._thread = CommunicationThread(device)
         self._stop_watching: Callable[[], None] = lambda: None
         try:
-            # Before the exchange, in which a rank may wait long for others that compile a codec.
+            # Watch before making the exchange, in which a rank may wait long for others that compile a codec.
             self._stop_watching = self._ranks.watch(self._thread.fail)
             self._exact = self._connections.all_reduce()
             self._exchange = make_exchange(options, self._connections, device=device.type, seed=seed)
@@ -252,18 +252,18 @@ class Pipelined(Strategy):
         return self._updates.warmup_iterations
 
     def step(self) -> StepReport:
-        """Take over the gradients in ``.grad`` and apply the one that is due: see the class.
+        """Take over the gradients in ``.grad`` and apply the one that is due; see the class.
 
         Raises:
             CommunicationError: a rank was lost, or silent for longer than the timeout.
-            OutOfStepError: another rank is in another call, or in another iteration.
+            OutOfStepError: another rank is in a different call or iteration.
             NonFiniteGradientError: the gradient that is due holds a NaN or an infinity. It is dropped.
             UserInputError: the pipeline was closed, or parameters were frozen, unfrozen or added while gradients were
                 in flight.
             DisagreementError: the parameters that are trained now are not the same on all ranks.
 
-        After an error, the parameters hold the true weights. No gradient is lost: who goes on after an interruption
-        (Ctrl-C, a signal) finds all in flight that were not applied, and so does ``state_dict``.
+        After an error, the parameters hold the true weights. No gradient is lost: after an interruption (Ctrl-C, a
+        signal) all gradients that were not applied are still in flight, also in ``state_dict``.
         """
         self._check_usable()
         self._follow_parameters()
@@ -287,11 +287,11 @@ class Pipelined(Strategy):
         return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
-        """Wait for and apply all gradients in flight. Collective. Further steps may follow: the pipeline fills again.
+        """Wait for and apply all gradients in flight. Collective. Further steps may follow and fill the pipeline again.
 
-        What is in ``.grad`` stays there for the next step, at the loss scale of what is added to it.
+        Gradients in ``.grad`` stay there for the next step, at the loss scale of those that will be added to them.
 
-        Raises what ``step`` does.
+        Raises the same errors as ``step``.
         """
         self._check_usable()
         if self._meeting is None:  # else an earlier call was interrupted
@@ -306,19 +306,19 @@ class Pipelined(Strategy):
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
-        """While it is open, the model holds the weights that all ranks agree on; what changes them then is kept."""
+        """Make the model hold the weights that all ranks agree on while the context is open; changes then are kept."""
         predicted = self._updates.weights.are_predicted
         changed = self._true_weights_changed
         self._updates.weights.restore()
         try:
             yield
         finally:
-            # Unless a ``flush`` or a ``step`` in between has left other weights.
+            # Keep the weights that a ``flush`` or a ``step`` in between has left.
             if predicted and self._true_weights_changed == changed:
                 self._updates.weights.return_to_predicted()
 
     def share_weights(self) -> None:
-        """Give all ranks rank 0's true weights and state of the optimizer, if replicas drift. Collective."""
+        """Give all ranks rank 0's true weights and optimizer state, if replicas drift. Collective."""
         if not self.drifts:
             return
         device = self._parameters[0].device
@@ -329,17 +329,17 @@ class Pipelined(Strategy):
             share_rank_0s_values(torch.nn.Module(), [*self._parameters, *state], self._ranks.rank, sum_over_ranks)
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing leaves before ``step``: backward passes before it add up, as ever."""
+        """Return an empty context: gradients are sent only in ``step``, and backward passes before it add up anyway."""
         return contextlib.nullcontext()
 
     def combine_buffers(self, how: str = "average") -> None:
-        """Give floating-point buffers their "average" over ranks or "rank-0"'s values, or leave "own". Collective."""
+        """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self._check_usable()
         sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
         combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The gradients in flight, averaged, and what the codec owes: waits for them, applies none, and copies them."""
+        """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
         self._check_usable()
         in_flight = [
             {
@@ -355,7 +355,7 @@ class Pipelined(Strategy):
             }
             for gradient in self._in_flight
         ]
-        # Only now the communication thread rests, and the exchange with it.
+        # Only now is the communication thread idle, and with it the exchange.
         return {
             "iteration": self.iteration,
             "in_flight": in_flight,
@@ -366,7 +366,7 @@ class Pipelined(Strategy):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, of when the model's weights were the true ones; what is in flight is dropped."""
+        """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped."""
         self._thread.check()
         self._error = self._half_done = self._meeting = None
         self._true_weights_changed += 1
@@ -397,18 +397,18 @@ class Pipelined(Strategy):
         self._predict()
 
     def fail(self, error: BaseException) -> None:
-        """End every wait of this pipeline with ``error`` at once. Any thread may call this: another rank has failed."""
+        """End every wait of this pipeline at once with ``error``, such as a failure of another rank. Thread-safe."""
         self._thread.fail(error)
 
     def close(self) -> None:
-        """Apply what is in flight, and end the communication thread and its connections. Closing twice is harmless.
+        """Apply the gradients in flight, and end the communication thread and its connections. May be called twice.
 
         It returns when all ranks have called it, or after ``timeout`` seconds without one of them.
 
-        After an error it waits for no other rank: it drops what is in flight, says so in a warning, and leaves the true
+        After an error it waits for no other rank: it drops the gradients in flight with a warning, and leaves the true
         weights in the model.
 
-        Raises what ``flush`` does; the pipeline is closed then, too.
+        Raises the same errors as ``flush``; the pipeline is closed then, too.
         """
         if self._closed:
             return
@@ -418,7 +418,7 @@ class Pipelined(Strategy):
             if self._error is None and self._half_done is None and not self._thread.failed:
                 if self._in_flight:
                     self.flush()
-                # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
+                # Another rank may come much later, and a process that exits while gloo waits for that rank is aborted.
                 failure = self._meet("close", self._connections.wait_for_all).exception()
                 together = failure is None
         finally:
@@ -427,7 +427,7 @@ class Pipelined(Strategy):
             self._drop_in_flight()
             # Peers may still read what this rank has sent them: the connections end when all have come to this point.
             self._thread.close(at_the_end=self._connections.close, within=None if together else CLOSE_SECONDS)
-        if isinstance(failure, OutOfStepError):  # a rank that is lost now is missed by nobody: all is applied
+        if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
 
     def __enter__(self) -> Self:
@@ -462,7 +462,7 @@ class Pipelined(Strategy):
 
     @contextlib.contextmanager
     def _whole(self, what: str) -> Iterator[None]:
-        """Is done as a whole, or else nothing can be built upon it."""
+        """Make the pipeline unusable if the context, which does ``what``, is interrupted halfway."""
         self._half_done = what
         try:
             yield
@@ -482,7 +482,7 @@ class Pipelined(Strategy):
         )
 
     def _follow_parameters(self) -> None:
-        """Train what the optimizer holds now, if parameters were frozen, unfrozen or added. Collective, if so."""
+        """Train the optimizer's present parameters, if some were frozen, unfrozen or added. Collective in that case."""
         identities = trainable_identities(self._optimizer)
         if identities == self._identities:
             return
@@ -508,16 +508,16 @@ class Pipelined(Strategy):
             raise
 
     def _free_buffer(self) -> FlatBuffer:
-        """A buffer of the pool; it stays in it until what is in the buffer is in flight."""
+        """Return a buffer of the pool, which stays there until the buffer's gradient is in flight."""
         if not self._pool:
             self.buffers_allocated += 1
             self._pool.append(FlatBuffer(self._parameters))
         return self._pool[-1]
 
     def _meet(self, call: str, job: Callable[[], T]) -> Future[T]:
-        """Have the communication thread do ``job`` after a header, which says that this rank is at ``call``."""
+        """Have the communication thread do ``job`` after sending a header that says that this rank is at ``call``."""
         iteration = self.iteration
-        self._meeting = None  # a flush that was interrupted before this call is not taken up again
+        self._meeting = None  # a flush that was interrupted before this call is not resumed
 
         def run() -> T:
             try:
@@ -534,7 +534,7 @@ class Pipelined(Strategy):
     def _hand_over(self, buffer: FlatBuffer, local: Sequence[Tensor | None], scale: float) -> _InFlight:
         iteration = self.iteration
         unapplied = self._updates.hand_over(local)
-        # At width 1 ``step`` keeps the gradients until their mean is there.
+        # At width 1 ``step`` keeps the gradients until their mean has arrived.
         kept_anyway = self._updates.keeps_gradients or self.width == 1
         present = [gradient for gradient in local if gradient is not None] if kept_anyway else []
         looked_at: list[bool] = []
@@ -543,13 +543,13 @@ class Pipelined(Strategy):
             return are_finite(present) if kept_anyway else looked_at[0]
 
         if self._skip_nonfinite and unapplied.kept and not all_finite(buffer):
-            unapplied = dataclasses.replace(unapplied, kept=[])  # no update will come of it
+            unapplied = dataclasses.replace(unapplied, kept=[])  # it will cause no update
             present, kept_anyway = [], False
 
         def reduce() -> _Reduction:
             start = time.perf_counter()
             finite = True
-            if not kept_anyway:  # here, beside the computation, and not in the caller's thread
+            if not kept_anyway:  # here, during the computation, and not in the caller's thread
                 looked_at.append(all_finite(buffer))
 
             def finish(part: Tensor) -> None:
@@ -559,7 +559,7 @@ class Pipelined(Strategy):
                 finite = finite and are_finite([part])
 
             for flat in buffer.flats:
-                if flat.dtype == torch.float16:  # their sum would be infinite before that of longer floats is
+                if flat.dtype == torch.float16:  # their sum overflows earlier than that of longer floats
                     take_mean(flat, self._ranks.world_size)
             self._exchange.sum(buffer, iteration, finish)
             norm = self._agreed_norm(buffer) if self._updates.wants_norms else None
@@ -569,7 +569,7 @@ class Pipelined(Strategy):
         return _InFlight(iteration, buffer, unapplied, scale, own_is_finite, self._meet("step", reduce))
 
     def _apply_until(self, remaining: int) -> StepReport:
-        """Apply the oldest gradients until only ``remaining`` are in flight, and predict from these."""
+        """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
         self._true_weights_changed += 1
         self._updates.weights.restore()
         arrivals: list[StepReport] = []
@@ -596,7 +596,7 @@ class Pipelined(Strategy):
         )
 
     def _apply_oldest(self) -> StepReport:
-        """Wait for the oldest gradient in flight; apply it, or leave it out. An interrupted wait changes nothing."""
+        """Wait for the oldest gradient in flight, and apply it or leave it out. An interrupted wait changes nothing."""
         gradient = self._in_flight[0]
         begin = time.perf_counter()
         reduction = gradient.reduction.result()
@@ -628,12 +628,12 @@ class Pipelined(Strategy):
         )
 
     def _who_is_not_finite(self, gradient: _InFlight) -> tuple[int, ...]:
-        """The ranks whose own gradients are not finite, of a mean that is not: all ranks ask this in the same step."""
+        """Return the ranks whose own gradients made a mean not finite. Collective, in the same step on all ranks."""
         finite = self._ranks.exchange("finite gradients", gradient.own_is_finite())
         return tuple(rank for rank, own in enumerate(finite) if not own)
 
     def _agreed_norm(self, buffer: FlatBuffer) -> float:
-        """The mean's norm, to the last bit the same on all ranks, whatever processors they have. Collective."""
+        """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""
         norms = [torch.linalg.vector_norm(real(flat), dtype=torch.float64) for flat in buffer.flats]
         total = torch.stack(norms).square().sum().reshape(1)
         self._exact(total)

@@ -1,19 +1,19 @@
-"""Weight prediction: gradients are computed at the weights that are expected once all that is in flight is applied.
+"""Weight prediction: compute each gradient at the weights expected once all gradients in flight are applied.
 
 A gradient that is applied K-1 iterations late was computed on weights that lack K-1 updates. The predictions here
 differ in what they put in place of those:
 
 - ``local``: this rank's own gradients of these iterations (SAPipe, NeurIPS 2022, "local"), each an unbiased estimate of
-  the mean that will arrive. The ranks' errors add up to zero, and with one rank, or the same data on all ranks, there
-  are none: then it is synchronous training, bit for bit, with any optimizer.
-- ``eager``: the same gradients, smaller the less they have agreed with the means so far, and turned back by what they
-  missed these by; and from there on along the whole predicted update. Ours; measured in experiments/LOG.md. Where ranks
-  agree fully it is ``local``, to the bit.
-- ``none``: weights as they are; plain staleness.
+  the mean that will arrive. The ranks' errors add up to zero. With one rank, or the same data on all ranks, there are
+  none, and the result is synchronous training, bit for bit, with any optimizer.
+- ``eager``: the same gradients, scaled down the less they have agreed with the means so far, and corrected by their
+  past errors; the whole predicted update is then extrapolated. This method is ours and measured in experiments/LOG.md.
+  Where ranks agree fully it equals ``local`` to the bit.
+- ``none``: the weights as they are, which is plain staleness.
 
-``experiments/predictions.py`` has others from the literature, to compare with: every class of predictions can be given
-to ``Pipelined``. A prediction is this rank's own affair: the true weights change by the means alone, so they stay
-bit-identical on all ranks, and nothing of this travels.
+``experiments/predictions.py`` has others from the literature for comparison: any class of predictions can be given
+to ``Pipelined``. A prediction is local to its rank: only the means change the true weights, which therefore stay
+bit-identical on all ranks, and no part of a prediction is sent.
 """
 
 from __future__ import annotations
@@ -36,53 +36,53 @@ from pipesgd.optim.optimizer_copy import OptimizerCopy
 from pipesgd.strategy import Comparison
 
 Prepare = Callable[[Sequence[Tensor]], None]
-"""What is done in place with gradients before the optimizer sees them: clipping."""
+"""Function that changes gradients in place before the optimizer sees them: clipping."""
 
 SHRINKAGE, REACH, CARRIED = 1 / 3, 1.0, 0.7
-"""Coefficients of ``Eager``: how much smaller its guesses are and how much further it goes where ranks do not agree,
-and the share of what it missed that it carries on.
+"""Coefficients of ``Eager``: shrinkage of its guesses and extra look-ahead per unit of disagreement between ranks, and
+the share of its past errors that it carries over.
 
-In width 2 the ranks' errors die out up to a product of learning rate and curvature of (1 + CARRIED) / ((1 + r) s), and
-their variance in flat directions is ((1 + r) s)^2 / (1 - CARRIED^2) times ``local``'s, with s and r as below.
+At width 2 the ranks' errors die out up to a product of learning rate and curvature of (1 + CARRIED) / ((1 + r) s), and
+their variance in flat directions is ((1 + r) s)^2 / (1 - CARRIED^2) times ``local``'s, with s and r as in the class.
 """
 COMPARED_DIGITS = 5
-"""After the point, of comparisons: the same values, added up in another order, must compare as the same."""
+"""Decimal places of comparisons: the same values, added up in another order, must compare as the same."""
 AGREEMENT_DECAY = 0.95
-"""Of the running mean of cosines between this rank's gradients and the means that arrived: about 20 iterations."""
+"""Decay of the running mean of cosines between this rank's gradients and arrived means: about 20 iterations."""
 
 
 @dataclass(frozen=True)
 class Unapplied:
-    """What this rank knows of a gradient that is in flight."""
+    """A gradient in flight, as far as this rank knows it."""
 
     kept: Sequence[Tensor]
-    """Tensors that the prediction kept of it, shaped like the parameters; not to be changed."""
+    """Tensors that the prediction kept of the gradient, shaped like the parameters; not to be changed."""
     hyperparameters: Hyperparameters
-    """Options of the optimizer that it will be applied with."""
+    """Options of the optimizer that the gradient will be applied with."""
 
 
 class Agreement:
-    """What this rank has seen of its guesses lately."""
+    """Record of how well this rank's recent guesses agreed with the means."""
 
     def __init__(self) -> None:
         self.cosine = 1.0
-        """A running mean of cosines between this rank's gradients and the means."""
+        """Running mean of cosines between this rank's gradients and the means."""
         self.missed: list[Tensor] = []
-        """By what its guesses missed the means, added up and fading; empty until a prediction wants it."""
+        """Decaying sum of the errors of this rank's guesses; empty until a prediction uses it."""
 
     def saw(self, comparison: Comparison | None) -> None:
         """Take note of a mean that has arrived."""
         if comparison is not None and comparison.cosine is not None:
-            # So written, cosines of exactly 1 leave it at exactly 1.
+            # Written like this, cosines of exactly 1 leave it at exactly 1.
             self.cosine += (1 - AGREEMENT_DECAY) * (comparison.cosine - self.cosine)
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds."""
+        """Memory held, in bytes."""
         return sum(tensor.nbytes for tensor in self.missed)
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to go on the same after a restart."""
+        """Return the state needed to continue identically after a restart."""
         return {"cosine": self.cosine, "missed": [tensor.clone() for tensor in self.missed]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,13 +92,13 @@ class Agreement:
 
 
 def compare(mean: Sequence[Tensor], guess: Sequence[Tensor]) -> Comparison:
-    """How well ``guess``, of real numbers, stood for ``mean``."""
+    """Compare ``guess``, of real numbers, with the ``mean`` that it predicted."""
     dots = [
         torch.dot(_wide(one), _wide(other))
         for a, b in ((mean, guess), (mean, mean), (guess, guess))
         for one, other in zip(a, b, strict=True)
     ]
-    # From the device all at once; Python adds them up in float64.
+    # They leave the device all at once, and Python adds them up in float64.
     both, means, guesses = (sum(of_tensors) for of_tensors in torch.stack(dots).view(3, -1).tolist())
     if not (math.isfinite(means + guesses) and means > 0 and guesses > 0):
         return Comparison(cosine=None, relative_error=None)
@@ -110,15 +110,15 @@ def compare(mean: Sequence[Tensor], guess: Sequence[Tensor]) -> Comparison:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """The values in one dimension, of float32 at least: sums of shorter floats overflow, or lose nearly all digits."""
+    """Flatten ``tensor``, to float32 at least: sums of shorter floats overflow, or lose nearly all digits."""
     flat = tensor.reshape(-1)
     return flat.float() if flat.itemsize < torch.float32.itemsize else flat
 
 
 class SwappedWeights:
-    """Two sets of storage that the parameters change between: of the true weights, and of predicted ones.
+    """Two sets of storage that the parameters switch between: one of the true weights, one of predicted weights.
 
-    They change hands, so nothing is copied back.
+    The parameters exchange their storage, so nothing is copied back.
     """
 
     def __init__(self, parameters: Sequence[Tensor]):
@@ -126,7 +126,7 @@ class SwappedWeights:
         self.true: list[Tensor] = []
         """Storage of the true weights while the parameters hold others; empty otherwise."""
         self.predicted: list[Tensor] = []
-        """Storage for predicted weights, once there were any."""
+        """Storage of predicted weights; empty until the first prediction."""
 
     @property
     def are_predicted(self) -> bool:
@@ -135,11 +135,11 @@ class SwappedWeights:
 
     @property
     def nbytes(self) -> int:
-        """Memory besides that of the true weights."""
+        """Memory in bytes, besides that of the true weights."""
         return _nbytes(self.predicted)
 
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """Let the parameters hold a copy of ``weights``, to be changed into what is predicted."""
+        """Let the parameters hold a copy of ``weights``, to be changed into predicted weights."""
         if not self.predicted:
             self.predicted = [torch.empty_like(parameter.data) for parameter in self._parameters]
         torch._foreach_copy_(self.predicted, list(weights))
@@ -152,27 +152,27 @@ class SwappedWeights:
             self.true = []
 
     def return_to_predicted(self) -> None:
-        """Let the parameters, which hold the true weights, hold the predicted ones again."""
+        """Switch the parameters from the true weights back to the predicted ones."""
         self.true = [parameter.data for parameter in self._parameters]
         _give_storage(self._parameters, self.predicted)
 
     def adopt(self) -> None:
-        """Take the weights that the parameters hold for the true ones."""
+        """Make the weights that the parameters hold the true ones."""
         if self.true:
             self.predicted, self.true = self.true, []
 
 
 class Prediction(abc.ABC):
-    """A way to predict weights. What is abstract or empty here is what kinds of predictions differ in.
+    """A way to predict weights. Subclasses override the methods that are abstract or empty here.
 
     Args:
-        parameters: those that ``optimizer`` updates.
-        optimizer: the user's own.
-        prepare: what is done with gradients before the optimizer sees them.
+        parameters: the parameters that ``optimizer`` updates.
+        optimizer: the user's optimizer.
+        prepare: changes gradients in place before the optimizer sees them.
     """
 
     keeps_gradients = False
-    """True if what is kept of a gradient is the gradient itself."""
+    """True if ``keep`` returns the gradient itself."""
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
         self._parameters = parameters
@@ -180,33 +180,33 @@ class Prediction(abc.ABC):
 
     @abc.abstractmethod
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
-        """Let the parameters hold what they will be when the gradients in flight, oldest first, are applied."""
+        """Let the parameters hold the weights expected once the gradients in flight, oldest first, are applied."""
 
     def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
-        """What to keep of a gradient that is handed over, computed by this rank on the weights as they are now."""
+        """Return what to keep of a gradient of this rank that is handed over, computed at the current weights."""
         return []
 
     def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
-        """How well what stood for ``mean`` did; None if nothing did. Called by the communication thread."""
+        """Compare ``mean`` with its guess; None if there was none. The communication thread calls this."""
         return None
 
     def learn(
         self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
     ) -> None:
-        """Take note of a finite ``mean`` that has arrived, for this rank's ``agreement``; ``compare`` compared it."""
+        """Update this rank's ``agreement`` when a finite ``mean`` has arrived; ``comparison`` is from ``compare``."""
         agreement.saw(comparison)
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """The ``mean`` of a gradient of which this was ``kept`` is about to be applied; it may be changed."""
+        """Change the ``mean`` of a gradient before it is applied, if needed; ``kept`` is what was kept of it."""
         return
 
     @property
     def nbytes(self) -> int:
-        """Memory that it holds, besides the true weights and what it keeps of gradients in flight."""
+        """Memory held, in bytes, besides the true weights and what is kept of gradients in flight."""
         return self.weights.nbytes
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to predict the same after a restart, besides what is in flight."""
+        """Return the state needed to predict identically after a restart, besides the gradients in flight."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -216,16 +216,16 @@ class Prediction(abc.ABC):
 
 @final
 class NoPrediction(Prediction):
-    """Gradients are computed on the true weights, K-1 updates late."""
+    """No prediction: gradients are computed on the true weights, K-1 updates late."""
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         return
 
 
 class Replayed(Prediction, abc.ABC):
-    """A copy of the user's optimizer steps, on a copy of the weights, once for every gradient in flight.
+    """A prediction by a copy of the user's optimizer, which takes one step per gradient in flight on copied weights.
 
-    Costs a copy of weights, optimizer state and gradient, and K-1 steps of the optimizer, an iteration.
+    It costs a copy of weights, optimizer state and gradient, and K-1 steps of the optimizer per iteration.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
@@ -251,7 +251,7 @@ class Replayed(Prediction, abc.ABC):
                 self._copy.step(options)
         finally:  # also when interrupted: the next gradient would be added to a guess
             give_gradients(self._parameters, [None] * len(self._parameters))
-        # An optimizer may have given them other storage.
+        # An optimizer may have given the parameters other storage.
         self.weights.predicted = [parameter.data for parameter in self._parameters]
 
     @property
@@ -260,14 +260,14 @@ class Replayed(Prediction, abc.ABC):
 
     @abc.abstractmethod
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
-        """What stands for the mean that will arrive; empty if nothing does."""
+        """Return the guess for the mean that will arrive; empty if there is none."""
 
     def _adapt(self, guess: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
-        """Change a guess in place; that for the ``oldest`` gradient in flight, or for another one."""
+        """Change a guess in place, for the ``oldest`` gradient in flight or for another one."""
 
 
 class OwnGradients(Replayed):
-    """This rank's own gradients stand for the means."""
+    """A prediction in which this rank's own gradients take the place of the means."""
 
     keeps_gradients = True
 
@@ -288,23 +288,23 @@ class OwnGradients(Replayed):
 
 @final
 class Local(OwnGradients):
-    """This rank's own gradients stand for the means, as they are."""
+    """A prediction in which this rank's own gradients take the place of the means, unchanged."""
 
 
 @final
 class Eager(OwnGradients):
-    """This rank's own gradients stand for the means, turned back by what they missed before; and then further on.
+    """A prediction by this rank's own gradients, scaled down, corrected by their past errors, and then extrapolated.
 
     With the disagreement d = 1 - mean cosine, the guess for the oldest gradient in flight is ``s g + CARRIED e``, for
-    the others ``s g``, with s = 1 - SHRINKAGE d. What this rank's guesses missed is e, ``e <- CARRIED e + s (g -
-    mean)``. The predicted update of the weights is then taken 1 + r times, r = REACH d.
+    the others ``s g``, with s = 1 - SHRINKAGE d. The error e of this rank's guesses accumulates as ``e <- CARRIED e + s
+    (g - mean)``. The predicted update of the weights is then applied 1 + r times, r = REACH d.
 
-    A rank that computes at weights off by x gets a gradient that is off by x times the curvature, and its next guess is
-    off the other way. Where learning rate times curvature is above 1, ranks swing apart, although synchronous training
-    is stable up to 3.8 there (momentum 0.9). Carrying on what was missed turns the guess back. Over the ranks it adds
-    up to zero, as the misses do. Going further looks ahead along momentum, as Nesterov's does: it damps what all ranks
-    have in common by more than the ranks' errors cost, and shrinking the guesses first makes that momentum's share the
-    larger one, which has no such errors.
+    An error x in a rank's weights shifts its gradient by x times the curvature, so its next guess is off in the
+    opposite direction. Where learning rate times curvature is above 1, ranks then oscillate apart, although synchronous
+    training is stable up to 3.8 there (momentum 0.9). Carrying over past errors corrects the guess. Summed over the
+    ranks, these corrections are zero, as the errors are. Extrapolation looks ahead along momentum, as Nesterov's does:
+    it damps what all ranks have in common by more than the ranks' errors cost. Shrinking the guesses first gives
+    momentum, which has no such errors, the larger share of the update.
     """
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
@@ -321,7 +321,7 @@ class Eager(OwnGradients):
             if not agreement.missed:
                 agreement.missed = [torch.zeros_like(tensor) for tensor in kept]
             torch._foreach_mul_(agreement.missed, CARRIED)
-            # In this order nothing is left where they are equal.
+            # In this order, nothing is left where the two are equal.
             torch._foreach_add_(agreement.missed, list(kept), alpha=share)
             torch._foreach_sub_(agreement.missed, list(mean), alpha=share)
         super().learn(mean, kept, comparison, agreement)
@@ -343,11 +343,11 @@ _KINDS: dict[str, type[Prediction]] = {"eager": Eager, "local": Local, "none": N
 def make_prediction(
     kind: str | type[Prediction], parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare
 ) -> Prediction:
-    """The prediction of this name or class, for the ``parameters`` that ``optimizer`` updates.
+    """Return the prediction of this name or class for the ``parameters`` that ``optimizer`` updates.
 
     Raises:
         UserInputError: there is none of this name, the optimizer cannot be copied for it, or the prediction
-            would step parameters that share memory apart.
+            would separate parameters that share memory.
     """
     if isinstance(kind, str):
         check_one_of("prediction", kind, PREDICTIONS)

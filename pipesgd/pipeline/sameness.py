@@ -1,7 +1,7 @@
-"""What must be the same on all ranks, compared before anything depends on it: settings, and the bits of an update.
+"""Checks that all ranks have the same settings and compute the same bits in an update, before anything depends on it.
 
-Instruction sets differ in how they round a multiplication that is followed by an addition. So ranks also compare,
-before they train, the bits of a few updates by an optimizer of their kind.
+Instruction sets differ in how they round a multiplication followed by an addition. So before they train, ranks also
+compare the bits of a few updates by an optimizer of their kind.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 
 CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
-"""Instruction sets of x86-64 that torch knows, each a part of the next one."""
+"""Instruction sets of x86-64 that torch knows, each a subset of the next one."""
 TRIAL_SIDE = 33
-"""Longest side of the parameters of a trial: whole vectors of every instruction set, and a rest."""
+"""Longest side of a parameter in a trial: whole vectors of every instruction set, and a remainder."""
 TRIAL_STEPS, TRIAL_LR = 3, 0.1
 
 Prepare = Callable[[Sequence[Tensor]], None]
-"""What is done in place with gradients before the optimizer sees them: clipping."""
+"""Function that changes gradients in place before the optimizer sees them: clipping."""
 
 
 def check_same_settings(ranks: Ranks, settings: Mapping[str, Any], tensors: Mapping[str, Sequence[str]]) -> None:
@@ -38,7 +38,7 @@ def check_same_settings(ranks: Ranks, settings: Mapping[str, Any], tensors: Mapp
     Descriptions are long, so ranks exchange hashes of them, and the descriptions themselves only if these differ.
 
     Raises:
-        DisagreementError: some differ: the first rank that differs from rank 0, with both ranks' values.
+        DisagreementError: some differ; the message names the first rank that differs from rank 0, and both values.
     """
     hashes = {name: _hash(described) for name, described in tensors.items()}
     everybody = ranks.exchange("settings", {"settings": settings, "hashes": hashes})
@@ -55,7 +55,7 @@ def check_same_settings(ranks: Ranks, settings: Mapping[str, Any], tensors: Mapp
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The class of the optimizer, and the options of its groups."""
+    """Return the class of the optimizer and the options of its groups."""
     settings: dict[str, Any] = {"optimizer": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         options = {f"{name} of parameter group {number}": value for name, value in group.items() if name != "params"}
@@ -64,18 +64,18 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def describe_parameters(model: nn.Module, parameters: Iterable[Tensor]) -> list[str]:
-    """Name, shape and dtype of these, in their order; without a name if they are not the model's."""
+    """Return name, shape and dtype of each of ``parameters``; those that are not the model's have no name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [_describe(names.get(id(parameter), "parameter"), parameter) for parameter in parameters]
 
 
 def describe_buffers(model: nn.Module) -> list[str]:
-    """Name, shape and dtype of the model's buffers."""
+    """Return name, shape and dtype of each of the model's buffers."""
     return [_describe(name, buffer) for name, buffer in model.named_buffers()]
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON would bring it to another rank."""
+    """Return ``value`` as JSON would bring it to another rank."""
     if isinstance(value, Tensor):
         return value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -117,7 +117,7 @@ def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Pre
     """Return whether the updates of all ranks have the same bits. Collective.
 
     Raises:
-        DisagreementError: they have not, and ``allow_drift`` is false; the message says which ranks compute how.
+        DisagreementError: they differ, and ``allow_drift`` is false; the message says which ranks compute how.
     """
     if ranks.world_size == 1:
         return True
@@ -141,12 +141,12 @@ def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Pre
 
 
 def bits_of_updates(optimizer: torch.optim.Optimizer, prepare: Prepare) -> str:
-    """SHA-256 of small parameters after a few updates by a copy of ``optimizer``, of gradients made from integers.
+    """Return the SHA-256 of small parameters after a few updates by a copy of ``optimizer`` with synthetic gradients.
 
     An optimizer that cannot be tried, alone or on small parameters, counts as SGD, whose arithmetic most share.
     """
     stand_ins: dict[int, Tensor] = {}
-    kinds: dict[tuple[object, ...], Tensor] = {}  # one for each shape and group: a trial takes no time
+    kinds: dict[tuple[object, ...], Tensor] = {}  # one for each shape and group, so that a trial takes no time
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             shape = tuple(min(side, TRIAL_SIDE) for side in parameter.shape)
@@ -174,7 +174,7 @@ def _bits(trial: Sequence[Tensor], prepare: Prepare, step: Callable[[], object])
 
 
 def _values(shape: tuple[int, ...], key: int, like: Tensor) -> Tensor:
-    """Values from -1 to 1 that look random, the same on every processor."""
+    """Return values from -1 to 1 that look random and are the same on every processor."""
     numbers = torch.arange(torch.Size(shape).numel() or 0) + 1_000_003 * key
     mixed = (numbers * 2_654_435_761 % 2**32) ^ (numbers * 40_503 % 2**20)
     return ((mixed % 2**24).double() / 2**23 - 1).view(shape).to(like.device, like.dtype)
@@ -185,7 +185,7 @@ def _instruction_set(device: torch.device) -> str:
 
 
 def _common_capability(found: Sequence[tuple[str, str]]) -> str | None:
-    """The value of ATEN_CPU_CAPABILITY by which all compute alike; None if there is none."""
+    """Return the value of ATEN_CPU_CAPABILITY with which all ranks compute alike; None if there is none."""
     machines, capabilities = (set(values) for values in zip(*found, strict=True))
     if len(machines) > 1 or len(capabilities) == 1 or not capabilities <= set(CAPABILITIES):
         return None

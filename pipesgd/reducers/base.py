@@ -1,4 +1,4 @@
-"""What a reducer is: the gradients of an iteration become their sum; and gradients of any dtype as float32 values."""
+"""Protocol of reducers, which replace the gradients of an iteration by their sum, and float32 values of any dtype."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pipesgd.flat_buffer import FlatBuffer
 
 
 class Exchange(Protocol):
-    """Replaces the gradients of all ranks by their sum, or what stands for it, the same bytes on every rank.
+    """Replaces the gradients of all ranks by their sum, or an approximation of it, with the same bytes on every rank.
 
-    It runs on the communication thread, once an iteration, and may remember what it has not sent.
+    It runs on the communication thread, once per iteration, and may remember what it has not sent.
     """
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
         """Replace the values in ``buffer``, the gradients of ``iteration``, by their sum over the ranks. Collective.
 
-        ``finish`` is called with the parts of the buffer, each once, when their sum is there.
+        ``finish`` is called once with each part of the buffer when its sum is ready.
 
         Raises:
             UserInputError: buffers like this one cannot be summed.
@@ -29,32 +29,32 @@ class Exchange(Protocol):
         """
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
-        """Bytes that this rank sends in the ``sum`` of ``iteration`` for a buffer like this one.
+        """Return the bytes that this rank sends in the ``sum`` of ``iteration`` for a buffer like this one.
 
-        Headers of the network are apart. It may be asked for while the communication thread sums.
+        Headers of the network are not counted. This may be called while the communication thread sums.
         """
 
     def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-        """Buffers are of the parameters ``new`` from now on, after those of ``old``.
+        """Switch from buffers of the parameters ``old`` to buffers of ``new``.
 
-        What is remembered of parameters that stay goes over; what is remembered of the others is dropped.
+        State of parameters that remain is carried over; that of the others is dropped.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be kept to continue bit for bit: a copy."""
+        """Return a copy of the state needed to continue bit for bit."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict`` of this rank."""
 
 
 class Float32Places:
-    """For every flat tensor of a buffer, where its values lie in float32: in itself, if it is of that dtype."""
+    """Memory for the float32 values of each flat tensor of a buffer; a float32 tensor is its own place."""
 
     def __init__(self) -> None:
         self._places: dict[int, Tensor] = {}  # by number of the flat tensor
 
     def place(self, number: int, flat: Tensor) -> Tensor:
-        """``flat``, or room for its values in float32: the same at every call."""
+        """Return ``flat``, or memory for its values in float32, the same at every call."""
         if flat.dtype == torch.float32:
             return flat
         if number not in self._places:
@@ -63,5 +63,5 @@ class Float32Places:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """The values of a contiguous tensor in one dimension, as a view; of complex ones their real and imaginary parts."""
+    """Return a one-dimensional view of a contiguous tensor; complex values become their real and imaginary parts."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)

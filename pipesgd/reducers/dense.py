@@ -1,4 +1,4 @@
-"""Every value is summed in an all-reduce, with a codec on the wire, and with error feedback."""
+"""Sum of every value in an all-reduce, with a codec on the wire and with error feedback."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class DenseExchange:
     """One all-reduce for each flat tensor of the buffer.
 
     With ``error_feedback``, what a rank's encodings leave out of the sum in one iteration is added to its own gradient
-    in the next one (Seide et al., 2014; Karimireddy et al., ICML 2019). Sum and residuals together are what the ranks
-    put in: nothing is lost, it only comes later.
+    in the next one (Seide et al., 2014; Karimireddy et al., ICML 2019). Sum and residuals together equal the ranks'
+    inputs: nothing is lost, only delayed.
 
-    A codec knows float32. Other gradients are summed in float32 then, and rounded back.
+    A codec handles float32. With a codec, other gradients are summed in float32 and rounded back.
 
     Args:
         all_reduce: sums exactly, or with a codec on the wire.
-        exact: whether it sums any dtype as it is.
+        exact: whether ``all_reduce`` sums any dtype as it is.
         error_feedback: whether residuals are kept.
-        seed: of random numbers, the same on all ranks.
+        seed: seed of random numbers, the same on all ranks.
     """
 
     def __init__(self, all_reduce: AllReduce, *, exact: bool, error_feedback: bool = False, seed: int = 0):
@@ -66,5 +66,5 @@ class DenseExchange:
         self._residuals = [residual.clone() for residual in state["residuals"]]
 
     def _float32(self, number: int, flat: Tensor) -> Tensor:
-        """``flat``, or a place for its values in float32."""
+        """Return ``flat``, or a place for its values in float32."""
         return flat if self._exact else self._places.place(number, flat)

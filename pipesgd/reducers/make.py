@@ -1,4 +1,4 @@
-"""The exchange that options name."""
+"""Construction of the exchange that options name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pipesgd.reducers.base import Exchange
 from pipesgd.reducers.dense import DenseExchange
 
 COMPILE_SECONDS = 900.0
-"""How long ranks wait for one that compiles a codec's loops for the first time, on a busy machine."""
+"""Seconds that ranks wait for one that compiles a codec's loops for the first time, on a busy machine."""
 
 
 def check_exchange(
     options: CodecOptions, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], seed: int
 ) -> None:
-    """Raise ``UserInputError`` unless gradients of ``parameters`` can be exchanged so, for ``optimizer``."""
+    """Raise ``UserInputError`` unless ``options`` allow exchanging gradients of ``parameters`` for ``optimizer``."""
     check_at_least("seed", seed, 0)
     momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
     if options.momentum_correction and momenta:
@@ -36,7 +36,7 @@ def check_exchange(
 
 
 def make_exchange(options: CodecOptions, connections: Connections, *, device: str, seed: int) -> Exchange:
-    """How gradients on ``device`` ("cpu" or "cuda") are summed over ``connections``."""
+    """Return the exchange that sums gradients on ``device`` ("cpu" or "cuda") over ``connections``."""
     ranks = connections.ranks
     if options.codec == "topk":
         from pipesgd.reducers.topk import TopKExchange
@@ -68,7 +68,7 @@ def make_exchange(options: CodecOptions, connections: Connections, *, device: st
 
 
 def _compile(codec: Codec, device: str) -> None:
-    """Have the codec's loops compiled, or loaded, now: in the first iteration other ranks would wait for it."""
+    """Compile or load the codec's loops now, since in the first iteration other ranks would wait for it."""
     values = torch.zeros(1, device=device)
     wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
     codec.encode(values, None, wire, 0)

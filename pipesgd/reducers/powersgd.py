@@ -1,4 +1,4 @@
-"""Factors of low rank are summed instead of matrices: PowerSGD."""
+"""PowerSGD, which sums factors of low rank instead of matrices."""
 
 from __future__ import annotations
 
@@ -16,47 +16,48 @@ from pipesgd.reducers.base import real
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A parameter that is compressed: views into the flat tensors that hold those of all parameters."""
+    """A compressed parameter: views into the flat tensors that hold the factors and residuals of all parameters."""
 
     index: int
-    """Of the parameter."""
+    """Index of the parameter."""
     residual: Tensor
-    """(rows, columns)"""
+    """Residual, (rows, columns)."""
     left: Tensor
-    """(rows, low_rank), P of the paper."""
+    """Left factor, (rows, low_rank), P of the paper."""
     right: Tensor
-    """(columns, low_rank), Q of the paper."""
+    """Right factor, (columns, low_rank), Q of the paper."""
     first_right: Tensor
-    """The random one to begin with."""
+    """Random right factor to begin with."""
 
 
 class PowerSgdExchange:
     """Sums matrices by one step of a power iteration (Vogels, Karimireddy & Jaggi, NeurIPS 2019, algorithms 1 and 2).
 
-    A parameter of two dimensions and more is a matrix, its first dimension by the others, if its factors are smaller:
-    (rows + columns) * low_rank < rows * columns. All others are summed as they are. A ``sum`` over p ranks is
+    A parameter of two or more dimensions is treated as a matrix, its first dimension by the others, if its factors are
+    smaller: (rows + columns) * low_rank < rows * columns. All others are summed as they are. A ``sum`` over p ranks is
 
     1. accumulate: M = gradient + residual, (rows, columns), of this rank;
-    2. left factors: P = M Q, (rows, low_rank), Q as the last iteration left it. All P, and what is not compressed, are
-       summed in one all-reduce; then the columns of each P are made orthonormal;
+    2. left factors: P = M Q, (rows, low_rank), with Q from the last iteration. All P and the uncompressed parameters
+       are summed in one all-reduce; then the columns of each P are made orthonormal;
     3. right factors: Q = M^T P, (columns, low_rank), summed in a second all-reduce;
-    4. decode: the sum is P Q^T; the residual becomes M - P Q^T / p, so that the sum and what all ranks keep are
-       together what was put in. The next iteration starts from Q, whose scale does not matter to it.
+    4. decode: the sum is P Q^T; the residual becomes M - P Q^T / p, so that the sum and all ranks' residuals together
+       equal the ranks' inputs. The next iteration starts from Q, whose scale does not matter there.
 
-    What is not finite makes the whole matrix NaN, on all ranks, which forget its residual and start from the first Q.
+    A value that is not finite makes its whole matrix NaN on all ranks, which drop its residual and restart from the
+    first Q.
 
-    All is computed in float32. Every rank makes P orthonormal (Householder's QR: a column of zeros becomes a direction
-    to look into, where Gram-Schmidt's would stay zero for ever) and multiplies P Q^T for itself, from the same bytes.
-    The results are the same bytes too where torch computes alike: with the same kind of processor, torch, and number
-    of threads. Between machines that differ, ``--check-replicas`` says whether replicas do.
+    Everything is computed in float32. Every rank makes P orthonormal (by Householder QR, where a column of zeros
+    becomes a direction to explore, which would stay zero for ever with Gram-Schmidt) and multiplies P Q^T itself from
+    the same bytes. The results are the same bytes if torch computes alike: with the same kind of processor, version of
+    torch, and number of threads. On machines that differ, ``--check-replicas`` tells whether replicas do.
 
-    One rank keeps its gradients as they are.
+    A single rank keeps its gradients as they are.
 
     Args:
         all_reduce: sums exactly.
         world_size: number of ranks, p.
         low_rank: columns of the factors.
-        seed: of the first Q, the same on all ranks.
+        seed: seed of the first Q, the same on all ranks.
     """
 
     def __init__(self, all_reduce: AllReduce, *, world_size: int, low_rank: int, seed: int = 0):
@@ -64,11 +65,11 @@ class PowerSgdExchange:
         self._world_size = world_size
         self._low_rank = low_rank
         self._seed = seed
-        self._left = torch.empty(0)  # all left factors, and what is not compressed
+        self._left = torch.empty(0)  # all left factors, and the uncompressed parameters
         self._right = torch.empty(0)  # all right factors
         self._residuals = torch.empty(0)
         self._matrices: list[_Matrix] = []
-        self._uncompressed: list[tuple[int, Tensor]] = []  # the parameter's number, and its place among the left
+        self._uncompressed: list[tuple[int, Tensor]] = []  # the parameter's index, and its place in ``_left``
         self._ready = False
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
@@ -105,7 +106,7 @@ class PowerSgdExchange:
                 values.fill_(torch.nan)
                 matrix.residual.zero_()
                 matrix.right.copy_(matrix.first_right)
-        if not are_finite([self._residuals]):  # what overflowed in the last step
+        if not are_finite([self._residuals]):  # values that overflowed in the last step
             self._residuals.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
@@ -137,7 +138,7 @@ class PowerSgdExchange:
         self._ready = False
 
     def _shape(self, view: Tensor) -> tuple[int, int]:
-        """Rows and columns of a parameter's matrix; of one that is not compressed, its numel and 0."""
+        """Return rows and columns of a parameter's matrix; for one that is not compressed, its numel and 0."""
         numel = real(view).numel()
         if view.dim() >= 2 and numel:
             rows = len(view)
@@ -147,7 +148,7 @@ class PowerSgdExchange:
         return numel, 0
 
     def _make_room(self, buffer: FlatBuffer) -> None:
-        """Lay out the flat tensors for buffers like this one; what has been loaded stays."""
+        """Lay out the flat tensors for buffers like this one; loaded state is kept."""
         shapes = [self._shape(view) for view in buffer.views]
         matrices = [(index, rows, columns) for index, (rows, columns) in enumerate(shapes) if columns]
         uncompressed = [(index, numel) for index, (numel, columns) in enumerate(shapes) if not columns]
@@ -155,7 +156,7 @@ class PowerSgdExchange:
         of_lefts = [rows * low_rank for _, rows, _ in matrices]
         of_rights = [columns * low_rank for _, _, columns in matrices]
         of_residuals = [rows * columns for _, rows, columns in matrices]
-        # From integers, which are the same on all processors where torch's normal numbers are not.
+        # Made from integers, which are the same on all processors, unlike torch's normal numbers.
         generator = torch.Generator().manual_seed(self._seed)
         integers = torch.randint(-(2**23), 2**23, (sum(of_rights),), generator=generator)
         first_right = integers.float().mul_(2**-23).to(device)
@@ -189,5 +190,5 @@ class PowerSgdExchange:
 
 
 def _as_matrix(buffer: FlatBuffer, matrix: _Matrix) -> Tensor:
-    """The parameter's gradient in ``buffer``: a view."""
+    """Return the parameter's gradient in ``buffer`` as a matrix, which is a view."""
     return real(buffer.views[matrix.index]).view(matrix.residual.shape)

@@ -1,4 +1,4 @@
-"""The largest values of each rank are gathered: Deep Gradient Compression."""
+"""Deep Gradient Compression, which gathers the largest values of each rank."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from pipesgd.flat_buffer import FlatBuffer, rearranged
 from pipesgd.reducers.base import Float32Places, real
 
 WARMUP_DENSITY = 0.25
-"""Where a warm-up begins, as in the paper."""
+"""Density at which a warm-up begins, as in the paper."""
 SAMPLE = 1 << 16
-"""Values from which the threshold is guessed: for 1% of them the guess is wrong by a few percent."""
+"""Number of values from which the threshold is guessed: for 1% of them the guess is wrong by a few percent."""
 NUMBERS_PER_VALUE = 2
-"""An index and a value, of 4 bytes each."""
+"""Numbers sent per value: an index and the value, of 4 bytes each."""
 
 
 class TopKExchange:
-    """Every rank sends its k largest values of each flat tensor, and keeps the others for later.
+    """An exchange in which every rank sends its k largest values of each flat tensor, and keeps the others for later.
 
     Lin, Han, Mao, Wang & Dally, "Deep Gradient Compression", ICLR 2018, sections 3.1 to 3.3. Each ``sum``, with the
     rank's gradient g, is
 
     1. accumulate: u = momentum * u + g, v = v + u (without momentum v = v + g);
     2. choose: the k = max(1, round(density * numel)) values of v that are largest in magnitude;
-    3. mask: u and v are cleared where they are chosen;
+    3. mask: clear u and v at the chosen values;
     4. gather: k int32 indices and k float32 values of every rank go around the ring;
-    5. add: all parts, in rank order, into zeros: the same bytes on every rank.
+    5. add: all parts are added to zeros in rank order, which gives the same bytes on every rank.
 
-    Without momentum, sums and what the ranks keep are together what was put in. With it, the optimizer's own momentum
-    must be 0, since this one takes its place. In the first ``density_warmup`` iterations the density falls from a
+    Without momentum, the sums and what the ranks keep together equal the ranks' inputs. With momentum, the optimizer's
+    own must be 0, since this one takes its place. In the first ``density_warmup`` iterations the density falls from a
     quarter to ``density``, by the same factor each time. The paper's clipping of local gradients is left out.
 
-    A value that is not finite is chosen before all others, and is not kept if there is no room for it. Everything is
-    accumulated in float32, and rounded to the gradients' dtype at the end. One rank sends nothing, but chooses all the
-    same: it is the algorithm for one rank.
+    A value that is not finite is chosen before all others, and is dropped if there is no room for it. Everything is
+    accumulated in float32, and rounded to the gradients' dtype at the end. A single rank sends nothing, but still
+    chooses values: this is the algorithm for one rank.
 
     Args:
-        all_gather: gives every rank the parts of all: of a flat tensor of equal parts, the own one goes in.
-        rank: whose part this is.
+        all_gather: completes a flat tensor of equal parts, of which each rank has set its own.
+        rank: index of this rank's part.
         world_size: number of parts.
         density: share of the values that are sent.
         density_warmup: iterations until ``density`` is reached.
-        momentum: of the correction, below 1; 0 for none.
+        momentum: momentum of the correction, below 1; 0 for none.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class TopKExchange:
         self._residuals = [residual.clone() for residual in state["residuals"]]
 
     def _counts(self, buffer: FlatBuffer, iteration: int) -> list[int]:
-        """How many values of each flat tensor are sent in ``iteration``."""
+        """Return the number of values of each flat tensor that are sent in ``iteration``."""
         density = density_in(iteration, self._density, self._density_warmup)
         return [count_of(real(flat).numel(), density) for flat in buffer.flats]
 
     def _message_of(self, numbers: int, device: torch.device) -> Tensor:
-        """int32 (world_size, ``numbers``), to be overwritten: the same memory as long as the density is the same."""
+        """Return int32 (world_size, ``numbers``) to be overwritten, the same memory while the density is the same."""
         if self._message.numel() != self._world_size * numbers:
             self._message = torch.empty(self._world_size * numbers, dtype=torch.int32, device=device)
         return self._message.view(self._world_size, numbers)
@@ -135,14 +135,14 @@ class TopKExchange:
         kept = [residual, *self._velocities[number : number + 1]]
         for tensor in kept:
             tensor.index_fill_(0, chosen, 0.0)
-        if not values.isfinite().all():  # there may be more of them than were sent
+        if not values.isfinite().all():  # there may be more such values than were sent
             bad = ~residual.isfinite()
             for tensor in kept:
                 tensor.masked_fill_(bad, 0.0)
 
 
 def density_in(iteration: int, density: float, warmup: int) -> float:
-    """The share of the values that is sent in ``iteration``, the first being 0.
+    """Return the share of the values that is sent in ``iteration``, the first being 0.
 
     >>> [density_in(iteration, 0.0625, 2) for iteration in range(4)]
     [0.25, 0.125, 0.0625, 0.0625]
@@ -154,7 +154,7 @@ def density_in(iteration: int, density: float, warmup: int) -> float:
 
 
 def count_of(numel: int, density: float) -> int:
-    """How many of ``numel`` values are sent: at least one, unless there is none.
+    """Return the number of values, out of ``numel``, that are sent: at least one, unless there is none.
 
     Raises:
         UserInputError: an index would not fit into 32 bits.
@@ -165,10 +165,10 @@ def count_of(numel: int, density: float) -> int:
 
 
 def largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Indices (``count``,) of the largest of ``magnitudes``, NaN above all, in no order.
+    """Return the indices (``count``,) of the largest of ``magnitudes``, NaN above all, in no order.
 
-    Exact, and several times as fast as ``torch.topk`` on all of them: the paper's sample gives a threshold a little
-    too low, and only what lies above it is compared. If it was too high, all are.
+    The result is exact, and several times faster than ``torch.topk`` on all of them: the paper's sample gives a
+    threshold that is a little too low, and only values above it are compared. If it was too high, all values are.
     """
     numel = magnitudes.numel()
     if numel > 2 * SAMPLE:
@@ -182,7 +182,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
 
 
 def _parts(part: Tensor, counts: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of a rank's part of the message: indices and values of each flat tensor, as views."""
+    """Yield indices and values of each flat tensor in a rank's ``part`` of the message, as views."""
     for of_flat in part.split([NUMBERS_PER_VALUE * count for count in counts]):
         indices, values = of_flat.chunk(2) if of_flat.numel() else (of_flat, of_flat)
         yield indices, values.view(torch.float32)

@@ -2,8 +2,8 @@
 
 A checkpoint of iteration t is a folder ``iteration-<t>`` on every machine, with the files of ``checkpoint_files``.
 Machines need no common disk: every rank reads what its own machine wrote. All ranks first write into a hidden folder,
-which gets its name once they all have succeeded. A machine that was stopped before that has a whole hidden folder; it
-counts when checkpoints are loaded.
+which gets its name once they have all succeeded. A machine that was stopped before then has a complete hidden folder,
+which counts when checkpoints are loaded.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Checkpoints:
         self._keep = keep
         self._loaded_from: Path | None = None
         self.newest: int | None = None
-        """Iteration of the newest checkpoint that all ranks have, as far as is known."""
+        """Iteration of the newest checkpoint that all ranks are known to have."""
 
     def save(self, iteration: int, shared: dict[str, Any], own: dict[str, Any]) -> bool:
-        """Write the checkpoint of ``iteration``, then delete old ones; true if all ranks have written it.
+        """Write the checkpoint of ``iteration``, then delete old ones; return True if all ranks have written it.
 
         If a rank could not, one warning says which and why, what was written is deleted, and older checkpoints stay.
 
         Args:
-            iteration: how many iterations the run has done.
+            iteration: number of iterations that the run has done.
             shared: tensors, numbers, strings, lists and dicts that are equal on all ranks.
-            own: the same kinds, of this rank.
+            own: values of the same kinds that belong to this rank.
         """
         save: str = self._ranks.exchange("a checkpoint's name", uuid.uuid4().hex)[0]
         place = self._folder.place_for(iteration, save)
@@ -72,13 +72,13 @@ class Checkpoints:
         return True
 
     def load_newest(self, what_is_wrong: Check = lambda shared, own: None) -> Checkpoint | None:
-        """The newest checkpoint that is whole on every rank; None if no rank has any. Nothing is deleted.
+        """Return the newest checkpoint that is whole on every rank; None if no rank has any. Nothing is deleted.
 
-        Checkpoints that cannot be used are named in a warning on stderr. Those newer than the one returned are moved
-        aside: the run that continues will write checkpoints of the same iterations.
+        Unusable checkpoints are named in a warning on stderr. Checkpoints newer than the one returned are moved
+        aside, since the resumed run will write checkpoints of the same iterations.
 
         Args:
-            what_is_wrong: why a run cannot be restored from (shared, own); None if it can.
+            what_is_wrong: returns why a run cannot be restored from (shared, own); None if it can.
 
         Raises:
             CheckpointError: ranks have checkpoints, but none in common.
@@ -108,7 +108,7 @@ class Checkpoints:
     def _usable(
         self, folders: Iterable[tuple[int, Path]], what_is_wrong: Check, *, warns: bool = True
     ) -> dict[tuple[int, str], Path]:
-        """(iteration, save) -> folder, for those ``folders`` that this rank could continue from."""
+        """Return (iteration, save) -> folder for those ``folders`` that this rank could continue from."""
         usable = {}
         for iteration, folder in folders:
             try:
@@ -122,7 +122,7 @@ class Checkpoints:
         return usable
 
     def _newest_in_common(self, everybody: list[dict[str, Any]]) -> tuple[int, str] | None:
-        """(iteration, save) of the newest checkpoint that is whole on all ranks; None if no rank has any."""
+        """Return (iteration, save) of the newest checkpoint that is whole on all ranks; None if no rank has any."""
         common = set.intersection(*({(iteration, save) for iteration, save in one["whole"]} for one in everybody))
         if common:
             return max(common)
@@ -131,7 +131,7 @@ class Checkpoints:
         raise CheckpointError.on_all_ranks(_nothing_in_common(everybody))
 
     def _make_newest(self, found: Path) -> None:
-        """Let ``found`` count, and newer checkpoints no longer."""
+        """Make ``found`` the newest checkpoint that counts, and move newer ones aside."""
         assert self.newest is not None
         if found != self._folder.name_of(self.newest):
             self._publish(found, self.newest)
@@ -147,7 +147,7 @@ class Checkpoints:
             self._folder.publish(place, iteration)
 
     def _everywhere(self, what: str, warning: str, attempt: Callable[[], None]) -> bool:
-        """Whether ``attempt`` succeeded on all ranks; if not, rank 0 warns of which have which ``OSError``."""
+        """Return True if ``attempt`` succeeded on all ranks; if not, rank 0 warns which ranks got which ``OSError``."""
         failure = None
         try:
             attempt()
@@ -165,7 +165,7 @@ class Checkpoints:
 
 
 def _nothing_in_common(everybody: list[dict[str, Any]]) -> str:
-    """The line that says which ranks have which iterations, and what to do."""
+    """Return the line that says which ranks have which iterations, and what to do."""
     ranks_with: dict[str, list[int]] = {}
     for rank, one in enumerate(everybody):
         ranks_with.setdefault(_what_it_has(one), []).append(rank)
@@ -185,7 +185,7 @@ def _nothing_in_common(everybody: list[dict[str, Any]]) -> str:
 
 
 def _what_it_has(one: dict[str, Any]) -> str:
-    """The checkpoints of one rank in a few words."""
+    """Return a short description of the checkpoints of one rank."""
     if one["trouble"]:
         return f"an unreadable folder ({one['trouble']})"
     if one["whole"]:
@@ -196,14 +196,14 @@ def _what_it_has(one: dict[str, Any]) -> str:
 
 
 class CheckpointSchedule:
-    """After which iterations a checkpoint is written: the same on every rank.
+    """The iterations after which a checkpoint is written, the same on every rank.
 
-    Clocks differ between ranks, so seconds are turned into iterations, anew after every checkpoint, by the
-    pace of the slowest rank.
+    Clocks differ between ranks, so seconds are converted into iterations by the pace of the slowest rank, again
+    after every checkpoint.
     """
 
     FIRST_LOOK = 10
-    """Iterations after which the pace is first asked for."""
+    """Iterations after which the pace is first exchanged."""
 
     def __init__(self, ranks: Ranks, *, iterations: int | None, seconds: float, start: int):
         self._ranks = ranks
@@ -213,7 +213,7 @@ class CheckpointSchedule:
         self._next: int | None = None
 
     def is_due(self, iteration: int, seconds_per_iteration: float) -> bool:
-        """Whether to write one now, ``iteration`` being done. Every rank asks after every iteration."""
+        """Return True if a checkpoint of ``iteration`` is due now. Every rank calls this after every iteration."""
         if self._every is not None:
             return iteration % self._every == 0
         if self._next is None and iteration == self._look_at:

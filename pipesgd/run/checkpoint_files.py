@@ -1,6 +1,6 @@
-"""The files of one checkpoint: what every rank has in common, what is one rank's own, and who wrote them in which save.
+"""Files of one checkpoint: the state that all ranks share, each rank's own state, and headers that name the writer.
 
-``shared.pt`` and ``rank-<r>.pt`` hold a header beside the state. ``save`` is a random name that all ranks agreed on for
+``shared.pt`` and ``rank-<r>.pt`` hold a header with the state. ``save`` is a random name that all ranks agreed on for
 this save, so that files of two saves of the same iteration are never taken for one checkpoint. ``rank`` and ``machine``
 tell whose file it is; shared.pt has neither, since machines with a common disk must write the same bytes.
 """
@@ -27,16 +27,16 @@ _HEADER = {"save": str, "iteration": int, "world_size": int, "state": dict}
 
 
 class UnusableCheckpointError(Exception):
-    """These files are no whole checkpoint of this run; the message says why."""
+    """The files are not a whole checkpoint of this run; the message says why."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint read back: what all ranks had in common, and what was this rank's own."""
+    """A checkpoint: the state that all ranks share, and this rank's own."""
 
     iteration: int
     save: str
-    """Random name of the save that wrote it."""
+    """Random name of the save that wrote the checkpoint."""
     shared: dict[str, Any]
     own: dict[str, Any]
 
@@ -45,7 +45,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None
     """Write this rank's part: its own file, and ``shared.pt`` if it is the first rank of its machine.
 
     Raises:
-        OSError: it could not be written.
+        OSError: a file could not be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     header = {
@@ -61,7 +61,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks) -> None
 
 
 def read_checkpoint(folder: Path, iteration: int, ranks: Ranks) -> Checkpoint:
-    """What ``write_checkpoint`` wrote on this rank.
+    """Read what ``write_checkpoint`` wrote on this rank.
 
     Raises:
         UnusableCheckpointError: the files are missing, unreadable, damaged, torn, or not those of this rank.
@@ -77,7 +77,7 @@ def read_checkpoint(folder: Path, iteration: int, ranks: Ranks) -> Checkpoint:
 
 
 def ranks_in(folder: Path) -> list[int]:
-    """The ranks that have a file in ``folder``; none if it cannot be read."""
+    """Return the ranks that have a file in ``folder``; none if it cannot be read."""
     try:
         matches = [_OWN.fullmatch(path.name) for path in folder.iterdir()]
     except OSError:
@@ -91,7 +91,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as failure:  # noqa: BLE001 (a damaged or crafted archive raises nearly anything)
-        # torch explains at length how to load it all the same, which nobody should.
+        # torch explains at length how to load the file anyway, which nobody should.
         cause = str(failure).partition("\n")[0][:100]
         raise UnusableCheckpointError(f"{path} is no checkpoint ({type(failure).__name__}: {cause})") from None
     if isinstance(found, dict) and "format" not in found and {"parameters", "strategy"} & found.keys():
@@ -105,11 +105,11 @@ def _read(path: Path) -> dict[str, Any]:
 def save_atomically(state: Any, path: Path) -> None:
     """Write ``state`` with ``torch.save``, so that ``path`` is the old file or the whole new one, never a part.
 
-    Beside it goes ``<path>.sha256``, in the format of sha256sum: a zip archive, which is what torch writes, can be
-    changed in ways that neither torch nor its own checksums notice.
+    Its checksum is written to ``<path>.sha256`` in the format of sha256sum: torch writes a zip archive, which can be
+    changed in ways that neither torch nor the archive's own checksums notice.
 
     Raises:
-        OSError: it could not be written.
+        OSError: a file could not be written.
     """
     digest = ""
 
@@ -122,7 +122,7 @@ def save_atomically(state: Any, path: Path) -> None:
     try:
         write_atomically(path, write)
     except RuntimeError as failure:
-        # torch finds its archive unfinished, and hides behind that why it is.
+        # torch reports that its archive is unfinished, which hides the cause.
         if isinstance(failure.__context__, OSError):
             raise failure.__context__ from None
         raise
@@ -130,7 +130,7 @@ def save_atomically(state: Any, path: Path) -> None:
 
 
 def what_is_wrong_with(path: Path) -> str | None:
-    """Why ``path`` is not what ``save_atomically`` wrote; None if it is."""
+    """Return why ``path`` is not what ``save_atomically`` wrote; None if it is."""
     try:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

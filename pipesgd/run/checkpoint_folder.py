@@ -1,10 +1,10 @@
-"""A folder of checkpoints on one disk: how one gets its name, makes way for another, and is deleted.
+"""A folder of checkpoints on one disk, in which they get their names, are moved aside, and are deleted.
 
 ::
 
     iteration-<t>               a checkpoint that all ranks have written
     .iteration-<t>.<save>       one that is being written or named, or was when the run was stopped
-    aside-<n>-of-iteration-<t>  one that had to make way: newer than what all ranks had when the run was resumed
+    aside-<n>-of-iteration-<t>  one that was moved aside: newer than what all ranks had when the run was resumed
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ _ASIDE = re.compile(r"aside-[0-9]+-of-iteration-([0-9]{1,18})")
 
 
 class CheckpointFolder:
-    """The checkpoints below ``path``. Several machines may have it on a common disk, and do the same things in it."""
+    """The checkpoints below ``path``. Several machines may share its disk and do the same operations in it."""
 
     def __init__(self, path: Path):
         self.path = path
 
     def published(self) -> list[tuple[int, Path]]:
-        """(iteration, folder) of every checkpoint that counts, oldest first. Raises ``OSError``."""
+        """Return (iteration, folder) of every checkpoint that counts, oldest first. Raises ``OSError``."""
         return self._matching(_PUBLISHED)
 
     def unfinished(self) -> list[tuple[int, Path]]:
-        """(iteration, folder) of those that have not got their names. Raises ``OSError``."""
+        """Return (iteration, folder) of the checkpoints that have no name yet. Raises ``OSError``."""
         return self._matching(_UNFINISHED)
 
     def all(self) -> list[Path]:
-        """Every checkpoint, also those that do not count. Raises ``OSError``."""
+        """Return every checkpoint, including those that do not count. Raises ``OSError``."""
         return [path for pattern in (_PUBLISHED, _UNFINISHED, _ASIDE) for _, path in self._matching(pattern)]
 
     def place_for(self, iteration: int, save: str) -> Path:
-        """Where a checkpoint is before it gets its name. ``save``: 32 hexadecimal digits."""
+        """Return the path of a checkpoint before it gets its name. ``save``: 32 hexadecimal digits."""
         return self.path / f".iteration-{iteration}.{save}"
 
     def name_of(self, iteration: int) -> Path:
-        """Where the checkpoint of ``iteration`` is, once it counts."""
+        """Return the path of the checkpoint of ``iteration`` once it counts."""
         return self.path / f"iteration-{iteration}"
 
     def publish(self, unfinished: Path, iteration: int) -> None:
-        """Give a checkpoint its name; another one of the same iteration makes way. Raises ``OSError``.
+        """Give a checkpoint its name, moving another one of the same iteration aside. Raises ``OSError``.
 
-        Of several machines with this disk, the one that succeeds in renaming ``unfinished`` does all of it.
+        If several machines share this disk, the one that succeeds in renaming ``unfinished`` does all of it.
         """
         claimed = self.place_for(iteration, uuid.uuid4().hex)
         try:
@@ -68,14 +68,14 @@ class CheckpointFolder:
         sync_folder(self.path)
 
     def set_aside(self, iteration: int) -> Path:
-        """Where the checkpoint of ``iteration`` is from now on. Raises ``OSError``."""
+        """Move the checkpoint of ``iteration`` aside and return its new path. Raises ``OSError``."""
         names = (self.path / f"aside-{number}-of-iteration-{iteration}" for number in itertools.count(1))
         aside = next(path for path in names if not path.exists())
         self.name_of(iteration).rename(aside)
         return aside
 
     def set_newer_aside(self, iteration: int) -> list[Path]:
-        """Where checkpoints newer than ``iteration`` are from now on. Raises ``OSError``."""
+        """Move checkpoints newer than ``iteration`` aside and return their new paths. Raises ``OSError``."""
         moved = []
         for newer, _ in self.published():
             if newer > iteration:
@@ -84,7 +84,7 @@ class CheckpointFolder:
         return moved
 
     def prune(self, keep: int, newest: int) -> None:
-        """Delete what is older than the last ``keep`` checkpoints up to ``newest``, those moved aside included."""
+        """Delete checkpoints older than the last ``keep`` up to ``newest``, including those moved aside."""
         with contextlib.suppress(OSError):
             oldest = [iteration for iteration, _ in self.published() if iteration <= newest][-keep:][0]
             for iteration, path in [*self.published(), *self._matching(_ASIDE)]:
@@ -92,7 +92,7 @@ class CheckpointFolder:
                     shutil.rmtree(path, ignore_errors=True)
 
     def remove_unfinished(self, *, but: set[Path | None]) -> None:
-        """Delete what earlier runs did not finish writing, so that it does not keep the disk full."""
+        """Delete what earlier runs did not finish writing, except ``but``, so that it does not fill the disk."""
         with contextlib.suppress(OSError):
             for _, path in self.unfinished():
                 if path not in but:

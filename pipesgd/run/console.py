@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar while it lasts, a table at its end."""
+"""Terminal output of a run: a progress bar while it lasts, and a table at its end."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.metrics import IterationMetrics, hidden_share, slowest_rank
 
 PLAIN_LINE_SECONDS = 10.0
-"""Where output is no terminal (a log file), a line this often instead of a bar."""
+"""Seconds between two lines of progress, which replace the bar if output is not a terminal (a log file)."""
 
 LEAST_BAR = 10
-"""Columns of the bar itself, at least: on a narrow terminal, figures make room for it."""
+"""Smallest width of the bar itself, in columns: on a narrow terminal, figures are left out to make room for it."""
 
 SMOOTHING = 0.05
 """Weight of the newest iteration in the figures that the bar shows."""
 
 
 def screen(ranks: Ranks, file: IO[str] | None = None) -> Console:
-    """Where a command prints what it has to say: rank 0's standard output, or ``file``; other ranks say nothing."""
+    """Return the console for a command's output: rank 0's standard output, or ``file``; other ranks print nothing."""
     return Console(file=file, quiet=ranks.rank != 0)
 
 
@@ -86,10 +86,10 @@ class ProgressBar:
             say(self._console, f"iteration {done}/{self._total}: {self._figures()}, {left:.0f} s left")
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing, since no output is buffered."""
 
     def _figures(self, room: float = math.inf) -> str:
-        """The figures, the most important ones first, as far as they fit into ``room`` columns."""
+        """Return the figures, the most important ones first, as far as they fit into ``room`` columns."""
         figures = [f"loss {self._smooth['loss']:.3f}"]
         if self._accuracy is not None:
             figures.append(f"accuracy {self._accuracy:.1%}")
@@ -103,7 +103,7 @@ class ProgressBar:
 
 
 def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Path]) -> None:
-    """The closing table, and what was written."""
+    """Print the closing table, and the files that were ``written``."""
     table = Table(title=None, show_header=False, box=None, pad_edge=False)
     final, seconds = summary["final"], summary["seconds"]
     ranks = summary["world_size"]

@@ -1,4 +1,4 @@
-"""Loss and accuracy, on the weights that all ranks agree on."""
+"""Evaluation: loss and accuracy of the weights that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BATCH_SIZE = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What the weights are worth on data that they were not trained on."""
+    """Accuracy and loss on data that the weights were not trained on."""
 
     accuracy: float
     """Share of the labels that got the largest logit."""
     loss: float
-    """Mean cross-entropy of a label, in nats; not finite where the weights are not."""
+    """Mean cross-entropy per label, in nats; not finite if the weights are not."""
 
 
 def evaluate(
@@ -37,7 +37,7 @@ def evaluate(
     loader_workers: int = 0,
     buffers: str = "average",
 ) -> Evaluation:
-    """How the true weights do on ``dataset``, with the ranks' ``buffers`` combined so. Collective; each has a part."""
+    """Evaluate the true weights on ``dataset``, a part on each rank, after combining ``buffers``. Collective."""
     strategy.combine_buffers(buffers)
     with strategy.true_weights():
         batches = evaluation_batches(
@@ -53,12 +53,12 @@ def evaluate(
 
 
 Sums = tuple[int, float, int]
-"""Labels that got the largest logit, cross-entropy of all labels, and how many labels there were."""
+"""Number of labels that got the largest logit, cross-entropy of all labels in nats, and number of labels."""
 
 
 @torch.no_grad()
 def sums(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Sums:
-    """How the weights that ``model`` holds do on ``batches``; it is in training mode afterwards."""
+    """Evaluate the weights that ``model`` holds on ``batches``; it is in training mode afterwards."""
     correct, loss, count = 0, 0.0, 0
     model.eval()
     for inputs, labels in batches:
@@ -71,11 +71,11 @@ def sums(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Su
 
 
 def mean(parts: Iterable[Sums]) -> Evaluation:
-    """What several parts of a data set come to together."""
+    """Return the evaluation of a data set from those of its parts."""
     correct, loss, count = (sum(values) for values in zip(*parts, strict=True))
     return Evaluation(accuracy=correct / count, loss=loss / count)
 
 
 def by_label(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits (N, classes) and labels (N,) of what has a label a sample, or one a byte of each sample."""
+    """Return logits (N, classes) and labels (N,), whether there is one label per sample or one per byte of a sample."""
     return logits.flatten(0, -2), labels.flatten()

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written in a thread of their own, so that a full disk ends neither it nor the run.
+"""TensorBoard's event files, written in a thread of their own, so that a full disk ends neither thread nor run.
 
 torch's SummaryWriter prints a traceback and raises in the training loop when its thread cannot write.
 """
@@ -15,14 +15,14 @@ from pathlib import Path
 from pipesgd.run.files import Appender
 
 EVENT_FILE = re.compile(r"events\.out\.tfevents\.[0-9]+\..*\.[0-9]+\.0")
-"""The names of these files."""
+"""Pattern of the names of event files."""
 
 
 class EventFile:
-    """Scalars by name and iteration, in a new file in ``folder``; those of earlier files from ``start`` on are void."""
+    """Scalars by name and iteration in a new file in ``folder``; it voids those of earlier files from ``start`` on."""
 
     def __init__(self, folder: Path, *, start: int):
-        # Imported here: it takes a second, and only rank 0 writes.
+        # Imported here, since it takes a second and only rank 0 writes.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -36,15 +36,15 @@ class EventFile:
         self._records.write(restart.SerializeToString())
 
     def add(self, iteration: int, scalars: dict[str, float]) -> None:
-        """Write these values of ``iteration``, sooner or later."""
+        """Queue these values of ``iteration`` for writing."""
         self._thread.submit(self._write, iteration, time.time(), scalars)
 
     def flush(self) -> None:
-        """Bring everything to the disk, if it can be written."""
+        """Write everything to the disk, if possible."""
         self._thread.submit(self._file.flush).result()
 
     def close(self) -> None:
-        """Write what is left, and end the thread."""
+        """Write what is queued, and end the thread."""
         self._thread.shutdown()
         self._file.close()
 

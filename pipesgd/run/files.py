@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, never through a link, and again once there is room for them."""
+"""Files that are written whole or not at all, never through a link; and files that are appended to despite failures."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pipesgd.errors import warn
 
 
 def write_atomically(path: Path, write: Callable[[BufferedRandom], object]) -> None:
-    """Make ``path`` the file that ``write`` fills. If anything fails, the old file stays and no part of the new one.
+    """Make ``path`` the file that ``write`` fills. If anything fails, the old file stays, and nothing of the new one.
 
-    The content goes to a new file in the same folder, whose name nobody can predict, and which takes the place of
-    ``path`` once it is on the disk. A link at ``path`` is replaced, not followed.
+    The content goes to a new file in the same folder, whose name nobody can predict, and which replaces ``path`` once
+    it is on the disk. A link at ``path`` is replaced, not followed.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -41,7 +41,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in ``folder`` to the disk."""
+    """Write the file names in ``folder`` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,15 +50,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def reason(failure: OSError, path: Path) -> str:
-    """``failure`` in a few words: the file, or ``path`` where the system names none, and what is wrong."""
+    """Describe ``failure`` briefly: the file, or ``path`` if the system names none, and what is wrong."""
     return f"{failure.filename or path}: {failure.strerror or failure}"
 
 
 class Appender:
-    """A file that grows at its end, and whose failures never end a run.
+    """A file that is appended to, and whose failures never end a run.
 
-    What cannot be written is kept in memory and tried again with the next write. The first failure is one warning.
-    After a failure the file is opened again. A file that somebody has removed is made again, which is a warning, too.
+    Data that cannot be written is kept in memory and tried again with the next write. Only the first failure causes a
+    warning. After a failure the file is opened again. A file that was removed is created again, with a warning.
     """
 
     BUFFERED_BYTES = 8192
@@ -70,17 +70,17 @@ class Appender:
         self._warned = False
 
     def write(self, data: bytes) -> None:
-        """Append ``data``, sooner or later."""
+        """Append ``data``, now or with a later write."""
         self._waiting += data
         if len(self._waiting) >= self.BUFFERED_BYTES:
             self._attempt(sync=False)
 
     def flush(self) -> None:
-        """Bring everything to the disk, if it can be written."""
+        """Write everything to the disk, if possible."""
         self._attempt(sync=True)
 
     def close(self) -> None:
-        """Write what is left, and say so if that is impossible."""
+        """Write what is left, or warn if that is impossible."""
         self.flush()
         if self._waiting:
             warn(f"{self._path} lacks its last {len(self._waiting)} bytes, which could not be written")
@@ -90,7 +90,7 @@ class Appender:
         """Close the file, if it is open; the next write opens it again."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            with contextlib.suppress(OSError):  # such as that of a server that no longer knows the file
+            with contextlib.suppress(OSError):  # for instance if a file server no longer knows the file
                 os.close(descriptor)
 
     def _attempt(self, *, sync: bool) -> None:

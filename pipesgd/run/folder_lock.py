@@ -1,4 +1,4 @@
-"""A lock on a folder, held for as long as a job uses it: no second job may resume or overwrite it meanwhile."""
+"""A lock on a folder, held while a job uses it, so that no second job can resume or overwrite it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pipesgd.errors import UserInputError, warn
 
 LOCK_FILE = ".lock"
 PATIENCE_SECONDS = 1.0
-"""How long a lock that somebody holds is tried again: he may only look, or be of this job and about to say so."""
+"""Seconds for which a held lock is tried again: its holder may only be checking, or be about to name this same job."""
 
 _PAUSE_SECONDS = 0.02
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _CONTENT_BYTES = 256
-"""The file always has this length, so that it can be written again on a full disk."""
+"""Length of the lock file in bytes, always the same, so that it can be written again on a full disk."""
 
 
 class FolderLock:
     """Holds ``<folder>/.lock`` until it is released or this process ends.
 
-    Machines with a common disk share the lock: the first one writes the ``job`` into the file, the others find it.
+    Machines with a common disk share the lock: the first one writes the ``job`` into the file, where others find it.
     """
 
     def __init__(self, folder: Path, job: str):
         """Take the lock.
 
         Raises:
-            UserInputError: another job holds it, or there can be no such file.
+            UserInputError: another job holds the lock, or its file cannot be created.
         """
         self._descriptor: int | None = None
         path = folder / LOCK_FILE
@@ -41,7 +41,7 @@ class FolderLock:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         except OSError as failure:
             raise UserInputError(f"output must be a folder to write to; got {path}: {failure.strerror}") from None
-        # A child that is forked (a loader's worker) may outlive this process, and would keep the lock.
+        # A forked child (a loader's worker) may outlive this process, and would keep the lock.
         self._descriptor = descriptor
         os.register_at_fork(after_in_child=self.release)
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -54,12 +54,12 @@ class FolderLock:
                 raise _in_use(folder, holder)
             time.sleep(_PAUSE_SECONDS)
         words = {"job": job, "process": os.getpid(), "machine": platform.node()}
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+        with contextlib.suppress(OSError):  # if the disk is full, the lock still holds
             os.pwrite(descriptor, json.dumps(words).encode().ljust(_CONTENT_BYTES), 0)
-            os.fsync(descriptor)  # NFS: else other machines would not see it yet
+            os.fsync(descriptor)  # else other machines would not see it yet on NFS
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the lock, so that others can take the folder."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -70,7 +70,7 @@ def check_unused(folder: Path) -> None:
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        return  # there is none, or taking it will say what is wrong with it
+        return  # there is no lock, or taking it will report what is wrong with it
     try:
         if not _try_to_lock(descriptor, fcntl.LOCK_SH, folder):
             raise _in_use(folder, _holder(descriptor))
@@ -79,7 +79,7 @@ def check_unused(folder: Path) -> None:
 
 
 def _try_to_lock(descriptor: int, kind: int, folder: Path) -> bool:
-    """Whether nobody else has the lock. Where the file system knows no locks, one warning, and nobody has."""
+    """Return True unless somebody else has the lock. If the file system has no locks, warn and return True."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -95,7 +95,7 @@ def _try_to_lock(descriptor: int, kind: int, folder: Path) -> bool:
 
 
 def _read_holder(path: Path) -> dict[str, object]:
-    """Who has the lock. The file is opened anew: NFS shows what another machine has written to it only then."""
+    """Return who has the lock. The file is opened again, since NFS shows other machines' writes only then."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""What one rank computes: its data and its model, and the gradients of one batch."""
+"""Computation of one rank: its data and its model, and the gradients of one batch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pipesgd.run.evaluation import by_label
 from pipesgd.strategy import Span, Strategy
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""What torch.autocast computes in."""
+"""Dtype of torch.autocast for each precision; None for no autocast."""
 
 
 def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:
-    """The data set, this rank's batches of it, the model, and where it computes."""
+    """Return the data set, this rank's batches of it, the model, and its device."""
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserInputError("device must be cpu where torch finds no GPU; got cuda")
     torch.manual_seed(config.optimization.seed)
@@ -31,7 +31,7 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
     batches = ShardedBatches(
         data.train,
         batch_size=config.samples_per_rank,
-        rank=min(ranks.rank, ranks.world_size - 1),  # a rank that is a server alone draws none of them
+        rank=min(ranks.rank, ranks.world_size - 1),  # a rank that is only a server draws no batch
         world_size=ranks.world_size,
         seed=config.optimization.seed,
         loader_workers=config.data.workers,
@@ -44,7 +44,7 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
 def forward_backward(
     strategy: Strategy, samples: Any, config: TrainConfig, scaler: torch.amp.GradScaler, iteration: int
 ) -> tuple[float, tuple[Span, ...]]:
-    """Load one batch and leave its gradients in ``.grad``, micro-batch by micro-batch: its loss, and when what ran."""
+    """Load one batch and add its gradients to ``.grad`` by micro-batches; return its loss and the spans."""
     device, micro_batches = torch.device(config.run.device), config.optimization.accumulation
     autocast = AUTOCAST[config.optimization.precision]
     begin = time.perf_counter()

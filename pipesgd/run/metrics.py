@@ -1,4 +1,4 @@
-"""What a run measures of itself: a line per iteration, TensorBoard events, and the summary at the end."""
+"""Measurements of a run: a line per iteration, TensorBoard events, and statistics for the summary at the end."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ SECONDS = ("iteration", "compute", "communication", "exposed", "update")
 
 @dataclass(frozen=True, kw_only=True)
 class IterationMetrics:
-    """One line of metrics.jsonl, of rank 0."""
+    """One line of metrics.jsonl, written by rank 0."""
 
     iteration: int
     epoch: int
     loss: float
-    """Of rank 0's batch."""
+    """Mean loss of rank 0's batch."""
     lr: float
     samples_per_second: float
-    """All ranks together."""
+    """Samples per second of all ranks together."""
     seconds: dict[str, float]
-    """iteration = compute + exposed + update, where exposed is the communication that was waited for, and predicting
-    is part of the update; communication is the all-reduce of what was applied, hidden or not."""
+    """Durations: iteration = compute + exposed + update, where exposed is communication that was waited for, and update
+    includes prediction; communication is the all-reduce of the applied gradients, hidden or not."""
     wire_bytes: int
     """Bytes that rank 0 sent."""
     skipped: int
-    """Updates left out since their gradient was not finite."""
+    """Updates left out because their gradient was not finite."""
     nonfinite_ranks: tuple[int, ...] = ()
-    """Ranks whose own gradients were not finite in these updates."""
+    """Ranks whose own gradients were not finite in the skipped updates."""
     prediction_cosine: float | None = None
-    """Between rank 0's gradient, which stood for the mean in flight, and that mean when it had arrived."""
+    """Cosine between rank 0's gradient, which took the place of the mean in flight, and that mean when it arrived."""
     prediction_error: float | None = None
-    """Length of their difference, in lengths of the mean."""
+    """Length of the difference between the two, as a multiple of the mean's length."""
     test_accuracy: float | None = None
     """Share of the test set's labels predicted rightly, after an iteration that an evaluation follows."""
     test_loss: float | None = None
@@ -54,7 +54,7 @@ class IterationMetrics:
 
 
 def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, float]:
-    """The five durations of one iteration that took ``iteration_seconds``."""
+    """Return the five durations of one iteration that took ``iteration_seconds``."""
     exposed, update = report.seconds("wait"), report.seconds("update") + report.seconds("predict")
     return {
         "iteration": iteration_seconds,
@@ -66,18 +66,18 @@ def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, floa
 
 
 def hidden_share(communication: float, exposed: float) -> float | None:
-    """Share of the communication that the computation did not wait for; None without communication."""
+    """Return the share of the communication that the computation did not wait for; None without communication."""
     return None if communication <= 0 else max(0.0, 1 - exposed / communication)
 
 
 SLOW_SHARE = 0.05
-"""Share of an iteration that a slow rank must cost to be named."""
+"""Smallest share of an iteration that a slow rank must cost to be named."""
 
 
 def slowest_rank(compute: Sequence[float | None], iteration: float) -> tuple[int, float] | None:
-    """The rank that computes for longest, and for how many seconds longer than the median of the others.
+    """Return the rank that computes longest, and the seconds by which it exceeds the median of the others.
 
-    None if that is at most ``SLOW_SHARE`` of the ``iteration`` seconds, which all ranks take that wait for it.
+    Returns None if these are at most ``SLOW_SHARE`` of ``iteration``, the seconds of an iteration with all waiting.
     """
     known = [(seconds, rank) for rank, seconds in enumerate(compute) if seconds is not None]
     if len(known) < 2 or iteration <= 0:
@@ -88,10 +88,10 @@ def slowest_rank(compute: Sequence[float | None], iteration: float) -> tuple[int
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard events below ``output``. What cannot be written ends no run.
+    """Writes metrics.jsonl and TensorBoard events below ``output``. A failure to write does not end the run.
 
-    Lines from ``start`` on, which an interrupted run may have left, are dropped: these iterations are run again. If an
-    earlier metrics.jsonl cannot be read, or only in part, it is kept under another name.
+    Lines from ``start`` on, which an interrupted run may have left, are dropped, since these iterations are run again.
+    An earlier metrics.jsonl that cannot be read in full is kept under another name.
     """
 
     def __init__(self, output: Path, *, start: int):
@@ -117,7 +117,7 @@ class MetricsWriter:
         self._events.close()
 
     def record(self, metrics: IterationMetrics) -> None:
-        # NaN is no JSON: a loss that is not a number is written as null.
+        # JSON has no NaN: a loss that is not finite is written as null.
         losses = {"loss": metrics.loss, "test_loss": metrics.test_loss}
         finite = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
         self._lines.write((json.dumps(asdict(metrics) | finite) + "\n").encode())
@@ -134,21 +134,21 @@ class MetricsWriter:
         self._events.add(metrics.iteration, {name: value for name, value in scalars.items() if value is not None})
 
     def flush(self) -> None:
-        """Bring what was written to the disk, so that a checkpoint written next has its metrics there too."""
+        """Write all metrics to the disk, so that those of a checkpoint written next are there too."""
         self._lines.flush()
         self._events.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, one for each iteration; none if there is no file.
+    """Return the lines of a metrics.jsonl, one for each iteration; none if there is no file.
 
-    A line at the end that a crash cut short is left out. Damaged lines elsewhere are left out with one warning.
+    A last line that a crash cut short is left out. Damaged lines elsewhere are left out with one warning.
     """
     return _read(path)[0]
 
 
 def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """What ``read_metrics`` returns, and whether that is all that the file held."""
+    """Return what ``read_metrics`` does, and True if that is all that the file held."""
     try:
         texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
@@ -164,7 +164,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _keep_aside(path: Path) -> Path:
-    """A second name of the file at ``path``, which stays when ``path`` is replaced. Raises ``OSError``."""
+    """Give the file at ``path`` a second name, which stays when ``path`` is replaced. Raises ``OSError``."""
     for number in itertools.count(1):
         aside = path.with_name(f"{path.name}.aside-{number}")
         with contextlib.suppress(FileExistsError):
@@ -174,7 +174,7 @@ def _keep_aside(path: Path) -> Path:
 
 
 def _line(text: str) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None if it is damaged."""
+    """Parse a line of metrics.jsonl; return None if it is damaged."""
     try:
         line = json.loads(text)
         numbers = [line["samples_per_second"], line["lr"], *(line["seconds"][name] for name in SECONDS)]
@@ -189,7 +189,7 @@ def _line(text: str) -> dict[str, Any] | None:
 
 
 def statistics(values: Iterable[float]) -> dict[str, float | None]:
-    """Median, mean and 95th percentile; None without values."""
+    """Return median, mean and 95th percentile; None for each without values."""
     array = np.array(list(values), dtype=float)
     if not array.size:
         return {"median": None, "mean": None, "p95": None}

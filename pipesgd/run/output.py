@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind: taken before anything is written, never taken from somebody else."""
+"""The output folder of a run: taken before anything is written, and never taken from another job."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 
 TAKEN = "output folder taken"
-"""The mark of a job that has taken its folder: torchrun's restarts continue the run in it."""
+"""Mark of a job that has taken its folder: torchrun's restarts continue the run in it."""
 
 _FILES = (SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256")
-"""The files that a run writes beside run.json."""
+"""Files that a run writes in addition to run.json."""
 
 _ASIDE = re.compile(rf"{re.escape(METRICS_FILE)}\.aside-[0-9]+")
 _CUT_SHORT = re.compile(rf"\.({'|'.join(map(re.escape, (RUN_FILE, *_FILES)))})\.[0-9a-f]{{16}}\.tmp")
-"""What a killed run may leave of a file that it was writing."""
+"""Pattern of the temporary files that a killed run may leave of a file that it was writing."""
 
 
 def earlier_run(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
-    """What rank 0's ``--output`` says of the run that is to be continued; None where one begins. Reads only.
+    """Return what rank 0's ``--output`` says about the run to be resumed; None if a new one begins. Writes nothing.
 
-    All ranks call this together, before they do what takes long.
+    All ranks call this together, before they do anything that takes long.
 
     Raises:
-        UserInputError: the folder holds something else, or a run that is neither to be continued nor to be deleted.
-        CheckpointError: what it holds cannot be read.
+        UserInputError: the folder holds something else, or a run that is neither to be resumed nor to be deleted.
+        CheckpointError: its content cannot be read.
     """
     folder, resume = config.run.output, _resumes(config, ranks)
 
@@ -62,12 +62,12 @@ def earlier_run(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
 
 
 def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None = None) -> FolderLock | None:
-    """Make ``--output`` this run's on every machine; the lock that keeps it so. All ranks call this together.
+    """Take ``--output`` for this run on every machine, and return the lock on it. All ranks call this together.
 
-    An empty or new folder is taken; one that holds this very run is taken with ``--resume``, or when torchrun has
-    restarted a job that had taken it before; one that holds any run is emptied of it with ``--overwrite``. What was
-    ``planned`` is kept beside the options. The first rank of each machine has the lock, and must hold it as long as
-    anybody writes.
+    An empty or new folder is taken. A folder that holds this very run is taken with ``--resume``, or when torchrun has
+    restarted a job that had taken it before. From a folder that holds any run, ``--overwrite`` deletes that run. The
+    ``planned`` values are stored with the options. The first rank of each machine has the lock, and must hold it as
+    long as any rank writes.
 
     Raises:
         UserInputError: the folder holds something else, cannot be written to, or is in use.
@@ -123,8 +123,8 @@ def _describe(folder: Path, description: dict[str, Any]) -> None:
 
 
 def _resumes(config: TrainConfig, ranks: Ranks) -> bool:
-    # One machine's torchrun may not count a restart that another one asked for: all go by the highest count.
-    # A restart continues nothing that an earlier job has left: there, the options say what becomes of the folder.
+    # One machine's torchrun may not count a restart that another one asked for, so the highest count decides.
+    # A restart does not continue the run of an earlier job: the options decide what happens to its folder.
     restarted = max(ranks.exchange("count of restarts", ranks.restart_count)) > 0
     return config.run.resume or (restarted and ranks.job_has(TAKEN))
 
@@ -142,7 +142,7 @@ def _check(folder: Path, description: dict[str, Any], resume: bool, overwrite: b
 
 
 def _check_contents(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Raise ``UserInputError`` if the folder is there and must not be taken."""
+    """Raise ``UserInputError`` if the folder exists and must not be taken."""
     try:
         names = {path.name for path in folder.iterdir() if not path.name.startswith(".")} if folder.exists() else set()
     except OSError as failure:
@@ -179,7 +179,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _describes_a_run(path: Path) -> bool:
-    """Whether ``path`` is what this program wrote there: anybody may call a file of his run.json."""
+    """Return True if this program wrote ``path``: a user may have a run.json of another kind."""
     try:
         options: dict[str, Any] = _read(path)["options"]
         return {"dataset", "model", "output"} <= options.keys()
@@ -201,7 +201,7 @@ def _check_same_run(path: Path, description: dict[str, Any]) -> None:
 
 
 def _written(folder: Path) -> list[Path]:
-    """What a run wrote into ``folder``, by the names that it gives, but for run.json, which is about to be replaced."""
+    """Return what a run wrote into ``folder``, by its file names, except run.json, which is about to be replaced."""
     files = [path for name in _FILES if os.path.lexists(path := folder / name)]
     try:
         checkpoints = CheckpointFolder(folder / CHECKPOINTS).all()

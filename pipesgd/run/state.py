@@ -1,4 +1,4 @@
-"""Everything that a run must keep to continue bit for bit, taken from and given back to its parts."""
+"""State that a run needs to continue bit for bit, collected from its parts and restored to them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class RunState:
     schedule: LRScheduler
     strategy: Strategy
     losses: collections.deque[float]
-    """Of this rank's last batches, an epoch of them."""
+    """Losses of this rank's last batches, up to an epoch of them."""
     seconds: float = field(default=0.0, init=False)
-    """Wall clock of the run up to the checkpoint that it was continued from."""
+    """Wall-clock seconds of the run up to the checkpoint that it was resumed from."""
 
     def snapshot(self, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(what is equal on all ranks, what is this rank's own), after ``seconds`` of wall clock in all."""
+        """Return (state equal on all ranks, state of this rank), after ``seconds`` of wall clock in total."""
         with self.strategy.true_weights() if self.strategy.replicated else contextlib.nullcontext():
             replica = {
-                # Their storage: a parameter may have another one afterwards.
+                # Take the storage, since a parameter may have another one afterwards.
                 "parameters": {name: parameter.data for name, parameter in self.model.named_parameters()},
                 "optimizer": self.optimizer.state_dict(),
                 "schedule": self.schedule.state_dict(),
@@ -51,7 +51,7 @@ class RunState:
         return shared, own
 
     def what_is_wrong_with(self, shared: dict[str, Any], own: dict[str, Any]) -> str | None:
-        """Why (``shared``, ``own``) is no ``snapshot`` of these parts; None if it is one."""
+        """Return why (``shared``, ``own``) is not a ``snapshot`` of these parts; None if it is one."""
         replica = shared if self.strategy.replicated else own
         for part, kind, there in [
             *((name, dict, replica.get(name)) for name in ("parameters", "optimizer", "schedule")),
@@ -77,10 +77,10 @@ class RunState:
         return None if all(isinstance(loss, float) for loss in own["losses"]) else "its losses must be numbers"
 
     def restore(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        """Go back to a ``snapshot``.
+        """Restore a ``snapshot``.
 
         Raises:
-            CheckpointError: these are no snapshot of these parts, in spite of what ``what_is_wrong_with`` has checked.
+            CheckpointError: it is not a snapshot of these parts, although ``what_is_wrong_with`` found nothing.
         """
         try:
             self._restore(shared, own)

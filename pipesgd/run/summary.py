@@ -1,4 +1,4 @@
-"""What a run says of itself: in a line or two before it, and in summary.json after it."""
+"""Descriptions of a run: a line or two before it, and summary.json after it."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from pipesgd.run.metrics import SECONDS, statistics
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came out of a run."""
+    """Results of a run."""
 
     iterations: int
     wall_seconds: float
     train_loss: float
-    """Mean over ranks and over the last epoch's iterations, of the loss before each update."""
+    """Mean, over ranks and the last epoch's iterations, of the loss before each update."""
     test_accuracy: float
     test_loss: float
     iteration_seconds: list[float | None]
-    """Median of every rank's iterations."""
+    """Median duration of each rank's iterations."""
     compute_seconds: list[float | None]
-    """Median of what every rank's iterations computed, without waiting for others."""
+    """Median duration of the computation in each rank's iterations, without waiting for others."""
     weights_sha256: str
-    """Of rank 0."""
+    """SHA-256 of rank 0's weights, in hexadecimal."""
     replicas_identical: bool
 
 
 def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[str], *, total: int, start: int) -> str:
-    """What is about to run, in a line or two; ``network`` is every rank's address."""
+    """Describe in a line or two what is about to run; ``network`` holds every rank's address."""
     size = sum(parameter.numel() for parameter in model.parameters())
     workers = config.pipeline.workers(ranks.world_size)
     text = (
@@ -66,7 +66,7 @@ def _where_it_resumes(start: int, total: int) -> str:
 def summarize(
     config: TrainConfig, ranks: Ranks, network: list[str], result: Result, lines: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """summary.json; ``lines`` are those of metrics.jsonl."""
+    """Return the content of summary.json; ``lines`` are those of metrics.jsonl."""
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
     return {

@@ -1,7 +1,7 @@
-"""A run as a picture: spans of computation and communication in Chrome's trace format.
+"""Trace of a run: spans of computation and communication in Chrome's trace format.
 
-Open the file in https://ui.perfetto.dev or chrome://tracing. One process row per rank, with a row for the
-computation and one for the communication below each other.
+Open the file in https://ui.perfetto.dev or chrome://tracing. It shows one process row per rank, with a row for the
+computation above one for the communication.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipesgd.run.files import reason, write_text_atomically
 from pipesgd.strategy import Span
 
 LAST_SPANS = 10_000
-"""How many spans of a rank are kept: the end of a long run, a file that a browser can open."""
+"""Number of spans kept per rank: those at the end of a long run, in a file that a browser can open."""
 
 _ROWS = {"communication": (1, "communication")}
 _COMPUTATION = (0, "computation")
@@ -38,8 +38,8 @@ class Trace:
     def write(self, path: Path) -> None:
         """Write the trace on rank 0. All ranks call this together.
 
-        Clocks of different machines have different zeros: the moment at which all have come here serves as
-        the common one, exact to some milliseconds.
+        Clocks of different machines have different zeros: the moment at which all ranks have arrived here serves
+        as the common zero, exact to some milliseconds.
         """
         self._ranks.exchange("the end of the trace", None)
         zero = time.perf_counter()
@@ -53,7 +53,7 @@ class Trace:
 
 
 def chrome_events(rows_of_ranks: list[list[tuple[str, int, float, float]]]) -> list[dict[str, Any]]:
-    """Chrome trace events of (what, iteration, start in s, duration in s) for each rank."""
+    """Return Chrome trace events of (what, iteration, start in s, duration in s) for each rank."""
     first = min((start for rows in rows_of_ranks for _, _, start, _ in rows), default=0.0)
     events: list[dict[str, Any]] = []
     for rank, rows in enumerate(rows_of_ranks):
