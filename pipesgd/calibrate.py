@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     answer_questions(lambda words: parse_as(CalibrateConfig, "calibrate", words), sys.argv[1:])
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,7 +87,8 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             report.save_plot(found.fits, options.plot)
             say(console, f"wrote {options.plot}")
         fit_cluster.save(made, options.out)
-        say(console, f"wrote {options.out}")
+        plan = ["--cluster", str(options.out), "--model", training.model.model, "--world-size", str(ranks.world_size)]
+        say(console, f"wrote {options.out}", f"next: timing-model plan {shlex.join(plan)}")
 
     ranks.agree("the file", write)
 

@@ -20,17 +20,16 @@ import platform
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
 from pipesgd import __version__
 from pipesgd.checks import did_you_mean
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import AUTO, AUTO_OPTIONS, TrainConfig
+from pipesgd.config import AUTO, AUTO_OPTIONS, CHOICES, TrainConfig
 from pipesgd.errors import UserInputError
 
 CONFIG_HELP = """
@@ -43,6 +42,19 @@ FOR_ONE_RUN = ("dry-run", "overwrite", "resume")
 
 OTHER_NAMES = {"learning-rate": "lr", "bs": "batch-size", "output-dir": "output", "max-steps": "iterations"}
 """Names that other trainers use for our options, where the spelling alone gives no hint."""
+
+WORKLOAD = ("dataset", "data-dir", "batch-size", "model", "hidden-sizes", "optimizer")
+BASIC = {
+    "train": (
+        *WORKLOAD,
+        *("lr", "epochs", "iterations", "width", "codec", "all-reduce", "cluster", "output", "resume", "overwrite"),
+    ),
+    "calibrate": (*WORKLOAD, "out", "overwrite", "seconds", "codecs", "all-reduces", "servers"),
+}
+"""Options that ``--help`` shows, by command; ``--help-all`` shows all of them."""
+
+TYRO = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+"""Markers for tyro: flags without a --no-..., and options without the name of their section."""
 
 MOST_CONFIG_BYTES = 16 * 1024
 """Largest size of a --config file in bytes; a file with every option takes a quarter of it."""
@@ -80,8 +92,9 @@ def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
     defaults = kind().options()
     words = _expand_config_file(list(words), defaults)
     _check_names(words, defaults)
-    if "--help" in words:
-        _give_help_texts(kind)
+    for name, everything in (("-h", False), ("--help", False), ("--help-all", True)):
+        if name in words:
+            raise HelpRequested(_help(kind, command, everything=everything))
     out, err = io.StringIO(), io.StringIO()
     try:
         # tyro prints a box and exits, which every rank would do. Rank 0 should print one line instead.
@@ -89,12 +102,10 @@ def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
             config = tyro.cli(
                 kind,
                 args=words,
-                prog=f"torchrun [options of torchrun] -m pipesgd.{command}",
-                config=(tyro.conf.FlagCreatePairsOff,),
+                prog=_program(command),
+                config=TYRO,
             )
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise HelpRequested(out.getvalue() + CONFIG_HELP) from None
+    except SystemExit:
         raise UserInputError(_one_line(err.getvalue() or out.getvalue())) from None
     _check_digits(words, config)
     return config
@@ -110,16 +121,28 @@ def answer_questions(parse_words: Callable[[Sequence[str]], object], words: Sequ
     A command calls this before it imports torch, which takes seconds. Wrong arguments are left to the run, whose ranks
     report them together.
     """
-    if not {"--help", "-h", "--version"} & set(words):
+    if not {"--help", "-h", "--help-all", "--version"} & set(words):
         return
     try:
         parse_words(words)
     except HelpRequested as request:
         if os.environ.get("RANK", "0") == "0":
-            print(request)
+            try:
+                print(request, flush=True)
+            except BrokenPipeError:  # whoever reads has read enough, as head does
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except UserInputError:
         return
+
+
+def _program(command: str) -> str:
+    return f"torchrun [options of torchrun] -m pipesgd.{command}"
+
+
+def _dashed(name: str) -> str:
+    """Return the name on the command line of a field."""
+    return name.replace("_", "-")
 
 
 def version() -> str:
@@ -143,13 +166,48 @@ def help_texts(section: type) -> dict[str, str]:
     }
 
 
-def _give_help_texts(kind: type[Config]) -> None:
-    """Put the help texts where tyro looks first. Texts that tyro finds itself keep the line breaks of the source."""
-    for section in vars(kind()).values():
-        texts = help_texts(type(section))
-        for field in dataclasses.fields(section):
-            if field.name in texts:
-                field.metadata = MappingProxyType({"help": texts[field.name]})
+def _help(kind: type[Config], command: str, *, everything: bool) -> str:
+    """Return the help text of a command: its options by section, those in ``BASIC`` or ``everything``."""
+    names = kind().options() if everything else BASIC[command]
+    shown = dataclasses.make_dataclass(
+        kind.__name__,
+        [
+            (item.name, section, dataclasses.field(default_factory=section))
+            for item in dataclasses.fields(cast(Any, kind))
+            if dataclasses.fields(section := _shown(type(getattr(kind(), item.name)), names))
+        ],
+        namespace={"__doc__": kind.__doc__},
+    )
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        tyro.cli(shown, args=["--help"], prog=_program(command), config=TYRO)
+    rest = "" if everything else f"\n--help-all lists all {len(kind().options())} options.\n"
+    return out.getvalue() + rest + CONFIG_HELP
+
+
+def _shown(section: type[Any], names: Collection[str]) -> type[Any]:
+    """Return the dataclass ``section`` with the fields among ``names``, as ``--help`` shows them."""
+    texts, hints = help_texts(section), get_type_hints(section)
+    fields = []
+    for item in dataclasses.fields(section):
+        if _dashed(item.name) in names:
+            unset = item.default is None or item.default is False  # Python's words tell a user nothing
+            shown = tyro.conf.arg(
+                help=texts[item.name],
+                metavar=_metavar(item.name, hints[item.name]),
+                help_behavior_hint="" if unset else None,
+            )
+            fields.append((item.name, Annotated[hints[item.name], shown], dataclasses.field(default=item.default)))
+    return dataclasses.make_dataclass(section.__name__, fields, kw_only=True, namespace={"__doc__": section.__doc__})
+
+
+def _metavar(name: str, hint: Any) -> str | None:
+    """Return what follows an option in ``--help``: its choices, or the kind of its value; None to let tyro say it."""
+    kinds = [kind for kind in (*get_args(hint), hint) if kind in (int, float, str, Path)]
+    if get_origin(hint) is tuple or not kinds:
+        return None
+    choices = "|".join(CHOICES[name]) if name in CHOICES else kinds[0].__name__.upper()
+    return f"{choices}|{AUTO}" if _dashed(name) in AUTO_OPTIONS else choices
 
 
 def as_toml(config: TrainConfig) -> str:
@@ -226,7 +284,7 @@ def _check_names(words: list[str], defaults: dict[str, Any]) -> None:
     for word in words:
         if "\0" in word:
             raise UserInputError(f"options must not hold a NUL character; got {word!r}")
-    known = [*defaults, "help"]
+    known = [*defaults, "help", "help-all"]
     names = [word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
     for name in names:
         if name not in known:
@@ -299,7 +357,7 @@ def _one_line(box: str) -> str:
     """Return the message of tyro's error box, which is a title, a rule, the message, a rule, and hints."""
     lines = [line.strip("│ ") for line in box.splitlines()]
     parts = [" ".join(group) for is_rule, group in itertools.groupby(lines, _is_rule) if not is_rule]
-    message = re.sub(r"^Error parsing \w+Config: ", "", (parts[1] if len(parts) > 1 else parts[0]).strip())
+    message = re.sub(r"^Error parsing \w+: ", "", (parts[1] if len(parts) > 1 else parts[0]).strip())
     number = re.search(r"--(\S+): (?:invalid literal for int|could not convert string to float).*?('.*')", message)
     if number:
         kind = "a whole number" if "int()" in message else "a number"

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
-from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
 from pipesgd.errors import UserInputError
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
@@ -39,6 +39,26 @@ BUFFERS = ("average", "rank-0", "own")
 AUTO = "auto"
 AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes")
 """Options that can be left to the timing model with the value ``AUTO``."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dataset": DATASETS,
+    "model": MODELS,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "precision": PRECISIONS,
+    "strategy": STRATEGIES,
+    "prediction": PREDICTIONS,
+    "buffers": BUFFERS,
+    "all_reduce": tuple(ALL_REDUCES),
+    "ddp_hook": DDP_HOOKS,
+    "server_placement": SERVER_PLACEMENTS,
+    "codec": CODECS,
+    "rounding": ROUNDINGS,
+    "error_feedback": ON_OFF,
+    "device": DEVICES,
+    "on_nonfinite": ON_NONFINITE,
+}
+"""Values of the fields that have a few known ones, by field."""
 
 MAX_WIDTH = 64
 """Largest width: each unit costs one copy of the gradient and one iteration of staleness."""
@@ -222,7 +242,7 @@ class PipelineConfig:
     strategy: str = "pipelined"
     """Training strategy: pipelined (width 1 is synchronous SGD), ddp (torch's own), ps-sync and ps-async (parameter
     servers), or local (no communication: an upper bound on the speed of the others)."""
-    width: Annotated[int, tyro.conf.arg(metavar="INT|auto")] = 2
+    width: int = 2
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous; auto chooses from
     1 to 3 (see --cluster)."""
     warmup_iterations: int = 0
@@ -242,7 +262,7 @@ class PipelineConfig:
     all_reduce: str = "ring"
     """All-reduce algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then
     between them), or native (torch's own); auto chooses one (see --cluster)."""
-    segment_bytes: Annotated[int, tyro.conf.arg(metavar="INT|auto")] = SEGMENT_BYTES
+    segment_bytes: int = SEGMENT_BYTES
     """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
     streams: int = 1
     """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
@@ -406,14 +426,13 @@ class TrainConfig:
     torchrun --nproc-per-node 4 -m pipesgd.train --dataset digits --width 2
     """
 
-    # `name=""` puts every section's options on the top level of the command line.
-    data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
-    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = field(default_factory=ModelConfig)
-    optimization: Annotated[OptimizationConfig, tyro.conf.arg(name="")] = field(default_factory=OptimizationConfig)
-    pipeline: Annotated[PipelineConfig, tyro.conf.arg(name="")] = field(default_factory=PipelineConfig)
-    compression: Annotated[CodecOptions, tyro.conf.arg(name="")] = field(default_factory=CodecOptions)
-    planning: Annotated[PlanningConfig, tyro.conf.arg(name="")] = field(default_factory=PlanningConfig)
-    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    compression: CodecOptions = field(default_factory=CodecOptions)
+    planning: PlanningConfig = field(default_factory=PlanningConfig)
+    run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         strategy = self.pipeline.strategy

@@ -21,6 +21,7 @@ import contextlib
 import functools
 import json
 import logging
+import shlex
 import sys
 import time
 import warnings
@@ -405,6 +406,7 @@ class Run:
             show_summary(job.console, summary, [folder / name for name in names if (folder / name).exists()])
             if planned is not None and summary["planned"]["measured_seconds"] is not None:
                 job.say(planned.compare(summary["planned"]["measured_seconds"]))
+            job.say(f"next: tensorboard --logdir {shlex.quote(str(folder))} shows the curves")
         for rank, failures in enumerate(job.workers.exchange("the end", trouble)):
             if failures:
                 raise RunError(

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from pipesgd import __version__
 from pipesgd.calibration.options import CalibrateConfig
-from pipesgd.cli import CONFIG_HELP, HelpRequested, as_toml, parse, parse_as, version
-from pipesgd.config import FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
+from pipesgd.cli import BASIC, HelpRequested, as_toml, help_texts, parse, parse_as, version
+from pipesgd.config import CHOICES, FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
 from pipesgd.errors import UserInputError
 from timing_model.schedules import ALL_REDUCES
 
@@ -334,12 +334,13 @@ def test_the_text_of_an_option_is_broken_only_where_the_line_is_full(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "2000")
     with pytest.raises(HelpRequested) as caught:
-        parse_as(kind, command, ["--help"])
-    _, _, options = str(caught.value).partition("show this help message and exit")
-    options, _, _ = options.partition(CONFIG_HELP)
-    texts = re.split(r"^ +--", options, flags=re.MULTILINE)[1:]
-    assert len(texts) == len(kind().options())
-    assert [text for text in texts if len(re.findall(r"\S *\n *\S", text.partition("  ")[2])) > 0] == []
+        parse_as(kind, command, ["--help-all"])
+    for item in dataclasses.fields(kind):
+        texts = help_texts(type(getattr(kind(), item.name)))
+        names = [name for name in texts if name != "auto"]  # no option
+        assert names
+        for name in names:
+            assert texts[name] in str(caught.value), name
 
 
 @pytest.mark.parametrize(("kind", "command"), [(TrainConfig, "train"), (CalibrateConfig, "calibrate")])
@@ -363,19 +364,34 @@ def test_the_package_lists_its_commands(
     assert said in (err if code else out)
 
 
-def test_help_explains_every_option_with_its_default() -> None:
+def help_of(*arguments: str) -> str:
     with pytest.raises(HelpRequested) as caught:
-        parse(["--help"])
-    text = str(caught.value)
+        parse(arguments)
+    return str(caught.value)
+
+
+def test_help_shows_the_options_that_people_need_first_and_help_all_every_one_with_its_default() -> None:
+    first, text = help_of("--help"), help_of("--help-all")
+    assert help_of("-h") == first
+    assert set(re.findall(r"^  --(\w[\w-]*)", first, re.MULTILINE)) == set(BASIC["train"])
+    assert f"--help-all lists all {len(TrainConfig().options())} options" in first
+    assert "--config FILE" in first
     assert "--config FILE" in text
-    for name in TrainConfig().options():
+    defaults = TrainConfig().options()
+    for name in defaults:
         assert f"--{name}" in text
-    for section in ("data", "model", "optimization", "pipeline", "run"):
-        kind = type(getattr(TrainConfig(), section))
-        source = Path(__import__(kind.__module__, fromlist=["x"]).__file__).read_text()
-        for item in dataclasses.fields(kind):
-            assert f"    {item.name}: " in source
-    assert text.count("(default: ") == len(TrainConfig().options())
+    for section in ("data", "model", "optimization", "pipeline", "compression", "planning", "run"):
+        assert f" {section} options" in text
+    assert text.count("(default:") == sum(value is not None and value is not False for value in defaults.values())
+    assert "None" not in text
+
+
+def test_help_shows_the_choices_of_an_option() -> None:
+    text = help_of("--help-all")
+    for name, choices in CHOICES.items():
+        assert re.search(rf"--{name.replace('_', '-')}\s+{re.escape('|'.join(choices))}", text), name
+        with pytest.raises(UserInputError, match=r"must be .*; got .?nonsense"):
+            parse([f"--{name.replace('_', '-')}", "nonsense"])
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_timeout
 from pipesgd.codecs.options import DENSE_CODECS
@@ -92,11 +90,10 @@ class CalibrateConfig:
     torchrun --nproc-per-node 4 -m pipesgd.calibrate --out cluster.toml --model mlp --batch-size 512
     """
 
-    # `name=""` puts every section's options at the top level of the command line.
-    calibration: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
-    data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
-    model: Annotated[ModelConfig, tyro.conf.arg(name="")] = field(default_factory=ModelConfig)
-    optimization: Annotated[OptimizationConfig, tyro.conf.arg(name="")] = field(default_factory=OptimizationConfig)
+    calibration: CalibrationOptions = field(default_factory=CalibrationOptions)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
 
     def __post_init__(self) -> None:
         for name in ("epochs", "iterations"):

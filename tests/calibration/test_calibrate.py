@@ -148,7 +148,7 @@ def test_bad_options_are_refused_in_one_line(words: str, message: str) -> None:
 
 def test_help_names_every_option_and_those_of_training_are_called_as_there() -> None:
     with pytest.raises(HelpRequested) as request:
-        parse_as(CalibrateConfig, "calibrate", ["--help"])
+        parse_as(CalibrateConfig, "calibrate", ["--help-all"])
     names = CalibrateConfig().options().keys()
     assert all(f"--{name}" in str(request.value) for name in names)
     own = {"out", "plot", "seconds", "largest-bytes", "codecs", "all-reduces", "servers"}
