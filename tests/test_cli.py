@@ -332,7 +332,7 @@ def test_a_gpu_goes_with_every_all_reduce(all_reduce: str) -> None:
 def test_the_text_of_an_option_is_broken_only_where_the_line_is_full(
     kind: type[TrainConfig] | type[CalibrateConfig], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "2000")
+    monkeypatch.setenv("COLUMNS", "6000")
     with pytest.raises(HelpRequested) as caught:
         parse_as(kind, command, ["--help-all"])
     for item in dataclasses.fields(kind):
