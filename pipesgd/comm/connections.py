@@ -118,5 +118,5 @@ class Connections:
 
 
 def make_all_reduce(name: str, ranks: Ranks, *, timeout: float, segment_bytes: int = SEGMENT_BYTES) -> AllReduce:
-    """Return the exact all-reduce of this name over ``ranks``, on its own connections. All ranks of the job call this."""
+    """Return the exact all-reduce ``name`` over ``ranks``, on its own connections. All ranks of the job call this."""
     return Connections(name, ranks, timeout=timeout, segment_bytes=segment_bytes).all_reduce()
