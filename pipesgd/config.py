@@ -366,7 +366,7 @@ class RunConfig:
     on_nonfinite: str = "stop"
     """Reaction to a NaN or an infinity in an averaged gradient: stop (the run) or skip (that update)."""
     check_replicas: int | None = None
-    """Iterations between comparisons of all ranks' weights by a hash; by default only at the end."""
+    """Iterations between comparisons of all ranks' weights by a hash; weights are always compared at the end."""
     checkpoint_seconds: float = 60.0
     """Approximate seconds between checkpoints."""
     checkpoint_iterations: int | None = None
