@@ -47,7 +47,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         RunError: a rank was lost.
     """
 
-    # 1. What to measure: the same on all ranks.
+    # 1. Agree on what to measure.
     def own() -> CalibrateConfig:
         config = parse_as(CalibrateConfig, "calibrate", words)
         ranks.timeout = config.calibration.timeout  # the first exchange already waits for this long

@@ -81,7 +81,7 @@ def check_clipping(norm: float | None, value: float | None) -> None:
 
 
 def check_width(width: int, warmup_iterations: int) -> None:
-    """Raise ``UserInputError`` unless a pipeline of this width and warm-up can exist."""
+    """Raise ``UserInputError`` unless a pipeline can have this width and warm-up."""
     check_at_least("width", width, 1)
     if width > MAX_WIDTH:
         raise UserInputError(
@@ -257,7 +257,7 @@ class PipelineConfig:
     """Train on processors that compute different bits, such as ARM with x86, which is refused by default: replicas
     drift apart by rounding errors, and get rank 0's weights at every evaluation and checkpoint."""
     buffers: str = "average"
-    """Buffers (batch norm's statistics) of evaluations and of the trained model: average (their mean over ranks),
+    """Buffers (batch norm's statistics) in evaluations and in the trained model: average (their mean over ranks),
     rank-0 (rank 0's), or own (each rank's). In training, every rank has its own."""
     all_reduce: str = "ring"
     """All-reduce algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then
@@ -267,9 +267,9 @@ class PipelineConfig:
     streams: int = 1
     """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
     ddp_hook: str = "none"
-    """Communication hook of --strategy ddp, in which gradients travel: none, or torch's fp16 or bf16."""
+    """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = 1
-    """Parameter servers, each with its share of the weights (ps-sync, ps-async)."""
+    """Number of parameter servers, each with its share of the weights (ps-sync, ps-async)."""
     server_placement: str = "beside"
     """Placement of the parameter servers: beside (on the ranks of the first workers) or own (on the last ranks, which
     do nothing else)."""
@@ -556,7 +556,7 @@ FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "overwrite", "dry-run", "timeout", "stall-seconds", "farewell-seconds", "on-nonfinite", "check-replicas",
     "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace",
 }  # fmt: skip
-"""Options that may change when a run is continued, since no weight depends on them."""
+"""Options that may change when a run is resumed, since no weight depends on them."""
 
 
 def differing_options(one: dict[str, Any], other: dict[str, Any], *, free: frozenset[str]) -> list[str]:

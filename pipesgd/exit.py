@@ -124,7 +124,7 @@ def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequen
         if ranks is None or ranks.rank == 0:
             print(request)
     except BaseException as failure:  # noqa: BLE001 (distinguished and reported below)
-        signals.ignored = True  # one end is enough; not a call, within which a signal could arrive
+        signals.ignored = True  # one end is enough; an assignment, since a signal could arrive within a call
         _end_if_orphan(failure)
         if not claim_the_end():
             threading.Event().wait(END_SECONDS)  # another thread reports why this process ends, and ends it

@@ -53,7 +53,7 @@ class FlatBuffer:
 def rearranged(flats: Sequence[Tensor], old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
     """Return ``flats``, float32 in the layout of a ``FlatBuffer`` of ``old``, in that of ``new``; new values are 0."""
     before, after = _places(old), _places(new)
-    sizes = {number: stop for number, _, stop in after}  # the last one of each
+    sizes = {number: stop for number, _, stop in after}  # the last stop of each flat tensor
     moved = [torch.zeros(size, dtype=torch.float32, device=new[0].device) for size in sizes.values()]
     origins = {id(tensor): place for tensor, place in zip(old, before, strict=True)}
     for tensor, (number, start, stop) in zip(new, after, strict=True):

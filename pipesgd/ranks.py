@@ -367,7 +367,7 @@ class Ranks:
             calls.set(FAILURE, "")
 
     def report_and_wait(self, error: str, peer: int | None = None) -> list[int]:
-        """``report`` an error, wait a moment for the other ranks' reports, and return the ranks that sent none.
+        """Report an error as ``report`` does, wait a moment for other ranks' reports, and return those that sent none.
 
         Raises:
             RuntimeError: the store is gone, or hangs.

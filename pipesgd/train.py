@@ -86,7 +86,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         UserInputError: before any training starts, and before anything is written or deleted.
         RunError: the run failed.
     """
-    # 1. What to do: the same on all ranks.
+    # 1. Agree on what to do.
     config = agree_on_configuration(words, ranks)
     if config.run.dry_run:
         if ranks.rank == 0:

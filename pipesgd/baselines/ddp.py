@@ -1,4 +1,4 @@
-"""torch's own DistributedDataParallel, with the same deadlines, errors and measurements as the others."""
+"""torch's own DistributedDataParallel, with the same deadlines, errors and measurements as the other strategies."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ from pipesgd.strategy import Span, StepReport, Strategy
 Hook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
 OPERATION = "all-reduce by DistributedDataParallel"
-"""As errors name it."""
+"""Name of the operation in errors."""
 
 
 class Ddp(Strategy):
-    """Synchronous: buckets of gradients are all-reduced under the backward pass, by torch.
+    """Synchronous SGD in which torch all-reduces buckets of gradients during the backward pass.
 
-    torch runs the hook named by ``hook`` for every bucket; ours only goes around it, to learn when it began and
-    ended. What fails, or is not there within ``timeout`` seconds after the last bucket was handed over, is raised
-    by ``step``, before anything is applied: torch itself would wait for ever.
+    torch runs the hook named by ``hook`` for every bucket; our hook only wraps it, to learn when it began and
+    ended. ``step`` raises any failure, or a bucket's delay of more than ``timeout`` seconds after the last bucket was
+    handed over, before anything is applied. torch itself would wait for ever.
 
-    A resumed run sums its first gradients in the buckets that torch starts with, which it cuts anew after one
-    iteration. Where that changes them, the first sums differ in their last bit from those of the undisturbed run.
+    A resumed run sums its first gradients in the buckets that torch starts with, which it splits again after one
+    iteration. If that changes them, the first sums differ in their last bit from those of the uninterrupted run.
 
     Args:
         model: the module whose parameters ``optimizer`` updates.
         optimizer: any ``torch.optim.Optimizer``.
         hook: "none", or torch's communication hook "fp16" or "bf16".
-        clip: how the averaged gradients are clipped.
-        scaler: of the losses, with float16 (``pipesgd.optim.loss_scale``).
+        clip: clipping of the averaged gradients.
+        scaler: loss scaler for float16 (``pipesgd.optim.loss_scale``).
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
         timeout: seconds that a rank waits for the others' part of a bucket.
-        ranks: the ranks to work with; torch's process group must be there.
+        ranks: the ranks to work with; torch's process group must exist.
 
     Raises:
         UserInputError: a value out of range, or a hook that torch refuses on this machine.
@@ -97,7 +97,7 @@ class Ddp(Strategy):
         self._buckets.watch_by(self._thread)
 
     def step(self) -> StepReport:
-        """Apply the gradients, which torch has averaged under the backward pass.
+        """Apply the gradients, which torch has averaged during the backward pass.
 
         Raises:
             CommunicationError: a rank was lost, or silent for longer than the timeout, or torch's hook failed.
@@ -111,24 +111,24 @@ class Ddp(Strategy):
         return dataclasses.replace(report, spans=(communication, wait, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
-        """Nothing is in flight between two steps."""
+        """Do nothing, since no gradient is in flight between two steps."""
         return StepReport()
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
-        """The model always holds them."""
+        """Do nothing, since the model always holds the true weights."""
         yield
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """While it is open, torch adds gradients up and sends nothing."""
+        """Let torch add gradients up and send nothing while the context is open."""
         return self._ddp.no_sync()
 
     def combine_buffers(self, how: str) -> None:
-        """Give floating-point buffers their average over ranks, or rank 0's values, or leave them. Collective."""
+        """Set floating-point buffers to their average over ranks or to rank 0's values, or leave them. Collective."""
         combine_buffers(self._model, how, self._ranks.rank, self._ranks.world_size, self._sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration and the loss scale."""
+        """Return the iteration and the loss scale."""
         return {"iteration": self.iteration, "loss_scale": self._update.loss_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Ddp(Strategy):
         self._update.loss_scale.load_state_dict(state["loss_scale"])
 
     def close(self) -> None:
-        """End the thread that watches over the deadline."""
+        """End the thread that watches the deadline."""
         self._buckets.end_watch()
         self._thread.close()
 
@@ -150,14 +150,14 @@ class Ddp(Strategy):
         sum_buffer(buffer, self._all_reduce)
 
     def _wire_bytes(self, bucket: GradBucket) -> int:
-        """Bytes that this rank sends for this bucket if its all-reduce is a ring."""
+        """Return the bytes that this rank sends for this bucket if its all-reduce is a ring."""
         buffer = bucket.buffer()
         element_size = self._element_size or buffer.element_size()
         return ring_wire_bytes(self._ranks.rank, self._ranks.world_size, buffer.numel(), element_size)
 
 
 class _Module(DistributedDataParallel):
-    """torch's, which communicates in the forward pass too: buffers, and in the second one how it cuts its buckets."""
+    """torch's module, which also communicates in forward passes: buffers, and in the second one its bucket layout."""
 
     name_failure: Callable[[RuntimeError], CommunicationError]
 
@@ -169,10 +169,10 @@ class _Module(DistributedDataParallel):
 
 
 class _Buckets:
-    """The buckets of one iteration on their way: when they began and ended, and what failed.
+    """The buckets of one iteration in flight, with the times when they began and ended, and any failure.
 
-    torch gets futures of ours, which become the hook's result, or, after a failure or the deadline, the local
-    gradient: so the backward pass returns, and ``take`` raises what has happened.
+    torch gets futures of ours, which resolve to the hook's result, or, after a failure or the deadline, to the local
+    gradient. So the backward pass returns, and ``take`` raises the failure.
     """
 
     def __init__(self, ranks: Ranks, timeout: float, wire_bytes_of: Callable[[GradBucket], int]):
@@ -187,7 +187,7 @@ class _Buckets:
         self._wire_bytes = 0
 
     def around(self, hook: Hook) -> Hook:
-        """``hook``, observed. It keeps the name, by which torch decides whether to accept it."""
+        """Return ``hook``, observed. It keeps its name, by which torch decides whether to accept it."""
 
         @functools.wraps(hook)
         def observed(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -199,7 +199,7 @@ class _Buckets:
                 self._pending[index] = (result, buffer)
                 failed = self._failure is not None
                 self._changed.notify_all()
-            if failed:  # the ranks no longer agree on what travels
+            if failed:  # the ranks no longer agree on the messages to send
                 self._finish(index, None)
                 return result
             try:
@@ -222,12 +222,12 @@ class _Buckets:
             self._changed.notify_all()
 
     def take(self, iteration: int) -> tuple[Span, Span, int]:
-        """The spans "communication" and "wait" of the backward pass that has ended, and the bytes sent in it."""
+        """Return the spans "communication" and "wait" of the last backward pass, and the bytes sent in it."""
         with self._changed:
             if self._failure is not None:
                 self._raise(self._failure, iteration)
             communication = Span("communication", iteration, self._begin, self._end)
-            # Once the last bucket is handed over, nothing is left to compute: the rest of the backward is waiting.
+            # Once the last bucket is handed over, nothing is left to compute: the rest of the backward pass is waiting.
             wait = Span("wait", iteration, self._handed_over, max(self._handed_over, self._end))
             sent = self._wire_bytes
             self._begin = self._handed_over = self._end = 0.0
@@ -280,14 +280,14 @@ def check_hook(name: str) -> None:
     """Ask torch whether it accepts the communication hook ``name`` on this machine.
 
     Raises:
-        UserInputError: it does not, or there is none of this name.
+        UserInputError: torch does not accept it, or there is none of this name.
     """
     check_one_of("ddp-hook", name, DDP_HOOKS)
 
     def refuse(kind: type[Exception], text: str) -> NoReturn:
         raise UserInputError(f"ddp-hook must be one that torch accepts here; got {name}: {text}")
 
-    # torch's own check, which a DistributedDataParallel makes when the hook is registered: too late for an input error.
+    # DistributedDataParallel makes this check when the hook is registered, which is too late for an input error.
     nobody: Any = types.SimpleNamespace(_log_and_throw=refuse)
     DistributedDataParallel._check_comm_hook(nobody, _hook_named(name))
 

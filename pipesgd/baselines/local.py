@@ -1,4 +1,4 @@
-"""No communication at all: the time that no strategy can be faster than."""
+"""Training without any communication, which gives a lower bound on the time of every strategy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipesgd.strategy import StepReport, Strategy
 class Local(Strategy):
     """Every rank trains a model of its own, from the same initial values, on its own samples.
 
-    Not a way to train: the physical limit of an iteration's time, to compare the others with. An evaluation
-    gives the mean accuracy of the ranks' models, each on its part of the test set.
+    This is not a way to train, but the physical limit of an iteration's time, to compare the others with. An
+    evaluation gives the mean accuracy of the ranks' models, each on its part of the test set.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Local(Strategy):
         """Apply this rank's gradients.
 
         Raises:
-            NonFiniteGradientError: they hold a NaN or an infinity.
+            NonFiniteGradientError: the gradients hold a NaN or an infinity.
         """
         self._update.follow_parameters()
         iteration = self.iteration
@@ -47,23 +47,23 @@ class Local(Strategy):
         return self._update.apply(iteration)
 
     def flush(self) -> StepReport:
-        """Nothing is ever in flight."""
+        """Do nothing, since no gradient is ever in flight."""
         return StepReport()
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
-        """This rank's own: there are no others."""
+        """Do nothing, since the model always holds this rank's own weights, and there are no others."""
         yield
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is ever exchanged."""
+        """Return an empty context, since gradients are never exchanged."""
         return contextlib.nullcontext()
 
     def combine_buffers(self, how: str) -> None:
-        """They stay this rank's own."""
+        """Leave the buffers this rank's own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The iteration, and the loss scale."""
+        """Return the iteration and the loss scale."""
         return {"iteration": self.iteration, "loss_scale": self._update.loss_scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -72,4 +72,4 @@ class Local(Strategy):
         self._update.loss_scale.load_state_dict(state["loss_scale"])
 
     def close(self) -> None:
-        """Nothing runs beside the training loop."""
+        """Do nothing, since nothing runs alongside the training loop."""

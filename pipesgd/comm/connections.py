@@ -56,7 +56,7 @@ class Connections:
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(streams)]
         on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host
         self._control = self._groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
-        if ranks.rank >= ranks.world_size:  # ``ranks`` are the first of the job's, and this one is none of them
+        if ranks.rank >= ranks.world_size:  # this rank is not among ``ranks``, the first ones of the job
             return
         self.control = TorchTransport(self._control, timeout)
         """Transport of the headers, which counts their bytes."""

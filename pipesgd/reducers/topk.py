@@ -172,7 +172,7 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     """
     numel = magnitudes.numel()
     if numel > 2 * SAMPLE:
-        sample = magnitudes[:: numel // SAMPLE | 1]  # an odd step, which few rows of a matrix are a multiple of
+        sample = magnitudes[:: numel // SAMPLE | 1]  # an odd step: few row lengths are a multiple of it
         expected = sample.numel() * count / numel
         threshold = torch.topk(sample, min(sample.numel(), int(1.2 * expected) + 8), sorted=False).values.min()
         candidates = torch.nonzero(~(magnitudes < threshold)).squeeze(1)  # so that NaN is among them

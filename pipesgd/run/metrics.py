@@ -77,7 +77,8 @@ SLOW_SHARE = 0.05
 def slowest_rank(compute: Sequence[float | None], iteration: float) -> tuple[int, float] | None:
     """Return the rank that computes longest, and the seconds by which it exceeds the median of the others.
 
-    Returns None if these are at most ``SLOW_SHARE`` of ``iteration``, the seconds of an iteration with all waiting.
+    Returns None if these are at most ``SLOW_SHARE`` of ``iteration``, the seconds that an iteration takes on all ranks,
+    since they wait for the slowest.
     """
     known = [(seconds, rank) for rank, seconds in enumerate(compute) if seconds is not None]
     if len(known) < 2 or iteration <= 0:

@@ -1,4 +1,4 @@
-"""Both ends of the talk between a worker and a parameter server: who sends which message when."""
+"""Both ends of the protocol between a worker and a parameter server: which messages each sends and when."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from pipesgd.errors import CommunicationError
 from pipesgd.flat_buffer import FlatBuffer
 
 FOREVER = 10 * 365 * 86400.0
-"""Seconds that a server waits for a worker's next request: it may compute or evaluate for long. One that has died is
-noticed by its closed connection, and who waits for one that hangs has a deadline."""
+"""Seconds that a server waits for a worker's next request, since a worker may compute or evaluate for a long time. A
+dead worker is noticed by its closed connection, and those that wait for one that hangs have a deadline."""
 
 Answer = Callable[[], tuple[Reply, Tensor]]
-"""Waits for a server's reply, and gives it with the state that was asked for, if any."""
+"""Function that waits for a server's reply, and returns it with the state that was asked for, if any."""
 
 
 class Links(NamedTuple):
     """The kinds of messages between workers and servers, for one thread of one rank.
 
-    Each kind has a tag of its own, and goes from one thread of a rank to one thread of another: no message can be taken
+    Each kind has its own tag, and goes from one thread of a rank to one thread of another, so no message can be taken
     for another thread's. One connection between two ranks carries them all.
     """
 
@@ -45,7 +45,7 @@ class Links(NamedTuple):
     def over(
         cls, group: Group, timeout: float, *, requests: float | None = None, replies: float | None = None
     ) -> Links:
-        """Links over the group that all threads use; requests and replies may have deadlines of their own, in s."""
+        """Make links over the group that all threads use; requests and replies may have their own deadlines in s."""
         deadlines = (requests or timeout, timeout, replies or timeout, timeout, timeout)
         return cls(*(TorchTransport([group], deadline, tag=tag) for tag, deadline in enumerate(deadlines, start=1)))
 
@@ -56,21 +56,21 @@ class Links(NamedTuple):
 
 @dataclass
 class Server:
-    """A server as a worker sees it. No message goes to one in its own process, which it asks directly."""
+    """A server as a worker sees it. A server in the worker's own process gets no messages and is called directly."""
 
     rank: int
     layout: ShardLayout
     links: Links
     farewells: Transport
     options: int
-    """The number of optimizer options that travel with a gradient."""
+    """Number of optimizer options that are sent with a gradient."""
     shard: Shard | None
-    """The server itself if it is in this process."""
+    """Server itself if it is in this process, else None."""
     listens: bool = True
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank sends in an iteration: its gradient to the server, or this server's replies."""
+        """Bytes that this rank sends in an iteration: its gradient to the server, or the replies of its own server."""
         if self.shard is None:
             return 8 * (messages.REQUEST_NUMBERS + self.options) + self.layout.nbytes
         return (self.shard.workers - 1) * (8 * messages.REPLY_NUMBERS + self.layout.nbytes)
@@ -78,9 +78,9 @@ class Server:
     def ask(
         self, request: RequestMessage, values: FlatBuffer | None, into: FlatBuffer | None, state: Tensor | None
     ) -> Answer:
-        """Send a request, with the server's range of ``values`` or a ``state``; the weights in reply go ``into`` this.
+        """Send a request with the server's range of ``values`` or a ``state``; weights in reply go ``into`` a buffer.
 
-        A server in this process is done when this returns.
+        A server in this process has answered when this returns.
         """
         given, weights = ([] if flat is None else self.layout.ranges_of(flat) for flat in (values, into))
         if state is not None:
@@ -110,7 +110,7 @@ class Server:
         return answer
 
     def leave(self) -> list[Pending]:
-        """Begin to take leave of it, if it still listens."""
+        """Begin to say goodbye to the server, if it still listens."""
         bye = RequestMessage(Request.BYE)
         if self.shard is not None:
             self.shard.serve(self.links.requests.rank, bye)
@@ -132,16 +132,16 @@ class Server:
 
 
 class WorkerThread(threading.Thread):
-    """Serves one worker that is on another rank, until it says bye."""
+    """Serves one worker that is on another rank, until that worker says goodbye."""
 
     def __init__(self, shard: Shard, worker: int, options: int, links: Links):
-        super().__init__(name=f"pipesgd-server-of-{worker}", daemon=True)  # daemon: it may wait for a lost worker
+        super().__init__(name=f"pipesgd-server-of-{worker}", daemon=True)  # daemon: may wait for a lost worker
         self.links = links
         self._shard = shard
         self._worker = worker
         self._request = torch.empty(messages.REQUEST_NUMBERS + options, dtype=torch.float64)
         self._gradient = [torch.empty_like(weights) for weights in shard.weights]
-        # In rounds nobody writes the weights until all have pushed again; else they are sent as of one moment.
+        # In rounds nobody writes the weights until all have pushed again; else a consistent copy is sent.
         self._weights = shard.weights if shard.in_rounds else [torch.empty_like(weights) for weights in shard.weights]
 
     def run(self) -> None:
@@ -191,7 +191,7 @@ class WorkerThread(threading.Thread):
 
 @contextlib.contextmanager
 def blamed(rank: int, peer: int, what: str) -> Iterator[None]:
-    """Turn a ``ValueError`` about ``what`` the peer has sent into an error that names it."""
+    """Turn a ``ValueError`` about ``what`` the peer has sent into an error that names the peer."""
     try:
         yield
     except ValueError as failure:
@@ -200,11 +200,11 @@ def blamed(rank: int, peer: int, what: str) -> Iterator[None]:
 
 
 def begin(act: Callable[[Tensor, int, str], Pending], tensors: Sequence[Tensor], peer: int, what: str) -> list[Pending]:
-    """Begin to send, or to receive, those of ``tensors`` that have an element."""
+    """Begin to send or receive those of ``tensors`` that are not empty."""
     return [act(tensor, peer, what) for tensor in tensors if tensor.numel()]
 
 
 def wait_for(under_way: Sequence[Pending]) -> None:
-    """Wait for all of these messages."""
+    """Wait for all messages that are ``under_way``."""
     for message in under_way:
         message.wait()

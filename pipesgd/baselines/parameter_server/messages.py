@@ -1,6 +1,6 @@
-"""Requests to a parameter server, its replies, and its state: checked when they arrive, before they are used.
+"""Requests to a parameter server, its replies, and its state, which are checked on arrival before they are used.
 
-Requests and replies are numbers in float64. A state is a file of torch's, from another rank or from a checkpoint.
+Requests and replies are numbers in float64. A state is a file written by torch.save, from another rank or a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch import Tensor
 from pipesgd.errors import UserInputError
 
 MOST_COUNTED = 1 << 53
-"""The largest count: a float64 holds all whole numbers up to it."""
+"""Largest count: a float64 holds all whole numbers up to it."""
 MOST_CHECKSUM = (1 << 32) - 1
 MOST_OPTION = 1e9
-"""The largest learning rate, momentum, beta or weight decay that a server accepts."""
+"""Largest learning rate, momentum, beta or weight decay that a server accepts."""
 
 
 class Request(enum.IntEnum):
-    """The kinds of a worker's requests."""
+    """Kinds of a worker's requests."""
 
     PUSH = 0  # take this gradient; give the weights as soon as I may start my next iteration
     PULL = 1  # give the weights
-    MEET = 2  # tell me whether all workers have come to this meeting
+    MEET = 2  # report whether all workers have come to this meeting
     SAVE = 3  # give your state
     LOAD = 4  # take this state
-    STORE = 5  # take these weights; they have the place of a gradient
+    STORE = 5  # take these weights, which come in place of a gradient
     BYE = 6  # nothing more will come from me
 
 
 ONLY_FROM_WORKER_0 = (Request.SAVE, Request.LOAD, Request.STORE)
 STATE_PARTS = {"weights", "optimizer", "arrivals"}
-"""A server's state: its ranges of the weights, its update rule's state, each worker's gradients that have arrived."""
+"""Parts of a server's state: ranges of the weights, state of the update rule, number of each worker's gradients."""
 
 REQUEST_NUMBERS = 4
-"""Numbers of a request before the optimizer's options."""
+"""Count of the numbers in a request before the optimizer's options."""
 REPLY_NUMBERS = 4
 
 
@@ -56,16 +56,16 @@ class RequestMessage:
     place: int = 0
     """Checksum of the name of the collective call that the worker has come to (MEET)."""
     options: tuple[float, ...] = ()
-    """Options of the optimizer's groups under which the gradient was computed (PUSH)."""
+    """Options of the optimizer's groups with which the gradient was computed (PUSH)."""
 
     def pack(self, options: int) -> Tensor:
-        """The message as numbers, with room for this many ``options``."""
+        """Return the message as numbers, with room for this many ``options``."""
         numbers = [self.kind, self.finite, self.number, self.place, *(self.options or [0.0] * options)]
         return torch.tensor(numbers, dtype=torch.float64)
 
     @classmethod
     def unpack(cls, numbers: Sequence[float], *, worker: int, most_state_bytes: int) -> RequestMessage:
-        """The message of ``worker`` that ``pack`` made; raises ``ValueError`` in one line if it cannot be one."""
+        """Return the message of ``worker`` that ``pack`` made; raise a one-line ``ValueError`` if it cannot be one."""
         kind = Request(_whole("the request", numbers[0], max(Request)))
         if kind in ONLY_FROM_WORKER_0 and worker != 0:
             raise ValueError(f"a request to {kind.name.lower()} must come from rank 0; got it from rank {worker}")
@@ -87,22 +87,22 @@ class Reply:
     """A server's reply, without the tensors that follow it."""
 
     arrivals: int
-    """Gradients of all workers that have arrived so far."""
+    """Number of gradients of all workers that have arrived so far."""
     applied: bool
-    """True if the gradient was applied, with its round if there are rounds; of a meeting, if all workers are there."""
+    """True if the gradient was applied, with its round if there are rounds; for a meeting, if all workers are there."""
     lost: int | None = None
-    """The rank on which the server has given up; it serves nobody then."""
+    """Rank whose loss or failure has ended the server's service; None while it serves."""
     state_bytes: int = 0
     """Bytes of the state that follows."""
 
     def pack(self) -> Tensor:
-        """The message as numbers."""
+        """Return the message as numbers."""
         lost = 0 if self.lost is None else self.lost + 1
         return torch.tensor([self.arrivals, self.applied, lost, self.state_bytes], dtype=torch.float64)
 
     @classmethod
     def unpack(cls, numbers: Sequence[float], *, ranks: int, most_state_bytes: int) -> Reply:
-        """The reply that ``pack`` made, in a job of ``ranks``; raises ``ValueError`` if it cannot be one."""
+        """Return the reply that ``pack`` made, in a job of ``ranks``; raise ``ValueError`` if it cannot be one."""
         lost = _whole("one more than the lost rank", numbers[2], ranks)
         return cls(
             arrivals=_whole("arrivals", numbers[0], MOST_COUNTED),
@@ -119,7 +119,7 @@ def _whole(name: str, number: float, most: int) -> int:
 
 
 def pack_state(state: dict[str, Any], most_bytes: int) -> Tensor:
-    """``state``, of ``STATE_PARTS``, as bytes (uint8); raises ``UserInputError`` if these are too many to be sent."""
+    """Return ``state``, of ``STATE_PARTS``, as bytes (uint8); raise ``UserInputError`` if it is too large to send."""
     file = io.BytesIO()
     torch.save(state, file)
     packed = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
@@ -128,7 +128,7 @@ def pack_state(state: dict[str, Any], most_bytes: int) -> Tensor:
 
 
 def unpack_state(packed: Tensor, weights: Sequence[Tensor], workers: int) -> dict[str, Any]:
-    """The state that ``pack_state`` packed, of a server with such ``weights``; else raises ``UserInputError``."""
+    """Return the state that ``pack_state`` packed on a server with such ``weights``, or raise ``UserInputError``."""
     try:
         state = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
     except Exception:  # noqa: BLE001 (torch raises many kinds: of archives, of pickles, and of what is in them)

@@ -1,4 +1,4 @@
-"""A parameter server without its messages: it takes gradients in, and says when a worker may go on."""
+"""A parameter server without its messages: it takes in gradients, and decides when a worker may continue."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from pipesgd.errors import CommunicationError, DeadlineExceeded, UserInputError,
 from pipesgd.flat_buffer import take_mean
 
 MEETING_SECONDS = 1.0
-"""How long a server waits for all workers to come to a meeting before it tells those who ask that not all have."""
+"""Seconds that a server waits for all workers to come to a meeting before it replies that not all have."""
 
 
 class Shard:
-    """One server's range of the weights, shared by one thread a worker.
+    """One server's range of the weights, shared by one thread per worker.
 
-    Bound 0 makes rounds: when all workers' gradients are there, their sum, in the order of the workers, becomes the
-    mean, by which ``rule`` moves the weights once. With any other bound (see ``Clocks``) each gradient moves them when
-    it arrives, alone, at 1/w of its learning rates. A worker of which nothing has come for ``timeout`` seconds is not
-    waited for any longer. The first error, which names this process's ``rank``, ends the service for all.
+    Bound 0 makes rounds: when all workers' gradients have arrived, their sum, in the order of the workers, becomes the
+    mean, by which ``rule`` updates the weights once. With any other bound (see ``Clocks``) each gradient updates them
+    alone when it arrives, at 1/w of its learning rates. A worker that is silent for ``timeout`` seconds is not
+    waited for any longer. The first error, which names this process's ``rank``, ends the service for all workers.
     """
 
     def __init__(
         self, rule: UpdateRule, layout: ShardLayout, *, workers: int, bound: int | None, rank: int, timeout: float
     ):
         self.weights = rule.weights
-        """Written only for a push, a load or a store; in rounds, only once all workers have pushed again or are in a
-        meeting."""
+        """Weights, changed only by a push, a load or a store; in rounds, only once all workers have pushed again or are
+        in a meeting."""
         self.most_state_bytes = layout.most_state_bytes
         self.workers = workers
         self.clocks = Clocks(workers, bound)
         self.in_rounds = bound == 0
         self.rank = rank
         self.failure: BaseException | None = None
-        """The first one of any of this server's threads: nothing is served after it."""
+        """First failure in any of this server's threads, after which no request is served."""
         self._rule = rule
         self._meetings = Meetings(workers, timeout)
         self._changed = threading.Condition()
@@ -53,7 +53,7 @@ class Shard:
         self._round_applied = False
 
     def serve(self, worker: int, asked: RequestMessage, tensors: Sequence[Tensor] = ()) -> tuple[Reply, Tensor]:
-        """Do what ``worker`` asks, with the tensors that came along; the reply, and the state that goes with it."""
+        """Do what ``worker`` asks, with the tensors that it sent; return the reply and the state that goes with it."""
         self.heard(worker)
         done, state = True, torch.empty(0, dtype=torch.uint8)
         match asked.kind:
@@ -75,7 +75,7 @@ class Shard:
         return Reply(sum(self.clocks.arrivals), done, state_bytes=state.nbytes), state
 
     def push(self, worker: int, gradient: Sequence[Tensor], finite: bool, options: Sequence[float]) -> Reply:
-        """Take ``worker``'s gradient, computed under these ``options``, and return once it may go on.
+        """Take ``worker``'s gradient, computed with these ``options``, and return once the worker may continue.
 
         Raises:
             CommunicationError: a worker that this one must wait for has left, was lost, or is silent.
@@ -88,13 +88,13 @@ class Shard:
             if self.clocks.arrived(worker):
                 self._changed.notify_all()
             self._wait_until_due(worker)
-            # What is known of the last round stays until this worker has pushed again.
+            # The outcome of the last round stays until this worker has pushed again.
             return Reply(sum(self.clocks.arrivals), self._round_applied if self.in_rounds else finite)
 
     def meet(self, worker: int, number: int, place: int, seconds: float) -> bool:
-        """True as soon as all workers have come to meeting ``number``; false if not all have within ``seconds``.
+        """Return True as soon as all workers have come to meeting ``number``; False if not all have within ``seconds``.
 
-        ``worker`` is there, in the collective call that ``place`` stands for, and asks again until it hears "true".
+        ``worker`` is there, in the collective call that ``place`` stands for, and asks again until the answer is True.
 
         Raises:
             CommunicationError: a missing worker has left, was lost, or is silent; or the workers made different calls.
@@ -119,24 +119,24 @@ class Shard:
             return not meetings.missing(worker)
 
     def save(self) -> Tensor:
-        """All that this server knows, as bytes (uint8); nobody may be waiting in ``push``."""
+        """Return the server's whole state as bytes (uint8); no worker may be waiting in ``push``."""
         with self._changed:
             state = {"weights": self.weights, "optimizer": self._rule.state_dict(), "arrivals": self.clocks.arrivals}
             return pack_state(state, self.most_state_bytes)
 
     def load(self, saved: Tensor) -> None:
-        """Go back to a saved state; raises ``UserInputError``, and changes nothing, if it is something else."""
+        """Restore a saved state; raise ``UserInputError``, and change nothing, if ``saved`` is something else."""
         state = unpack_state(saved, self.weights, self.workers)
         with self._changed:
             try:
                 self._rule.load_state_dict(state["optimizer"])
-            except Exception as failure:  # noqa: BLE001 (whatever a foreign object leads to)
+            except Exception as failure:  # noqa: BLE001 (a foreign object can cause any error)
                 raise UserInputError(f"a server's state must be of its optimizer; got another one: {failure}") from None
             _copy(state["weights"], self.weights)
             self.clocks.arrivals = state["arrivals"]
 
     def copy_weights_to(self, ranges: Sequence[Tensor]) -> None:
-        """Copy the weights out, all of one moment."""
+        """Copy the weights out, all as of one moment."""
         with contextlib.nullcontext() if self.in_rounds else self._changed:
             _copy(self.weights, ranges)
 
@@ -146,7 +146,7 @@ class Shard:
             self._meetings.heard(worker, time.monotonic())
 
     def fail(self, worker: int, failure: BaseException) -> None:
-        """End the service, since what serves ``worker`` has failed; a second failure changes nothing."""
+        """End the service, since serving ``worker`` has failed; a second failure changes nothing."""
         with self._changed:
             if isinstance(failure, CommunicationError) and failure.iteration is None:
                 failure.iteration = self.clocks.arrivals[worker]
@@ -154,14 +154,14 @@ class Shard:
             self._changed.notify_all()
 
     def wait_until_all_have_left(self) -> None:
-        """Return once no worker needs this server any more; raises ``CommunicationError`` if one was lost."""
+        """Return once no worker needs this server any more; raise ``CommunicationError`` if one was lost."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or len(self.clocks.left) == self.workers)
             self._raise_failure()
 
     @contextlib.contextmanager
     def _serving(self, worker: int) -> Iterator[None]:
-        """While it is open, no other thread changes anything, unless this one waits; its failure is everybody's."""
+        """Keep other threads from changing anything, unless this one waits; its failure ends the service for all."""
         with self._changed:
             try:
                 self._raise_failure()
@@ -175,7 +175,7 @@ class Shard:
             raise self.failure
 
     def _add_to_round(self, worker: int, gradient: Sequence[Tensor], finite: bool, options: Sequence[float]) -> None:
-        """Add what has arrived, in the order of the workers: the sum must not depend on who was first."""
+        """Add the gradients that have arrived, in the order of the workers: the sum must not depend on timing."""
         self._round[worker] = gradient
         self._round_is_finite &= finite
         while (part := self._round.pop(self._added, None)) is not None:
@@ -195,7 +195,7 @@ class Shard:
 
     def _wait_until_due(self, worker: int) -> None:
         def in_vain() -> tuple[list[int], str]:
-            """The workers that will not push before this one goes on, and why not."""
+            """Return the workers that will not push before this one continues, and the reason."""
             if left := self.clocks.waits_in_vain(worker):
                 return left, "it has left"
             waiting = [one for one in self.clocks.waits_for(worker) if worker in self._meetings.missing(one)]

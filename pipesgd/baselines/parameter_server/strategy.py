@@ -30,46 +30,47 @@ from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Span, StepReport, Strategy
 
 REPLY_GRACE_SECONDS = 1.0
-"""How much longer than a server waits for gradients a worker waits for its reply: the server knows who is missing."""
+"""Seconds that a worker waits for a reply beyond a server's wait for gradients: the server knows who is missing."""
 
 FAREWELL_SECONDS = 5.0
-"""How long a server beside a worker that closes waits for the other workers to close, too."""
+"""Seconds that a server in the process of a worker that closes waits for the other workers to close, too."""
 
 
 class ParameterServers(Strategy):
     """Workers push gradients to servers, which own the weights, and pull the weights back.
 
-    The ranks that compute are the first w. The flat buffer of the weights is cut into ``servers`` ranges of elements;
+    The first w ranks compute. The flat buffer of the weights is split into ``servers`` ranges of elements;
     each server updates its own with a copy of ``optimizer``. Each ``step`` of iteration t is
 
     1. pack: the gradients move from ``.grad`` into a flat buffer;
     2. push: every server gets its range, the options that schedules change (learning rates, momentum, betas, weight
-       decay), and whether the whole is finite;
+       decay), and whether the whole gradient is finite;
     3. wait: until every server has answered with the weights of its range;
     4. update: the weights move into the parameters.
 
-    ``staleness_bound`` says when a server answers. 0 (``ps-sync``): when the mean of all workers' gradients is applied,
-    so that training is synchronous SGD and replicas are bit-identical. None (``ps-async``): at once, after it has
-    applied this gradient alone. b >= 1: also at once, but a worker that would start an iteration more than b ahead of
-    the slowest waits for it. Where gradients are applied alone, each is at 1/w of the learning rate that was set when
-    it was computed; and learning-rate schedules follow the number of all workers' updates, divided by w.
+    ``staleness_bound`` decides when a server answers. With 0 (``ps-sync``), it answers once the mean of all workers'
+    gradients is applied, so that training is synchronous SGD and replicas are bit-identical. With None (``ps-async``),
+    it answers at once, after it has applied this gradient alone. With b >= 1 it does the same, but a worker that would
+    start an iteration more than b ahead of the slowest waits for it. A gradient that is applied alone has 1/w of the
+    learning rate that was set when it was computed, and learning-rate schedules follow the number of all workers'
+    updates, divided by w.
 
-    A gradient that is not finite on its worker is left out: with bound 0 with all of its round, otherwise alone.
-    With more than one server, optimizers must update each element on its own, since ranges cut parameters anywhere.
+    A gradient that is not finite on its worker is left out, with its whole round if the bound is 0, otherwise alone.
+    With more than one server, optimizers must update each element on its own, since ranges split parameters anywhere.
 
     Collective calls begin with a wait for the workers that have not come yet. It lasts as long as their gradients keep
-    arriving, however far they are behind: only a worker of which nothing was heard for ``timeout`` seconds ends it.
+    arriving, however far they are behind: only a worker that is silent for ``timeout`` seconds ends it, with an error.
     The constructor gives all ranks, servers included, rank 0's parameters and buffers.
 
     Args:
         model: the module whose parameters ``optimizer`` updates, on the CPU.
-        optimizer: any; after the constructor, only its options that are pushed are read.
-        servers: how many.
-        placement: "beside": in threads beside the first workers; "own": on the last ranks, which call ``serve`` alone.
-        staleness_bound: iterations by which the fastest worker may lead the slowest; None is no bound.
+        optimizer: any optimizer; after the constructor, only its options that are pushed are read.
+        servers: number of servers.
+        placement: "beside": in threads on the first workers' ranks; "own": on the last ranks, which only ``serve``.
+        staleness_bound: largest lead of the fastest worker over the slowest, in iterations; None for no bound.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the gradient out.
         timeout: seconds that a rank waits for another one.
-        ranks: all of the job; by default those of torch's process group, which is started where there is none yet.
+        ranks: all ranks of the job; by default those of torch's process group, which is started if there is none yet.
 
     Raises:
         UserInputError: a value out of range, or an optimizer without a parameter to train.
@@ -97,7 +98,7 @@ class ParameterServers(Strategy):
     ):
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_timeout(timeout)
-        config = PipelineConfig(  # checks them
+        config = PipelineConfig(  # checks the values
             strategy="ps-async", servers=servers, server_placement=placement, staleness_bound=staleness_bound
         )
         self._parameters = trainable_parameters(optimizer)
@@ -146,11 +147,11 @@ class ParameterServers(Strategy):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far, as worker and as server."""
+        """Bytes that this rank has sent so far, as a worker and as a server."""
         return self._links.bytes_sent + sum(thread.links.bytes_sent for thread in self._threads)
 
     def step(self) -> StepReport:
-        """Push the gradients in ``.grad`` and pull the weights: see the class.
+        """Push the gradients in ``.grad`` and pull the weights; see the class.
 
         Raises:
             CommunicationError: a rank was lost, or silent for longer than the timeout.
@@ -189,9 +190,9 @@ class ParameterServers(Strategy):
         )
 
     def flush(self) -> StepReport:
-        """Wait until all workers are here, and pull: all have the same weights then. Further steps may follow.
+        """Wait until all workers are here, and pull, so that all have the same weights. Further steps may follow.
 
-        Collective. After it no worker needs another's server any more.
+        Collective. After it no worker needs another worker's server any more.
         """
         steps = 0
         with self._at_rest():
@@ -201,11 +202,11 @@ class ParameterServers(Strategy):
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
-        """While it is open, the model holds the servers' weights, when all gradients pushed so far are in them.
+        """Make the model hold the servers' weights, with all gradients pushed so far, while the context is open.
 
-        Weights that are changed meanwhile, on all workers alike, are the servers' from then on, and every model's.
+        Weights that are changed meanwhile, alike on all workers, become those of the servers and of every model.
 
-        Collective, unless the bound is 0 and no weight is changed: then the model always holds these weights.
+        Collective, unless the bound is 0 and no weight is changed, when the model always holds these weights.
         """
         own = None
         if not self.replicated:
@@ -229,11 +230,11 @@ class ParameterServers(Strategy):
                 own.copy_to(self._values)
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing leaves before ``step``."""
+        """Return an empty context, since gradients are sent only in ``step``."""
         return contextlib.nullcontext()
 
     def combine_buffers(self, how: str) -> None:
-        """Give floating-point buffers their average over workers, or rank 0's values, or leave them. Collective."""
+        """Set floating-point buffers to their average over workers or to rank 0's values, or leave them. Collective."""
         workers = self._workers
         if how != "own":
             self._meet("combining buffers")
@@ -242,7 +243,7 @@ class ParameterServers(Strategy):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """How far this worker is; on worker 0 also all that each server knows, as bytes. Collective."""
+        """Return this worker's progress and, on worker 0, each server's whole state as bytes. Collective."""
         saved = None
         with self._at_rest():
             if self._workers.rank == 0:
@@ -254,16 +255,16 @@ class ParameterServers(Strategy):
         with self._at_rest():
             if self._workers.rank == 0:
                 self._ask(RequestMessage(Request.LOAD), states=state["servers"])
-        self._ask(RequestMessage(Request.PULL), into=self._weights)  # the model goes on with what it has
+        self._ask(RequestMessage(Request.PULL), into=self._weights)  # the model keeps the weights that it has
         self.iteration = state["iteration"]
         self._schedule_steps = state["schedule_steps"]
 
     def close(self) -> None:
-        """Take leave of the servers; one beside this worker goes on for some seconds, until all workers have."""
+        """Say goodbye to the servers; one in this process continues until all workers have, or for some seconds."""
         self._workers.before_exchange = None
         byes: list[Pending] = []
         for server in self._servers:
-            with contextlib.suppress(CommunicationError):  # it is gone
+            with contextlib.suppress(CommunicationError):  # the server is gone
                 byes += server.leave()
         self._join(CLOSE_SECONDS if self._thread.failed else FAREWELL_SECONDS)
         for bye in byes:
@@ -272,13 +273,13 @@ class ParameterServers(Strategy):
         self._thread.close()
 
     def serve(self) -> None:
-        """Be a server on a rank of its own, which does nothing else, until all workers have closed theirs.
+        """Run a server on a rank of its own, which does nothing else, until all workers have closed their strategies.
 
         Raises:
             CommunicationError: a worker was lost.
         """
         assert self._workers.rank >= self._workers.world_size, "a rank that computes does not serve alone"
-        self._gradient = self._weights = FlatBuffer([])  # only a worker needs room for all of them
+        self._gradient = self._weights = FlatBuffer([])  # only a worker needs room for all parameters
         self._thread.close()
         for server in self._servers:
             if server.shard is not None:
@@ -287,7 +288,7 @@ class ParameterServers(Strategy):
 
     @property
     def _values(self) -> list[Tensor]:
-        """The parameters' values, in the order of the flat buffers."""
+        """Values of the parameters, in the order of the flat buffers."""
         return [parameter.detach() for parameter in self._parameters]
 
     def _ask(
@@ -299,11 +300,11 @@ class ParameterServers(Strategy):
         states: Sequence[Tensor | None] | None = None,
         first_alone: bool = False,
     ) -> list[tuple[Reply, Tensor]]:
-        """Ask all servers, or the first alone, and wait for their answers: see ``Server.ask``; each gets its state."""
+        """Ask all servers, or only the first, each with its state, and wait for their answers; see ``Server.ask``."""
         asked = list(zip(self._servers, [None] * len(self._servers) if states is None else states, strict=True))
 
         def ask() -> list[tuple[Reply, Tensor]]:
-            # The one beside this worker may keep it waiting for the others, who need what goes to other servers.
+            # This process's own server goes last: it may wait for workers that need what other servers are sent.
             in_order = sorted(asked[: 1 if first_alone else None], key=lambda one: one[0].shard is not None)
             answers = {server.rank: server.ask(request, values, into, state) for server, state in in_order}
             return [answers[rank]() for rank in sorted(answers)]
@@ -316,13 +317,13 @@ class ParameterServers(Strategy):
             raise
 
     def _pull(self) -> Reply:
-        """Take over the servers' weights, into the model too; the first server's reply."""
+        """Copy the servers' weights, into the model too, and return the first server's reply."""
         [(reply, _), *_] = self._ask(RequestMessage(Request.PULL), into=self._weights)
         self._weights.copy_to(self._values)
         return reply
 
     def _count_schedule_steps(self, reply: Reply) -> int:
-        """How often a schedule is to be stepped now, so that it follows the updates of all workers."""
+        """Return the number of steps that a schedule must take now to follow the updates of all workers."""
         steps = reply.arrivals // self._workers.world_size - self._schedule_steps
         self._schedule_steps += steps
         return steps
@@ -335,7 +336,7 @@ class ParameterServers(Strategy):
             pass  # the server has waited for a moment
 
     def _join(self, seconds: float) -> None:
-        """Wait for the threads to end, but not longer than this for all of them."""
+        """Wait for the threads to end, for at most ``seconds`` in total."""
         end = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -345,8 +346,8 @@ class ParameterServers(Strategy):
 
     @contextlib.contextmanager
     def _at_rest(self, what: str = "rest") -> Iterator[None]:
-        """While it is open, all workers are here and have their replies: no gradient is on its way."""
-        # The name of the group tells these exchanges from those of another strategy of the same job.
+        """Keep all workers here, with their replies and so without gradients in flight, while the context is open."""
+        # The group's name distinguishes these exchanges from those of another strategy of the same job.
         self._workers.exchange(f"workers at {what} (group {self._group.group_name})", None)
         yield
         self._workers.exchange(f"workers going on (group {self._group.group_name})", None)

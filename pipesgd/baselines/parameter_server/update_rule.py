@@ -1,4 +1,4 @@
-"""A parameter server's range of the weights, and the rule by which a gradient moves it."""
+"""A parameter server's range of the weights, and the rule by which a gradient updates it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipesgd.optim import hyperparameters
 from timing_model.schedules import split
 
 MOST_STATE_PER_WEIGHT, MOST_STATE_PER_PIECE = 16, 1 << 16
-"""The largest state of a server: in sizes of its weights (optimizers keep up to three times their parameters), and
-bytes for each part of a parameter (names and headers in torch's file format)."""
+"""Largest state of a server: multiple of its weights' bytes (optimizers keep up to three times their parameters), plus
+bytes for each piece of a parameter (names and headers in torch's file format)."""
 
 
 class Piece(NamedTuple):
@@ -25,10 +25,10 @@ class Piece(NamedTuple):
     start: int
     stop: int
     shape: tuple[int, ...]
-    """The parameter's own if it is there as a whole, else (elements,)."""
+    """Shape of the piece: the parameter's own if the piece is all of it, else (elements,)."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor that is shaped as the parameter."""
+        """Return this piece of a tensor that has the parameter's shape."""
         return tensor.reshape(-1)[self.start : self.stop].view(self.shape)
 
 
@@ -50,14 +50,14 @@ class ShardLayout:
         self.pieces = [piece for pieces in self._of_range for piece in pieces]
         self.nbytes = sum(part.nbytes for part in self.ranges_of(buffer))
         self.most_state_bytes = MOST_STATE_PER_WEIGHT * self.nbytes + MOST_STATE_PER_PIECE * (len(self.pieces) + 1)
-        """Largest size of the server's state that is sent or accepted."""
+        """Largest size in bytes of a server's state that is sent or accepted."""
 
     def ranges_of(self, buffer: FlatBuffer) -> list[Tensor]:
-        """The server's ranges of ``buffer``, as views: one a flat tensor, in their order."""
+        """Return the server's ranges of ``buffer``, as views: one per flat tensor, in their order."""
         return [flat[start:stop] for flat, (start, stop) in zip(buffer.flats, self._ranges, strict=True)]
 
     def views(self, ranges: Sequence[Tensor]) -> list[Tensor]:
-        """For each of ``pieces``, a view of its shape into the server's ranges."""
+        """Return, for each of ``pieces``, a view of its shape into the server's ``ranges``."""
         views = []
         for values, pieces in zip(ranges, self._of_range, strict=True):
             parts = values.split([piece.stop - piece.start for piece in pieces])
@@ -66,30 +66,30 @@ class ShardLayout:
 
 
 class UpdateRule(Protocol):
-    """The weights that a server owns, and how a gradient moves them."""
+    """The weights that a server owns, and the way in which a gradient updates them."""
 
     weights: list[Tensor]
     """The server's ranges of the flat buffers."""
 
     def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
-        """Move the weights by ``gradient``, a round's mean or one worker's, computed under its optimizer's ``options``.
+        """Update the weights by ``gradient``, a round's mean or one worker's, computed with the optimizer ``options``.
 
-        Learning rates are divided by ``lr_divisor``: 1 for a mean; else the number of workers, whose gradients together
+        Learning rates are divided by ``lr_divisor``: 1 for a mean, else the number of workers, whose gradients together
         then move the weights about as far as their mean would. For ``options`` see ``hyperparameters.as_numbers``.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rule remembers between updates, besides the weights; with these it must be within the layout's
-        ``most_state_bytes``."""
+        """Return all that the rule remembers between updates, except the weights; together they must be at most the
+        layout's ``most_state_bytes``."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. Any exception is reported as a fault of the state, which is then not taken over."""
+        """Continue from ``state``. Any exception is reported as a fault of the state, which is then not used."""
 
 
 class OptimizerRule:
     """Steps a copy of the user's ``optimizer`` on the range of its ``parameters`` that ``layout`` gives this server.
 
-    Groups and their options stay, and the state so far where that has an element for each of a parameter's; parameters
+    Groups and their options are kept, and so is existing state with one element per element of a parameter; parameters
     of other servers are dropped.
     """
 
