@@ -117,7 +117,7 @@ class DataConfig:
     data_dir: Path | None = None
     """Folder of the data files; not needed for digits and text, nor for fashion-mnist from Debian's package."""
     batch_size: int = 32
-    """Samples per rank and iteration."""
+    """Samples per rank and iteration; with --accumulation, per micro-batch."""
     image_size: int = 64
     """Side length in pixels to which the pictures of --dataset images are scaled and cropped."""
     context: int = 64
@@ -258,7 +258,7 @@ class PipelineConfig:
     drift apart by rounding errors, and get rank 0's weights at every evaluation and checkpoint."""
     buffers: str = "average"
     """Buffers (batch norm's statistics) in evaluations and in the trained model: average (their mean over ranks),
-    rank-0 (rank 0's), or own (each rank's). In training, every rank has its own."""
+    rank-0 (rank 0's), or own (each rank's). Between evaluations, every rank updates its own."""
     all_reduce: str = "ring"
     """All-reduce algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then
     between them), or native (torch's own); auto chooses one (see --cluster)."""
@@ -386,7 +386,7 @@ class RunConfig:
     on_nonfinite: str = "stop"
     """Reaction to a NaN or an infinity in an averaged gradient: stop (the run) or skip (that update)."""
     check_replicas: int | None = None
-    """Compare a hash of the weights of all ranks every so many iterations (and always at the end)."""
+    """Iterations between comparisons of a hash of all ranks' weights; by default only at the end, if they must be equal."""
     evaluate_iterations: int | None = None
     """Iterations between two evaluations on the test set; without it, one at the end of every epoch."""
     checkpoint_seconds: float = 60.0
@@ -398,7 +398,7 @@ class RunConfig:
     trace: bool = False
     """Write a Chrome/Perfetto trace of computation and communication, with one process row per rank."""
     log_messages: bool = False
-    """Log every message that the ring sends or receives to stderr, one line each."""
+    """Log every message between ranks that is not torch's own to stderr, one line each."""
 
     def __post_init__(self) -> None:
         check_one_of("device", self.device, DEVICES)

@@ -340,7 +340,7 @@ def test_the_text_of_an_option_is_broken_only_where_the_line_is_full(
         names = [name for name in texts if name != "auto"]  # no option
         assert names
         for name in names:
-            assert texts[name] in str(caught.value), name
+            assert texts[name][:200] in str(caught.value), name  # the source has at most 116 in a line
 
 
 @pytest.mark.parametrize(("kind", "command"), [(TrainConfig, "train"), (CalibrateConfig, "calibrate")])

@@ -40,11 +40,11 @@ class Transport(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes sent so far, in all messages."""
+        """Bytes of all messages whose sending has begun."""
 
     @property
     def bytes_received(self) -> int:
-        """Bytes received so far, in all messages."""
+        """Bytes of all messages whose receiving has begun."""
 
     def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
         """Begin to send ``tensor`` to ``peer``; ``what`` names it in errors and in the log."""
