@@ -63,7 +63,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 MAX_WIDTH = 64
 """Largest width: each unit costs one copy of the gradient and one iteration of staleness."""
 
-MAX_STREAMS = 16
+MAX_CONNECTIONS = 16
 
 MAX_LOSS_SCALE = 2.0**127
 """Largest loss scale: the largest power of two in float32."""
@@ -90,16 +90,16 @@ def check_width(width: int, warmup_iterations: int) -> None:
     check_at_least("warmup-iterations", warmup_iterations, 0)
 
 
-def check_connections(all_reduce: str, segment_bytes: int, streams: int) -> None:
+def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> None:
     """Raise ``UserInputError`` unless messages can be split and sent with these settings."""
     check_at_least("segment-bytes", segment_bytes, 1)
-    check_at_least("streams", streams, 1)
-    if streams > MAX_STREAMS:
+    check_at_least("connections", connections, 1)
+    if connections > MAX_CONNECTIONS:
         raise UserInputError(
-            f"streams must be at most {MAX_STREAMS}, since each is a connection to every rank; got {streams}"
+            f"connections must be at most {MAX_CONNECTIONS}, since each is a connection to every rank; got {connections}"
         )
-    if all_reduce == "native" and (streams, segment_bytes) != (1, SEGMENT_BYTES):
-        raise UserInputError("streams and segment-bytes must be left out with --all-reduce native, torch's own")
+    if all_reduce == "native" and (connections, segment_bytes) != (1, SEGMENT_BYTES):
+        raise UserInputError("connections and segment-bytes must be left out with --all-reduce native, torch's own")
 
 
 def dataset_kind(name: str) -> str:
@@ -264,7 +264,7 @@ class PipelineConfig:
     between them), or native (torch's own); auto chooses one (see --cluster)."""
     segment_bytes: int = SEGMENT_BYTES
     """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
-    streams: int = 1
+    connections: int = 1
     """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
     ddp_hook: str = "none"
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
@@ -283,7 +283,7 @@ class PipelineConfig:
         check_one_of("prediction", self.prediction, PREDICTIONS)
         check_one_of("buffers", self.buffers, BUFFERS)
         check_one_of("all-reduce", self.all_reduce, ALL_REDUCES)
-        check_connections(self.all_reduce, self.segment_bytes, self.streams)
+        check_messages(self.all_reduce, self.segment_bytes, self.connections)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
         check_at_least("servers", self.servers, 1)
         check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
@@ -294,9 +294,9 @@ class PipelineConfig:
     def describe(self) -> str:
         """Return a short description of what is done with the gradients."""
         if self.strategy == "pipelined":
-            streams = f" on {self.streams} streams" if self.streams > 1 else ""
+            connections = f" on {self.connections} connections each" if self.connections > 1 else ""
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
-            return f"pipelined width {self.width}{prediction}, {self.all_reduce} all-reduce{streams}"
+            return f"pipelined width {self.width}{prediction}, {self.all_reduce} all-reduce{connections}"
         if self.strategy == "ddp":
             return f"ddp with {'no' if self.ddp_hook == 'none' else 'the ' + self.ddp_hook} hook"
         if self.strategy not in SERVER_STRATEGIES:
@@ -331,7 +331,7 @@ _READ_BY_STRATEGY = {
     "allow_drift": ("pipelined",),
     "all_reduce": ("pipelined",),
     "segment_bytes": ("pipelined",),
-    "streams": ("pipelined",),
+    "connections": ("pipelined",),
     "ddp_hook": ("ddp",),
     "servers": SERVER_STRATEGIES,
     "server_placement": SERVER_STRATEGIES,
@@ -386,7 +386,7 @@ class RunConfig:
     on_nonfinite: str = "stop"
     """Reaction to a NaN or an infinity in an averaged gradient: stop (the run) or skip (that update)."""
     check_replicas: int | None = None
-    """Iterations between comparisons of a hash of all ranks' weights; by default only at the end, if they must be equal."""
+    """Iterations between comparisons of a hash of all ranks' weights; by default only at the end."""
     evaluate_iterations: int | None = None
     """Iterations between two evaluations on the test set; without it, one at the end of every epoch."""
     checkpoint_seconds: float = 60.0

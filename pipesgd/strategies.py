@@ -59,7 +59,7 @@ def make_strategy(
         codec=config.compression,
         all_reduce=pipeline.all_reduce,
         segment_bytes=pipeline.segment_bytes,
-        streams=pipeline.streams,
+        connections=pipeline.connections,
         on_nonfinite=run.on_nonfinite,
         timeout=run.timeout,
         seed=config.optimization.seed,

@@ -50,7 +50,7 @@ CONFIGURATIONS = {
     "width 3, no prediction": Golden("--width 3 --prediction none"),
     "width 2, prediction local, nesterov, clipped": Golden("--prediction local --optimizer nesterov --clip-norm 1"),
     "int8, error feedback, small segments, two streams": Golden(
-        "--codec int8 --error-feedback on --segment-bytes 1000 --streams 2"
+        "--codec int8 --error-feedback on --segment-bytes 1000 --connections 2"
     ),
     "int4, stochastic, resumed": Golden("--codec int4 --rounding stochastic --error-feedback on", killed=True),
     "topk": Golden("--codec topk"),

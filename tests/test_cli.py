@@ -190,11 +190,11 @@ from timing_model.schedules import ALL_REDUCES
             "pipelined); got --codec int8",
         ),
         ("--segment-bytes 0", "segment-bytes must be at least 1; got 0"),
-        ("--streams 0", "streams must be at least 1; got 0"),
-        ("--streams 17", "streams must be at most 16, since each is a connection to every rank; got 17"),
+        ("--connections 0", "connections must be at least 1; got 0"),
+        ("--connections 17", "connections must be at most 16, since each is a connection to every rank; got 17"),
         (
-            "--all-reduce native --streams 2",
-            "streams and segment-bytes must be left out with --all-reduce native, torch's own",
+            "--all-reduce native --connections 2",
+            "connections and segment-bytes must be left out with --all-reduce native, torch's own",
         ),
         (
             "--all-reduce rign",

@@ -29,7 +29,7 @@ class Connections:
         ranks: the ranks that take part.
         timeout: seconds that a rank waits for another one, in any one message or native all-reduce.
         segment_bytes: largest message in bytes.
-        streams: connections to each rank, used in turn by segments.
+        connections: connections to each rank, used in turn by segments.
         device: device of the tensors, "cpu" or "cuda". Messages use gloo; native uses nccl on a GPU.
 
     Raises:
@@ -44,7 +44,7 @@ class Connections:
         *,
         timeout: float,
         segment_bytes: int = SEGMENT_BYTES,
-        streams: int = 1,
+        connections: int = 1,
         device: str = "cpu",
     ):
         self._name = all_reduce
@@ -53,7 +53,7 @@ class Connections:
         self._segment_bytes = segment_bytes
         ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 1
         backend = None if all_reduce == "native" else "gloo"
-        self._groups = [communication_group(ranks, timeout, backend) for _ in range(streams)]
+        self._groups = [communication_group(ranks, timeout, backend) for _ in range(connections)]
         on_host = all_reduce != "native" or device == "cpu"  # nccl cannot send tensors on the host
         self._control = self._groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
         if ranks.rank >= ranks.world_size:  # this rank is not among ``ranks``, the first ones of the job

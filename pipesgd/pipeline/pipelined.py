@@ -22,7 +22,7 @@ from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
-from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_connections, check_width
+from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, OutOfStepError, RunError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
@@ -117,7 +117,7 @@ class Pipelined(Strategy):
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
         timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native).
         segment_bytes: largest message in bytes; native splits messages as torch does.
-        streams: connections to each rank, used in turn.
+        connections: connections to each rank, used in turn.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
         allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
             are refused by default. ``share_weights`` then makes the replicas equal again: call it before weights are
@@ -153,14 +153,14 @@ class Pipelined(Strategy):
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
         segment_bytes: int = SEGMENT_BYTES,
-        streams: int = 1,
+        connections: int = 1,
         seed: int = 0,
         allow_drift: bool = False,
         ranks: Ranks | None = None,
     ):
         check_width(width, warmup_iterations)
         check_one_of("all_reduce", all_reduce, ALL_REDUCES)
-        check_connections(all_reduce, segment_bytes, streams)
+        check_messages(all_reduce, segment_bytes, connections)
         options = CodecOptions(codec=codec) if isinstance(codec, str) else codec
         options.check_all_reduce(all_reduce)
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
@@ -209,7 +209,7 @@ class Pipelined(Strategy):
             "all_reduce": all_reduce,
             "on_nonfinite": on_nonfinite,
             "segment_bytes": segment_bytes,
-            "streams": streams,
+            "connections": connections,
             "seed": seed,
             "allow_drift": allow_drift,
             "device": device.type,
@@ -224,7 +224,7 @@ class Pipelined(Strategy):
             self._ranks,
             timeout=timeout,
             segment_bytes=segment_bytes,
-            streams=streams,
+            connections=connections,
             device=device.type,
         )
         self._thread = CommunicationThread(device)

@@ -145,8 +145,8 @@ def goes_with(config: TrainConfig, all_reduce: str) -> bool:
 def unmeasured(config: TrainConfig) -> list[str]:
     """What the timing model does not know of a run, in words."""
     found = []
-    if config.pipeline.streams > 1:
-        found.append(f"{config.pipeline.streams} streams; measured: 1")
+    if config.pipeline.connections > 1:
+        found.append(f"{config.pipeline.connections} connections; measured: 1")
     if config.compression != CodecOptions(codec=config.compression.codec):
         found.append(f"{config.compression.codec} with options of its own; measured: as it is by default")
     return found

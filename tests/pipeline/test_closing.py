@@ -101,7 +101,7 @@ def _open_now() -> list[int]:
 
 def _construct(ranks: Ranks, times: int) -> tuple[list[int], list[int]]:
     for number in range(times):
-        model, pipeline = _make(ranks, streams=2)
+        model, pipeline = _make(ranks, connections=2)
         with pipeline:
             _backward(model, ranks, 0)
             pipeline.step()

@@ -98,7 +98,7 @@ def test_only_codecs_that_cost_no_accuracy_are_chosen_unasked() -> None:
     assert space_of(profile, parse(["--codec", "auto"])).codecs == ("fp32", "int4")
 
 
-@pytest.mark.parametrize("words", ["--streams 2", "--segment-bytes 4096"])
+@pytest.mark.parametrize("words", ["--connections 2", "--segment-bytes 4096"])
 def test_torchs_own_all_reduce_is_left_out_where_options_exclude_it(words: str) -> None:
     free, bound = parse(["--all-reduce", "auto"]), parse(["--all-reduce", "auto", *words.split()])
     assert "native" in space_of(PROFILE, free).all_reduces
@@ -106,11 +106,11 @@ def test_torchs_own_all_reduce_is_left_out_where_options_exclude_it(words: str) 
 
 
 def test_what_was_not_measured_is_said() -> None:
-    planned = choose(cluster(), "--width auto --codec sign --streams 2")
+    planned = choose(cluster(), "--width auto --codec sign --connections 2")
     assert planned.support == "outside"
-    assert planned.reasons == ["codec sign was not measured; its costs are typical ones", "2 streams; measured: 1"]
+    assert planned.reasons == ["codec sign was not measured; its costs are typical ones", "2 connections; measured: 1"]
     assert planned.lines()[-1].endswith(f"outside: {', '.join(planned.reasons)}")
-    assert choose(cluster(), "--width auto --streams 2").support == "extrapolated"
+    assert choose(cluster(), "--width auto --connections 2").support == "extrapolated"
 
 
 def test_numbers_typed_in_are_said_to_be_only_that() -> None:
