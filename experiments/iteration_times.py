@@ -114,7 +114,7 @@ def _server_times(contender: Contender, cluster: Cluster, nbytes: int) -> Row:
     synchronous = pipeline.strategy == "ps-sync" or pipeline.staleness_bound == 0
     times: Row = {"server_time_s": None, "textbook_server_time_s": None}
     if synchronous:
-        beside = pipeline.server_placement == "beside"
+        beside = pipeline.server_placement == "colocated"
         times["server_time_s"] = server_time(cluster, nbytes, servers=pipeline.servers, beside=beside)
         times["textbook_server_time_s"] = textbook_server_time(cluster, nbytes, servers=pipeline.servers)
     return times
@@ -241,7 +241,7 @@ def notes(rows: Sequence[Row], cells: Sequence[Cell], cluster: Cluster) -> list[
         lines.append(
             f"{server['contender']}: {_ms(server['iteration_median_s'])} ms, of which rank 0 waited "
             f"{_ms(server['exposed_median_s'])}; all gradients, then all weights, take {_ms(server['server_time_s'])} "
-            f"through the busiest card; timing.md's 2 p n beta, with servers apart from p workers: "
+            f"through the busiest NIC; timing.md's 2 p n beta, with servers apart from p workers: "
             f"{_ms(server['textbook_server_time_s'])}"
         )
     for pair in against_servers(rows, cells):

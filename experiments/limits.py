@@ -92,14 +92,14 @@ def server_time(cluster: Cluster, nbytes: float, *, servers: int, beside: bool) 
     2 (p-1) n beta. Headers are counted. None for several ranks a node, where it depends on who is where.
 
     Not a limit: a worker that has its weights early sends its next gradient while others still wait for theirs, and
-    cards are full-duplex. If all do so in turn, p n beta remain of 2 (p-1) n beta.
+    NICs are full-duplex. If all do so in turn, p n beta remain of 2 (p-1) n beta.
     """
     if cluster.nproc_per_node > 1:
         return None
     rates = cluster.rates
     share = nbytes / servers
     if beside:
-        # What node i's card takes in while gradients travel: as a server; or gives out, as a worker.
+        # Bytes that node i's NIC receives as a server, or sends as a worker, while gradients travel.
         loads = [share * (cluster.nodes - 1) if node < servers else nbytes for node in range(cluster.nodes)]
     else:
         workers = cluster.nodes - servers

@@ -27,7 +27,7 @@ MODELS = (*IMAGE_MODELS, *TEXT_MODELS)
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
 PREDICTIONS = ("eager", "local", "none")
-SERVER_PLACEMENTS = ("beside", "own")
+SERVER_PLACEMENTS = ("colocated", "dedicated")
 DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
 SCHEDULES = ("constant", "cosine", "one-cycle")
@@ -96,7 +96,7 @@ def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> Non
     check_at_least("connections", connections, 1)
     if connections > MAX_CONNECTIONS:
         raise UserInputError(
-            f"connections must be at most {MAX_CONNECTIONS}, since each is a connection to every rank; got {connections}"
+            f"connections must be at most {MAX_CONNECTIONS} to each rank, since every one is a socket; got {connections}"
         )
     if all_reduce == "native" and (connections, segment_bytes) != (1, SEGMENT_BYTES):
         raise UserInputError("connections and segment-bytes must be left out with --all-reduce native, torch's own")
@@ -270,9 +270,9 @@ class PipelineConfig:
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = 1
     """Number of parameter servers, each with its share of the weights (ps-sync, ps-async)."""
-    server_placement: str = "beside"
-    """Placement of the parameter servers: beside (on the ranks of the first workers) or own (on the last ranks, which
-    do nothing else)."""
+    server_placement: str = "colocated"
+    """Placement of the parameter servers: colocated (on the ranks of the first workers) or dedicated (on the last
+    ranks, which do nothing else)."""
     staleness_bound: int | None = None
     """Largest lead of the fastest worker over the slowest, in iterations (ps-async); no bound by default, 0 is
     ps-sync."""
@@ -302,8 +302,8 @@ class PipelineConfig:
         if self.strategy not in SERVER_STRATEGIES:
             return self.strategy
         bound = "" if self.staleness_bound is None else f", staleness bound {self.staleness_bound}"
-        where = "beside workers" if self.server_placement == "beside" else "on ranks of their own"
-        return f"{self.strategy}{bound}, {self.servers} server{'s' if self.servers > 1 else ''} {where}"
+        servers = f"{self.servers} {self.server_placement} server{'s' if self.servers > 1 else ''}"
+        return f"{self.strategy}{bound}, {servers}"
 
     def workers(self, world_size: int) -> int:
         """Return the number of ranks that compute gradients, which are the first ones of ``world_size``.
@@ -313,10 +313,10 @@ class PipelineConfig:
         """
         if self.strategy not in SERVER_STRATEGIES:
             return world_size
-        workers = world_size - self.servers if self.server_placement == "own" else world_size
+        workers = world_size - self.servers if self.server_placement == "dedicated" else world_size
         if workers < 1 or self.servers > world_size:
             raise UserInputError(
-                f"servers must be at most {max(world_size - (self.server_placement == 'own'), 0)} on {world_size} "
+                f"servers must be at most {max(world_size - (self.server_placement == 'dedicated'), 0)} on {world_size} "
                 f"rank{'s' if world_size > 1 else ''} with --server-placement {self.server_placement}; "
                 f"got {self.servers}"
             )

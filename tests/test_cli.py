@@ -128,7 +128,7 @@ from timing_model.schedules import ALL_REDUCES
         ),
         ("--strategy ps-async --staleness-bound -1", "staleness-bound must be at least 0; got -1"),
         ("--strategy ps-sync --servers 0", "servers must be at least 1; got 0"),
-        ("--strategy ps-sync --server-placement apart", "server-placement must be beside or own; got 'apart'"),
+        ("--strategy ps-sync --server-placement apart", "server-placement must be colocated or dedicated; got 'apart'"),
         (
             "--strategy ps-sync --device cuda",
             "device must be cpu with --strategy ps-sync, whose servers are on CPUs; got cuda",
@@ -191,7 +191,7 @@ from timing_model.schedules import ALL_REDUCES
         ),
         ("--segment-bytes 0", "segment-bytes must be at least 1; got 0"),
         ("--connections 0", "connections must be at least 1; got 0"),
-        ("--connections 17", "connections must be at most 16, since each is a connection to every rank; got 17"),
+        ("--connections 17", "connections must be at most 16 to each rank, since every one is a socket; got 17"),
         (
             "--all-reduce native --connections 2",
             "connections and segment-bytes must be left out with --all-reduce native, torch's own",
@@ -399,13 +399,13 @@ def test_help_shows_the_choices_of_an_option() -> None:
     [
         ("", 4, 4),
         ("--strategy ps-sync --servers 4", 4, 4),
-        ("--strategy ps-sync --server-placement own", 4, 3),
-        ("--strategy ps-async --servers 3 --server-placement own", 4, 1),
-        ("--strategy ps-sync --servers 3", 2, "servers must be at most 2 on 2 ranks with --server-placement beside"),
+        ("--strategy ps-sync --server-placement dedicated", 4, 3),
+        ("--strategy ps-async --servers 3 --server-placement dedicated", 4, 1),
+        ("--strategy ps-sync --servers 3", 2, "servers must be at most 2 on 2 ranks with --server-placement colocated"),
         (
-            "--strategy ps-sync --server-placement own",
+            "--strategy ps-sync --server-placement dedicated",
             1,
-            "servers must be at most 0 on 1 rank with --server-placement own",
+            "servers must be at most 0 on 1 rank with --server-placement dedicated",
         ),
     ],
 )

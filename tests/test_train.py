@@ -150,9 +150,13 @@ def test_one_rank_is_the_same_path(tmp_path: Path) -> None:
     [
         ("--strategy ddp --ddp-hook fp16", 3, True),
         ("--strategy ps-sync --servers 2 --check-replicas 4", 3, True),
-        ("--strategy ps-sync --server-placement own", 2, True),
+        ("--strategy ps-sync --server-placement dedicated", 2, True),
         ("--strategy ps-async --schedule one-cycle", 3, True),
-        ("--strategy ps-async --staleness-bound 1 --servers 2 --server-placement own --schedule one-cycle", 1, True),
+        (
+            "--strategy ps-async --staleness-bound 1 --servers 2 --server-placement dedicated --schedule one-cycle",
+            1,
+            True,
+        ),
         ("--strategy local", 3, False),
     ],
 )

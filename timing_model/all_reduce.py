@@ -72,7 +72,7 @@ def all_reduce_time(
     segment_bytes: int = SEGMENT_BYTES,
     inner: LinkParams | None = None,
     ranks_per_node: int = 1,
-    cards: int = 1,
+    nics: int = 1,
 ) -> CollectiveTime:
     """Time of one all-reduce of ``numel`` float32 values, from a common start to the last rank's end, in s.
 
@@ -94,7 +94,7 @@ def all_reduce_time(
         segment_bytes: bytes of the largest message.
         inner: link inside a node, for hierarchical; its alpha and beta count.
         ranks_per_node: ranks of a node, g, for hierarchical; a divisor of p.
-        cards: NICs of a node, r, for hierarchical: its g ranks send at once, each at min(1, r/g) of ``link``'s rate.
+        nics: NICs of a node, r, for hierarchical: its g ranks send at once, each at min(1, r/g) of ``link``'s rate.
 
     Raises:
         ValueError: a value is out of range.
@@ -107,7 +107,7 @@ def all_reduce_time(
     check_at_least("numel", numel, 0)
     check_count("world_size", world_size)
     check_count("ranks_per_node", ranks_per_node)
-    check_count("cards", cards)
+    check_count("nics", nics)
     cost = codec or uncompressed(link.gamma)
     if world_size == 1 or numel == 0:
         return CollectiveTime(0.0, 0.0, 0.0)
@@ -122,7 +122,7 @@ def all_reduce_time(
     elif world_size % ranks_per_node:
         raise ValueError(f"ranks_per_node must divide world_size {world_size}; got {ranks_per_node}")
     total, wire = (
-        _time(all_reduce, link, one, numel, world_size, segment_bytes, inner, ranks_per_node, cards)
+        _time(all_reduce, link, one, numel, world_size, segment_bytes, inner, ranks_per_node, nics)
         for one in (cost, cost.free())
     )
     wire = min(wire, total)  # where messages meet, work can let another message pass and so save time
@@ -179,7 +179,7 @@ def _time(
     segment_bytes: int,
     inner: LinkParams | None,
     ranks_per_node: int,
-    cards: int,
+    nics: int,
 ) -> float:
     chunk = numel / chunks_of(all_reduce, world_size)
     segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
@@ -191,7 +191,7 @@ def _time(
     costs = SegmentCosts(
         work=codec.seconds(values),
         alpha=link.alpha,
-        transfer=nbytes * link.beta * max(1.0, ranks_per_node / cards),
+        transfer=nbytes * link.beta * max(1.0, ranks_per_node / nics),
         overhead=link.overhead,
         inner_alpha=inner.alpha if inner else 0.0,
         inner_transfer=nbytes * inner.beta if inner else 0.0,

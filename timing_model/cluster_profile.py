@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,15 +38,30 @@ __all__ = [
     "Profile",
 ]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the file's format; raised whenever an older reader would misunderstand a newer file."""
+OLDER_NAMES = {
+    "contention": "compute_slowdown",
+    "codec_contention": "codec_compute_slowdown",
+    "hindrance": "comm_slowdown",
+    "hindrances": "comm_slowdowns",
+}
+"""Fields of a computation in format 3, which this version still reads, and their names today."""
 RING = "ring"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
 """Names of the all-reduces, and of the parameter server, that may have a link of their own."""
 MOST_CV = 10.0
 SMALLEST_BITS, SMALLEST_SHARE = 1e-6, 1e-6
 """Fewest bits of a value on the wire, and fewest ranks per core."""
-ESTIMATES = ("forward", "backward", "update", "late_update", "contention", "codec_contention", "hindrance")
+ESTIMATES = (
+    "forward",
+    "backward",
+    "update",
+    "late_update",
+    "compute_slowdown",
+    "codec_compute_slowdown",
+    "comm_slowdown",
+)
 """Fields of a ``ComputeProfile`` that are estimates."""
 
 
@@ -78,8 +93,8 @@ class Profile:
         """
         file = read_tables(path)
         version = file.count("format")
-        if version != FORMAT:
-            raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate anew)", version)
+        if version not in (FORMAT, FORMAT - 1):
+            raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate again)", version)
         links, codecs = (file.table(name) if name in file else None for name in ("links", "codecs"))
         servers = file.table("servers") if "servers" in file else None
         profile = cls(
@@ -90,7 +105,7 @@ class Profile:
             inner=_link(file.table("inner")) if "inner" in file else None,
             codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
             sharing=_estimate(servers, "sharing", most=1.0) if servers else None,
-            compute=tuple(map(_compute, file.tables("compute"))),
+            compute=tuple(_compute(table, OLDER_NAMES if version < FORMAT else {}) for table in file.tables("compute")),
         )
         if servers:
             servers.done()
@@ -209,8 +224,10 @@ def _calibrated(table: Table) -> Calibrated:
     return calibrated
 
 
-def _compute(table: Table) -> ComputeProfile:
-    others = table.table("hindrances") if "hindrances" in table else None
+def _compute(table: Table, renamed: Mapping[str, str]) -> ComputeProfile:
+    for old, new in renamed.items():
+        table.rename(old, new)
+    others = table.table("comm_slowdowns") if "comm_slowdowns" in table else None
     compute = ComputeProfile(
         model=table.text("model"),
         batch_size=table.count("batch_size"),
@@ -218,7 +235,7 @@ def _compute(table: Table) -> ComputeProfile:
         samples=table.count("samples") if "samples" in table else None,
         cv=table.number("cv", most=MOST_CV),
         slow_ranks=table.numbers("slow_ranks", least=1.0),
-        hindrances={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
+        comm_slowdowns={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
         **{name: _estimate(table, name) for name in ESTIMATES},
     )
     table.done()

@@ -155,7 +155,7 @@ def all_to_all_time(link: LinkParams, nbytes: float, world_size: int) -> float:
 
 
 def hierarchical_time(
-    inner: LinkParams, link: LinkParams, nbytes: float, *, nodes: int, ranks_per_node: int, cards: int = 1
+    inner: LinkParams, link: LinkParams, nbytes: float, *, nodes: int, ranks_per_node: int, nics: int = 1
 ) -> float:
     r"""Time of three rings, inside nodes, between them, and inside again, in s. N ``nodes`` have g ranks and r NICs.
 
@@ -172,11 +172,11 @@ def hierarchical_time(
     >>> hierarchical_time(one, one, 8.0, nodes=4, ranks_per_node=2)
     8.0
     """
-    for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node), ("cards", cards)):
+    for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node), ("nics", nics)):
         check_count(name, value)
     inside = ring_all_reduce_time(inner, nbytes, ranks_per_node) - (inner.sync if ranks_per_node > 1 else 0.0)
     share = nbytes / ranks_per_node
-    sharing = max(1.0, ranks_per_node / cards)  # ranks at each NIC
+    sharing = max(1.0, ranks_per_node / nics)  # ranks at each NIC
     outside = ring_all_reduce_time(link, share, nodes) + (sharing - 1) * ring_all_reduce_bytes(share, nodes) * link.beta
     return inside + outside + (link.sync if nodes == 1 < ranks_per_node else 0.0)
 

@@ -99,7 +99,7 @@ def collective_time(question: Question, costs: Costs, numel: float) -> Collectiv
         segment_bytes=segment_bytes,
         inner=costs.inner,
         ranks_per_node=question.ranks_per_node,
-        cards=question.cards,
+        nics=question.nics,
     )
 
 
@@ -144,5 +144,5 @@ def estimates_of(question: Question) -> Iterator[tuple[str, dict[str, Estimate]]
     compute = question.compute
     update = compute.update if question.width == 1 else compute.late_update
     yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
-    yield "times", {"contention": compute.contention_of(question.codec)}
-    yield "times", {"hindrance": compute.hindrance_of(question.all_reduce)}
+    yield "times", {"compute_slowdown": compute.compute_slowdown_of(question.codec)}
+    yield "times", {"comm_slowdown": compute.comm_slowdown_of(question.all_reduce)}

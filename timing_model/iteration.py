@@ -140,7 +140,7 @@ def layerwise_iteration_time(
         end = 0.0
         for (share, _), t_comm in zip(buckets, t_comms, strict=True):
             start = max(end, slower * times.forward + share * backward)
-            end = start + times.hindered(t_comm, slower * times.forward + backward - start)
+            end = start + times.slowed_comm(t_comm, slower * times.forward + backward - start)
         return max(end, slower * times.forward + backward) + slower * times.update
 
     wires = [collective.wire for _, collective in buckets]

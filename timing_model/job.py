@@ -73,17 +73,17 @@ class Question:
     segment_bytes: int = SEGMENT_BYTES
     ranks_per_node: int = 1
     """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
-    cards: int = 1
+    nics: int = 1
     """NICs of a node, which the ranks of a hierarchical all-reduce share."""
     servers: int = 1
     """Servers of ps-sync, which ``placement`` colocates with workers or puts on ranks of their own."""
-    placement: str = "beside"
+    placement: str = "colocated"
     iterations: int | None = None
     """Iterations of the job; None if ``epochs``, or no length, is given."""
     epochs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "cards", "servers"):
+        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers"):
             check_count(name, getattr(self, name))
         if self.world_size > LARGEST_WORLD:
             raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
@@ -108,11 +108,11 @@ class Question:
         g = self.ranks_per_node
         if self.world_size % g:
             raise ValueError(f"ranks_per_node must divide {self.world_size} ranks; got {g}")
-        if self.cards > g:
-            raise ValueError(f"cards must be at most as many as ranks_per_node, {g}; got {self.cards}")
+        if self.nics > g:
+            raise ValueError(f"nics must be at most as many as ranks_per_node, {g}; got {self.nics}")
         if g > 1 and self.all_reduce not in ON_NODES:
             raise ValueError(
-                f"ranks_per_node must be 1 with {self.measured_as}, whose ranks would share their node's card, which "
+                f"ranks_per_node must be 1 with {self.measured_as}, whose ranks would share their node's NIC, which "
                 f"the model cannot tell; got {g}"
             )
 
@@ -190,7 +190,7 @@ class Question:
     @property
     def workers(self) -> int:
         """Ranks that compute."""
-        apart = self.strategy == "ps-sync" and self.placement == "own"
+        apart = self.strategy == "ps-sync" and self.placement == "dedicated"
         return self.world_size - self.servers if apart else self.world_size
 
     @property

@@ -180,13 +180,13 @@ class ComputeProfile:
     """Time of optimizer and packing where nothing is in flight."""
     late_update: Estimate
     """Time of the update at a width above 1, which includes the prediction."""
-    contention: Estimate
+    compute_slowdown: Estimate
     """Share by which the computation is slower while an uncompressed collective runs."""
-    codec_contention: Estimate
+    codec_compute_slowdown: Estimate
     """Share by which a compressed collective slows the computation: encoding and decoding take cores, too."""
-    hindrance: Estimate
-    """Share by which a collective is slower while the computation runs: a ring, and any not in ``hindrances``."""
-    hindrances: dict[str, Estimate] = field(default_factory=dict)
+    comm_slowdown: Estimate
+    """Share by which a collective is slower while the computation runs: a ring, and any not in ``comm_slowdowns``."""
+    comm_slowdowns: dict[str, Estimate] = field(default_factory=dict)
     """Hindrances of other all-reduces, by name."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
@@ -206,9 +206,9 @@ class ComputeProfile:
             backward=Estimate.exact(compute * BACKWARD),
             update=Estimate.exact(update),
             late_update=Estimate.exact(update),
-            contention=Estimate.exact(0.0),
-            codec_contention=Estimate.exact(0.0),
-            hindrance=Estimate.exact(0.0),
+            compute_slowdown=Estimate.exact(0.0),
+            codec_compute_slowdown=Estimate.exact(0.0),
+            comm_slowdown=Estimate.exact(0.0),
         )
 
     @property
@@ -216,13 +216,13 @@ class ComputeProfile:
         """Values of the whole gradient."""
         return sum(self.tensors)
 
-    def hindrance_of(self, all_reduce: str | None) -> Estimate:
+    def comm_slowdown_of(self, all_reduce: str | None) -> Estimate:
         """Return the share by which this all-reduce is slower while the computation runs."""
-        return self.hindrances.get(all_reduce or "", self.hindrance)
+        return self.comm_slowdowns.get(all_reduce or "", self.comm_slowdown)
 
-    def contention_of(self, codec: str) -> Estimate:
+    def compute_slowdown_of(self, codec: str) -> Estimate:
         """Return the share by which the computation is slower while a collective with this codec runs."""
-        return self.contention if codec == UNCOMPRESSED else self.codec_contention
+        return self.compute_slowdown if codec == UNCOMPRESSED else self.codec_compute_slowdown
 
     def times(self, width: int, all_reduce: str | None = None, codec: str = UNCOMPRESSED) -> ComputeTimes:
         """Return the times of an iteration in a pipeline of this width; 1 is synchronous."""
@@ -230,8 +230,8 @@ class ComputeProfile:
             update=(self.update if width == 1 else self.late_update).value,
             forward=self.forward.value,
             backward=self.backward.value,
-            contention=self.contention_of(codec).value,
-            hindrance=self.hindrance_of(all_reduce).value,
+            compute_slowdown=self.compute_slowdown_of(codec).value,
+            comm_slowdown=self.comm_slowdown_of(all_reduce).value,
         )
 
     def noise(self) -> Noise:

@@ -67,7 +67,9 @@ def add_configuration(options: Parser) -> None:
         "--segment-bytes", type=whole(), default=SEGMENT_BYTES, metavar="N", help="largest message (1 MiB)"
     )
     one.add_argument("--servers", type=whole(), default=1, metavar="S", help="of ps-sync (1)")
-    one.add_argument("--server-placement", default="beside", help="beside workers, or own (beside)")
+    one.add_argument(
+        "--server-placement", default="colocated", help="colocated with workers, or dedicated ranks (colocated)"
+    )
     add_nodes(one)
 
 
@@ -75,7 +77,7 @@ def add_nodes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--ranks-per-node", type=whole(), default=1, metavar="G", help="for hierarchical; no effect on ring, native (1)"
     )
-    group.add_argument("--cards", type=whole(), default=1, metavar="R", help="of a node, for hierarchical (1)")
+    group.add_argument("--nics", type=whole(), default=1, metavar="R", help="of a node, for hierarchical (1)")
 
 
 def base_of(given: Namespace) -> Question:
@@ -91,7 +93,7 @@ def base_of(given: Namespace) -> Question:
         compute=_compute(given, cluster),
         world_size=given.world_size,
         ranks_per_node=given.ranks_per_node,
-        cards=given.cards,
+        nics=given.nics,
         iterations=given.iterations,
         epochs=given.epochs,
     )

@@ -6,7 +6,7 @@ from timing_model.all_reduce import CollectiveTime
 from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.params import LinkParams
 
-PLACEMENTS = ("beside", "own")
+PLACEMENTS = ("colocated", "dedicated")
 
 
 def parameter_server_time(
@@ -15,7 +15,7 @@ def parameter_server_time(
     world_size: int,
     *,
     servers: int = 1,
-    placement: str = "beside",
+    placement: str = "colocated",
     sharing: float = 1.0,
 ) -> CollectiveTime:
     r"""Time from the gradients of a round to the weights, in s, for a job of p ranks and s servers.
@@ -52,7 +52,7 @@ def parameter_server_time(
     if sharing > 1:
         raise ValueError(f"sharing must be at most 1; got {sharing}")
     check_one_of("placement", placement, PLACEMENTS)
-    beside = placement == "beside"
+    beside = placement == "colocated"
     most = world_size if beside else world_size - 1
     if servers > most:
         raise ValueError(

@@ -45,9 +45,9 @@ class ComputeTimes:
     """Time of optimizer, prediction and packing, which follow the arrival of a gradient."""
     forward: float
     backward: float
-    contention: float = 0.0
+    compute_slowdown: float = 0.0
     """Share by which the computation is slower while a collective runs."""
-    hindrance: float = 0.0
+    comm_slowdown: float = 0.0
     """Share by which a collective in a pipeline is slower while the computation runs."""
 
     def __post_init__(self) -> None:
@@ -62,30 +62,31 @@ class ComputeTimes:
     def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
         r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.
 
-        At width 1 the two do not overlap. Otherwise, with k ``contention`` and h ``hindrance``, a second of the
+        At width 1 the two do not overlap. Otherwise, with k ``compute_slowdown`` and h ``comm_slowdown``, a second of
         computation does the work of 1/(1+k) s while the collective runs, and the collective at worst stands still:
 
         .. math::
 
             m' = \min(m (1 + h),\; m + c), \qquad c' = \min\left(c (1 + k),\; c + \frac{k}{1 + k} m'\right)
 
-        >>> ComputeTimes(update=0.0, forward=1.0, backward=3.0, contention=0.5).at_width(2, 3.0)
+        >>> ComputeTimes(update=0.0, forward=1.0, backward=3.0, compute_slowdown=0.5).at_width(2, 3.0)
         (5.0, 3.0)
-        >>> ComputeTimes(update=0.0, forward=1.0, backward=1.0, contention=0.5, hindrance=1.0).at_width(2, 10.0)
+        >>> slower = ComputeTimes(update=0.0, forward=1.0, backward=1.0, compute_slowdown=0.5, comm_slowdown=1.0)
+        >>> slower.at_width(2, 10.0)
         (3.0, 12.0)
         """
         if width == 1:
             return self.total, t_comm
-        hindered = min(t_comm * (1 + self.hindrance), t_comm + self.total)
-        return self.slowed(self.total, hindered), hindered
+        slowed = min(t_comm * (1 + self.comm_slowdown), t_comm + self.total)
+        return self.slowed(self.total, slowed), slowed
 
     def slowed(self, seconds: float, t_comm: float) -> float:
         """Return the time, in s, of ``seconds`` of the computation while a collective runs that takes ``t_comm`` s."""
-        return _slowed(seconds, self.contention, t_comm)
+        return _slowed(seconds, self.compute_slowdown, t_comm)
 
-    def hindered(self, t_comm: float, seconds: float) -> float:
+    def slowed_comm(self, t_comm: float, seconds: float) -> float:
         """Return the time, in s, of a collective of ``t_comm`` s whose first ``seconds`` overlap the computation."""
-        return _slowed(t_comm, self.hindrance, max(seconds, 0.0))
+        return _slowed(t_comm, self.comm_slowdown, max(seconds, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ EVERY = 20
 LONG = f"--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations {EVERY}"
 TO_RESUME = f"--hidden-sizes 100 --batch-size 32 --iterations 100 --checkpoint-iterations {EVERY} --keep-checkpoints 20"
 CLOCK = Path(__file__).with_name("clock.c")
-SERVED = "--hidden-sizes 100 --batch-size 32 --iterations 100000 --server-placement own"
+SERVED = "--hidden-sizes 100 --batch-size 32 --iterations 100000 --server-placement dedicated"
 CONTINUES = r"continuing after iteration (\d+)"
 
 

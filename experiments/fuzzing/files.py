@@ -82,9 +82,9 @@ def whole_profile(folder: Path) -> str:
         backward=about(0.04),
         update=about(0.005),
         late_update=about(0.006),
-        contention=about(0.1),
-        codec_contention=about(0.15),
-        hindrance=about(0.05),
+        compute_slowdown=about(0.1),
+        codec_compute_slowdown=about(0.15),
+        comm_slowdown=about(0.05),
         cv=0.02,
         slow_ranks=(1.31,),
     )

@@ -1,4 +1,4 @@
-"""The emulated cluster: nodes, each with one network card, on cables of a given rate, at one switch."""
+"""The emulated cluster: nodes, each with one network interface, on cables of a given rate, at one switch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 class Traffic(NamedTuple):
-    """What has passed through a node's network card, all headers included."""
+    """What has passed through a node's network interface, all headers included."""
 
     bytes_sent: int
     bytes_received: int
@@ -216,7 +216,7 @@ class Testbed:
         self._run(wiring.limits(node, self.link, self.rates[node], self.delays_by, "change"))
 
     def cut(self, node: int) -> None:
-        """Lose everything to and from ``node`` from now on, in silence; its network card notices nothing."""
+        """Lose everything to and from ``node`` from now on, in silence; its network interface notices nothing."""
         self._check_node("node", node)
         self._run([f"ip link set n{node} nomaster"])
 

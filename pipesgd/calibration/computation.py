@@ -68,10 +68,10 @@ class Computation:
     """Spread between ranks in an iteration: standard deviation over mean of one rank's time."""
     slow_ranks: dict[int, float]
     """Slowdown of each rank that is always slow: its median iteration over the median rank's."""
-    contention: Estimate
-    codec_contention: Estimate
+    compute_slowdown: Estimate
+    codec_compute_slowdown: Estimate
     """Contention with an all-reduce that is compressed."""
-    hindrances: dict[str, Estimate]
+    comm_slowdowns: dict[str, Estimate]
     """Share by which each all-reduce is slower while the computation runs, by name."""
 
 
@@ -224,28 +224,28 @@ def summarize(
         Estimate(float(middle), max(0.0, float(middle - far)), float(middle + far))
         for middle, far in zip(value, reach, strict=True)
     ]
-    contention, codec_contention, *hindrances = found[len(PARTS) :]
+    compute_slowdown, codec_compute_slowdown, *comm_slowdowns = found[len(PARTS) :]
     return Computation(
         parts=dict(zip(PARTS, found, strict=False)),
         cv=cv,
         slow_ranks=slow,
-        contention=contention,
-        codec_contention=codec_contention,
-        hindrances=dict(zip(t_comms, hindrances, strict=True)),
+        compute_slowdown=compute_slowdown,
+        codec_compute_slowdown=codec_compute_slowdown,
+        comm_slowdowns=dict(zip(t_comms, comm_slowdowns, strict=True)),
     )
 
 
 def _values(
     synchronous: Lap, late: Sequence[Lap], t_comms: Sequence[float], t_compressed: float, model: LateIteration
 ) -> Floats:
-    """Return ``PARTS``, contentions and hindrances of these iterations, by inverting ``ComputeTimes.at_width``.
+    """Return ``PARTS`` and the slowdowns of these iterations, by inverting ``ComputeTimes.at_width``.
 
     In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow.
     """
     uncompressed, compressed = late[: len(t_comms)], late[len(t_comms) :]
     forward, backward, update, *_ = synchronous.mean(axis=(0, 1))
     all_reduces = np.array([_all_reduce(way, model) for way in uncompressed])
-    hindered = [
+    slowed = [
         min(1 - t_comm / all_reduce, MOST_SLOWED) if all_reduce > t_comm else 0.0
         for all_reduce, t_comm in zip(all_reduces, t_comms, strict=True)
     ]
@@ -266,8 +266,8 @@ def _values(
         return float(np.clip((computation - forward - backward - late_update) / shared, 0.0, MOST_SLOWED))
 
     own = lost_of(uncompressed[0], float(all_reduces[0]), lost)
-    with_codec = lost_of(compressed[0], t_compressed / (1 - hindered[0]), own) if compressed else own
-    shares = np.array([own, with_codec, *hindered])
+    with_codec = lost_of(compressed[0], t_compressed / (1 - slowed[0]), own) if compressed else own
+    shares = np.array([own, with_codec, *slowed])
     return np.array([forward, backward, update, late_update, *(shares / (1 - shares))])
 
 

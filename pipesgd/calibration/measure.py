@@ -120,10 +120,10 @@ def measure(
         CommunicationError: a rank was lost.
     """
     timeout = config.run.timeout
-    where, cards, hosts = places_of(ranks), interfaces.interfaces_of(ranks), machines.machines_of(ranks)
+    where, nics, hosts = places_of(ranks), interfaces.interfaces_of(ranks), machines.machines_of(ranks)
     shared = machines.ranks_per_core(hosts)
 
-    say(console, describe(ranks, shared, [one.address for one in cards], seconds))
+    say(console, describe(ranks, shared, [one.address for one in nics], seconds))
     asked = {CODECS, LINKS} | ({SERVERS} if servers else set())
     planned = {name: share * seconds for name, share in SHARES.items() if name in asked}
     planned[TRAINING] = seconds - sum(planned.values())
@@ -198,7 +198,7 @@ def measure(
         fits[PARAMETER_SERVER] = fit_cluster.fit_servers(cells, fits[RING])
     lost = float(np.mean([stolen[lap] for lap in laps]))
     warnings = report.warnings(computation, fits, lost)
-    say(console, *interfaces.wrong_interfaces(cards, where), *(one.line for one in slow), *warnings)
+    say(console, *interfaces.wrong_interfaces(nics, where), *(one.line for one in slow), *warnings)
     return Measured(
         hosts=hosts,
         codecs=measured_codecs,

@@ -98,8 +98,8 @@ def start(
     ranks: Ranks, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options
 ) -> ParameterServers | None:
     """Return the strategy on a worker; on a dedicated server, serve until no worker needs it, then return None."""
-    options = {"servers": 1, "placement": "beside", "timeout": 20.0, **options}
-    workers = ranks.world_size - (options["servers"] if options["placement"] == "own" else 0)
+    options = {"servers": 1, "placement": "colocated", "timeout": 20.0, **options}
+    workers = ranks.world_size - (options["servers"] if options["placement"] == "dedicated" else 0)
     strategy = ParameterServers(model, optimizer, ranks=ranks, **options)
     if ranks.rank < workers:
         return strategy
@@ -118,12 +118,12 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def placements(world_size: int) -> list[Options]:
     """Return every way to place one to three servers on this many ranks."""
-    beside = [{"servers": servers, "placement": "beside"} for servers in (1, 2, 3) if servers <= world_size]
-    return beside + [{"servers": servers, "placement": "own"} for servers in (1, 2, 3) if servers < world_size]
+    beside = [{"servers": servers, "placement": "colocated"} for servers in (1, 2, 3) if servers <= world_size]
+    return beside + [{"servers": servers, "placement": "dedicated"} for servers in (1, 2, 3) if servers < world_size]
 
 
 def workers_of(options: Options, world_size: int) -> int:
-    return world_size - (options["servers"] if options["placement"] == "own" else 0)
+    return world_size - (options["servers"] if options["placement"] == "dedicated" else 0)
 
 
 # ---- Synchronous rounds
@@ -263,10 +263,10 @@ def _count(ranks: Ranks, options: Options, iterations: int) -> Any:
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (1, {"servers": 1, "placement": "beside"}),
-        (3, {"servers": 2, "placement": "beside"}),
-        (4, {"servers": 1, "placement": "beside"}),
-        (4, {"servers": 2, "placement": "own"}),
+        (1, {"servers": 1, "placement": "colocated"}),
+        (3, {"servers": 2, "placement": "colocated"}),
+        (4, {"servers": 1, "placement": "colocated"}),
+        (4, {"servers": 2, "placement": "dedicated"}),
     ],
 )
 def test_every_gradient_is_applied_once_at_its_own_rate(world_size: int, options: Options, bound: int | None) -> None:
@@ -301,7 +301,7 @@ def _train_alone(ranks: Ranks, optimizer_name: str, options: Options) -> Any:
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_one_worker_is_plain_training_exactly(optimizer: str) -> None:
-    options = {"servers": 2, "placement": "own", "staleness_bound": None}
+    options = {"servers": 2, "placement": "dedicated", "staleness_bound": None}
     assert run_ranks(3, _train_alone, optimizer, options)[0]
 
 
@@ -412,7 +412,7 @@ def test_a_worker_waits_longer_than_the_timeout_for_one_that_makes_progress() ->
 def _never_comes(ranks: Ranks, folder: Path) -> None:
     """Stop training on rank 2; without a bound, its absence is found by the next collective call."""
     model = Counter()
-    options = {"staleness_bound": None, "timeout": 0.5, "placement": "own"}
+    options = {"staleness_bound": None, "timeout": 0.5, "placement": "dedicated"}
     strategy = None
     seen: Any = None
     try:
@@ -596,7 +596,7 @@ def _resume_in_the_middle(ranks: Ranks, optimizer_name: str, options: Options, a
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw", "adagrad"])
 @pytest.mark.parametrize(
-    "options", [{"servers": 1, "placement": "beside"}, {"servers": 3}, {"servers": 2, "placement": "own"}]
+    "options", [{"servers": 1, "placement": "colocated"}, {"servers": 3}, {"servers": 2, "placement": "dedicated"}]
 )
 def test_a_state_dict_continues_bit_for_bit(optimizer: str, options: Options) -> None:
     world_size = 4 if options.get("placement") == "own" else 3
@@ -685,7 +685,7 @@ def seen_by(folder: Path, rank: int) -> Any:
         ({"servers": 1}, 2),
         ({"servers": 1}, 0),
         ({"servers": 3}, 1),
-        ({"servers": 1, "placement": "own"}, 1),
+        ({"servers": 1, "placement": "dedicated"}, 1),
     ],
 )
 def test_a_rank_that_dies_is_noticed_by_all_others(
@@ -704,7 +704,7 @@ def test_a_rank_that_dies_is_noticed_by_all_others(
             assert iteration == 3 or (iteration == 2 and victim < options["servers"])
 
 
-@pytest.mark.parametrize("options", [{"servers": 1}, {"servers": 1, "placement": "own"}])
+@pytest.mark.parametrize("options", [{"servers": 1}, {"servers": 1, "placement": "dedicated"}])
 def test_a_worker_that_hangs_is_named_within_the_deadline(options: Options, tmp_path: Path) -> None:
     run_ranks(4, _until_failure, {**options, "staleness_bound": 0, "timeout": 1.0}, 2, True, tmp_path)
     for rank in (0, 1, 3):
@@ -778,7 +778,7 @@ def test_bytes_counted_are_bytes_announced() -> None:
         for announced, counted in counts:
             assert announced == counted > 0
         headers = 4 * 8 * (4 + 6)  # four requests: 4 numbers; lr, momentum, weight decay of two groups
-        if options["placement"] == "own":
+        if options["placement"] == "dedicated":
             assert {announced for announced, _ in counts} == {4 * weights + headers * options["servers"]}
         elif options["servers"] == 1:
             assert counts[1][0] == 4 * weights + headers
@@ -801,7 +801,7 @@ def _average_buffers(ranks: Ranks, options: Options) -> Any:
     return model.running_mean.tolist(), model.weight.tolist()
 
 
-@pytest.mark.parametrize("options", [{"servers": 2}, {"servers": 1, "placement": "own"}])
+@pytest.mark.parametrize("options", [{"servers": 2}, {"servers": 1, "placement": "dedicated"}])
 def test_buffers_are_averaged_over_workers_who_start_from_rank_0s_values(options: Options) -> None:
     results = run_ranks(4 if "placement" in options else 3, _average_buffers, options)
     assert results[:3] == [([2.0, 20.0], [0.0, 0.0])] * 3
@@ -812,9 +812,9 @@ def test_buffers_are_averaged_over_workers_who_start_from_rank_0s_values(options
     ("options", "message"),
     [
         ({"servers": 0}, "servers must be at least 1; got 0"),
-        ({"servers": 2}, "servers must be at most 1 on 1 rank with --server-placement beside; got 2"),
-        ({"placement": "own"}, "servers must be at most 0 on 1 rank with --server-placement own; got 1"),
-        ({"placement": "besides"}, "did you mean beside"),
+        ({"servers": 2}, "servers must be at most 1 on 1 rank with --server-placement colocated; got 2"),
+        ({"placement": "dedicated"}, "servers must be at most 0 on 1 rank with --server-placement dedicated; got 1"),
+        ({"placement": "colocate"}, "did you mean colocated"),
         ({"staleness_bound": -1}, "staleness-bound must be at least 0; got -1"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite must be stop or skip; got 'ignore'"),
         ({"timeout": 0}, "timeout must be from 0.1 to 1,000,000 seconds; got 0"),

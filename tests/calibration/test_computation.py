@@ -36,8 +36,8 @@ def laps(
     count: int = 8,
     drift: Callable[[int], float] = lambda lap: 1.0,
     t_comm: float = 0.0,
-    contention: float = 0.0,
-    hindrance: float = 0.0,
+    compute_slowdown: float = 0.0,
+    comm_slowdown: float = 0.0,
 ) -> list[Laps]:
     """Return a rank's laps at widths 1 and 2: ``MEANS`` times ``scale`` and drift, with a ``t_comm`` s all-reduce."""
     generator = np.random.default_rng(seed)
@@ -45,11 +45,19 @@ def laps(
     for width in (1, 2):
         forward, backward, update, late_update = (scale * mean for mean in MEANS)
         own = update if width == 1 else late_update
-        times = ComputeTimes(forward=forward, backward=backward, update=own, contention=contention, hindrance=hindrance)
+        times = ComputeTimes(
+            forward=forward,
+            backward=backward,
+            update=own,
+            compute_slowdown=compute_slowdown,
+            comm_slowdown=comm_slowdown,
+        )
         computed, communicated = times.at_width(width, t_comm)
         total = computed + t_comm if width == 1 else max(computed, communicated)
         # In a pipeline, the all-reduce begins with the update.
-        beside = 0.0 if width == 1 else min(own * contention, communicated * contention / (1 + contention))
+        beside = (
+            0.0 if width == 1 else min(own * compute_slowdown, communicated * compute_slowdown / (1 + compute_slowdown))
+        )
         slower = (computed - own - beside) / (forward + backward)
         found.append([])
         for lap in range(count):
@@ -97,8 +105,8 @@ def test_means_are_those_of_the_ranks_that_are_not_slow_and_their_difference_is_
     found = of([0.95, 1.05, 3.0], cv=0.05)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS, rel=0.03)
     assert found.cv == pytest.approx(0.05, rel=0.15)
-    assert found.contention == Estimate.exact(0.0)
-    assert found.hindrances == {"ring": Estimate.exact(0.0)}
+    assert found.compute_slowdown == Estimate.exact(0.0)
+    assert found.comm_slowdowns == {"ring": Estimate.exact(0.0)}
 
 
 def test_a_rank_that_is_always_slow_is_found_by_its_factor() -> None:
@@ -135,30 +143,37 @@ def test_what_slows_all_ranks_down_together_makes_none_wait() -> None:
 
 
 @pytest.mark.parametrize("t_comm", [2.0, 3.0, 8.0])
-@pytest.mark.parametrize(("contention", "hindrance"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.2)])
-def test_what_each_loses_beside_the_other_is_found(t_comm: float, contention: float, hindrance: float) -> None:
+@pytest.mark.parametrize(("compute_slowdown", "comm_slowdown"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.2)])
+def test_what_each_loses_beside_the_other_is_found(
+    t_comm: float, compute_slowdown: float, comm_slowdown: float
+) -> None:
     """The timing model's formula is inverted, whether the network or the computation is slower."""
-    ranks = [laps(t_comm=t_comm, contention=contention, hindrance=hindrance)] * 2
+    ranks = [laps(t_comm=t_comm, compute_slowdown=compute_slowdown, comm_slowdown=comm_slowdown)] * 2
     found = summary(ranks, t_comms={"ring": t_comm})
-    assert found.contention.value == pytest.approx(contention, abs=1e-6)
-    assert found.hindrances["ring"].value == pytest.approx(hindrance, abs=1e-6)
+    assert found.compute_slowdown.value == pytest.approx(compute_slowdown, abs=1e-6)
+    assert found.comm_slowdowns["ring"].value == pytest.approx(comm_slowdown, abs=1e-6)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
 
 
 def test_every_all_reduce_has_its_own_hindrance_and_all_say_how_slow_the_computation_is() -> None:
-    ring, other = laps(t_comm=8.0, contention=0.3, hindrance=0.1), laps(t_comm=9.0, contention=0.5, hindrance=0.25)
+    ring, other = (
+        laps(t_comm=8.0, compute_slowdown=0.3, comm_slowdown=0.1),
+        laps(t_comm=9.0, compute_slowdown=0.5, comm_slowdown=0.25),
+    )
     found = summary([[*ring, other[1]]] * 2, t_comms={"ring": 8.0, "native": 9.0})
-    assert {name: one.value for name, one in found.hindrances.items()} == pytest.approx({"ring": 0.1, "native": 0.25})
-    assert found.contention.value == found.codec_contention.value == pytest.approx(0.4)
+    assert {name: one.value for name, one in found.comm_slowdowns.items()} == pytest.approx(
+        {"ring": 0.1, "native": 0.25}
+    )
+    assert found.compute_slowdown.value == found.codec_compute_slowdown.value == pytest.approx(0.4)
 
 
 def test_beside_a_codec_the_computation_is_slower() -> None:
-    plain, packed = laps(t_comm=8.0, contention=0.3), laps(t_comm=3.0, contention=0.9)
+    plain, packed = laps(t_comm=8.0, compute_slowdown=0.3), laps(t_comm=3.0, compute_slowdown=0.9)
     found = summary([[*plain, packed[1]]] * 2, t_comms={"ring": 8.0}, t_compressed=3.0)
-    assert found.contention.value == pytest.approx(0.3)
-    assert found.codec_contention.value == pytest.approx(0.9)
+    assert found.compute_slowdown.value == pytest.approx(0.3)
+    assert found.codec_compute_slowdown.value == pytest.approx(0.9)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
-    assert list(found.hindrances) == ["ring"]
+    assert list(found.comm_slowdowns) == ["ring"]
 
 
 def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
@@ -170,10 +185,10 @@ def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
             asked.append((total, computation, self))
             return 8.0
 
-    ranks = [laps(t_comm=8.0, hindrance=0.3)] * 2
-    assert summary(ranks, t_comms={"ring": 8.0}).hindrances["ring"].value == pytest.approx(0.3)
+    ranks = [laps(t_comm=8.0, comm_slowdown=0.3)] * 2
+    assert summary(ranks, t_comms={"ring": 8.0}).comm_slowdowns["ring"].value == pytest.approx(0.3)
     found = summary(ranks, t_comms={"ring": 8.0}, late_iteration=Waiting)
-    assert found.hindrances["ring"] == Estimate.exact(0.0)
+    assert found.comm_slowdowns["ring"] == Estimate.exact(0.0)
     assert asked[0][:2] == pytest.approx((10.4, 3.75))
     assert asked[0][2] == Waiting(world_size=2, cv=0.0, slow_ranks=())
 
@@ -184,7 +199,7 @@ def test_an_all_reduce_that_explains_nothing_is_not_hindered() -> None:
             return 0.0
 
     found = summary([laps(t_comm=8.0)] * 2, t_comms={"ring": 0.0}, late_iteration=ComputationAlone)
-    assert found.hindrances["ring"] == Estimate.exact(0.0)
+    assert found.comm_slowdowns["ring"] == Estimate.exact(0.0)
 
 
 def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little() -> None:
@@ -192,13 +207,13 @@ def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little()
     for lap in faster[1]:
         for iteration in lap:
             iteration[FORWARD] *= 0.9
-    assert summary([faster] * 2, t_comms={"ring": 9.0}).contention.value == 0.0
-    assert summary([faster] * 2, t_comms={"ring": 9.0}).hindrances["ring"].value == 0.0
+    assert summary([faster] * 2, t_comms={"ring": 9.0}).compute_slowdown.value == 0.0
+    assert summary([faster] * 2, t_comms={"ring": 9.0}).comm_slowdowns["ring"].value == 0.0
     short = laps(t_comm=1e-6)
     for lap in short[1]:
         for iteration in lap:
             iteration[FORWARD] += 0.03  # of 3 s: noise
-    assert summary([short] * 2, t_comms={"ring": 1e-6}).contention.value == pytest.approx(0.04, rel=0.1)
+    assert summary([short] * 2, t_comms={"ring": 1e-6}).compute_slowdown.value == pytest.approx(0.04, rel=0.1)
 
 
 def test_an_interval_is_where_another_calibration_would_be() -> None:

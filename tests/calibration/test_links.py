@@ -103,8 +103,8 @@ def test_every_pair_meets_once_and_nobody_twice_in_a_round(world_size: int) -> N
 
 def test_loopback_between_machines_is_a_wrong_interface_and_on_one_it_is_not() -> None:
     loopback = Interface(address="127.0.1.1 (lo)", speeds={})
-    card = Interface(address="10.0.0.2 (eth0)", speeds={"eth0": 1000})
-    [line] = wrong_interfaces([card, loopback], one_a_node(2))
+    nic = Interface(address="10.0.0.2 (eth0)", speeds={"eth0": 1000})
+    [line] = wrong_interfaces([nic, loopback], one_a_node(2))
     assert line.startswith("wrong interface: rank 1 is at 127.0.1.1 (lo)")
     assert wrong_interfaces([loopback, loopback], places([0, 1])) == []
 

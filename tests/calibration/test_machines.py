@@ -12,7 +12,9 @@ from pipesgd.ranks import alone
 from timing_model.measured import Estimate
 
 UNKNOWN = Estimate(1.0, 0.0, 2.0)
-COMPUTATION = Computation(parts={}, cv=0.0, slow_ranks={}, contention=UNKNOWN, codec_contention=UNKNOWN, hindrances={})
+COMPUTATION = Computation(
+    parts={}, cv=0.0, slow_ranks={}, compute_slowdown=UNKNOWN, codec_compute_slowdown=UNKNOWN, comm_slowdowns={}
+)
 
 
 def test_stolen_time_is_a_share_of_all_that_the_cores_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

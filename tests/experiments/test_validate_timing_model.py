@@ -97,7 +97,7 @@ def test_more_nodes_on_the_same_cores_compute_in_turns() -> None:
     slow = known_of(profile, Setting(nodes=6, rate="200mbit", workload="mlp", calibrated_nodes=3))
     assert slow.forward == compute.forward.times(2)
     assert slow.late_update == compute.late_update.times(2)
-    assert slow.contention == compute.contention
+    assert slow.compute_slowdown == compute.compute_slowdown
     roomy = dataclasses.replace(profile, calibrated=dataclasses.replace(calibrated, ranks_per_core=0.4))
     alone = known_of(roomy, Setting(nodes=6, rate="200mbit", workload="mlp", calibrated_nodes=3))
     assert alone == compute

@@ -29,7 +29,10 @@ PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
     "clip_value": (({}, {"clip_value": 0.02}), "got None on rank 0, 0.02 on rank 1"),
     "all_reduce": (({}, {"all_reduce": "all-to-all"}), "got 'ring' on rank 0, 'all-to-all' on rank 1"),
     "segments": (({}, {"segment_bytes": 4096}), "segment_bytes must"),
-    "connections": (({}, {"connections": 2}), "connections must be the same on all ranks; got 1 on rank 0, 2 on rank 1"),
+    "connections": (
+        ({}, {"connections": 2}),
+        "connections must be the same on all ranks; got 1 on rank 0, 2 on rank 1",
+    ),
     "seed": (({}, {"seed": 1}), "seed must"),
     "on_nonfinite": (({}, {"on_nonfinite": "skip"}), "on_nonfinite must"),
     "scaler": (({}, {"scaler": torch.amp.GradScaler("cpu")}), "scaler must"),

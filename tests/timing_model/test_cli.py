@@ -216,7 +216,7 @@ BAD = {
     f"predict {HAND} --all-reduce rings": "all-reduce must be one of ring,",
     f"predict {HAND} --strategy dpp": "strategy must be one of pipelined, ddp, ps-sync; got dpp (did you mean ddp?)",
     f"predict {HAND} --strategy ddp --width 2": "width must be 1 with strategy ddp, which has no pipeline; got 2",
-    f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of beside, own; got away",
+    f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of colocated, dedicated; got away",
     f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
     f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
     f"predict {HAND} --epochs 3": "epochs must be left out where the samples or the batch size are not",

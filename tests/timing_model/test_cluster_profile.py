@@ -79,9 +79,11 @@ def test_parameters_of_the_formulas() -> None:
     assert PROFILE.codec_cost("fp32", 10).hop == pytest.approx(4e-10)
     in_cache, in_memory = PROFILE.codec_cost("int8", 1 << 18), PROFILE.codec_cost("int8", (1 << 18) + 1)
     assert (in_cache.encode, in_memory.encode, in_memory.call, in_memory.bits) == (4e-10, 6e-10, 2e-6, 8.25)
-    assert MLP.times(1) == ComputeTimes(update=0.005, forward=0.02, backward=0.04, contention=0.1, hindrance=0.05)
+    assert MLP.times(1) == ComputeTimes(
+        update=0.005, forward=0.02, backward=0.04, compute_slowdown=0.1, comm_slowdown=0.05
+    )
     assert MLP.times(3).update == 0.006
-    assert MLP.times(3, codec="int8").contention == 0.15
+    assert MLP.times(3, codec="int8").compute_slowdown == 0.15
     assert MLP.noise() == Noise(cv=0.02, slow_ranks=(1.31,))
     assert MLP.numel == 1_796_010
     with pytest.raises(ValueError, match=r"codec must be one of fp32, int8, topk; got int9 \(did you mean int8\?\)"):
@@ -91,16 +93,16 @@ def test_parameters_of_the_formulas() -> None:
 @pytest.mark.parametrize(
     ("what", "by", "message"),
     [
-        ("format = 3", "format = 2", "cluster.toml: format must be 3, the version that this program reads .*; got 2"),
-        ("format = 3", "", "cluster.toml: format must be there; it is missing"),
+        ("format = 4", "format = 2", "cluster.toml: format must be 4, the version that this program reads .*; got 2"),
+        ("format = 4", "", "cluster.toml: format must be there; it is missing"),
         ("residuals = {", "residues = {", "cluster.toml: calibrated.residuals must be there; it is missing"),
         ("ring = 0.012", "ring = -1", "calibrated.residuals.ring must be a number from 0"),
         ("ring = 0.012", "rings = 0.012", "calibrated.residuals.rings must not be there, but some of ring, halv"),
         ("[links.native]", "[links.ring]", "links.ring must not be there, but some of halving-doubling, .*, ps-sync"),
         (
-            "[compute.hindrances]\nhalving-",
-            "[compute.hindrances]\n",
-            r"compute\[0\].hindrances.doubling must not be there",
+            "[compute.comm_slowdowns]\nhalving-",
+            "[compute.comm_slowdowns]\n",
+            r"compute\[0\].comm_slowdowns.doubling must not be there",
         ),
         ("[link]\nalpha", "[link]\nlatency", "cluster.toml: link.alpha must be there; it is missing"),
         ("[link]\n", "[link]\nrate = 1\n", "link.rate must not be there: there is no such field"),

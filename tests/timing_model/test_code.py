@@ -84,10 +84,10 @@ def test_the_time_of_hierarchical_is_that_of_the_code(world_size: int, ranks_per
         world_size *= ranks_per_node
     inner = LinkParams(alpha=4e-5, beta=1.7e-9, gamma=0, sync=0, overhead=ODD.overhead)
     schedule = partial(hierarchical, ranks_per_node=ranks_per_node)
-    for cards in (1, 2):
+    for nics in (1, 2):
         shared = LinkParams(
             alpha=ODD.alpha,
-            beta=ODD.beta * max(1, ranks_per_node / cards),
+            beta=ODD.beta * max(1, ranks_per_node / nics),
             gamma=ODD.gamma,
             sync=0,
             overhead=ODD.overhead,
@@ -96,7 +96,7 @@ def test_the_time_of_hierarchical_is_that_of_the_code(world_size: int, ranks_per
         numel = 11 * world_size
         measured = virtual_time(schedule, world_size, network, Uncompressed(), uncompressed(ODD.gamma), numel, 1 << 20)
         predicted = all_reduce_time(
-            "hierarchical", ODD, numel, world_size, inner=inner, ranks_per_node=ranks_per_node, cards=cards
+            "hierarchical", ODD, numel, world_size, inner=inner, ranks_per_node=ranks_per_node, nics=nics
         )
         assert predicted.total == pytest.approx(measured, rel=EXACT, abs=1e-15)
 
@@ -206,6 +206,6 @@ def test_the_closed_form_of_hierarchical_is_the_schedule_step_by_step(
     schedule = partial(hierarchical, ranks_per_node=ranks_per_node)
     expected = step_by_step(schedule, nodes * ranks_per_node, nbytes, link)
     closed = collective_time.hierarchical_time(
-        link, link, nbytes, nodes=nodes, ranks_per_node=ranks_per_node, cards=ranks_per_node
+        link, link, nbytes, nodes=nodes, ranks_per_node=ranks_per_node, nics=ranks_per_node
     )
     assert closed == pytest.approx(expected, rel=EXACT, abs=1e-12)

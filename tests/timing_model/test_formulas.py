@@ -111,7 +111,7 @@ def test_a_node_is_one_rank_and_one_node_is_a_ring() -> None:
     assert hierarchical_time(inner, LINK, 1e6, nodes=5, ranks_per_node=1) == ring_all_reduce_time(LINK, 1e6, 5)
     one_node = hierarchical_time(inner, LINK, 1e6, nodes=1, ranks_per_node=5)
     assert one_node == pytest.approx(ring_all_reduce_time(inner, 1e6, 5) - inner.sync + LINK.sync, rel=1e-12)
-    times = [hierarchical_time(inner, LINK, 1e6, nodes=3, ranks_per_node=2, cards=cards) for cards in (1, 2, 4)]
+    times = [hierarchical_time(inner, LINK, 1e6, nodes=3, ranks_per_node=2, nics=nics) for nics in (1, 2, 4)]
     assert times[0] > times[1] == times[2]  # a rank has one NIC at most
 
 

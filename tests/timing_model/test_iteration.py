@@ -33,8 +33,8 @@ def compute_times(draw: st.DrawFn) -> ComputeTimes:
         update=draw(SECONDS),
         forward=draw(SECONDS),
         backward=draw(SECONDS),
-        contention=draw(st.floats(0, 2)),
-        hindrance=draw(st.floats(0, 2)),
+        compute_slowdown=draw(st.floats(0, 2)),
+        comm_slowdown=draw(st.floats(0, 2)),
     )
 
 
@@ -85,15 +85,15 @@ def test_the_parts_are_the_total(
 @given(times=compute_times(), t_comm=SECONDS)
 def test_the_computation_is_slower_only_while_the_collective_runs(times: ComputeTimes, t_comm: float) -> None:
     """Both begin together; when the collective is done, the computation continues at full speed."""
-    collective = t_comm + min(times.hindrance * t_comm, times.total)
-    beside = min(times.total * (1 + times.contention), collective)
-    left = times.total - beside / (1 + times.contention)
+    collective = t_comm + min(times.comm_slowdown * t_comm, times.total)
+    beside = min(times.total * (1 + times.compute_slowdown), collective)
+    left = times.total - beside / (1 + times.compute_slowdown)
     assert times.at_width(2, t_comm) == pytest.approx((beside + left, collective), rel=1e-9, abs=1e-9)
     assert times.at_width(1, t_comm) == (times.total, t_comm)
 
 
 def test_computation_is_slower_only_while_a_collective_runs() -> None:
-    times = ComputeTimes(update=0.0, forward=2.0, backward=0.0, contention=1.0)
+    times = ComputeTimes(update=0.0, forward=2.0, backward=0.0, compute_slowdown=1.0)
     for t_comm, expected in ((0.0, 2.0), (1.0, 2.5), (3.0, 3.5), (4.0, 4.0), (100.0, 4.0)):
         assert times.at_width(2, t_comm) == (expected, t_comm)
     alone = CollectiveTime(1.0, 1.0, 0.0)
@@ -115,7 +115,7 @@ def test_layerwise_is_the_recursion(shares: list[float], data: st.DataObject) ->
 
 
 def test_buckets_are_slower_under_the_backward_pass_only() -> None:
-    times = ComputeTimes(update=0.5, forward=1.0, backward=2.0, hindrance=1.0)
+    times = ComputeTimes(update=0.5, forward=1.0, backward=2.0, comm_slowdown=1.0)
     bucket = CollectiveTime(0.75, 0.75, 0.0)
     # The first is ready at 2: 0.5 s of it are done by 3, when the backward pass ends, the rest after; then the second.
     assert layerwise_iteration_time(times, [(0.5, bucket), (1.0, bucket)]).total == 3.25 + 0.75 + 0.5
@@ -152,8 +152,8 @@ def test_impossible_iterations_are_refused() -> None:
         layerwise_iteration_time(TIMES, [(0.5, CollectiveTime(1, 1, 0)), (0.2, CollectiveTime(1, 1, 0))])
     with pytest.raises(ValueError, match="iterations must be a whole number of at least 1; got 0"):
         job_time(pipelined_iteration_time(TIMES, CollectiveTime(1.0, 1.0, 0.0), 1), 0)
-    with pytest.raises(ValueError, match=r"contention must be finite and at least 0; got -1.0"):
-        ComputeTimes(update=0.0, forward=1.0, backward=1.0, contention=-1.0)
+    with pytest.raises(ValueError, match=r"compute_slowdown must be finite and at least 0; got -1.0"):
+        ComputeTimes(update=0.0, forward=1.0, backward=1.0, compute_slowdown=-1.0)
 
 
 @pytest.mark.parametrize("noise", [Noise(), Noise(cv=0.2), Noise(cv=0.1, slow_ranks=(1.2,))])

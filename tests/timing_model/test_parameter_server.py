@@ -42,7 +42,7 @@ def test_served_in_turn_is_the_messages_steady_state(
     alpha: float, beta: float, gamma: float, workers: int, servers: int
 ) -> None:
     link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0)
-    time = parameter_server_time(link, 12.0, workers + servers, servers=servers, placement="own", sharing=0.0)
+    time = parameter_server_time(link, 12.0, workers + servers, servers=servers, placement="dedicated", sharing=0.0)
     simulated = in_turn(link, 12.0, workers, servers, 5.0) - 5.0
     assert time.total == pytest.approx(simulated, rel=1e-9)
 
@@ -63,14 +63,14 @@ def test_loads_of_cards() -> None:
     """Loads are those of experiments/limits.py: all gradients in, then all weights out, over the fullest NIC."""
     link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
     for world_size, servers, placement, load in (
-        (4, 1, "beside", 3.0),
-        (4, 2, "beside", 1.5),
-        (4, 4, "beside", 0.75),
-        (4, 3, "beside", 1.0),
-        (5, 1, "own", 4.0),
-        (6, 2, "own", 2.0),
-        (3, 2, "own", 1.0),
-        (1, 1, "beside", 0.0),
+        (4, 1, "colocated", 3.0),
+        (4, 2, "colocated", 1.5),
+        (4, 4, "colocated", 0.75),
+        (4, 3, "colocated", 1.0),
+        (5, 1, "dedicated", 4.0),
+        (6, 2, "dedicated", 2.0),
+        (3, 2, "dedicated", 1.0),
+        (1, 1, "colocated", 0.0),
     ):
         time = parameter_server_time(link, 1.0, world_size, servers=servers, placement=placement)
         assert time.total == pytest.approx(2 * load)
@@ -85,9 +85,12 @@ def test_as_many_servers_as_ranks_send_what_a_ring_sends() -> None:
 def test_impossible_servers_are_refused() -> None:
     link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
     for options, message in (
-        ({"servers": 5}, "servers must be at most 4 with 4 ranks and placement beside; got 5"),
-        ({"servers": 4, "placement": "own"}, "servers must be at most 3 with 4 ranks and placement own; got 4"),
-        ({"placement": "elsewhere"}, "placement must be one of beside, own; got elsewhere"),
+        ({"servers": 5}, "servers must be at most 4 with 4 ranks and placement colocated; got 5"),
+        (
+            {"servers": 4, "placement": "dedicated"},
+            "servers must be at most 3 with 4 ranks and placement dedicated; got 4",
+        ),
+        ({"placement": "elsewhere"}, "placement must be one of colocated, dedicated; got elsewhere"),
         ({"sharing": 1.5}, "sharing must be at most 1; got 1.5"),
     ):
         with pytest.raises(ValueError, match=f"^{message}$"):

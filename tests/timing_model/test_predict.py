@@ -26,7 +26,9 @@ def compute(seconds: float, values: int, **options: Any) -> ComputeProfile:
     none = Estimate.exact(0.0)
     defaults: dict[str, Any] = {"model": "given", "batch_size": 1, "tensors": (values,)}
     times = {"forward": Estimate.exact(seconds / 3), "backward": Estimate.exact(2 * seconds / 3)}
-    nothing = dict.fromkeys(("update", "late_update", "contention", "codec_contention", "hindrance"), none)
+    nothing = dict.fromkeys(
+        ("update", "late_update", "compute_slowdown", "codec_compute_slowdown", "comm_slowdown"), none
+    )
     return ComputeProfile(**defaults | times | nothing | options)
 
 
@@ -145,13 +147,15 @@ def test_an_all_reduce_that_was_not_measured_has_the_rings_link_and_the_largest_
 
 def test_every_all_reduce_loses_its_own_share_beside_the_computation() -> None:
     """The iteration is bound by the network, at width 2; it is no slower than if the network stood still meanwhile."""
-    compute = calm(contention=about(0.0), forward=about(0.3))
-    without = dataclasses.replace(compute, hindrances={"halving-doubling": Estimate.exact(0.0)})
+    compute = calm(compute_slowdown=about(0.0), forward=about(0.3))
+    without = dataclasses.replace(compute, comm_slowdowns={"halving-doubling": Estimate.exact(0.0)})
     with_own, free = (
         predict(ask(compute=one, width=2, all_reduce="halving-doubling")).iteration.total for one in (compute, without)
     )
     assert with_own == pytest.approx(1.12 * free)
-    little = predict(ask(compute=calm(contention=about(0.0)), width=2, all_reduce="halving-doubling")).iteration.total
+    little = predict(
+        ask(compute=calm(compute_slowdown=about(0.0)), width=2, all_reduce="halving-doubling")
+    ).iteration.total
     assert little == pytest.approx(free + MLP.times(2).total)
 
 
@@ -275,7 +279,7 @@ def test_other_batch_sizes() -> None:
         ({"ranks_per_node": 2, "all_reduce": "all-to-all"}, "ranks_per_node must be 1 with all-to-all, whose ranks"),
         ({"ranks_per_node": 2, "all_reduce": "halving-doubling"}, "ranks_per_node must be 1 with halving-doubling"),
         ({"ranks_per_node": 2, "strategy": "ps-sync", "all_reduce": None}, "ranks_per_node must be 1 with ps-sync"),
-        ({"cards": 2}, "cards must be at most as many as ranks_per_node, 1; got 2"),
+        ({"nics": 2}, "nics must be at most as many as ranks_per_node, 1; got 2"),
         ({"codec": "int88"}, r"codec must be one of .*\(did you mean int8\?\)"),
         ({"codec": "int8", "all_reduce": "native"}, "codec must be one of fp32, bf16, fp16 with native; got int8"),
         ({"codec": "topk", "all_reduce": "native"}, "codec must be one of fp32, bf16, fp16 with native; got topk"),
@@ -321,9 +325,9 @@ QUESTIONS = st.fixed_dictionaries(
         "seconds": SECONDS,
         "cv": st.one_of(st.just(0.0), st.floats(0, 3)),
         "slow_ranks": st.lists(st.floats(1, 100), max_size=3).map(tuple),
-        "contention": st.floats(0, 2),
-        "codec_contention": st.floats(0, 2),
-        "hindrance": st.floats(0, 2),
+        "compute_slowdown": st.floats(0, 2),
+        "codec_compute_slowdown": st.floats(0, 2),
+        "comm_slowdown": st.floats(0, 2),
         "p": st.sampled_from((1, 2, 3, 4, 8, 16)),
         "way": st.sampled_from(
             [
@@ -355,9 +359,9 @@ def job(given: dict[str, Any], **changed: Any) -> Question:
         numbers["values"],
         cv=given["cv"],
         slow_ranks=given["slow_ranks"],
-        contention=Estimate.exact(given["contention"]),
-        codec_contention=Estimate.exact(given["codec_contention"]),
-        hindrance=Estimate.exact(given["hindrance"]),
+        compute_slowdown=Estimate.exact(given["compute_slowdown"]),
+        codec_compute_slowdown=Estimate.exact(given["codec_compute_slowdown"]),
+        comm_slowdown=Estimate.exact(given["comm_slowdown"]),
     )
     return Question(
         cluster=by_hand(link, codecs={"topk": topk}),

@@ -20,7 +20,9 @@ from timing_model.refit import fit
 from timing_model.run_logs import read_run
 
 NOTHING = Estimate.exact(0.0)
-CALM = dataclasses.replace(MLP, cv=0.0, slow_ranks=(), contention=NOTHING, codec_contention=NOTHING, hindrance=NOTHING)
+CALM = dataclasses.replace(
+    MLP, cv=0.0, slow_ranks=(), compute_slowdown=NOTHING, codec_compute_slowdown=NOTHING, comm_slowdown=NOTHING
+)
 BEFORE = dataclasses.replace(PROFILE, compute=(CALM,))
 
 

@@ -89,7 +89,7 @@ def test_the_time_of_hierarchical_is_that_of_the_messages(
         segment_bytes=segment_bytes,
         inner=inner,
         ranks_per_node=ranks_per_node,
-        cards=ranks_per_node,
+        nics=ranks_per_node,
     )
     assert predicted.total == pytest.approx(simulated, rel=EXACT, abs=1e-12)
 

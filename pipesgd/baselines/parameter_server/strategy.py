@@ -66,7 +66,7 @@ class ParameterServers(Strategy):
         model: the module whose parameters ``optimizer`` updates, on the CPU.
         optimizer: any optimizer; after the constructor, only its options that are pushed are read.
         servers: number of servers.
-        placement: "beside": in threads on the first workers' ranks; "own": on the last ranks, which only ``serve``.
+        placement: "colocated": in threads on the first workers' ranks; "dedicated": on the last ranks, which only serve.
         staleness_bound: largest lead of the fastest worker over the slowest, in iterations; None for no bound.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the gradient out.
         timeout: seconds that a rank waits for another one.
@@ -90,7 +90,7 @@ class ParameterServers(Strategy):
         optimizer: torch.optim.Optimizer,
         *,
         servers: int = 1,
-        placement: str = "beside",
+        placement: str = "colocated",
         staleness_bound: int | None = None,
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
@@ -131,7 +131,7 @@ class ParameterServers(Strategy):
         self._servers: list[Server] = []
         self._threads: list[WorkerThread] = []
         for index in range(servers):
-            rank, shard = (index if placement == "beside" else workers + index), None
+            rank, shard = (index if placement == "colocated" else workers + index), None
             layout = ShardLayout(self._gradient, index, servers)
             if rank == ranks.rank:
                 rule = OptimizerRule(self._parameters, optimizer, layout)
