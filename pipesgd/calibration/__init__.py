@@ -1,1 +1,1 @@
-"""What a cluster and a model cost, measured: the figures that the timing model works with."""
+"""Measurements of the cost of a cluster and of a model: the figures that the timing model works with."""

@@ -1,4 +1,4 @@
-"""What codecs and sums cost on a rank's CPU, on messages in cache and on messages from memory."""
+"""CPU cost of codecs and of sums on a rank, for messages in cache and for messages from memory."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ from timing_model.schedules import SEGMENT_BYTES
 OPERATIONS = ("encode", "decode", "add", "hop")
 TOPK = "topk"
 SMALL_NUMEL = 1 << 10
-"""Values of a call in which its fixed cost shows."""
+"""Values in a call, few enough for its fixed cost to show."""
 CACHED_NUMEL = 32 << 10
 MEMORY_NUMEL = 8 << 20
-"""Values that a pass in memory goes over, segment by segment: what it comes to has left the caches since the last."""
+"""Values in one pass over memory, segment by segment: a segment has left the caches since the pass before."""
 TOPK_NUMEL = 2 << 20
 ADDED = 33
-"""Parts of topk that are added up in a measurement: one is lost in the noise of choosing it."""
+"""Parts of topk that are added up in a measurement: the cost of adding one is lost in the noise of the selection."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 SMALL_CALLS, CACHED_CALLS = 30, 10
-"""That are timed together."""
+"""Calls that are timed together, for small messages and for cached ones."""
 DEFAULT_CACHE_BYTES, SMALLEST_CACHE_BYTES = 1 << 20, 256 << 10
 FINISHED_FOR = 2
-"""Ranks whose mean is taken: any number costs the same."""
+"""Number of ranks in the mean that is timed; any number costs the same."""
 
 Times = dict[str, dict[str, list[float]]]
-"""By place and operation: of "small" and "cache", s per call; of "memory", s per value."""
+"""Times by place and operation: seconds per call for "small" and "cache", seconds per value for "memory"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSpeed:
-    """Of one codec, over all ranks."""
+    """Cost of one codec, over all ranks."""
 
     bits: float
     call: Estimate
     memory: dict[str, Estimate]
-    """By operation, in s per value."""
+    """Seconds per value on messages from memory, by operation."""
     cache: dict[str, Estimate]
-    """Likewise; empty for topk, which is never used in small pieces."""
+    """Seconds per value on messages in cache, by operation; empty for topk, which is never used in small pieces."""
     gathered: bool = False
-    """Whether every rank gets all parts, as topk's, and adds them when all are there."""
+    """True if every rank gets all parts and adds them once all have arrived, as with topk."""
 
 
 def cache_bytes() -> int:
-    """Of float32 in a message that stays in a core's own cache, half of which are the message and what it came from."""
+    """Return the bytes of float32 in a message that stays in a core's own cache; message and source take half of it."""
     try:
         found = os.sysconf("SC_LEVEL2_CACHE_SIZE")
-    except (ValueError, OSError):  # only Linux tells
+    except (ValueError, OSError):  # only Linux reports it
         found = 0
     return max(found // 2, SMALLEST_CACHE_BYTES) if found > 0 else DEFAULT_CACHE_BYTES
 
 
 def measure(names: Sequence[str], seconds: float, advance: Callable[[float], None]) -> dict[str, Times]:
-    """Times of these codecs and of fp32's sums, in CPU seconds of this thread: who shares a core is not held up here.
+    """Measure these codecs and fp32's sums, in CPU seconds of this thread: waits for a shared core do not count.
 
-    Codecs are as training has them by default. Decoding comes with what is done with every sum, the mean and the check
-    that it is finite, since training does both at once; for fp32, "decode" is only that.
+    Codecs have the default options of training. Decoding is timed with what training does to every sum in the same
+    pass, the mean and the check that it is finite; for fp32, "decode" is only that.
     """
     kinds = {name: CodecOptions(codec=name) for name in ("fp32", *names) if name != TOPK}
     topk = _TopK() if TOPK in names else None
@@ -92,7 +92,7 @@ def measure(names: Sequence[str], seconds: float, advance: Callable[[float], Non
 
 
 def summarize(name: str, everybody: Sequence[Times]) -> CodecSpeed:
-    """Of one codec, from all ranks' times."""
+    """Summarize the cost of one codec from all ranks' times."""
     if name == TOPK:
         return _summarize_topk(everybody)
 
@@ -115,9 +115,9 @@ def summarize(name: str, everybody: Sequence[Times]) -> CodecSpeed:
 
 
 def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Estimate:
-    """What summing up a byte of float32 costs in an all-reduce of so many ranks, by these measurements, in s.
+    """Return the seconds that summing a byte of float32 costs in an all-reduce of ``world_size`` ranks.
 
-    A rank adds (p-1)/p of the bytes, and finishes all of them.
+    A rank adds (p-1)/p of the bytes and finishes all of them.
     """
     memory = [np.array(times["fp32"]["memory"]["add"]) for times in everybody]
     finish = [np.array(times["fp32"]["memory"]["decode"]) for times in everybody]
@@ -126,7 +126,7 @@ def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Es
 
 
 def _round(found: Times, codec: Codec, values: Tensor, residual: Tensor | None, *, first: bool) -> None:
-    """Every operation once in every place."""
+    """Time every operation once in every place."""
     values_per_byte = SMALL_NUMEL / codec.wire_bytes(SMALL_NUMEL)
     segment = min(int(SEGMENT_BYTES * values_per_byte) // codec.block * codec.block, MEMORY_NUMEL)
     starts = range(0, MEMORY_NUMEL - segment + 1, segment)
@@ -156,7 +156,7 @@ def _round(found: Times, codec: Codec, values: Tensor, residual: Tensor | None, 
         for place, (offsets, numel, divisor) in places.items():
             in_memory = place == "memory"
             (values if in_memory else values[:numel]).fill_(1e-3)
-            if first or not in_memory:  # compiled, and in the cache
+            if first or not in_memory:  # compiles it, and brings the values into the cache
                 call(operation, 0, numel)
             begin = time.thread_time()
             for start in offsets:
@@ -166,9 +166,9 @@ def _round(found: Times, codec: Codec, values: Tensor, residual: Tensor | None, 
 
 
 class _TopK:
-    """What choosing the largest values costs, and adding up what a rank has chosen, in s per value of the gradient.
+    """Cost of selecting the largest values, and of adding what one rank selected, in s per value of the gradient.
 
-    An exchange with one rank chooses and adds once; one with many, to whom the same part comes so often, adds so often.
+    An exchange with one rank selects and adds once; one with many gets the same part from each, and adds each.
     """
 
     def __init__(self) -> None:
@@ -179,10 +179,10 @@ class _TopK:
             TopKExchange(_Repeat(parts), rank=0, world_size=parts, density=density) for parts in (1, ADDED)
         ]
         self._times: dict[str, list[float]] = {"encode": [], "add": []}
-        self._seconds()  # residuals and memory are made
+        self._seconds()  # allocates residuals and memory
 
     def timed(self) -> dict[str, list[float]]:
-        """All times so far, with one of each more."""
+        """Time both once more and return all times so far."""
         one, many = self._seconds()
         add = max(many - one, 0.0) / (ADDED - 1)
         self._times["add"].append(add / TOPK_NUMEL)
@@ -201,7 +201,7 @@ class _TopK:
 
 @dataclass(frozen=True)
 class _Repeat:
-    """Stands for an all-gather: every rank has chosen what this one has."""
+    """Stand-in for an all-gather in which every rank has selected the same values as this one."""
 
     parts: int
 
@@ -216,7 +216,7 @@ class _Repeat:
 
 def _summarize_topk(everybody: Sequence[Times]) -> CodecSpeed:
     nothing = Estimate.exact(0.0)
-    memory = dict.fromkeys(OPERATIONS, nothing)  # a part is neither decoded nor sent on as something else
+    memory = dict.fromkeys(OPERATIONS, nothing)  # a part is neither decoded nor encoded again for a hop
     for operation in ("encode", "add"):
         memory[operation] = median_of(np.concatenate([times["memory"][operation] for times in everybody]))
     bits = 32 * NUMBERS_PER_VALUE * CodecOptions(codec=TOPK).density

@@ -1,8 +1,8 @@
-"""What the computation of a model takes where it is trained: after collectives, and beside them.
+"""Computation times of a model where it is trained: after collectives, and while they run.
 
-Not alone: a processor that waited is slower for a while, one that sends and receives while it computes is slower all
-the time, and ranks that share cores take turns. So it is trained, with its all-reduces, in many short laps spread over
-the calibration: the machine's speed drifts, too.
+Timed alone, the model would be too fast: a processor that waited is slower for a while, one that sends and receives
+while it computes is slower all the time, and ranks that share cores take turns. So the model is trained with its
+all-reduces, in many short laps spread over the calibration, since the machine's speed drifts, too.
 """
 
 from __future__ import annotations
@@ -30,53 +30,53 @@ from pipesgd.run.forward_backward import forward_backward
 from timing_model.measured import Estimate
 
 SYNCHRONOUS, LATE = 1, 2
-"""Widths that are trained. Every one above 1 does the same as 2, and a prediction for each gradient more in flight."""
+"""Widths that are trained. Any width above 1 adds to 2 only a prediction for each further gradient in flight."""
 UNTIMED = 2
-"""Iterations of a lap, beside those that fill the pipeline, before any counts: connections that were idle begin slowly,
-and what was done before is in the caches."""
+"""Iterations at the start of a lap, after those that fill the pipeline, that do not count: idle connections start
+slowly, and the caches still hold earlier data."""
 LEAST_ITERATIONS, MOST_ITERATIONS = 2, 100
-"""Of a lap that count."""
+"""Fewest iterations that count in a lap, and most iterations that a lap is planned with."""
 SLOW_RANK, STRETCHES = 1.1, 4
-"""Of the median rank: who takes longer in every one of so many stretches of time is always slow."""
+"""Multiple of the median rank's time, and number of stretches: a rank above it in every stretch is always slow."""
 INTERRUPTED = 3.0
-"""Of the median: an iteration that takes longer was interrupted by something else on its core, and is left out."""
+"""Multiple of the median: a longer iteration was interrupted by something else on its core, and is left out."""
 LEAST_OVERLAP, MOST_SLOWED = 0.2, 0.75
-"""Of the computation, that counts as beside a collective even if less was: what it is slower by would be noise. And the
-largest share of that time which counts as lost."""
+"""Smallest overlap with a collective (share of the computation) that is assumed when dividing by it, to avoid
+amplifying noise; and the largest share of that time which counts as lost."""
 T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
 """Standard errors to the ends of a 90 % interval, with 1, 2, ... degrees of freedom (Student)."""
 PARTS = ("forward", "backward", "update", "late_update")
 FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU = range(6)
-"""Of the seconds of an iteration, which the first four add up to; then the all-reduce that ended in it, and for how
-long this thread had a core in the passes."""
+"""Indices of an iteration's seconds. The first four add up to the iteration; then come the all-reduce that ended in it,
+and the time for which this thread had a core in the passes."""
 EXPOSED = 0.05
-"""A share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
+"""Share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
 
 Laps = list[list[list[float]]]
-"""Of one rank: laps, iterations, seconds."""
+"""One rank's times: laps, iterations, seconds."""
 Lap = NDArray[np.float64]
-"""(ranks, iterations, 6)."""
+"""Seconds of one lap: (ranks, iterations, 6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """What the ranks' iterations took, in s."""
+    """Iteration times of the ranks, in s."""
 
     parts: dict[str, Estimate]
-    """Of ``PARTS``: means over iterations and ranks, those that are always slow apart."""
+    """Means of ``PARTS`` over iterations and ranks, without the ranks that are always slow."""
     cv: float
-    """By how much ranks differ in an iteration: standard deviation over mean of one rank's time."""
+    """Spread between ranks in an iteration: standard deviation over mean of one rank's time."""
     slow_ranks: dict[int, float]
-    """Of the ranks that are always slow: median iteration over the median rank's."""
+    """Slowdown of each rank that is always slow: its median iteration over the median rank's."""
     contention: Estimate
     codec_contention: Estimate
-    """Beside an all-reduce that is compressed."""
+    """Contention with an all-reduce that is compressed."""
     hindrances: dict[str, Estimate]
-    """By all-reduce."""
+    """Share by which each all-reduce is slower while the computation runs, by name."""
 
 
 class Way(NamedTuple):
-    """How a model is trained to be timed."""
+    """One way of training a model to time it."""
 
     width: int
     all_reduce: str
@@ -84,7 +84,7 @@ class Way(NamedTuple):
 
 
 class LateIteration(Protocol):
-    """What the parts of a late iteration take, in s, if all of it, and the other part, take so long."""
+    """Durations of a late iteration's parts, in s, each derived from the whole iteration's and the other part's."""
 
     def all_reduce(self, total: float, computation: float) -> float: ...
 
@@ -92,7 +92,7 @@ class LateIteration(Protocol):
 
 
 class Training:
-    """A model in training on all ranks, in several ways. All ranks make one, and call it, together."""
+    """A model that all ranks train in several ways. All ranks create it, and call it, together."""
 
     def __init__(
         self,
@@ -126,12 +126,12 @@ class Training:
                 )
             )
         self._paces = [0.0] * len(self._strategies)
-        """Seconds of an iteration, so far."""
+        """Seconds of an iteration in each way, as of the last lap."""
         self.laps: list[Laps] = [[] for _ in self._strategies]
-        """By way."""
+        """Timed laps of each way."""
 
     def lap(self, seconds: float) -> None:
-        """Train in each way, for so many seconds together, about, and keep the times."""
+        """Train in each way, for about this many seconds together, and keep the times."""
         self._ranks.exchange("computation", None)  # all begin together
         share = seconds / len(self._strategies)
         asked = [min(share / pace, MOST_ITERATIONS) if pace else 0.0 for pace in self._paces]
@@ -144,7 +144,7 @@ class Training:
             self.laps[number].append(times[untimed:])
 
     def close(self) -> None:
-        """End the communication threads."""
+        """Stop the communication threads."""
         for strategy in self._strategies:
             strategy.close()
 
@@ -166,8 +166,8 @@ class Training:
 
 
 def ways(all_reduces: Sequence[str], codecs: Sequence[str]) -> list[Way]:
-    """Synchronous with the first all-reduce, late with each of them, and late with the first one and a codec, if one
-    is to be measured: beside it the computation is the limit more often, and not as fast as where it waits.
+    """Return the ways to train: synchronous with the first all-reduce, late with each, and late with the first one and
+    a codec, if any is measured: next to that the computation is the limit more often, and slower than where it waits.
 
     >>> [tuple(way) for way in ways(["ring", "native"], ["bf16", "int8"])]
     [(1, 'ring', 'fp32'), (2, 'ring', 'fp32'), (2, 'native', 'fp32'), (2, 'ring', 'int8')]
@@ -188,16 +188,16 @@ def summarize(
     late_iteration: Callable[[int, float, tuple[float, ...]], LateIteration],
     shared_cores: bool = False,
 ) -> Computation:
-    """From every rank's ``Training.laps``.
+    """Summarize every rank's ``Training.laps``.
 
-    With ``shared_cores`` ranks are compared by their CPU time: which of them waits for a core longest is chance.
+    With ``shared_cores``, ranks are compared by CPU time: chance decides which of them waits longest for a core.
 
     Args:
-        everybody: of each rank, the laps in each of the ways of ``ways``.
-        t_comms: what each all-reduce of the gradient takes with no computation beside it, in s.
-        t_compressed: the same of the first one with a codec.
+        everybody: each rank's laps, in each of the ways of ``ways``.
+        t_comms: seconds that each all-reduce of the gradient takes while no computation runs.
+        t_compressed: the same for the first all-reduce with a codec.
         late_iteration: ``profile.LateIteration``.
-        shared_cores: whether there are more ranks than cores.
+        shared_cores: True if there are more ranks than cores.
     """
     synchronous, *late = (
         [_uninterrupted(np.array(lap)) for lap in zip(*(laps[number] for laps in everybody), strict=True)]
@@ -216,7 +216,7 @@ def summarize(
         return _values(alone, beside, list(t_comms.values()), t_compressed, model)
 
     value = values(list(range(count)))
-    # What another calibration would find: by leaving out one lap after the other (jackknife).
+    # Estimate how far another calibration would differ by leaving out one lap after the other (jackknife).
     without = [values([lap for lap in range(count) if lap != left]) for left in range(count) if count > 1]
     deviations = np.sqrt((count - 1) * np.var(without, axis=0)) if without else np.zeros(len(value))
     reach = np.sqrt(2) * deviations * T90[min(max(count - 1, 1), len(T90)) - 1]
@@ -238,7 +238,7 @@ def summarize(
 def _values(
     synchronous: Lap, late: Sequence[Lap], t_comms: Sequence[float], t_compressed: float, model: LateIteration
 ) -> Floats:
-    """``PARTS``, contentions and hindrances, of these iterations: ``ComputeTimes.at_width`` the other way round.
+    """Return ``PARTS``, contentions and hindrances of these iterations, by inverting ``ComputeTimes.at_width``.
 
     In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow.
     """
@@ -249,14 +249,14 @@ def _values(
         min(1 - t_comm / all_reduce, MOST_SLOWED) if all_reduce > t_comm else 0.0
         for all_reduce, t_comm in zip(all_reduces, t_comms, strict=True)
     ]
-    # 1. What the passes lose where they wait for the all-reduce: of all of them together, since one alone is noise.
+    # 1. Share that the passes lose where they wait for the all-reduce: over all ways, since one alone is noise.
     late_passes = np.array([way[:, :, : BACKWARD + 1].sum(axis=2).mean() for way in uncompressed])
     late_updates = np.array([way[:, :, UPDATE].mean() for way in uncompressed])
     beside = np.clip(all_reduces - late_updates, LEAST_OVERLAP * late_passes, late_passes)
     lost = float(np.clip((late_passes - forward - backward).sum() / beside.sum(), 0.0, MOST_SLOWED))
     late_update = (late_updates - lost * np.minimum(late_updates, all_reduces)).mean()
 
-    # 2. What all of the computation does where it is the limit, in which case ranks wait for each other, too.
+    # 2. Share that all of the computation loses where it is the limit; ranks then wait for each other, too.
     def lost_of(way: Lap, all_reduce: float, otherwise: float) -> float:
         total = float(way[:, :, : WAIT + 1].sum(axis=2).mean())
         if total < (1 + EXPOSED) * all_reduce:
@@ -272,11 +272,11 @@ def _values(
 
 
 def _all_reduce(late: Lap, model: LateIteration) -> float:
-    """What the all-reduce takes beside the computation."""
+    """Return the seconds that the all-reduce takes while the computation runs."""
     forward, backward, update, wait, *_ = map(float, late.mean(axis=(0, 1)))
     computed = forward + backward + update
     if late[:, :, WAIT].min(axis=0).mean() < EXPOSED * (computed + wait):
-        return float(late[:, :, COMMUNICATION].min(axis=0).mean())  # of the rank that waited for no other
+        return float(late[:, :, COMMUNICATION].min(axis=0).mean())  # the rank that waited for no other
     return model.all_reduce(computed + wait, computed)
 
 
@@ -287,7 +287,7 @@ def _uninterrupted(lap: Lap) -> Lap:
 
 
 def _cv(totals: Floats) -> float:
-    """Of (ranks, iterations). What slows all ranks down together makes nobody wait; with one rank, all counts."""
+    """Return the spread of times (ranks, iterations), without what several ranks have in common."""
     ranks = len(totals)
     relative = totals / totals.mean(axis=1, keepdims=True)
     if ranks == 1:
@@ -296,7 +296,7 @@ def _cv(totals: Floats) -> float:
 
 
 def _slow_ranks(times: Floats) -> dict[int, float]:
-    """The factors of the ranks that are slow in every stretch of their iterations; times are (ranks, iterations)."""
+    """Return the factors of the ranks that are slow in every stretch of their iterations (ranks, iterations)."""
     stretches = np.array_split(times, min(STRETCHES, times.shape[1]), axis=1)
     medians = np.array([np.median(one, axis=1) for one in stretches]).T
     factors = medians / np.median(medians, axis=0)

@@ -1,4 +1,4 @@
-"""From measurements to ``cluster.toml``."""
+"""Fits of the timing model to measurements, and the profile for ``cluster.toml``."""
 
 from __future__ import annotations
 
@@ -38,48 +38,48 @@ from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES
 
 ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(LINK))
-"""Their places in a fit."""
+"""Indices of the link's parameters in a fit."""
 SERVER_PARAMETERS = ("beta", "sync", "shared")
-"""Of a parameter server; the last is beta times ``sharing``."""
+"""Names of a parameter server's parameters; the last is beta times ``sharing``."""
 SUMS_OFF, OVERHEAD_OFF, RATE_OFF = 0.5, 1.0, 1.0
-"""By what share a sum in an all-reduce may well cost something else than alone, a message than in a stream, and a byte
-than between two ranks."""
+"""Relative uncertainty of a sum's cost in an all-reduce given its cost alone, of a message's given its cost in a
+stream, and of a byte's given its cost between two ranks."""
 MEDIAN_ERROR = 1.25
 """Standard error of a median over that of a mean."""
 REPEATS = 0.15
-"""The relative spread up to which times of a cell are worth a prediction."""
+"""Largest relative spread with which the times of a cell are worth predicting."""
 SMALLEST_START, SMALLEST_BETA = 1e-6, 1e-13
-"""Seconds, and those of a byte, to start a fit at where a probe found nothing."""
+"""Seconds, and seconds per byte, at which a fit starts where a probe found nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveFit:
-    """The parameters of one algorithm on this cluster, and what they were fitted to."""
+    """Parameters of one algorithm on this cluster, and the cells that they were fitted to."""
 
     all_reduce: str
-    """Or ``PARAMETER_SERVER``."""
+    """Name of the algorithm, or ``PARAMETER_SERVER``."""
     cells: list[Cell]
     fit: Fit
     names: Sequence[str] = LINK
-    """Of the parameters."""
+    """Names of the parameters."""
 
     @property
     def smallest_bytes(self) -> int:
-        """From which on all sizes repeat: below, the machine's noise is what a time consists of."""
+        """Smallest size from which on all sizes repeat; below it, a time consists of the machine's noise."""
         noisy = [cell.nbytes for cell in self.cells if spread(cell.seconds) > REPEATS]
         sizes = sorted({cell.nbytes for cell in self.cells})
         return min((size for size in sizes if size > max(noisy, default=0)), default=sizes[-1])
 
     @property
     def errors(self) -> Floats:
-        """Magnitudes of what held-out cells from ``smallest_bytes`` on are off by, relative."""
+        """Magnitudes of the relative errors of held-out cells from ``smallest_bytes`` on."""
         return np.abs(self.held_out[self._repeat])
 
     @functools.cached_property
     def corrections(self) -> Corrections:
-        """What cells from ``smallest_bytes`` on take over what the formula says, as far as that is more than noise.
+        """Ratios of measured to predicted times of the cells from ``smallest_bytes`` on, as far as they exceed noise.
 
-        Shrunk towards 1 by d^2 / (d^2 + s^2), where d is what it is off by, and s the median's standard error.
+        Each is shrunk towards 1 by d^2 / (d^2 + s^2), where d is its distance from 1 and s the median's standard error.
         """
         cells = [self.cells[index] for index in self._repeat]
         off = np.array([cell.median for cell in cells]) / self.fit.fitted[self._repeat] - 1
@@ -94,8 +94,8 @@ class CollectiveFit:
 
     @functools.cached_property
     def held_out(self) -> Floats:
-        """predicted / measured - 1 of every cell (n,): by a fit to the other half of them and, from ``smallest_bytes``
-        on, corrected by what the others of as many ranks are off by."""
+        """predicted / measured - 1 of every cell (n,). The prediction is a fit to the other half of the cells and, from
+        ``smallest_bytes`` on, is corrected by the errors of the other cells with this many ranks."""
         off = self.fit.held_out
         found = off.copy()
         for index in self._repeat:
@@ -108,13 +108,13 @@ class CollectiveFit:
 
     @functools.cached_property
     def _repeat(self) -> list[int]:
-        """Numbers of the cells from ``smallest_bytes`` on."""
+        """Indices of the cells from ``smallest_bytes`` on."""
         smallest = self.smallest_bytes
         return [number for number, cell in enumerate(self.cells) if cell.nbytes >= smallest]
 
     @property
     def residual(self) -> float:
-        """Of these, the 90th percentile."""
+        """90th percentile of ``errors``."""
         return float(np.quantile(self.errors, 0.9))
 
     @property
@@ -122,11 +122,11 @@ class CollectiveFit:
         return _link_params(self.fit.parameters)
 
     def predicted(self, cell: Cell) -> CollectiveTime:
-        """What the formula says of a cell."""
+        """Return the time that the formula predicts for a cell."""
         return _time(self.all_reduce, self.link, cell)
 
     def seconds(self, numel: int, world_size: int) -> float:
-        """What an all-reduce of any gradient takes, corrected."""
+        """Return the corrected time of an all-reduce of any gradient, in s."""
         corrected = self.corrections.at(world_size, FLOAT_BYTES * numel)
         factor = 1.0 if corrected is None else corrected[0]
         return factor * all_reduce_time(self.all_reduce, self.link, numel, world_size).total
@@ -135,14 +135,14 @@ class CollectiveFit:
 def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Estimate) -> CollectiveFit:
     """Fit ``timing_model.all_reduce_time`` to the measured cells of one algorithm.
 
-    Sums and message overhead hide behind the wire in most cells, and the wire behind latency in the smallest: what
-    probes say of them counts, too.
+    In most cells the wire hides sums and message overhead, and in the smallest ones latency hides the wire: the results
+    of the probes count, too.
 
     Args:
-        all_reduce: by its name there, too.
-        cells: of all sizes and numbers of ranks.
-        probes: between the ranks.
-        sums: s per byte, alone.
+        all_reduce: name of the algorithm, the same as in the timing model.
+        cells: measured cells of all sizes and numbers of ranks.
+        probes: probes between the ranks.
+        sums: s per byte of a sum that is measured alone.
     """
     own = sorted((cell for cell in cells if cell.all_reduce == all_reduce), key=lambda c: (c.world_size, c.nbytes))
     overhead = max(probes.middle("overhead"), SMALLEST_START)
@@ -171,7 +171,7 @@ def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums:
 def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
     """Fit ``timing_model.parameter_server_time`` to the measured rounds: ``SERVER_PARAMETERS``.
 
-    Latency, overhead and sums are the ring's: with few sizes and numbers of ranks they could not be told from these.
+    Latency, overhead and sums are the ring's: a fit to few sizes and numbers of ranks could not tell them from these.
     """
     own = sorted(
         (cell for cell in cells if cell.all_reduce == PARAMETER_SERVER), key=lambda c: (c.world_size, c.nbytes)
@@ -196,15 +196,15 @@ def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
 
 
 def sharing_of(servers: CollectiveFit) -> Estimate:
-    """What ``SERVER_PARAMETERS`` say of it, from 0 to 1."""
+    """Return ``sharing``, from 0 to 1, by the fitted ``SERVER_PARAMETERS``."""
     beta, _, shared = servers.fit.estimates()
     return Estimate(*(min(1.0, one / beta.value) if beta.value > 0 else 0.0 for one in dataclasses.astuple(shared)))
 
 
 @dataclass(frozen=True)
 class LateIteration:
-    """``computation.LateIteration`` as the timing model has it: it adds ranks' waiting for each other, which must not
-    count as a part's own, too."""
+    """``computation.LateIteration`` as the timing model defines it: the model adds the ranks' waiting for each other,
+    which must not count as a part's own time, too."""
 
     world_size: int
     cv: float
@@ -229,7 +229,7 @@ def make_profile(
     ranks_per_core: float,
     provenance: dict[str, Any],
 ) -> Profile:
-    """The file's content; ``fits`` are by name, of all-reduces and servers."""
+    """Return the file's content; ``fits`` holds all-reduces and servers by name."""
     ring, servers = fits[RING], fits.get(PARAMETER_SERVER)
     links = {name: _link_profile(one) for name, one in fits.items() if one.names == LINK}
     link = links.pop(RING)
@@ -256,7 +256,7 @@ def make_profile(
 def compute_profile(
     computation: Computation, *, model: str, batch_size: int, tensors: Sequence[int], samples: int
 ) -> ComputeProfile:
-    """Of the model that was measured."""
+    """Return the compute profile of the model that was measured."""
     return ComputeProfile(
         model=model,
         batch_size=batch_size,
@@ -312,7 +312,7 @@ def _codec_profile(speed: CodecSpeed) -> CodecProfile:
 
 
 def _halves(cells: Sequence[Cell]) -> NDArray[np.bool_]:
-    """Every second size of every number of ranks, in turns as on a chessboard."""
+    """Return a mask of every second size of every number of ranks, alternating as on a chessboard."""
     world_sizes = sorted({cell.world_size for cell in cells})
     sizes = sorted({cell.nbytes for cell in cells})
     return np.array([(world_sizes.index(cell.world_size) + sizes.index(cell.nbytes)) % 2 == 0 for cell in cells])

@@ -1,4 +1,4 @@
-"""Which ranks reduce together while a calibration looks at fewer of them than there are."""
+"""Groups of ranks that reduce together while a calibration measures fewer ranks than there are."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pipesgd.comm.transport import Pending, Transport
 from pipesgd.ranks import Ranks
 
 MOST_IN_TURN = 4
-"""Every number of ranks up to this one is measured, then every power of two, and all ranks."""
+"""Largest number up to which every number of ranks is measured; after it come powers of two, and all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank is."""
+    """Location of a rank."""
 
     node: int
-    """Counted from 0, in the order of the ranks."""
+    """Number of the node, counted from 0 in the order of the ranks."""
     local_rank: int
 
 
 def places_of(ranks: Ranks) -> list[Place]:
-    """Of every rank. Collective."""
+    """Return the place of every rank. Collective."""
     return places([local_rank for _, local_rank in ranks.exchange("places", [ranks.rank, ranks.local_rank])])
 
 
 def places(local_ranks: Sequence[int]) -> list[Place]:
-    """Of ranks with these numbers on their nodes: torchrun gives those of a node adjoining numbers.
+    """Return the places of ranks with these local ranks; torchrun gives the ranks of a node consecutive numbers.
 
     >>> [place.node for place in places([0, 1, 0, 1])]
     [0, 0, 1, 1]
@@ -43,10 +43,10 @@ def places(local_ranks: Sequence[int]) -> list[Place]:
 
 
 def groups_to_measure(where: Sequence[Place], slow: Sequence[int] = ()) -> list[list[int]]:
-    """The ranks of each group, smallest first, all ranks last.
+    """Return the ranks of each group, smallest first, all ranks last.
 
-    Smaller groups have no two ranks on one node, unless all are on the same: they are to show what the network does.
-    Those in ``slow`` are in every group that has room for them, since all ranks together are as fast as their links.
+    Smaller groups have no two ranks on one node, unless all are on the same one: they are meant to show the network.
+    Ranks in ``slow`` are in every group that has room for them, since all ranks together are as fast as their links.
     """
     world_size = len(where)
     one_node = where[0].node == where[-1].node
@@ -58,7 +58,7 @@ def groups_to_measure(where: Sequence[Place], slow: Sequence[int] = ()) -> list[
 
 
 class Part:
-    """Some of the ranks of a transport, under numbers of their own: 0 is ``members[0]``."""
+    """Some of the ranks of a transport, renumbered: rank 0 is ``members[0]``."""
 
     def __init__(self, transport: Transport, members: Sequence[int]):
         self.rank = members.index(transport.rank)

@@ -1,4 +1,4 @@
-"""The network interfaces that the ranks use, and those that they should have used."""
+"""Network interfaces that the ranks use, and those that they should have used."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pipesgd.calibration.groups import Place
 from pipesgd.ranks import Ranks, network_address
 
 FASTER = 2.0
-"""Another interface that is so many times as fast should probably have been used."""
+"""Ratio of speeds from which on another interface should probably have been used."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """How gloo makes a rank reachable, and what its host could do."""
+    """Interface at which gloo makes a rank reachable, and the speeds of all interfaces of its host."""
 
     address: str
-    """E.g. "10.0.0.2 (eth0)"."""
+    """Address and interface, e.g. "10.0.0.2 (eth0)"."""
     speeds: dict[str, int]
-    """Mbit/s of the host's interfaces that are up and say it; empty where the system does not tell."""
+    """Mbit/s of the host's interfaces that are up and report it; empty where the system reports nothing."""
 
     @property
     def name(self) -> str:
-        """Of the interface; the address where it is not known."""
+        """Name of the interface, or the address where the name is not known."""
         return self.address.rpartition("(")[2].rstrip(")")
 
     @property
@@ -35,17 +35,17 @@ class Interface:
 
 
 def interfaces_of(ranks: Ranks) -> list[Interface]:
-    """Every rank's. Collective."""
+    """Return every rank's interface. Collective."""
     own = Interface(address=network_address(), speeds=_speeds())
     return [Interface(**one) for one in ranks.exchange("network interface", asdict(own))]
 
 
 def wrong_interfaces(interfaces: Sequence[Interface], where: Sequence[Place]) -> list[str]:
-    """A line for every rank that other nodes cannot reach, or that could be reached faster."""
+    """Return a line for every rank that other nodes cannot reach, or that they could reach faster."""
     several = where[-1].node > 0
     lines = []
     for rank, one in enumerate(interfaces):
-        if not several or where[rank].local_rank:  # one line for a node is enough
+        if not several or where[rank].local_rank:  # one line per node is enough
             continue
         if one.is_loopback:
             lines.append(
@@ -64,7 +64,7 @@ def wrong_interfaces(interfaces: Sequence[Interface], where: Sequence[Place]) ->
 
 
 def _speeds() -> dict[str, int]:
-    """Mbit/s of the interfaces of this host that are up, by name; those that do not say it are left out."""
+    """Return the Mbit/s of this host's interfaces that are up, by name; those that do not report it are left out."""
     if sys.platform != "linux":
         return {}
     found = {}
@@ -73,6 +73,6 @@ def _speeds() -> dict[str, int]:
         try:
             if (folder / "operstate").read_text().strip() == "up":
                 found[name] = int((folder / "speed").read_text())
-        except (OSError, ValueError):  # loopback and tunnels have none
+        except (OSError, ValueError):  # loopback and tunnels have no speed
             continue
     return {name: speed for name, speed in found.items() if speed > 0}

@@ -1,4 +1,4 @@
-"""Probes between every two ranks: what the network is made of, and which link stands out."""
+"""Probes between every two ranks, which find the network's properties and the links that stand out."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from pipesgd.comm.transport import TorchTransport
 from pipesgd.ranks import Ranks
 
 Links = NDArray[np.bool_]
-"""(p, p): which links are meant."""
+"""Mask of links (p, p), from the row's rank to the column's."""
 
 PINGS = 20
 PAYLOAD_BYTES = 512 << 10
 REPETITIONS = 4
 STREAMED = 8, 64
-"""Small messages that follow each other, few and many: the difference is what each costs the ranks."""
+"""Numbers of small messages in a row, few and many; the difference in time is what each costs the ranks."""
 STREAMED_BYTES = 64
 SLOW = 0.7
-"""Of the good links' rate: below it a link is slow."""
+"""Share of the good links' rate below which a link is slow."""
 GOOD = 0.75
 """Quantile of the rates, and the same share of the latencies: one slow rank among four touches half of all links."""
 LATE, LATE_SECONDS = 2.0, 200e-6
-"""Times the good links' latency, and seconds above it: beyond both, a link is late."""
+"""Multiple of the good links' latency, and seconds above it: a link beyond both is late."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probes:
-    """(p, p), from the row's rank to the column's; NaN where there is nothing."""
+    """Results of the probes (p, p), from the row's rank to the column's; NaN where there is none."""
 
     latency: Floats
-    """One way, half of the shortest round trip, in s: that a rank waits for its core is no property of the link."""
+    """Seconds one way, half of the shortest round trip: a rank's wait for its core is no property of the link."""
     rate: Floats
-    """In byte/s."""
+    """Bytes per second."""
     overhead: Floats
-    """Of a small message in a stream of such, in s."""
+    """Seconds that a small message takes in a stream of them."""
 
     def middle(self, name: str) -> float:
-        """The median over all pairs."""
+        """Return the median over all pairs."""
         return float(np.nanmedian(getattr(self, name)))
 
 
 def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
-    """Every two ranks once, in rounds in which nobody is in two pairs (the circle method).
+    """Return rounds that pair every two ranks once, with no rank in two pairs of a round (the circle method).
 
     >>> rounds_of_pairs(4)
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -65,7 +65,7 @@ def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
 
 
 def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], None]) -> Probes:
-    """Between every two ranks, both ways. Collective."""
+    """Probe the link between every two ranks, both ways. Collective."""
     own: dict[int, tuple[float, float, float]] = {}
     rounds = rounds_of_pairs(ranks.world_size)
     for number, pairs in enumerate(rounds):
@@ -86,7 +86,7 @@ def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], No
 
 
 def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[float, float, float] | None:
-    """Latency, rate and overhead of what is sent to ``peer``, who answers; None on the side that answers."""
+    """Return the latency, rate and overhead of messages to ``peer``, which answers; None on the side that answers."""
 
     def exchange(messages: int, nbytes: int) -> float:
         outgoing, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
@@ -114,19 +114,19 @@ def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[f
 
 
 class SlowLink(NamedTuple):
-    """One that stands out."""
+    """A link, or all links of a rank, that stand out."""
 
     rank: int | None
-    """Whose links are all slow; None for a single link."""
+    """Rank whose links are all slow; None for a single link."""
     line: str
-    """For people."""
+    """Message to the user."""
 
 
 def slow_links(probes: Probes, where: Sequence[Place]) -> list[SlowLink]:
-    """Every rank, or else link, that is much slower or later than the others of its kind.
+    """Find every rank, or else link, that is much slower or later than the others of its kind.
 
-    Kinds are links inside a node and links between nodes. With two ranks there is nothing to compare with but the other
-    direction.
+    The kinds are links inside a node and links between nodes. With two ranks there is nothing to compare with except
+    the other direction.
     """
     world_size = len(where)
     within = np.array([[a.node == b.node for b in where] for a in where])
@@ -136,7 +136,7 @@ def slow_links(probes: Probes, where: Sequence[Place]) -> list[SlowLink]:
         if kind.sum() < 2:
             continue
         usual = float(np.quantile(probes.rate[kind], GOOD, method="higher"))
-        round_trips = np.fmin(probes.latency, probes.latency.T)  # the same from both ends, but for who waits for a core
+        round_trips = np.fmin(probes.latency, probes.latency.T)  # the same from both ends, except for waits for a core
         latency = float(np.quantile(round_trips[kind], 1 - GOOD, method="lower"))
         slow = kind & (probes.rate < SLOW * usual)
         late = kind & (round_trips > LATE * latency) & (round_trips > latency + LATE_SECONDS)
@@ -150,7 +150,7 @@ def slow_links(probes: Probes, where: Sequence[Place]) -> list[SlowLink]:
 
 
 def _name(bad: Links, kind: Links) -> list[tuple[int | None, str, Links]]:
-    """What all bad links have in common, where it is a rank; each of those left over."""
+    """Return each rank whose links are all bad, and each bad link that is left over."""
     named: list[tuple[int | None, str, Links]] = []
     left = bad.copy()
     for rank in range(len(bad)):

@@ -1,4 +1,4 @@
-"""The machines that the ranks are on."""
+"""Machines that the ranks run on."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ import pipesgd
 from pipesgd.ranks import Ranks
 
 PRODUCT_SIZE, PRODUCTS = 512, 9
-"""Rows and columns; and how many follow each other, of which the first does not count."""
+"""Rows and columns of the matrices; and number of products in a row, of which the first does not count."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 CORES = Path("/proc/stat")
 CORE_TIMES, STOLEN = 8, 7
-"""Of its first line: the times that add up, after which guests' come that are in them already; and the stolen one."""
+"""Number of times in its first line that add up (guests' times, after them, are in them); and the stolen one."""
 DISTURBED = 0.02
-"""A share of stolen time above which measurements are not worth much; on a host that is not busy it is 0 to 0.5 %."""
+"""Share of stolen time above which measurements are not worth much; on a host that is not busy it is 0 to 0.5 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One rank's."""
+    """Machine of one rank."""
 
     host: str
     kernel: str
-    """The same for all containers and namespaces of one machine."""
+    """Identifier of the running kernel, the same for all containers and namespaces of one machine."""
     cores: int
-    """That the rank may use."""
+    """Number of cores that the rank may use."""
 
 
 def machines_of(ranks: Ranks) -> list[Machine]:
-    """Every rank's. Collective."""
+    """Return every rank's machine. Collective."""
     host = socket.gethostname()
     try:
         kernel = BOOT_ID.read_text(encoding="utf-8").strip()
@@ -52,15 +52,15 @@ def machines_of(ranks: Ranks) -> list[Machine]:
 
 
 def ranks_per_core(machines: Sequence[Machine]) -> float:
-    """Of the machine that has the most; above 1, ranks share cores."""
+    """Return the ranks per core of the machine that has the most; above 1, ranks share cores."""
     ranks = Counter(one.kernel for one in machines)
     return max(ranks[one.kernel] / one.cores for one in machines)
 
 
 def product_seconds(ranks: Ranks) -> float:
-    """What a fixed product of matrices takes now, in s, all ranks at it at once, their mean: how fast they are.
+    """Return the mean seconds of a fixed matrix product that all ranks compute at once: how fast the machines are now.
 
-    The same machine is up to a third slower within a minute, where others use it, too. Collective.
+    The same machine becomes up to a third slower within a minute if others use it, too. Collective.
     """
     matrix = torch.full((PRODUCT_SIZE, PRODUCT_SIZE), 1e-3)
     out = torch.empty_like(matrix)
@@ -74,17 +74,17 @@ def product_seconds(ranks: Ranks) -> float:
 
 
 class StolenTime:
-    """What a hypervisor gives to other guests of the time of this machine's cores, from now on, and after each share.
+    """Share of this machine's core time that a hypervisor gives to other guests, from now on, and after each ``share``.
 
-    A virtual machine does not see what it loses: all in it, and all that waits for it, just takes longer.
+    A virtual machine does not see what it loses: everything in it, and everything that waits for it, just takes longer.
     """
 
     def __init__(self) -> None:
         self._begin = _core_times()
 
     def share(self, ranks: Ranks) -> float:
-        """Of all cores' time, on the machine that loses most; 0 where there is no hypervisor, or it does not say.
-        Collective.
+        """Return the stolen share of all cores' time on the machine that loses most; 0 where there is no hypervisor, or
+        it reports nothing. Collective.
         """
         begin, self._begin = self._begin, _core_times()
         times = [after - before for before, after in zip(begin, self._begin, strict=True)]
@@ -92,7 +92,7 @@ class StolenTime:
 
 
 def _core_times() -> list[int]:
-    """Of all cores together since the machine started, in the kernel's ticks: man 5 proc_stat."""
+    """Return the times of all cores together since the machine started, in the kernel's ticks: man 5 proc_stat."""
     try:
         return [int(one) for one in CORES.read_text(encoding="utf-8").split()[1 : CORE_TIMES + 1]]
     except OSError:  # not Linux
@@ -102,10 +102,10 @@ def _core_times() -> list[int]:
 def provenance(
     machines: Sequence[Machine], created: str, words: Sequence[str], product: float, stolen: float
 ) -> dict[str, Any]:
-    """For people who read the file later, and to tell whether the machines are as fast as they were then.
+    """Return a record for people who read the file later, and for checking that the machines are as fast as they were.
 
-    ``words`` are those after torchrun's own, ``product`` is the mean of ``product_seconds`` over the calibration, and
-    ``stolen`` ``StolenTime``'s share.
+    ``words`` are the arguments after torchrun's own, ``product`` is the mean of ``product_seconds`` over the
+    calibration, and ``stolen`` is ``StolenTime``'s share.
     """
     return {
         "created": created,

@@ -1,4 +1,4 @@
-"""One calibration, from its first measurement to a profile: what ``pipesgd.calibrate`` and a training that plans do."""
+"""One calibration, from its first measurement to a profile, for ``pipesgd.calibrate`` and for a training that plans."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ CODECS, SERVERS, LINKS, TRAINING = (
     "training and collectives",
 )
 SHARES = {CODECS: 0.07, SERVERS: 0.15, LINKS: 0.03}
-"""Of the time that there is; the last has what is left, and what comes before it takes as long as it takes."""
+"""Shares of the available time. The last phase gets what is left; the one before it takes as long as it takes."""
 TRAINED = 0.5
-"""Of the time of the all-reduces alone, how long the model is trained."""
+"""Seconds of training per second of all-reduces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was found."""
+    """Results of a calibration."""
 
     hosts: list[Machine]
-    """Of every rank."""
+    """Machine of every rank."""
     codecs: dict[str, CodecSpeed]
     computation: Computation
     fits: dict[str, CollectiveFit]
-    """Of the all-reduces, and of the parameter server."""
+    """Fits of the all-reduces, and of the parameter server."""
     product: float
     """Mean of ``machines.product_seconds`` over the laps."""
     stolen: float
-    """``machines.StolenTime``'s share, the mean over the laps that count: those that were disturbed do not, if enough
-    others are there."""
+    """Mean of ``machines.StolenTime``'s share over the laps that count; disturbed laps do not, if there are enough
+    others."""
 
     def profile(self, config: TrainConfig, model: nn.Module, *, samples: int, command: Sequence[str]) -> Profile:
-        """For the timing model.
+        """Make the profile for the timing model.
 
         Args:
-            config: of the training that was measured.
-            model: that is trained.
-            samples: in the training set.
-            command: words after torchrun's own, for people who read the file later.
+            config: configuration of the training that was measured.
+            model: model that is trained.
+            samples: number of samples in the training set.
+            command: arguments after torchrun's own, for people who read the file later.
         """
         return fit_cluster.make_profile(
             fits=self.fits,
@@ -98,23 +98,23 @@ def measure(
     servers: bool,
     prediction: str,
 ) -> Measured | None:
-    """Measure the ranks, their network and the model's training; rank 0 says what is done, and what is amiss.
+    """Measure the ranks, their network and the model's training; rank 0 reports what is done, and what is wrong.
 
-    All ranks call this together; what was found is rank 0's. It starts torch's process group, of which there must be
-    none yet, and leaves it to the caller to end it.
+    All ranks call this together; only rank 0 gets the results. The function starts torch's process group, of which
+    there must be none yet, and leaves it to the caller to end it.
 
     Args:
-        config: of the training; its deadline is that of the measurements, too.
-        model: on a CPU; copies of it are trained.
-        batches: of this rank.
-        ranks: that take part, at least 2.
-        console: of rank 0.
-        seconds: how long to measure, about.
-        largest_bytes: of a gradient that is all-reduced.
-        codecs: to measure, by name.
-        all_reduces: likewise; the ring among them.
-        servers: whether to measure a parameter server.
-        prediction: what stands for gradients in flight.
+        config: configuration of the training; its timeout is that of the measurements, too.
+        model: model on a CPU; copies of it are trained.
+        batches: batches of this rank.
+        ranks: ranks that take part, at least 2.
+        console: console of rank 0.
+        seconds: approximate time for the measurements.
+        largest_bytes: size of the largest gradient that is all-reduced.
+        codecs: names of the codecs to measure.
+        all_reduces: names of the all-reduces to measure, the ring among them.
+        servers: True to measure a parameter server.
+        prediction: how the weights are predicted from gradients in flight.
 
     Raises:
         CommunicationError: a rank was lost.
@@ -132,11 +132,11 @@ def measure(
     cells: list[Cell] = []
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(Phases(console, planned))
-        # 1. Each rank for itself, but all at once, as in training.
+        # 1. Each rank on its own, but all at once, as in training.
         ranks.exchange("codecs", None)
         own_codecs = codec_speeds.measure(codecs, planned[CODECS], partial(shown.advance, CODECS))
         every_codecs = ranks.exchange("times of the codecs", own_codecs)
-        # 2. Together. Servers have process groups of their own, whose threads are not to be there later.
+        # 2. All ranks together. Servers have their own process groups, whose threads must be gone later.
         if SERVERS in planned:
             cells += server_rounds.measure(
                 ranks,
@@ -180,7 +180,7 @@ def measure(
     if ranks.rank != 0:
         return None
 
-    # 3. What it means.
+    # 3. Interpret the measurements.
     values = sum(one.numel() for one in model.parameters() if one.requires_grad)
     sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
     fits = {name: fit_cluster.fit_collective(name, cells, probes, sums) for name in names}
@@ -210,7 +210,7 @@ def measure(
 
 
 def describe(ranks: Ranks, ranks_per_core: float, addresses: Sequence[str], seconds: float) -> str:
-    """What is about to be measured, in a line or two."""
+    """Describe what is about to be measured, in a line or two."""
     here = f"all at {addresses[0]}" if len(set(addresses)) == 1 else "at " + ", ".join(addresses)
     text = f"calibrating {ranks.world_size} ranks, {here}, for about {seconds:.0f} s"
     if ranks_per_core > 1:

@@ -1,4 +1,4 @@
-"""What is measured, and how long: the options of ``pipesgd.calibrate``."""
+"""Options of ``pipesgd.calibrate``: the measurements, and the time that they may take."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from pipesgd.errors import UserInputError
 from timing_model.schedules import ALL_REDUCES
 
 SMALLEST_BYTES = 1 << 10
-"""Of the gradients that are all-reduced."""
+"""Bytes of the smallest gradient that is all-reduced."""
 LEAST_LARGEST_BYTES = 64 << 10
-"""With less, what a byte costs would not show."""
+"""Lower bound of ``largest_bytes``: with less, the cost of a byte would not show."""
 RING = "ring"
 MEASURED_ALL_REDUCES = tuple(name for name in ALL_REDUCES if name != "hierarchical")
 DEFAULT_ALL_REDUCES = (RING, "native")
 MEASURED_CODECS = (*DENSE_CODECS[1:], "topk")
 UNCOMPRESSED, TYPICAL_CODEC = "fp32", "int8"
-"""With which the model is trained; the second if it is among those to measure."""
-"""fp32 has no work of its own but the sums; powersgd's depends on the shapes of the model's matrices."""
+"""Codecs with which the model is trained; the second only if it is among those to measure."""
+"""fp32 has no work of its own except the sums; powersgd's depends on the shapes of the model's matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """What is measured, and where it goes."""
+    """Measurements of a calibration, and the files that it writes."""
 
     out: Path = Path("cluster.toml")
-    """File for the figures, for timing-model; written by rank 0."""
+    """File for the results, to be read by timing-model; written by rank 0."""
     overwrite: bool = False
-    """Replace --out if it is there."""
+    """Replace --out if it exists."""
     plot: Path | None = None
     """File for a picture of the residuals, e.g. residuals.png; needs matplotlib."""
     seconds: float = 40.0
-    """How long to measure, roughly; starting and connecting the ranks come on top."""
+    """Approximate measuring time in seconds; starting and connecting the ranks is extra."""
     largest_bytes: int = 16 << 20
-    """Largest gradient that is all-reduced; less on a link so slow that it would take too long."""
+    """Bytes of the largest gradient that is all-reduced; less on a link so slow that it would take too long."""
     codecs: tuple[str, ...] = MEASURED_CODECS
     """Codecs to measure: truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign, topk."""
     all_reduces: tuple[str, ...] = DEFAULT_ALL_REDUCES
-    """All-reduces to measure, each with a link of its own: ring, which the others' is taken from, halving-doubling,
-    recursive-doubling, all-to-all, native."""
+    """All-reduces to measure, each with its own link: ring (required, and used for those not measured),
+    halving-doubling, recursive-doubling, all-to-all, native."""
     servers: bool = False
     """Measure a parameter server, too."""
     prediction: str = "eager"
-    """What stands for the gradients in flight, of which the late update's time depends: as in pipesgd.train."""
+    """Prediction from the gradients in flight, on which the late update's time depends: as in pipesgd.train."""
     timeout: float = DEFAULT_TIMEOUT
-    """Seconds that a rank waits for another one, whatever it waits for, before the calibration fails. Where ranks meet,
-    one that gives heartbeats while it measures may take ten times as long."""
+    """Seconds that a rank waits for another one, for any reason, before the calibration fails. Where ranks meet, one
+    that sends heartbeats while it measures may take ten times as long."""
 
     def __post_init__(self) -> None:
         check_above_zero("seconds", self.seconds)
@@ -92,7 +92,7 @@ class CalibrateConfig:
     torchrun --nproc-per-node 4 -m pipesgd.calibrate --out cluster.toml --model mlp --batch-size 512
     """
 
-    # `name=""` puts every section's options on the top level of the command line.
+    # `name=""` puts every section's options at the top level of the command line.
     calibration: Annotated[CalibrationOptions, tyro.conf.arg(name="")] = field(default_factory=CalibrationOptions)
     data: Annotated[DataConfig, tyro.conf.arg(name="")] = field(default_factory=DataConfig)
     model: Annotated[ModelConfig, tyro.conf.arg(name="")] = field(default_factory=ModelConfig)
@@ -104,11 +104,11 @@ class CalibrateConfig:
                 raise UserInputError(f"{name} must be left out of a calibration (see --seconds); got {value}")
 
     def options(self) -> dict[str, Any]:
-        """Every option by its name on the command line, as a JSON value."""
+        """Return every option by its name on the command line, as a JSON value."""
         return options_of(self.calibration, self.data, self.model, self.optimization)
 
     def training(self) -> TrainConfig:
-        """The training whose computation is measured."""
+        """Return the training whose computation is measured."""
         return TrainConfig(
             data=self.data,
             model=self.model,

@@ -1,4 +1,4 @@
-"""How far a calibration is, and how long it still takes."""
+"""Progress of a calibration, and the time that it still takes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.progress import BarColumn, Progress, TextColumn
 from pipesgd.run.console import say
 
 LINE_SECONDS = 5.0
-"""Where output is no terminal, a line this often."""
+"""Seconds between two lines where output is no terminal."""
 BAR_SECONDS = 0.5
-"""On a terminal the bar is drawn anew this often, between measurements: no thread draws during one."""
+"""Seconds between two redraws of the bar on a terminal, between measurements: no thread draws during one."""
 
 
 class Phases:
-    """A bar, or lines in a log, over phases that are planned to take so many seconds each."""
+    """A bar, or lines in a log, over phases, each with its planned seconds."""
 
     def __init__(self, console: Console, planned: Mapping[str, float]):
         self._console = console
@@ -46,7 +46,7 @@ class Phases:
         self._progress.stop()
 
     def advance(self, phase: str, share: float) -> None:
-        """Of ``phase`` this share is done, and all of those before it."""
+        """Report that this share of ``phase`` is done, and all phases before it."""
         for name in self._planned:
             if name == phase:
                 break

@@ -1,4 +1,4 @@
-"""What a calibration tells a person: a table, warnings, a picture."""
+"""Results of a calibration for people: a table, warnings, a picture."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442")
-"""Okabe and Ito's."""
+"""Colours of Okabe and Ito."""
 POOR = 0.25
-"""A residual above which the figures are not worth much."""
+"""Residual above which the figures are not worth much."""
 
 
 def show(
@@ -33,7 +33,7 @@ def show(
     codecs: Mapping[str, CodecSpeed],
     computation: Computation,
 ) -> None:
-    """The tables."""
+    """Print the tables."""
     for name, one in fits.items():
         table = Table(title=titled(name), title_justify="left", show_header=False, box=None)
         for parameter, value in zip(one.names, one.fit.estimates(), strict=True):
@@ -63,17 +63,17 @@ def show(
 
 
 def titled(name: str) -> str:
-    """What was fitted."""
+    """Return the title of a fit."""
     return "parameter server" if name == PARAMETER_SERVER else f"{name} all-reduce"
 
 
 def held_out(one: CollectiveFit) -> str:
-    """How far the formula is off where it was not fitted."""
+    """Describe the formula's error in cells that it was not fitted to."""
     return f"{one.errors.mean():.1%} off on average, {one.residual:.1%} at p90, from {one.smallest_bytes >> 10} KiB on"
 
 
 def warnings(computation: Computation, fits: Mapping[str, CollectiveFit], stolen: float) -> list[str]:
-    """A line for every rank that is always slow, for a formula that does not describe this cluster, and for a
+    """Return a line for every rank that is always slow, for a formula that does not describe this cluster, and for a
     hypervisor that gave cores to others (``machines.StolenTime``).
     """
     lines = [
@@ -108,7 +108,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def save_plot(fits: Mapping[str, CollectiveFit], path: Path) -> None:
-    """The residuals of every all-reduce."""
+    """Save a plot of the residuals of every all-reduce."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(fits), 4), layout="constrained")
@@ -117,12 +117,12 @@ def save_plot(fits: Mapping[str, CollectiveFit], path: Path) -> None:
         plot_residuals(one, axes)
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as failure:  # no place, or no format of this name
+    except (OSError, ValueError) as failure:  # cannot be written, or no format of this name
         raise UserInputError(f"plot must be a file to write, e.g. residuals.png; got {path}: {failure}") from None
 
 
 def plot_residuals(one: CollectiveFit, axes: Axes) -> Axes:
-    """Fitted over measured, minus 1, over the size: each cell by a fit to the other half of the cells."""
+    """Plot fitted over measured, minus 1, against the size: each cell by a fit to the other half of the cells."""
     world_sizes = sorted({cell.world_size for cell in one.cells})
     for number, world_size in enumerate(world_sizes):
         chosen = [index for index, cell in enumerate(one.cells) if cell.world_size == world_size]

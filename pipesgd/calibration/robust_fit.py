@@ -1,4 +1,4 @@
-"""Parameters from measured times: robust, with intervals, and checked on times that they were not fitted to."""
+"""Robust fits of parameters to measured times, with intervals, and checked on times that they were not fitted to."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ from timing_model.measured import Estimate
 
 Floats = NDArray[np.float64]
 Predict = Callable[[Floats], Floats]
-"""The times that parameters (k,) give, one for each cell (n,): linear in the parameters, piece by piece, and 0 at 0."""
+"""Function from parameters (k,) to times, one per cell (n,): piecewise linear in the parameters, and 0 at 0."""
 
 MOST_ITERATIONS = 20
 CONVERGED = 1e-4
-"""Relative to the parameters."""
+"""Relative change of the parameters below which they have converged."""
 SETTLED = 0.02
-"""Of a cell's spread: predictions that change by less need no other iteration."""
+"""Share of a cell's spread: predictions that change by less need no further iteration."""
 TRUSTED = 1.5
-"""A cell that is off by more than so many times what it should be counts less (Huber)."""
+"""Multiple of the expected error: a cell that is off by more counts less (Huber)."""
 LEAST_SPREAD = 0.01
-"""Relative; what a median of a few times, and a formula, may be off by even where all times are alike."""
+"""Relative error that a median of a few times, and a formula, may have even where all times are alike."""
 OPEN = 1e-14
 NUDGE = 1e-7
-"""Of a parameter, to see what times do: far from the next piece."""
+"""Relative change of a parameter that shows its effect on the times, too small to reach the next piece."""
 RESAMPLES = 200
 LOW, HIGH = 0.05, 0.95
-"""Quantiles: a 90 % interval."""
+"""Quantiles that bound a 90 % interval."""
 
 
 class Prior(NamedTuple):
-    """What is known of a parameter from elsewhere, for data that say little of it."""
+    """Knowledge of a parameter from elsewhere, for data that say little about it."""
 
     parameter: int
     value: float
     share: float
-    """By what share of it the value may well be off."""
+    """Share of the value by which it may well be off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What came out."""
+    """Result of a fit."""
 
     parameters: Floats
-    """(k,), each at least 0."""
+    """Fitted parameters (k,), each at least 0."""
     low: Floats
     high: Floats
     fitted: Floats
-    """The times of all cells (n,) by the parameters."""
+    """Times of all cells (n,) by the parameters."""
     held_out: Floats
     """fitted / measured - 1 of every cell (n,), each by a fit to the other half of the cells."""
 
     def estimates(self) -> list[Estimate]:
-        """Every parameter, with its interval."""
+        """Return every parameter with its interval."""
         return [Estimate(*map(float, three)) for three in zip(self.parameters, self.low, self.high, strict=True)]
 
 
 def spread(times: Floats) -> float:
-    """How far times are from their median, relative to it: for a normal distribution, one standard deviation."""
+    """Return the relative spread of times around their median: for a normal distribution, one standard deviation."""
     median = np.median(times)
     return float(1.4826 * np.median(np.abs(times - median)) / median)
 
@@ -77,20 +77,19 @@ def fit(
     priors: Sequence[Prior] = (),
     seed: int = 0,
 ) -> Fit:
-    """Non-negative parameters under which ``predict`` comes nearest to the medians of ``samples``.
+    """Find non-negative parameters under which ``predict`` comes nearest to the medians of ``samples``.
 
-    Nearest in shares of each time, not in seconds, and in units of what a cell's times differ by themselves: a size at
-    which the machine's noise is half of all must not bend what exact times of larger sizes say. Medians, since means of
-    times are what a few interruptions make of them; and cells that are far off nevertheless count less (Huber's
-    weights).
+    Distances are relative to each time, not in seconds, and in units of a cell's own spread: a size at which the
+    machine's noise is half of the time must not bend what exact times of larger sizes say. Medians are used since a few
+    interruptions determine a mean; and cells that are far off nevertheless count less (Huber's weights).
 
     Args:
         predict: see ``Predict``.
-        start: (k,), above 0: of the size that the parameters may have.
-        samples: of each of n cells, its measured times.
-        halves: (n,), which half a cell is in. Each half is predicted by a fit to the other one.
-        priors: what is known besides.
-        seed: of the resampling, of cells and of their times, that gives the intervals.
+        start: (k,), above 0, of the magnitude that the parameters may have.
+        samples: measured times of each of n cells.
+        halves: (n,), the half that a cell is in. Each half is predicted by a fit to the other one.
+        priors: knowledge from other sources.
+        seed: seed of the resampling of cells and of their times, which gives the intervals.
     """
     problem = _Problem(
         measured=np.array([np.median(times) for times in samples]),
@@ -104,7 +103,7 @@ def fit(
         if half.any() and not half.all():
             other = _solve(predict, problem, (~half).astype(float))
             held_out[half] = predict(other)[half] / problem.measured[half] - 1
-    # Near the optimum the times are linear: a resample needs no formula.
+    # Near the optimum the times are linear, so a resample does not need the formula.
     slopes, base = _slopes(predict, parameters, start)
     offset = base - slopes @ parameters
     generator = np.random.default_rng(seed)
@@ -126,17 +125,17 @@ def fit(
 
 @dataclass(frozen=True, kw_only=True)
 class _Problem:
-    """What parameters are fitted to."""
+    """Data that parameters are fitted to."""
 
     measured: Floats
     spreads: Floats
-    """Relative."""
+    """Relative spread of each cell's times."""
     priors: Sequence[Prior]
     scale: Floats
-    """What parameters are counted in, so that none is tiny."""
+    """Units in which the parameters are counted, so that none is tiny."""
 
     def solve(self, slopes: Floats, offset: Floats, counts: Floats) -> Floats:
-        """Where times are ``slopes @ parameters + offset``. Cell i counts ``counts[i]`` times."""
+        """Solve where times are ``slopes @ parameters + offset``. Cell i counts ``counts[i]`` times."""
         used = counts > 0
         units = (self.measured * self.spreads)[used]
         rows = slopes[used] * self.scale / units[:, None]
@@ -161,7 +160,7 @@ class _Problem:
 
 
 def _solve(predict: Predict, problem: _Problem, counts: Floats) -> Floats:
-    """Gauss-Newton: solve for the piece on which the parameters are, go there, again."""
+    """Solve by Gauss-Newton: solve for the piece on which the parameters are, move there, and repeat."""
     parameters = problem.scale
     step, before = 1.0, np.zeros(len(problem.measured))
     for iteration in range(MOST_ITERATIONS):
@@ -170,13 +169,13 @@ def _solve(predict: Predict, problem: _Problem, counts: Floats) -> Floats:
             break
         before = base
         solved = problem.solve(slopes, base - slopes @ parameters, counts)
-        step = 1.0 if iteration < MOST_ITERATIONS // 4 else step * 0.7  # to and fro between pieces must end
+        step = 1.0 if iteration < MOST_ITERATIONS // 4 else step * 0.7  # oscillation between pieces must end
         parameters = parameters + step * (solved - parameters)
     return parameters
 
 
 def _slopes(predict: Predict, parameters: Floats, scale: Floats) -> tuple[Floats, Floats]:
-    """How the times (n,) change with each parameter (n, k), and the times."""
+    """Return the change of the times (n,) with each parameter (n, k), and the times."""
     base = predict(parameters)
     columns = []
     for index in range(len(parameters)):
@@ -188,18 +187,18 @@ def _slopes(predict: Predict, parameters: Floats, scale: Floats) -> tuple[Floats
 
 
 def non_negative(rows: Floats, targets: Floats) -> Floats:
-    """The x of at least 0 that makes ``rows @ x`` nearest to ``targets``, by trying all choices of what is 0.
+    """Return the x of at least 0 that brings ``rows @ x`` nearest to ``targets``, by trying all choices of zeros.
 
     >>> non_negative(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([2.0, -1.0])).round(9).tolist()
     [2.0, 0.0]
     """
     gram, moments = rows.T @ rows, rows.T @ targets
-    free = _choices(rows.shape[1])  # (choices, k): what may be above 0
+    free = _choices(rows.shape[1])  # (choices, k): parameters that may be above 0
     grams = gram * free[:, :, None] * free[:, None, :]
-    # The others' equations say that they are 0; a trace on the diagonal chooses where the data leave a direction open.
+    # The other equations set x to 0; a tiny diagonal term decides where the data leave a direction open.
     grams += np.eye(len(gram)) * (1 - free[:, :, None] + OPEN * np.trace(gram))
     solved = np.linalg.solve(grams, (moments * free)[:, :, None])[:, :, 0]
-    costs = np.einsum("ci,ij,cj->c", solved, gram, solved) - 2 * solved @ moments  # but for what targets alone add
+    costs = np.einsum("ci,ij,cj->c", solved, gram, solved) - 2 * solved @ moments  # without the targets' constant
     costs[np.any(solved < 0, axis=1)] = np.inf
     best: Floats = np.maximum(solved[np.argmin(costs)], 0.0)
     return best
@@ -207,12 +206,12 @@ def non_negative(rows: Floats, targets: Floats) -> Floats:
 
 @functools.cache
 def _choices(count: int) -> Floats:
-    """All ways to let some of ``count`` numbers be 0 and others not: rows of 0 and 1; all 0 first."""
+    """Return all ways to let some of ``count`` numbers be 0 and others not: rows of 0 and 1; all 0 first."""
     return np.array(list(itertools.product((0.0, 1.0), repeat=count)))
 
 
 def median_of(times: Floats, seed: int = 0) -> Estimate:
-    """The median and the interval in which resampled ones lie."""
+    """Return the median, with the interval in which resampled medians lie."""
     drawn = np.random.default_rng(seed).choice(times, (RESAMPLES, len(times)))
     medians = np.median(drawn, axis=1)
     value = float(np.median(times))

@@ -18,13 +18,13 @@ from pipesgd.ranks import Ranks
 from timing_model.cluster_profile import PARAMETER_SERVER
 
 SIZES = 5
-"""About; the time that there is, is divided among so many."""
+"""Approximate number of sizes, among which the available time is divided."""
 LEAST_BLOCKS, MOST_BLOCKS, MOST_ROUNDS = 3, 6, 20
-"""Of a cell, and rounds of a block: workers that are served in turn find their pace within it."""
+"""Fewest and most blocks of a cell, and most rounds of a block: workers served in turn find their pace within it."""
 
 
 def world_sizes(where: Sequence[Place]) -> list[int]:
-    """Those that are measured: the sizes of the groups that are of the first ranks, who can have a server alone."""
+    """Return the measured numbers of ranks: sizes of the groups of the first ranks, which can have a server alone."""
     return [len(group) for group in groups_to_measure(where) if group == list(range(len(group)))]
 
 
@@ -37,22 +37,22 @@ def measure(
     timeout: float,
     advance: Callable[[float], None],
 ) -> list[Cell]:
-    """Every cell, the same on all ranks: one server, beside the first worker. Collective.
+    """Measure every cell, the same on all ranks, with one server next to the first worker. Collective.
 
-    It starts torch's process groups and ends them: there must be none yet. What the server's optimizer takes is in no
-    cell that counts, since a plain SGD step is nothing beside the wire.
+    It starts torch's process groups and ends them: there must be none yet. The time of the server's optimizer does not
+    show in any cell that counts, since a plain SGD step is nothing compared with the wire.
 
     Args:
-        ranks: that take part.
-        where: they are.
-        largest_bytes: of the gradient; less on a slow link.
-        seconds: for all of it, about.
+        ranks: ranks that take part.
+        where: place of every rank.
+        largest_bytes: bytes of the largest gradient; less on a slow link.
+        seconds: approximate time for all of it.
         timeout: seconds that a rank waits for another one.
-        advance: told what share is done.
+        advance: called with the share that is done.
     """
     cells: list[Cell] = []
     sizes = world_sizes(where)
-    # Who takes no part waits at most for the deadline.
+    # Ranks outside the group wait; cap each measurement so that they never hit the timeout.
     share = min(seconds / len(sizes), timeout / 2) / SIZES
     for number, world_size in enumerate(sizes):
         own: list[tuple[int, list[float]]] = []
@@ -66,7 +66,7 @@ def measure(
 
 
 def _cells(ranks: Ranks, largest_bytes: int, share: float, timeout: float) -> list[tuple[int, list[float]]]:
-    """(bytes, seconds of a round in each block) of these ranks, from small sizes on as long as there is time."""
+    """Return (bytes, seconds of a round in each block) of these ranks, from small sizes on as long as there is time."""
     found = []
     nbytes = min(LEAST_LARGEST_BYTES, largest_bytes)
     while True:
@@ -79,7 +79,7 @@ def _cells(ranks: Ranks, largest_bytes: int, share: float, timeout: float) -> li
 
 
 def _rounds(ranks: Ranks, nbytes: int, share: float, timeout: float) -> list[float]:
-    """Seconds of a round, the median rank's, in each block; no other strategy's connections are there meanwhile."""
+    """Return the seconds of a round, the median rank's, in each block; no other strategy has connections meanwhile."""
     ranks.start_process_group("cpu", timeout)
     weights = nn.Parameter(torch.zeros(nbytes // 4))
     gradient = torch.zeros_like(weights)

@@ -23,32 +23,32 @@ from pipesgd.ranks import Ranks
 from timing_model.schedules import SCHEDULES
 
 GROWTH = 4
-"""From one size to the next."""
+"""Factor from one size to the next."""
 BLOCK_SECONDS, MOST_CALLS = 4e-3, 32
-"""Short all-reduces follow each other without a pause until a block of them has taken so long: that the ranks do not
-begin in the same moment, by some tens of microseconds, does not show then."""
+"""Seconds of a block, and most calls in it. Short all-reduces follow each other without a pause until a block has taken
+this long: ranks that start some tens of microseconds apart then do not show."""
 LEAST_LAPS, LAPS, MOST_LAPS = 4, 8, 30
-"""In which every cell is timed: whatever slows the cluster down for a while, slows down a few blocks of each."""
+"""Fewest, planned and most laps. Each times every cell: what slows the cluster for a while slows a few blocks."""
 LEAST_COUNTED = 2
-"""Of the quiet laps: the jackknife over them needs two."""
+"""Fewest quiet laps to count alone: the jackknife over them needs two."""
 MOST_BLOCKS = 6
-"""Of one cell in a lap."""
+"""Most blocks of one cell in a lap."""
 LONG_SECONDS = 0.05
-"""An all-reduce that takes so long is timed at the first time, too, when it makes its memory."""
+"""Seconds from which on an all-reduce's first call, which allocates its memory, is timed, too."""
 SMALLER_SIZES = 1.2
-"""What a lap takes in units of all all-reduces of the largest size among all ranks: fewer take less, smaller sizes add
-a third."""
+"""Time of a lap in units of all all-reduces of the largest size among all ranks: fewer ranks take less, smaller sizes
+add a third."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One size, one number of ranks, one algorithm."""
+    """Measured times of one algorithm, for one size and one number of ranks."""
 
     all_reduce: str
     world_size: int
     nbytes: int
     seconds: Floats
-    """Of one call, once for each block."""
+    """Seconds of one call, once for each block."""
 
     @property
     def median(self) -> float:
@@ -56,7 +56,7 @@ class Cell:
 
 
 class Sweep:
-    """The all-reduces of one rank in each group that it is in, over ``transport``. All ranks make one together."""
+    """All-reduces of one rank in each group that it is in, over ``transport``. All ranks create one together."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Sweep:
         uneven: Callable[[str, int], bool],
         timeout: float,
     ):
-        """``uneven`` says in which all-reduces, among so many ranks, some have less to do than others."""
+        """Create the all-reduces; ``uneven`` tells where, among this many ranks, some have less to do than others."""
         self._ranks = ranks
         self._uneven = uneven
         self._groups = groups
@@ -89,7 +89,7 @@ class Sweep:
 
     @property
     def ring(self) -> AllReduce:
-        """Of all ranks."""
+        """Ring all-reduce of all ranks."""
         return self._all_reduces[-1][RING]
 
     def run(
@@ -102,30 +102,30 @@ class Sweep:
         quiet: Callable[[], bool],
         advance: Callable[[float], None],
     ) -> tuple[list[Cell], list[int]]:
-        """Every cell, the same on all ranks, and the numbers of the laps that count. Collective.
+        """Measure every cell; return the same cells on all ranks, and the numbers of the laps that count. Collective.
 
-        These are the quiet ones, unless there are fewer than ``LEAST_COUNTED``: then it is all of them.
+        The quiet laps count, unless there are fewer than ``LEAST_COUNTED``: then all of them do.
 
         Args:
-            largest_bytes: of a gradient; less if the largest would take too much of the time that there is.
-            seconds: that it takes, about, with what is done between laps.
-            between: called after each lap, with the seconds that it took: for what else is to be spread over the time.
-            between_share: how long that takes, in units of these seconds.
-            quiet: called at the end of each lap: whether nothing disturbed it, as all ranks agree. For ``LEAST_LAPS``
-                of them it takes up to half as long again.
-            advance: told what share is done.
+            largest_bytes: bytes of the largest gradient; less if that would take too much of the available time.
+            seconds: approximate duration, including what is done between laps.
+            between: called after each lap, with its seconds: for other work that is to be spread over the time.
+            between_share: duration of ``between``, in units of these seconds.
+            quiet: called at the end of each lap; True if nothing disturbed it, as all ranks agree. To reach
+                ``LEAST_LAPS`` of them the sweep takes up to half as long again.
+            advance: called with the share that is done.
         """
         end = time.perf_counter() + seconds
-        # 1. Sizes, until one takes too long; all groups once, which makes their memory and connections.
+        # 1. Choose sizes until one takes too long; run all groups once, which makes their memory and connections.
         flat = torch.ones(largest_bytes // 4)
         sizes = self._sizes(flat, seconds / (1 + between_share))
         cells = [(group, name, size) for group in range(len(self._groups)) for name in self._names for size in sizes]
         first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]
-        # 2. How often each, agreed upon.
+        # 2. Agree on how often each cell is run.
         agreed = [float(one) for one in np.max(self._ranks.exchange("first times", first), axis=0)]
         left = max(min(self._ranks.exchange("time left", end - time.perf_counter())), 0.0)
         plans = [plan(once, left / LAPS / len(cells) / 2) for once in agreed]
-        # 3. Lap after lap, until there is no time for most of another one, as one of the ranks sees it.
+        # 3. Run lap after lap, until one of the ranks sees no time for most of another one.
         laps: list[list[list[float]]] = []
         were_quiet: list[bool] = []
         for _ in range(MOST_LAPS):
@@ -156,7 +156,7 @@ class Sweep:
                 all_reduce=name,
                 world_size=len(self._groups[group]),
                 nbytes=size,
-                # A rank that begins a block early waits in it for the last one: the median rank.
+                # Early ranks include waiting time, so take the median over ranks.
                 seconds=np.median([everybody[rank][index] for rank in self._groups[group]], axis=0),
             )
             for index, (group, name, size) in enumerate(cells)
@@ -164,7 +164,7 @@ class Sweep:
         return measured, counted
 
     def _sizes(self, flat: Tensor, seconds: float) -> list[int]:
-        """From the smallest, as long as there is time for the next one in all groups. Collective."""
+        """Return sizes from the smallest on, as long as there is time for the next one in all groups. Collective."""
         most = seconds / ((LEAST_LAPS + 1) * len(self._names) * len(self._groups) * SMALLER_SIZES)
         everybody = len(self._groups) - 1
         sizes: list[int] = []
@@ -181,16 +181,16 @@ class Sweep:
             nbytes = within[0]
 
     def _block(self, group: int, all_reduce: str, flat: Tensor, calls: int) -> float:
-        """Seconds of so many calls of this rank; 0 if it takes no part."""
+        """Return the seconds of this many calls of this rank; 0 if it takes no part."""
         own = self._all_reduces[group]
         if not own:
             return 0.0
         p = len(self._groups[group])
         function, finish = own[all_reduce], partial(finish_part, p)
         if self._uneven(all_reduce, p):
-            function(flat, finish=finish)  # who has less to do in it begins the next one earlier, as in training
+            function(flat, finish=finish)  # a rank with less to do begins the next one earlier, as in training
         else:
-            own[RING](torch.ones(p))  # nobody has its sum before all have begun
+            own[RING](torch.ones(p))  # no rank has its sum before all have begun
         begin = time.perf_counter()
         for _ in range(calls):
             function(flat, finish=finish)
@@ -198,13 +198,13 @@ class Sweep:
 
 
 def finish_part(world_size: int, part: Tensor) -> None:
-    """What training does with every sum."""
+    """Take the mean of a sum and check that it is finite, as training does with every sum."""
     take_mean(part, world_size)
     are_finite([part])
 
 
 def plan(once: float, seconds: float) -> tuple[int, int]:
-    """Calls in a block, and blocks in a lap, of an all-reduce that takes ``once`` s, for ``seconds`` in a lap.
+    """Return calls in a block, and blocks in a lap, of an all-reduce that takes ``once`` s, for ``seconds`` in a lap.
 
     >>> plan(1e-3, seconds=0.01), plan(1.0, seconds=0.01)
     ((4, 2), (1, 1))
