@@ -30,7 +30,7 @@ from pipesgd.run.forward_backward import forward_backward
 from timing_model.measured import Estimate
 
 SYNCHRONOUS, LATE = 1, 2
-"""Widths that are trained. Any width above 1 adds to 2 only a prediction for each further gradient in flight."""
+"""Widths that are trained. A width above 2 adds only a prediction for each further gradient in flight."""
 UNTIMED = 2
 """Iterations at the start of a lap, after those that fill the pipeline, that do not count: idle connections start
 slowly, and the caches still hold earlier data."""
@@ -287,7 +287,7 @@ def _uninterrupted(lap: Lap) -> Lap:
 
 
 def _cv(totals: Floats) -> float:
-    """Return the spread of times (ranks, iterations), without what several ranks have in common."""
+    """Return the coefficient of variation of times (ranks, iterations), without what several ranks have in common."""
     ranks = len(totals)
     relative = totals / totals.mean(axis=1, keepdims=True)
     if ranks == 1:

@@ -171,7 +171,7 @@ def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums:
 def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
     """Fit ``timing_model.parameter_server_time`` to the measured rounds: ``SERVER_PARAMETERS``.
 
-    Latency, overhead and sums are the ring's: a fit to few sizes and numbers of ranks could not tell them from these.
+    Latency, overhead and sums are the ring's: few sizes and numbers of ranks could not separate them from these.
     """
     own = sorted(
         (cell for cell in cells if cell.all_reduce == PARAMETER_SERVER), key=lambda c: (c.world_size, c.nbytes)

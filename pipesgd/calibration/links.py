@@ -23,7 +23,7 @@ PINGS = 20
 PAYLOAD_BYTES = 512 << 10
 REPETITIONS = 4
 STREAMED = 8, 64
-"""Numbers of small messages in a row, few and many; the difference in time is what each costs the ranks."""
+"""Numbers of small messages in a row, few and many; the difference in time gives the cost of each to the ranks."""
 STREAMED_BYTES = 64
 SLOW = 0.7
 """Share of the good links' rate below which a link is slow."""

@@ -24,7 +24,7 @@ PRODUCT_SIZE, PRODUCTS = 512, 9
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 CORES = Path("/proc/stat")
 CORE_TIMES, STOLEN = 8, 7
-"""Number of times in its first line that add up (guests' times, after them, are in them); and the stolen one."""
+"""Times in its first line that add up (they include guests' times, which follow); and the index of the stolen time."""
 DISTURBED = 0.02
 """Share of stolen time above which measurements are not worth much; on a host that is not busy it is 0 to 0.5 %."""
 

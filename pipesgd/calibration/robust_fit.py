@@ -195,7 +195,7 @@ def non_negative(rows: Floats, targets: Floats) -> Floats:
     gram, moments = rows.T @ rows, rows.T @ targets
     free = _choices(rows.shape[1])  # (choices, k): parameters that may be above 0
     grams = gram * free[:, :, None] * free[:, None, :]
-    # The other equations set x to 0; a tiny diagonal term decides where the data leave a direction open.
+    # The rows of the others set them to 0; a tiny diagonal term decides where the data leave a direction open.
     grams += np.eye(len(gram)) * (1 - free[:, :, None] + OPEN * np.trace(gram))
     solved = np.linalg.solve(grams, (moments * free)[:, :, None])[:, :, 0]
     costs = np.einsum("ci,ij,cj->c", solved, gram, solved) - 2 * solved @ moments  # without the targets' constant

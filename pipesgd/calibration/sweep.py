@@ -28,7 +28,7 @@ BLOCK_SECONDS, MOST_CALLS = 4e-3, 32
 """Seconds of a block, and most calls in it. Short all-reduces follow each other without a pause until a block has taken
 this long: ranks that start some tens of microseconds apart then do not show."""
 LEAST_LAPS, LAPS, MOST_LAPS = 4, 8, 30
-"""Fewest, planned and most laps. Each times every cell: what slows the cluster for a while slows a few blocks."""
+"""Fewest, planned and most laps, each over all cells: what slows the cluster for a while slows a few blocks of each."""
 LEAST_COUNTED = 2
 """Fewest quiet laps to count alone: the jackknife over them needs two."""
 MOST_BLOCKS = 6

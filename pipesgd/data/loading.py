@@ -91,7 +91,7 @@ def evaluation_batches(
 
 def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return a permutation of the samples, int64 (num_samples,)."""
-    # A hash, because seed + epoch would make run 1 repeat the epochs of run 0 one epoch late.
+    # The seed is hashed, because seed + epoch would make run 1 repeat the epochs of run 0 one epoch late.
     mixed = int(np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0])
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mixed))
 

@@ -123,7 +123,7 @@ def _alexnet(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     for module in hidden:
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-    # On Fashion-MNIST, logits as large as the other layers' outputs diverged at a learning rate of 0.02.
+    # On Fashion-MNIST, training diverges at a learning rate of 0.02 if logits are as large as other layers' outputs.
     nn.init.normal_(output.weight, std=0.01)
     return nn.Sequential(hidden, output)
 

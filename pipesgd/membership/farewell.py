@@ -11,7 +11,7 @@ class Farewell:
 
     The rank that got the signal only notes it (``requested``). Each rank's watcher then fixes the place of its rank
     (``hold``): from then on the rank begins no further iteration, so its place stays true while the others learn of it.
-    All places together say where to stop (``meet_at``): where the fastest rank is. The others continue to there.
+    All places together determine where to stop (``meet_at``): where the fastest rank is. The others continue to there.
 
     The training loop asks ``is_due`` before each iteration; the watcher's thread does the rest.
     """

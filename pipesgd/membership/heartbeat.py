@@ -150,7 +150,7 @@ class Liveness:
     def stall(self, now: float, seconds: float) -> str | None:
         """Return a line that names the ranks that this one, which reads all heartbeats, waits for; None if none is due.
 
-        The line is due when this rank has waited in one phase for ``seconds``, and again after as many.
+        The line is due when this rank has waited in one phase for ``seconds``, and then again every ``seconds``.
         """
         own = self.beats[self._rank]
         if own is None or not own.waiting or own.seconds < seconds or now - self._said_stall < seconds:

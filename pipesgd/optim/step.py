@@ -110,7 +110,7 @@ class SynchronousUpdate:
         self._skip_nonfinite = on_nonfinite == "skip" or self.loss_scale.skips
 
     def follow_parameters(self) -> None:
-        """Update what the optimizer holds now: nothing is exchanged, so parameters may be frozen, unfrozen or added."""
+        """Follow the optimizer's parameters: nothing is exchanged, so they may be frozen, unfrozen or added to."""
         identities = trainable_identities(self._optimizer)
         if identities != self._identities:
             self.parameters, self._identities = trainable_parameters(self._optimizer), identities

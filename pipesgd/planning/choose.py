@@ -120,7 +120,7 @@ def decide(
 
 
 def space_of(profile: Profile, config: TrainConfig) -> Space:
-    """Return the space to search: everything measured that goes with the options that are not auto."""
+    """Return the space to search: everything measured that works with the options that are not auto."""
     auto, pipeline = config.planning.auto, config.pipeline
     codecs = [one for one in AUTO_CODECS if one == UNCOMPRESSED or one in profile.codecs]
     all_reduces = [one for one in profile.calibrated.all_reduces if one != "hierarchical" and goes_with(config, one)]

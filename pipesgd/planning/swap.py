@@ -14,7 +14,7 @@ def swap_strategy(state: RunState, make: Callable[[], Strategy], *, same_codec: 
     """Replace ``state.strategy`` by the one that ``make`` constructs on the same model and optimizer. Collective.
 
     Gradients in flight are applied first, so the new pipeline starts empty, from the weights that all ranks agree on.
-    The new strategy takes over what the old one has learned: a codec's memory only if the codec is the same, and a
+    The new strategy takes over what the old one has learned: a codec's state only if the codec is the same, and a
     prediction's only if the prediction is. Buffers such as batch norm's statistics stay each rank's own: the
     constructor of a strategy would give every rank those of rank 0.
 
