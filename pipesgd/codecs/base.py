@@ -1,4 +1,4 @@
-"""The protocol of codecs, which turn values into the bytes that travel and back, and the parts that several share."""
+"""Protocol of codecs, which turn values into the bytes that travel and back, and the parts that several share."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from torch import Tensor
 
 
 class Codec(Protocol):
-    """Encodes float32 values for the hops of an all-reduce. It has no state: the same input gives the same bytes.
+    """Encoder of float32 values for the hops of an all-reduce. It has no state: the same input gives the same bytes.
 
     A message holds the values of one segment and is encoded by itself. Its scales, if any, come first, then the
-    payload. Zeros stay zeros, but among others with ``Sign``. A NaN arrives as a NaN; what an infinity becomes is not
-    finite either. Where values share a scale, no value of their block is finite then.
+    payload. Zeros stay zeros, except among other values with ``Sign``. A NaN arrives as a NaN; an infinity does not
+    become finite either. Where values share a scale, no value of their block is finite then.
 
-    All tensors are contiguous: values and residuals float32 (numel,), messages uint8 (``wire_bytes(numel)``,). Those of
-    messages begin at multiples of 4 bytes.
+    All tensors are contiguous: values and residuals are float32 (numel,), messages uint8 (``wire_bytes(numel)``,). The
+    tensors of messages begin at multiples of 4 bytes.
     """
 
     name: str
     block: int
-    """Values that share a scale: a message should hold a multiple of it."""
+    """Number of values that share a scale: a message should hold a multiple of it."""
     unbiased: bool
-    """Whether the mean of what is decoded, over all random choices, is the value."""
+    """True if the mean of what is decoded, over all random choices, is the value."""
     in_place: bool
-    """Whether a message is the values' own memory, so that nothing has to be encoded."""
+    """True if a message is the values' own memory, so that nothing has to be encoded."""
 
     def wire_bytes(self, numel: int) -> int:
-        """Bytes of a message of ``numel`` values, headers of our own included: exact."""
+        """Return the exact size of a message of ``numel`` values in bytes, the codec's own headers included."""
 
     def encode(self, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
-        """Make ``wire`` of ``values`` plus ``residual``; afterwards the residual is what ``wire`` does not say of them.
+        """Encode ``values`` plus ``residual`` into ``wire``; the residual becomes what ``wire`` leaves out of them.
 
-        That is 0 where the two differ by what is not finite: it would come back in every iteration.
-        ``values`` may be overwritten. ``key`` (32 bits) chooses the random numbers, if the codec draws any.
+        The residual is 0 where that is not finite, since it would come back in every iteration. ``values`` may be
+        overwritten. ``key`` (32 bits) chooses the random numbers, if the codec draws any.
         """
 
     def decode(self, wire: Tensor, values: Tensor) -> None:
-        """Replace ``values`` by what ``wire`` says."""
+        """Replace ``values`` by those in ``wire``."""
 
     def decode_add(self, wire: Tensor, values: Tensor) -> None:
-        """Add what ``wire`` says to ``values``."""
+        """Add the values in ``wire`` to ``values``."""
 
     def decode_add_encode(
         self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
     ) -> None:
-        """``decode_add`` of ``received``, then ``encode``, in one pass over blocks that stay in cache."""
+        """Do ``decode_add`` of ``received``, then ``encode``, in one pass over blocks that stay in cache."""
 
 
 class FusedCodec(ABC):
     """A ``Codec`` whose loops decode, add and encode in one pass.
 
-    Its four operations are made of two: encode, after adding what was received if there is anything, and decode, which
-    replaces or adds.
+    Its four operations are made of two: one encodes, after adding what was received, if anything; the other decodes,
+    and replaces or adds.
     """
 
     in_place = False
@@ -84,6 +84,6 @@ class FusedCodec(ABC):
 
 
 def mixed(*numbers: int) -> int:
-    """A key of random numbers, the same on every machine: 32 bits that depend on all bits of ``numbers``, each below
-    2**64."""
+    """Return a key of random numbers, the same on every machine: 32 bits that depend on all bits of ``numbers``, each
+    below 2**64."""
     return int.from_bytes(hashlib.blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=4).digest(), "little")

@@ -14,21 +14,21 @@ from pipesgd.codecs.kernels.kinds import ABSMAX, CLIPPED, NORM
 CLIP_STOCHASTIC = 2.5
 """Root mean squares at which TernGrad clips (section 3.3 of its paper)."""
 CLIP_NEAREST = 1.224
-"""With rounding to nearest, the levels of -1, 0, 1 that leave the least squared error of normal values (Max, 1960)."""
+"""Root mean squares at which rounding to nearest clips, for the least squared error of normal values (Max, 1960)."""
 
 
 class _Linear(FusedCodec):
-    """Whole numbers in [-levels, levels], of 8, 4 or 2 bits, times a scale for each block of values.
+    """Codec of whole numbers in [-levels, levels], of 8, 4 or 2 bits, times a scale for each block of values.
 
     A message is the scales (float32), then each block's payload in whole bytes. With 4 or 2 bits, byte j of a block
-    holds value j and, above it, values j + h, j + 2h, ..., h being the block's bytes: so loops over them vectorize.
+    holds value j and, above it, values j + h, j + 2h, ..., where h is the block's bytes: loops over them vectorize.
 
     Rounding is to the nearest level, ties to even, or stochastic: up or down with probabilities that make it unbiased,
-    but for the resolution of the random numbers, 15 bits for a value of 8 or 4 bits, 8 for one of 2: the mean is off by
-    at most 2**-16 or 2**-9 of the scale, up as often as down. Levels are apart by the scale: the error of a value is at
-    most half of it, and below it with stochastic rounding, plus what is clipped.
+    except for the resolution of the random numbers, 15 bits for a value of 8 or 4 bits, 8 for one of 2: the mean is off
+    by at most 2**-16 or 2**-9 of the scale, up as often as down. Levels are one scale apart: the error of a value is at
+    most half the scale, and below the scale with stochastic rounding, plus what is clipped.
 
-    Two things come on top of the errors stated here and below. Float32 rounds the scale and its products: 2**-22 of the
+    Two errors come on top of those stated here and below. Float32 rounds the scale and its products: 2**-22 of the
     largest magnitude of the block. And a block whose largest magnitude is below 2**-100 is sent as zeros.
     """
 
@@ -65,9 +65,9 @@ class _Linear(FusedCodec):
 class Int8(_Linear):
     """Eight bits a value, -127 to 127 times largest magnitude / 127: Pipe-SGD's quantization (Li et al., 2018, "Q").
 
-    8 + 32 / block bits a value. The scale is a block's, not the tensor's, whose range a few outliers would set. The
-    error of a value is at most 1/254 of the largest magnitude of its block; 1/127, and unbiased, with stochastic
-    rounding.
+    It takes 8 + 32 / block bits a value. Each block has its own scale: a few outliers would set the range of a whole
+    tensor. The error of a value is at most 1/254 of the largest magnitude of its block; with stochastic rounding it is
+    at most 1/127, and unbiased.
     """
 
     name = "int8"
@@ -80,8 +80,8 @@ class Int8(_Linear):
 class Int4(_Linear):
     """Four bits a value, -7 to 7 times the largest magnitude / 7, a scale for each block (Dettmers, ICLR 2016).
 
-    4 + 32 / block bits a value. The error of a value is at most 1/14 of the largest magnitude of its block; 1/7, and
-    unbiased, with stochastic rounding.
+    It takes 4 + 32 / block bits a value. The error of a value is at most 1/14 of the largest magnitude of its block;
+    with stochastic rounding it is at most 1/7, and unbiased.
     """
 
     name = "int4"
@@ -94,14 +94,14 @@ class Int4(_Linear):
 class Ternary(_Linear):
     """-1, 0 or 1 times a scale: TernGrad (Wen et al., NeurIPS 2017, equations 1 to 3 and section 3.3).
 
-    2 + 32 / block bits a value. The scale is the largest magnitude, clipped at 2.5 root mean squares of the block. With
-    stochastic rounding as in the paper it is unbiased but for what is clipped, and the error of a value is at most the
-    scale. With rounding to nearest, for use with error feedback, it is clipped at 1.224, where the squared error is
-    least, and the error is at most half of the scale, or what is clipped. Stochastic rounding and error feedback do not
-    go together: its errors are larger than most values, and residuals grow until they are not finite.
+    It takes 2 + 32 / block bits a value. The scale is the largest magnitude, clipped at 2.5 root mean squares of the
+    block. With stochastic rounding, as in the paper, it is unbiased except for what is clipped, and the error of a
+    value is at most the scale. With rounding to nearest, for use with error feedback, it is clipped at 1.224, where the
+    squared error is least, and the error is at most half of the scale, or what is clipped. Stochastic rounding does not
+    go with error feedback: its errors are larger than most values, and residuals grow until they are not finite.
 
-    The paper shares one scale among the workers so that a server can add up their whole numbers. Here every hop
-    decodes and encodes anew, and all ranks decode the owner's bytes: they share its scale.
+    The paper shares one scale among the workers so that a server can add up their whole numbers. Here every hop decodes
+    and encodes again, and all ranks decode the owner's bytes: they share its scale.
     """
 
     name = "ternary"
@@ -115,14 +115,13 @@ class Ternary(_Linear):
 class Qsgd(_Linear):
     """0 to s times the block's Euclidean norm / s, with a sign: QSGD (Alistarh et al., NeurIPS 2017, section 3.1).
 
-    8, 4 or 2 bits a value for s up to 127, 7 and 1, plus 32 / block. The paper's codes of varying length would save
-    more, and cost a pass that does not vectorize. Unbiased with stochastic rounding, as in the paper. The error of a
-    value is at most norm / s; half of it with rounding to nearest. In a block of 512, say, that is more than most
-    values, anew at every hop. The norm is that of magnitudes rounded to 1/1023 of the block's largest one, at most
-    sqrt(block) / 2046 of it away from the exact one; beyond float32's range it stays at the end of that range.
+    It takes 8, 4 or 2 bits a value for s up to 127, 7 and 1, plus 32 / block. The paper's variable-length codes would
+    save more, but cost a pass that does not vectorize. With stochastic rounding, as in the paper, it is unbiased. The
+    error of a value is at most norm / s; half of that with rounding to nearest. In a block of 512, say, that is more
+    than most values, again at every hop. The norm is that of magnitudes rounded to 1/1023 of the block's largest one,
+    at most sqrt(block) / 2046 of it away from the exact one; beyond float32's range it stays at the end of that range.
 
-    With rounding to nearest, a block of (2 s)**2 values that are alike becomes zeros: error feedback needs smaller
-    blocks.
+    With rounding to nearest, a block of (2 s)**2 equal values becomes zeros: error feedback needs smaller blocks.
     """
 
     name = "qsgd"
@@ -136,10 +135,10 @@ class Qsgd(_Linear):
 class Sign(FusedCodec):
     """Signs, and the mean of the values on either side of zero in each block: 1-bit SGD (Seide et al., 2014).
 
-    1 + 64 / block bits a value. Biased: it is made for error feedback. The means are those that leave the least squared
-    error (but for steps of 1/4095 of the largest magnitude, in which they are counted), which is never larger than the
-    values' own squares; so residuals stay bounded, also those of values that are always zero, which a single scale for
-    both signs would let grow. The error of a value is at most the largest magnitude of its block. Zeros among other
+    It takes 1 + 64 / block bits a value, is biased, and is made for error feedback. The means leave the least squared
+    error (except for steps of 1/4095 of the largest magnitude, in which they are counted), which is never larger than
+    the values' own squares. So residuals stay bounded, also those of values that are always zero, which a single scale
+    for both signs would let grow. The error of a value is at most the largest magnitude of its block. Zeros among other
     values become the mean of their side; -0.0 is on the negative one. A block whose largest magnitude is below 2**-100
     is sent as zeros.
     """

@@ -1,4 +1,4 @@
-"""Codecs that send floats: as they are, or in sixteen bits."""
+"""Codecs that send floats unchanged, or in sixteen bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipesgd.codecs.kernels.kinds import BF16, FP16, TRUNCATE16
 
 
 class Uncompressed:
-    """The values as they are, of any dtype, 32 bits for float32. Exact."""
+    """Values as they are, of any dtype; float32 takes 32 bits. Exact."""
 
     name = "fp32"
     block = 1
@@ -38,7 +38,7 @@ class Uncompressed:
 
 
 class _Sixteen(FusedCodec):
-    """What the codecs of sixteen bits share."""
+    """Shared parts of the codecs that send sixteen bits a value."""
 
     name: str
     block = 32  # messages begin at whole cache lines
@@ -61,8 +61,8 @@ class _Sixteen(FusedCodec):
 class Truncate16(_Sixteen):
     """The upper half of the float32 word: Pipe-SGD's truncation (Li et al., NeurIPS 2018, "T").
 
-    16 bits a value. Biased toward zero. The error of a value x is below 2**-7 |x| (2**-133 for denormals): a sum
-    that is re-encoded at every hop shrinks with the number of ranks; ``Bf16`` does not do that.
+    It takes 16 bits a value and is biased toward zero. The error of a value x is below 2**-7 |x| (2**-133 for
+    denormals): a sum that is re-encoded at every hop shrinks with the number of ranks; ``Bf16`` does not do that.
     """
 
     name = "truncate16"
@@ -72,7 +72,7 @@ class Truncate16(_Sixteen):
 class Bf16(_Sixteen):
     """bfloat16, rounded to nearest, ties to even (Kalamkar et al., 2019, "A Study of BFLOAT16").
 
-    16 bits a value. Rounding to nearest is deterministic, hence biased for a given value, but not toward zero. The
+    It takes 16 bits a value. Rounding to nearest is deterministic: biased for a given value, but not toward zero. The
     error of a value x is at most 2**-8 |x| (2**-134 for denormals). Values that round beyond 3.39e38 become infinite.
     """
 
@@ -83,8 +83,8 @@ class Bf16(_Sixteen):
 class Fp16(_Sixteen):
     """IEEE half precision, rounded to nearest, ties to even (IEEE 754-2008; Micikevicius et al., ICLR 2018).
 
-    16 bits a value. Deterministic, hence biased for a given value. The error of a value x is at most 2**-11 |x|, and
-    at most 2**-25 for |x| below 2**-14. Sums of 65520 and more become infinite.
+    It takes 16 bits a value. Rounding is deterministic, hence biased for a given value. The error of a value x is at
+    most 2**-11 |x|, and at most 2**-25 for |x| below 2**-14. Sums of 65520 and more become infinite.
     """
 
     name = "fp16"

@@ -1,4 +1,4 @@
-"""The dense codec that options name."""
+"""Construction of the dense codec that options name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROUNDED = {"int8": Int8, "int4": Int4, "ternary": Ternary}
 
 
 def make_codec(options: CodecOptions, device: str = "cpu") -> Codec:
-    """The codec, for tensors on this kind of device ("cpu" or "cuda")."""
+    """Return the codec for tensors on this kind of device ("cpu" or "cuda")."""
     name = options.codec
     if name == "fp32":
         return Uncompressed()

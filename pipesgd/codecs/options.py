@@ -1,4 +1,4 @@
-"""Which codec, and how: options, checked."""
+"""Options of the codec, with their checks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pipesgd.errors import UserInputError
 FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
 BLOCK_CODECS = ("int8", "int4", "ternary", "qsgd", "sign")
 DENSE_CODECS = FLOAT_CODECS + BLOCK_CODECS
-"""Those that every hop of an all-reduce can decode, add up and encode."""
+"""Names of the codecs that every hop of an all-reduce can decode, add up and encode."""
 CODECS = (*DENSE_CODECS, "topk", "powersgd")
 ROUNDINGS = ("nearest", "stochastic")
 ON_OFF = ("on", "off")
 NATIVE_CODECS = ("fp32", "bf16", "fp16", "powersgd")
-"""Those that torch's own all-reduce can add up, or whose factors it can."""
+"""Names of the codecs whose values, or factors, torch's own all-reduce can add up."""
 
 MAX_BLOCK = 1 << 20
 MAX_LEVELS = 127
@@ -24,29 +24,29 @@ DEFAULT_BLOCKS = {"int8": 1024, "int4": 256, "ternary": 1024, "qsgd": 64, "sign"
 
 @dataclass(frozen=True, kw_only=True)
 class CodecOptions:
-    """What travels."""
+    """Options of the codec that encodes gradients."""
 
     codec: str = "fp32"
-    """What travels: fp32 (as it is), truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign (about 1 bit a value),
-    topk (the largest values of a tensor) or powersgd (factors of low rank); auto chooses one (see --cluster)."""
+    """Encoding of gradients: fp32 (unchanged), truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign (about 1 bit a
+    value), topk (the largest values of a tensor) or powersgd (low-rank factors); auto chooses one (see --cluster)."""
     codec_block: int | None = None
-    """Values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
+    """Number of values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None
-    """Rounding of int8, int4, ternary and qsgd: nearest, or stochastic (unbiased). Stochastic by default, as in their
-    papers, for ternary and qsgd, unless --error-feedback is on."""
+    """Rounding of int8, int4, ternary and qsgd: nearest, or stochastic (unbiased). The default for ternary and qsgd is
+    stochastic, as in their papers, unless --error-feedback is on."""
     error_feedback: str | None = None
-    """Whether what a rank's encodings leave out is added to its gradient of the next iteration: on or off. On by
+    """Error feedback, on or off: add what a rank's encodings leave out to its gradient of the next iteration. On by
     default below 8 bits a value where rounding is to nearest: int4, sign."""
     qsgd_levels: int = 7
-    """Levels of --codec qsgd: up to 1, 7 or 127 in 2, 4 or 8 bits."""
+    """Levels of --codec qsgd: up to 1, 7 or 127 take 2, 4 or 8 bits."""
     density: float = 0.01
     """Share of the values that --codec topk sends."""
     density_warmup: int = 0
-    """Iterations in which --codec topk comes down to --density from a quarter, by a factor each."""
+    """Iterations in which --codec topk lowers the density from a quarter to --density, by a constant factor."""
     momentum_correction: float = 0.0
-    """Momentum that --codec topk applies before it chooses (with --momentum 0 for the optimizer)."""
+    """Momentum that --codec topk applies before it selects values (with --momentum 0 for the optimizer)."""
     low_rank: int = 4
-    """Rank of the factors that --codec powersgd sends of a matrix."""
+    """Rank of the factors that --codec powersgd sends for a matrix."""
 
     def __post_init__(self) -> None:
         check_one_of("codec", self.codec, CODECS)
@@ -85,14 +85,14 @@ class CodecOptions:
 
     @property
     def stochastic(self) -> bool:
-        """Whether rounding is stochastic."""
+        """True if rounding is stochastic."""
         if self.rounding is None:
             return self.codec in ("ternary", "qsgd") and self.error_feedback != "on"
         return self.rounding == "stochastic"
 
     @property
     def gives_back(self) -> bool:
-        """Whether a residual is kept and added in the next iteration."""
+        """True if a residual is kept and added in the next iteration."""
         if self.error_feedback is None:
             few_bits = self.codec in BLOCK_CODECS and self.codec != "int8" and self.qsgd_levels <= 7
             return few_bits and not self.stochastic
@@ -100,11 +100,11 @@ class CodecOptions:
 
     @property
     def block(self) -> int:
-        """Values that share a scale."""
+        """Number of values that share a scale."""
         return self.codec_block or DEFAULT_BLOCKS[self.codec]
 
     def check_all_reduce(self, all_reduce: str) -> None:
-        """Raise ``UserInputError`` unless the codec can go with this all-reduce."""
+        """Raise ``UserInputError`` unless the codec works with this all-reduce."""
         if all_reduce == "native" and self.codec not in NATIVE_CODECS:
             raise UserInputError(
                 f"codec must be {one_of(NATIVE_CODECS)} with --all-reduce native, in which torch adds up; "
@@ -118,7 +118,7 @@ class CodecOptions:
             )
 
     def describe(self) -> str:
-        """What travels, in a few words."""
+        """Describe the codec in a few words."""
         words = [self.codec]
         if self.codec in BLOCK_CODECS:
             words.append(f"in blocks of {self.block}")
@@ -145,4 +145,4 @@ _READ_BY = {
     "momentum_correction": ("topk",),
     "low_rank": ("powersgd",),
 }
-"""The codecs that read an option."""
+"""Codecs that read each option."""

@@ -1,4 +1,4 @@
-"""The two binary formats that the paper's data sets come in: IDX (MNIST) and CIFAR-100's records.
+"""Readers of the two binary formats of the paper's data sets: IDX (MNIST) and CIFAR-100's records.
 
 Both readers check everything that the format allows to be checked, and raise ``DatasetError`` naming
 the file, what it must be and what it is.
@@ -17,14 +17,14 @@ import torch
 from pipesgd.errors import DatasetError
 
 LARGEST_BYTES = 1 << 30
-"""Of a file's content: the largest data sets of these formats have half of it. A .gz file can hold any amount."""
+"""Most bytes of a file's content: the largest data sets of these formats have half. A .gz file can hold any amount."""
 
 CIFAR100_RECORD_BYTES = 1 + 1 + 3 * 32 * 32  # coarse label, fine label, pixels
 _IDX_UINT8 = 0x0800  # an IDX magic number is the element type in this byte, the number of dimensions below it
 
 
 def read_idx(path: Path, *, item_shape: tuple[int, ...]) -> torch.Tensor:
-    """The uint8 elements of an IDX file, plain or ``.gz``: (N, *item_shape), N at least 1.
+    """Read the uint8 elements of an IDX file, plain or ``.gz``: (N, *item_shape), N at least 1.
 
     Raises ``DatasetError`` if the file is unreadable, of another type or shape, or of another length
     than its header says.
@@ -53,7 +53,7 @@ def read_idx(path: Path, *, item_shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def read_labelled_idx(images: Path, labels: Path, *, num_classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels, uint8 (N, 1, 28, 28), and labels, uint8 (N,), of one split of an MNIST-like data set.
+    """Read pixels, uint8 (N, 1, 28, 28), and labels, uint8 (N,), of one split of an MNIST-like data set.
 
     Raises ``DatasetError`` as :func:`read_idx` does, if the two files differ in N, or for a label that
     is not below ``num_classes``.
@@ -70,7 +70,7 @@ def read_labelled_idx(images: Path, labels: Path, *, num_classes: int) -> tuple[
 
 
 def read_cifar100(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pixels, uint8 (N, 3, 32, 32), and fine labels, uint8 (N,), of one file of CIFAR-100's binary version.
+    """Read pixels, uint8 (N, 3, 32, 32), and fine labels, uint8 (N,), of one file of CIFAR-100's binary version.
 
     Raises ``DatasetError`` if the file is unreadable, not a whole number of records, or has a label
     above 99.
@@ -88,7 +88,7 @@ def read_cifar100(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _read(path: Path) -> bytearray:
-    """The whole file, unzipped where its name says so; a bytearray, since tensors want writable memory."""
+    """Read the whole file, unzipped if it is a ``.gz``, into a bytearray, since tensors need writable memory."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = bytearray()

@@ -1,4 +1,4 @@
-"""The data sets by name. Nothing here downloads: what is missing is said, with where to get it."""
+"""Data sets by name. Nothing is downloaded here: errors name what is missing, and where to get it."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ _SCALES = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataSplits:
-    """A data set: what to train on, what to test on, and what a model for it takes and gives."""
+    """A data set: its splits for training and testing, and the shapes that a model for it takes and gives."""
 
     train: BatchedDataset
     test: BatchedDataset
     num_classes: int
-    """Labels are 0 to ``num_classes - 1``."""
+    """Number of classes; labels are 0 to ``num_classes - 1``."""
     sample_shape: tuple[int, ...]
     """Channels, height and width of one image; or the bytes of one sample of text."""
     content: str = ""
-    """What tells it from others of the same size, where that is known: of text, a checksum."""
+    """Mark that tells the data set from others of the same size, where one is known: for text, a checksum."""
 
 
 def load_dataset(name: str, data_dir: Path | None, *, image_size: int, context: int = 64) -> DataSplits:
-    """The data set ``name``, one of ``DATASETS``.
+    """Load the data set ``name``, one of ``DATASETS``.
 
     Args:
         name: ``digits`` (1797 images of 8x8, every 6th for testing), ``mnist``, ``fashion-mnist``,
-            ``cifar100``, or ``images`` (any RGB images, ``data_dir/{train,test}/CLASS/FILE``); or of text,
-            ``python-stdlib`` (source of the Python that runs) or ``text:`` and a file or folder of them.
-        data_dir: where its files are. ``digits`` comes with scikit-learn and takes none;
-            ``fashion-mnist`` defaults to where Debian's package puts it; the other images need it.
-        image_size: side in pixels that ``images`` are brought to; the others have theirs.
+            ``cifar100``, or ``images`` (any RGB images, ``data_dir/{train,test}/CLASS/FILE``); or, for text,
+            ``python-stdlib`` (source of the Python that runs) or ``text:`` and a file or a folder of files.
+        data_dir: folder of its files. ``digits`` comes with scikit-learn and takes none;
+            ``fashion-mnist`` defaults to the folder of Debian's package; the other images need one.
+        image_size: side in pixels to which ``images`` are resized; the others have a fixed size.
         context: bytes in a sample of text.
 
     Raises:
@@ -86,7 +86,7 @@ def _digits() -> DataSplits:
     path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     if path.is_file():
         table = np.loadtxt(path, delimiter=",", dtype=np.int64)  # (1797, 65): 64 pixels and the label
-    else:  # a version that keeps it elsewhere; this import takes each rank a second
+    else:  # a version that keeps the file elsewhere; this import takes each rank a second
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -151,7 +151,7 @@ def _text(name: str, context: int) -> DataSplits:
 
 
 def _locate(name: str, folders: Sequence[Path], files: Sequence[str], how: str) -> list[Path]:
-    """Where each of ``files`` is, plain or ``.gz``, in the first of ``folders`` that has it."""
+    """Find each of ``files``, plain or ``.gz``, in the first of ``folders`` that has it."""
     found = []
     for file in files:
         candidates = (folder / (file + suffix) for folder in folders for suffix in ("", ".gz"))

@@ -17,7 +17,7 @@ IMAGE_SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".p
 
 
 def class_names(split_dir: Path) -> list[str]:
-    """The sorted names of the folders in ``split_dir``, hidden ones left out.
+    """Return the sorted names of the folders in ``split_dir`` except hidden ones.
 
     Raises ``DatasetError`` if there is none.
     """
@@ -57,21 +57,21 @@ class ImageFolder(BatchedDataset):
         return len(self._paths)
 
     def __getitem__(self, indices: torch.Tensor) -> Batch:
-        """Raises ``DatasetError`` naming the file for one that cannot be decoded."""
+        """Return a batch; raises ``DatasetError`` naming the file if one cannot be decoded."""
         squares = [_decode(self._paths[i], self._image_size) for i in indices.tolist()]
         pixels = torch.from_numpy(np.stack(squares)).permute(0, 3, 1, 2)  # (B, 3, H, W)
         return self._scale(pixels), self._labels[indices]
 
 
 def _decode(path: str, image_size: int) -> NDArray[np.uint8]:
-    """The RGB pixels of one file, (image_size, image_size, 3)."""
+    """Decode one file to RGB pixels, (image_size, image_size, 3)."""
     try:
         with Image.open(path) as image:
-            if image.mode[0] in "IF":  # Pillow would clip these to 255 without a word
+            if image.mode[0] in "IF":  # Pillow would silently clip these to 255
                 raise ValueError(f"pixels of more than 8 bits (mode {image.mode})")
             square = ImageOps.fit(image.convert("RGB"), (image_size, image_size), Image.Resampling.BILINEAR)
             return np.asarray(square)
-    # What Pillow's decoders raise for damaged files.
+    # Errors that Pillow's decoders raise for damaged files.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DatasetError(
             f"{path} must be an image that Pillow can decode; got {type(error).__name__}: {error}"

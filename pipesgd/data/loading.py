@@ -1,4 +1,4 @@
-"""Which samples each rank sees, and when; every function of (seed, iteration, rank) alone."""
+"""Choice of the samples that each rank sees in an iteration, by (seed, iteration, rank) alone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pipesgd.errors import DatasetError
 class ShardedBatches:
     """The training batches of one rank.
 
-    Every epoch all ranks draw the same permutation of the samples from (seed, epoch). Iteration i of an
-    epoch takes its next ``world_size * batch_size`` entries, and rank r the r-th ``batch_size`` of those:
-    the ranks' batches side by side are the one batch of a single process. What is left over at the end
-    of an epoch, less than one such batch, is dropped.
+    In every epoch all ranks draw the same permutation of the samples from (seed, epoch). Iteration i of an epoch takes
+    its next ``world_size * batch_size`` entries, and rank r the r-th ``batch_size`` of those: the ranks' batches side
+    by side are the one batch of a single process. Samples left over at the end of an epoch, fewer than one such batch,
+    are dropped.
     """
 
     iterations_per_epoch: int
-    """The same on every rank."""
+    """Number of iterations in an epoch, the same on every rank."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ShardedBatches:
         seed: int,
         loader_workers: int = 0,
     ) -> None:
-        """``batch_size`` is samples per rank and iteration; 0 ``loader_workers`` load in this process.
+        """Take ``batch_size`` samples per rank and iteration; with 0 ``loader_workers`` this process loads them.
 
         Raises ``DatasetError`` if not even one batch of all ranks can be taken from ``dataset``.
         """
@@ -57,11 +57,11 @@ class ShardedBatches:
         self._loader_workers = loader_workers
 
     def from_iteration(self, iteration: int) -> Generator[Batch, None, None]:
-        """The batches of global iteration ``iteration`` (from 0) and all after it, without end.
+        """Yield the batches of global iteration ``iteration`` (from 0) and of all after it, without end.
 
-        Each has ``batch_size`` samples. Raises, at the batch concerned, the ``DatasetError`` of a sample
-        that cannot be read. Worker processes take about a second to start, at the first batch, and end
-        with the iterator: ``close()`` it, or drop it.
+        Each batch has ``batch_size`` samples. Raises, at the batch concerned, the ``DatasetError`` of a sample that
+        cannot be read. Worker processes take about a second to start, at the first batch, and end with the iterator:
+        ``close()`` it, or drop it.
         """
         assert iteration >= 0
         return _load(self._dataset, self._indices(iteration), self._loader_workers)
@@ -79,7 +79,7 @@ class ShardedBatches:
 def evaluation_batches(
     dataset: BatchedDataset, *, batch_size: int, rank: int, world_size: int, loader_workers: int = 0
 ) -> Iterator[Batch]:
-    """This rank's share of ``dataset``, every ``world_size``-th sample: over all ranks, each exactly once.
+    """Yield this rank's share of ``dataset``, every ``world_size``-th sample: over all ranks, each exactly once.
 
     A batch has at most ``batch_size`` samples, the last may be short, and a rank without a share gets no
     batch. Raises, at the batch concerned, the ``DatasetError`` of a sample that cannot be read.
@@ -90,8 +90,8 @@ def evaluation_batches(
 
 
 def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-    """A permutation of the samples, int64 (num_samples,)."""
-    # Hashed, because seed + epoch would make run 1 repeat the epochs of run 0 one epoch late.
+    """Return a permutation of the samples, int64 (num_samples,)."""
+    # The seed is hashed, because seed + epoch would make run 1 repeat the epochs of run 0 one epoch late.
     mixed = int(np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0])
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mixed))
 
@@ -99,14 +99,14 @@ def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
 def _load(
     dataset: BatchedDataset, indices: Iterable[torch.Tensor], loader_workers: int
 ) -> Generator[Batch, None, None]:
-    """``dataset[i]`` for each i in ``indices``; worker processes end with the iterator."""
+    """Yield ``dataset[i]`` for each i in ``indices``; worker processes end with the iterator."""
     loader = DataLoader(
         _ErrorsAsValues(dataset),
         batch_size=None,
         sampler=indices,
         num_workers=loader_workers,
         collate_fn=_unchanged,
-        # Without one of its own it would draw from the global generator.
+        # Without its own generator the loader would draw from the global one.
         generator=torch.Generator(),
         # A forked worker would hold copies of this rank's connections, so that its peers would not
         # notice its death; and it would be forked with the communication thread at work.
@@ -119,7 +119,7 @@ def _load(
 
 
 class _ErrorsAsValues(Dataset[Batch | DatasetError]):
-    """Returns an error instead of raising it: DataLoader would put a worker's traceback into its one line."""
+    """Data set that returns errors: DataLoader would put a worker's traceback into the one line of those it raises."""
 
     def __init__(self, dataset: BatchedDataset) -> None:
         self._dataset = dataset
@@ -132,5 +132,5 @@ class _ErrorsAsValues(Dataset[Batch | DatasetError]):
 
 
 def _unchanged(item: Any) -> Any:
-    """Keeps a batch a tuple; DataLoader's own conversion makes it a list."""
+    """Return a batch as the tuple that it is; DataLoader's own conversion makes it a list."""
     return item

@@ -1,4 +1,4 @@
-"""The workload that a configuration names."""
+"""Construction of the workload that a configuration names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipesgd.data.models import build_model
 
 
 def make_workload(config: TrainConfig) -> tuple[DataSplits, nn.Module]:
-    """The data set, and the model for it, with weights from torch's global generator.
+    """Load the data set, and build the model for it with weights from torch's global generator.
 
     Raises:
         UserInputError: the data set or the model is unknown, or they do not go together.

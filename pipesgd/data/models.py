@@ -1,7 +1,7 @@
-"""The models by name: the paper's MLP, convolutional networks, and a transformer for text.
+"""Models by name: the paper's MLP, convolutional networks, and a transformer for text.
 
-Building one draws its weights from torch's global generator in a fixed order: the same
-``torch.manual_seed`` gives the same weights.
+Building a model draws its weights from torch's global generator in a fixed order: the same ``torch.manual_seed`` gives
+the same weights.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def build_model(
     heads: int = 4,
     embedding: int = 128,
 ) -> nn.Module:
-    """A model from images, float32 (B, *sample_shape), to logits, float32 (B, num_classes).
+    """Build a model from images, float32 (B, *sample_shape), to logits, float32 (B, num_classes).
 
-    ``transformer`` goes from bytes, int64 (B, T), to logits of each next one, float32 (B, T, num_classes).
+    ``transformer`` maps bytes, int64 (B, T), to logits of the byte after each, float32 (B, T, num_classes).
 
     Args:
         name: one of ``MODELS``.
-        sample_shape: channels, height and width in pixels of one image; the bytes in one sample of text.
+        sample_shape: channels, height and width in pixels of one image; or the bytes in one sample of text.
         num_classes: number of logits.
         hidden_sizes: units of each hidden layer of ``mlp`` (none: a linear model); the others have none.
-        layers: blocks of ``transformer``.
-        heads: attention heads in each of them.
-        embedding: numbers by which it represents a byte, a multiple of ``heads``.
+        layers: number of blocks of ``transformer``.
+        heads: attention heads in each block.
+        embedding: numbers by which ``transformer`` represents a byte, a multiple of ``heads``.
 
     Raises:
         UserInputError: the name is unknown, the model is for another kind of data, a hidden size is below 1,
@@ -101,18 +101,18 @@ def _check_at_least_4x4(name: str, height: int, width: int) -> None:
 
 
 def _alexnet(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    """Five convolutions and three linear layers, in one of two sizes.
+    """Build AlexNet's five convolutions and three linear layers, in one of two sizes.
 
     Images of at least 64x64 pixels get torchvision's layers, with dropout, which every rank draws from its own global
     generator: 61,100,840 parameters for 1000 classes of RGB images of any such size. Smaller ones get 3x3 convolutions
-    of half as many channels, two poolings instead of a stride and three, linear layers of 512, and no dropout:
-    4,042,602 parameters for 10 classes of 28x28 grey images, most of them, as above, in the first linear layer.
+    with half as many channels, two poolings instead of a stride and three, linear layers of 512, and no dropout:
+    4,042,602 parameters for 10 classes of 28x28 grey images. In both, most are in the first linear layer.
 
     References:
         Krizhevsky, Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Networks", 2012; and
-        Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014, for it in one column.
-        Initialised as He et al., "Delving Deep into Rectifiers", 2015, equation 10, but for the last layer, which has
-        the first paper's standard deviation. (With torch's own choice it learns nothing for 50 iterations.)
+        Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014, for one column.
+        Weights are initialised as in He et al., "Delving Deep into Rectifiers", 2015, equation 10, but the last layer's
+        have the first paper's standard deviation. (With torch's own choice it learns nothing for 50 iterations.)
     """
     channels, height, width = image_shape
     _check_at_least_4x4("alexnet", height, width)
@@ -123,7 +123,7 @@ def _alexnet(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     for module in hidden:
         if isinstance(module, nn.Conv2d | nn.Linear):
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-    # Seen on Fashion-MNIST: with logits as large as the other layers' outputs it diverges at a learning rate of 0.02.
+    # On Fashion-MNIST, training diverges at a learning rate of 0.02 if logits are as large as other layers' outputs.
     nn.init.normal_(output.weight, std=0.01)
     return nn.Sequential(hidden, output)
 
@@ -155,14 +155,14 @@ def _small_alexnet(channels: int, height: int, width: int) -> nn.Sequential:
 
 
 def _resnet18(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    """The 18-layer residual network; 11,689,512 parameters for 1000 classes of 224x224 RGB images.
+    """Build the 18-layer residual network; 11,689,512 parameters for 1000 classes of 224x224 RGB images.
 
     Images of at most 64 pixels a side get the 3x3 stem of the paper's CIFAR networks, since the 7x7 stem
     and the pooling that follows it would shrink them by four before the first block.
 
     References:
-        He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015, table 1 and section 4.2;
-        shortcuts are option B. Initialised as He et al., "Delving Deep into Rectifiers", 2015, equation 14.
+        He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015, table 1 and section 4.2; shortcuts
+        are option B. Weights are initialised as in He et al., "Delving Deep into Rectifiers", 2015, equation 14.
     """
     channels, height, width = image_shape
     large = max(height, width) > 64
@@ -203,6 +203,6 @@ class _BasicBlock(nn.Module):
 
 
 def _conv_bn(inputs: int, outputs: int, *, kernel_size: int, stride: int) -> nn.Module:
-    """A convolution that pads to keep the size, without the bias that normalisation would undo."""
+    """Return a convolution that pads to keep the size, without the bias that the normalisation after it would undo."""
     conv = nn.Conv2d(inputs, outputs, kernel_size, stride, padding=kernel_size // 2, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs))

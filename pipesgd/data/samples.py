@@ -1,4 +1,4 @@
-"""What every data set is here: indices of a whole batch in, inputs of a model and labels out."""
+"""Interface of every data set here: indices of a whole batch in, inputs of a model and labels out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Images, float32 (B, C, H, W), and their labels, int64 (B,); or bytes and the next ones, both int64 (B, T)."""
+"""Images, float32 (B, C, H, W), and their labels, int64 (B,); or bytes and the byte after each, both int64 (B, T)."""
 
 
 class BatchedDataset(Dataset[Batch], ABC):
@@ -18,26 +18,26 @@ class BatchedDataset(Dataset[Batch], ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     @abstractmethod
     def __getitem__(self, indices: torch.Tensor) -> Batch:
-        """The samples at ``indices``, int64 (B,), in that order."""
+        """Return the samples at ``indices``, int64 (B,), in that order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PixelScale:
-    """Maps stored pixels to the inputs of a model: ``(pixel / peak - mean) / std`` per channel."""
+    """Mapping of stored pixels to the inputs of a model: ``(pixel / peak - mean) / std`` per channel."""
 
     mean: tuple[float, ...]
-    """Of the training split's pixels scaled to [0, 1]; one number a channel."""
+    """Means of the training split's pixels scaled to [0, 1], one a channel."""
     std: tuple[float, ...]
-    """Likewise."""
+    """Standard deviations of the same pixels, one a channel."""
     peak: int = 255
-    """The stored value of the brightest pixel."""
+    """Stored value of the brightest pixel."""
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """``pixels``, uint8 (B, C, H, W), as contiguous float32 of the same shape."""
+        """Return ``pixels``, uint8 (B, C, H, W), as contiguous float32 of the same shape."""
         mean, std = (torch.tensor(m).mul(self.peak).view(-1, 1, 1) for m in (self.mean, self.std))
         # Decoded images arrive channels last, which a plain cast would keep.
         return pixels.to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)

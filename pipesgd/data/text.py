@@ -14,21 +14,21 @@ from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.errors import DatasetError
 
 SEPARATOR = b"\0"
-"""Stands between two files, and in none of them."""
+"""Byte between two files, which none of them contains."""
 
 NOT_TAKEN = ("site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data")
-"""Folders of the standard library that hold other people's packages; tests, which not every machine has; and the
-manual, a single file as large as half of the test text would be."""
+"""Folders of the standard library that are left out: other people's packages; tests, which not every machine has; and
+the manual, a single file as large as half of the test text would be."""
 
 MADE_BY_THE_BUILD = ("_sysconfigdata", "config-")
-"""How names in the standard library begin that hold folders and flags of the machine which has built Python."""
+"""Prefixes of names in the standard library that hold folders and flags of the machine which built Python."""
 
 
 class TextWindows(BatchedDataset):
-    """Windows of ``context + 1`` consecutive bytes, none of which overlap; what is left at the end is dropped.
+    """Windows of ``context + 1`` consecutive bytes, none of which overlap; bytes left over at the end are dropped.
 
-    The inputs of a sample are the first ``context`` bytes of its window and its labels the last ``context``: at
-    every place the next byte. Both are int64 (B, context), 0 to 255.
+    The inputs of a sample are the first ``context`` bytes of its window, and its labels are the last ``context``: the
+    next byte at every position. Both are int64 (B, context), 0 to 255.
     """
 
     def __init__(self, text: bytes, *, context: int) -> None:
@@ -47,13 +47,13 @@ class TextWindows(BatchedDataset):
 
 
 def read_text(name: str) -> tuple[bytes, bytes]:
-    """The text to train on and the text to test on.
+    """Return the text to train on and the text to test on.
 
-    ``name`` is ``python-stdlib``, the source files of the Python that runs without tests and packages; or ``text:``
-    and a path, for all files in a folder, hidden ones left out, or for a single file. A tenth of the files is for
-    testing, or the last tenth of a single one.
+    ``name`` is ``python-stdlib``, the source files of the Python that runs without tests and packages; or ``text:`` and
+    a path, to a folder (all files in it except hidden ones) or to a single file. A tenth of the files is for testing,
+    or the last tenth of a single one.
 
-    Raises ``DatasetError`` if there is no file, or one that cannot be read or is no text.
+    Raises ``DatasetError`` if there is no file, or one that cannot be read or is not text.
     """
     try:
         return _standard_library() if name == "python-stdlib" else _files(Path(name.removeprefix("text:")))
@@ -89,9 +89,9 @@ def _belongs(path: PurePath) -> bool:
 
 
 def _split(folder: Path, paths: Iterable[Path]) -> tuple[bytes, bytes]:
-    """A tenth of the files, rounded up, for testing: those whose names below ``folder`` have the smallest hashes.
+    """Keep a tenth of the files, rounded up, for testing: those whose names below ``folder`` have the smallest hashes.
 
-    So the split is the same on every machine, and neither side is empty.
+    The split is therefore the same on every machine, and neither side is empty.
     """
     files = {path.relative_to(folder).as_posix(): path for path in paths}
     by_hash = sorted(files, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
@@ -104,7 +104,7 @@ def _split(folder: Path, paths: Iterable[Path]) -> tuple[bytes, bytes]:
 
 
 def _cut(text: bytes) -> tuple[bytes, bytes]:
-    """The first nine tenths of a single file, and the rest for testing."""
+    """Return the first nine tenths of a single file, and the rest for testing."""
     train = len(text) * 9 // 10
     return text[:train], text[train:]
 

@@ -1,4 +1,4 @@
-"""A small decoder of text, in the manner of GPT-2."""
+"""A small decoder of text in the style of GPT-2."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import nn
 
 
 class Transformer(nn.Module):
-    """From symbols, int64 (B, T) with T at most ``context``, to logits of each next one, float32 (B, T, vocabulary).
+    """Decoder from symbols, int64 (B, T <= ``context``), to logits of each next one, float32 (B, T, vocabulary).
 
-    Learned positions, normalisation before every attention and MLP, no dropout. The embedding and the output layer
-    have weights of their own: tying them saves a large vocabulary's second table, but for 256 bytes that table is a
+    It has learned positions, normalisation before every attention and MLP, and no dropout. The embedding and the output
+    layer have separate weights: tying them saves a large vocabulary's second table, but for 256 bytes that table is a
     small part of the model.
 
     References:
         Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3, for the blocks and
-        the initial weights: normal with standard deviation 0.02, smaller by the root of their number where they are
-        added up, biases zero.
+        the initial weights: normal with standard deviation 0.02, divided by the root of their number where they are
+        added up; biases are zero.
     """
 
     def __init__(self, *, vocabulary: int, context: int, layers: int, heads: int, embedding: int) -> None:
@@ -42,7 +42,7 @@ class Transformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """What went before, and each place on its own, added to x: (B, T, embedding) to the same."""
+    """Attention to earlier positions and an MLP of each position, both added to x: (B, T, embedding) to the same."""
 
     def __init__(self, embedding: int, heads: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Block(nn.Module):
 
 
 class _CausalAttention(nn.Module):
-    """Every place attends to itself and to those before it: (B, T, embedding) to the same."""
+    """Attention of every position to itself and to those before it: (B, T, embedding) to the same."""
 
     def __init__(self, embedding: int, heads: int) -> None:
         super().__init__()

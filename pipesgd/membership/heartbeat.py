@@ -1,4 +1,4 @@
-"""Which ranks are alive, and what they are doing: decided from their heartbeats, without input, output or a clock."""
+"""Liveness and phases of the ranks, decided from their heartbeats, without input, output or a clock."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ BEAT_SECONDS = 1.0
 """Seconds between two heartbeats of a rank."""
 
 SILENT_SECONDS = 3.0
-"""Seconds without a heartbeat after which a rank is called silent. It may hold Python's lock in a long call."""
+"""Seconds without a heartbeat after which a rank is called silent; it may hold Python's lock in a long call."""
 
 SHORTEST_SILENCE = 5.0
 """Seconds without a heartbeat that are never taken for the loss of a rank, however short the timeout."""
 
 LONGEST_PHASE = 10.0
-"""Timeouts for which a rank that others wait for may stay in one phase: one that hangs may give heartbeats, too."""
+"""Timeouts for which a rank that others wait for may stay in one phase: one that hangs may send heartbeats, too."""
 
 LEFT = "left"
-"""The phase of a rank that has ended as it should: it gives no more heartbeats, and is not missed."""
+"""Phase of a rank that has ended normally: it sends no more heartbeats, and is not missed."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself in one heartbeat."""
+    """Report of a rank on itself in one heartbeat."""
 
     count: int
-    """Heartbeats so far."""
+    """Number of heartbeats so far."""
     iteration: int | None
     phase: str
     waiting: bool
-    """True if it waits for other ranks in this phase."""
+    """True if the rank waits for other ranks in this phase."""
     seconds: float
     """Seconds in this phase so far."""
 
@@ -46,7 +46,7 @@ class Beat:
 
     @staticmethod
     def decode(value: bytes) -> Beat | None:
-        """The heartbeat that ``encode`` wrote; None for anything else, which counts as no heartbeat."""
+        """Decode a heartbeat that ``encode`` wrote; return None for anything else, which counts as no heartbeat."""
         try:
             match decode(value):
                 case [int(count), int() | None as iteration, str(phase), bool(waiting), int() | float() as seconds]:
@@ -56,27 +56,27 @@ class Beat:
         return None
 
     def place(self) -> str:
-        """What the rank is doing: "compute of iteration 7 for 31 s"."""
+        """Describe what the rank is doing: "compute of iteration 7 for 31 s"."""
         where = "" if self.iteration is None else f" of iteration {self.iteration}"
         return f"{self.phase}{where} for {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
 class News:
-    """What rank 0 tells the others, so that not everybody needs to read every heartbeat."""
+    """Report of rank 0 to the others, so that not every rank needs to read every heartbeat."""
 
     count: int
     silent: Mapping[int, float]
     """Seconds since the last heartbeat of ranks that have been silent for a while."""
     last: bool
-    """True if rank 0 has ended as it should: no further news will come, and it is not missed."""
+    """True if rank 0 has ended normally: no further news will come, and rank 0 is not missed."""
 
     def encode(self) -> str:
         return json.dumps([self.count, list(self.silent.items()), self.last])
 
     @staticmethod
     def decode(value: bytes) -> News | None:
-        """What ``encode`` wrote; None for anything else."""
+        """Decode what ``encode`` wrote; return None for anything else."""
         try:
             match decode(value):
                 case [int(count), list(silent), bool(last)]:
@@ -87,16 +87,16 @@ class News:
 
 
 class Liveness:
-    """What one rank knows of the others' heartbeats.
+    """Knowledge of one rank about the others' heartbeats.
 
-    Rank 0 reads all heartbeats (``saw``) and tells the others who is silent (``news``); they read that alone
-    (``saw_news``), and it is rank 0's heartbeat to them. Each begins its round with ``wake``. All times are seconds of
-    one clock of the caller's.
+    Rank 0 reads all heartbeats (``saw``) and reports to the others which ranks are silent (``news``). They read only
+    that (``saw_news``), and it is rank 0's heartbeat to them. Each rank begins its round with ``wake``. All times are
+    seconds of one clock of the caller's.
     """
 
     def __init__(self, rank: int, world_size: int, now: float):
         self.beats: list[Beat | None] = [None] * world_size
-        """The newest heartbeat of each rank, as far as this rank has read it."""
+        """Newest heartbeat of each rank, as far as this rank has read it."""
         self._rank = rank
         self._heard = [now] * world_size
         self._told: dict[int, float] = {}
@@ -105,7 +105,7 @@ class Liveness:
         self._said_stall = now
 
     def wake(self, now: float) -> None:
-        """Begin a round. A rank that was stopped itself has heard nobody meanwhile, which is nobody's fault."""
+        """Begin a round. Time in which this rank itself was stopped does not count as silence of the others."""
         absent = now - self._woke - BEAT_SECONDS
         self._woke = now
         if absent > SILENT_SECONDS:
@@ -113,25 +113,25 @@ class Liveness:
             self._said_stall += absent
 
     def saw(self, rank: int, beat: Beat | None, now: float) -> None:
-        """Take note of the heartbeat of ``rank`` that was found."""
+        """Record the heartbeat of ``rank`` that was found."""
         before = self.beats[rank]
         if beat is not None and (before is None or beat.count != before.count):
             self.beats[rank] = beat
             self._heard[rank] = now
 
     def saw_news(self, news: News | None, now: float) -> None:
-        """Take note of what rank 0 tells."""
+        """Record the news from rank 0."""
         if news is not None and news.count != self._news:
             self._news = news.count
             self._heard[0] = math.inf if news.last else now
             self._told = dict(news.silent)
 
     def news(self, count: int, now: float) -> News:
-        """What rank 0 has to tell."""
+        """Return rank 0's news for the others."""
         return News(count, self.silent(now), last=self._has_left(0))
 
     def silent(self, now: float) -> dict[int, float]:
-        """Seconds since the last heartbeat of each rank that has been silent for a while."""
+        """Return the seconds since the last heartbeat of each rank that has been silent for a while."""
         if self._rank == 0:
             silence = {rank: now - heard for rank, heard in enumerate(self._heard) if not self._has_left(rank)}
         else:
@@ -143,14 +143,14 @@ class Liveness:
         }
 
     def lost(self, now: float, timeout: float) -> dict[int, float]:
-        """The silent ranks that are taken for dead or hanging, and for how long each has been silent."""
+        """Return the silent ranks that are taken for dead or hanging, with the seconds that each has been silent."""
         longest = max(timeout, SHORTEST_SILENCE)
         return {rank: seconds for rank, seconds in self.silent(now).items() if seconds >= longest}
 
     def stall(self, now: float, seconds: float) -> str | None:
-        """A line that says whom this rank, which reads all heartbeats, has waited for; None if there is none to say.
+        """Return a line that names the ranks that this one, which reads all heartbeats, waits for; None if none is due.
 
-        It is said when this rank has waited in one phase for ``seconds``, and again after as many.
+        The line is due when this rank has waited in one phase for ``seconds``, and then again every ``seconds``.
         """
         own = self.beats[self._rank]
         if own is None or not own.waiting or own.seconds < seconds or now - self._said_stall < seconds:
@@ -171,11 +171,11 @@ class Liveness:
 
 
 class Patience:
-    """Until when to wait for ranks that are missing: a slow rank is not a silent one.
+    """Deadline of a wait for missing ranks: a slow rank is not a silent one.
 
-    The wait ends ``timeout`` seconds after the last sign that one of them gets on. It gets on if it has gone to another
-    iteration or phase, or if it gives heartbeats in a phase in which it does not itself wait for others: it computes,
-    loads or writes. In one phase it may take ``longest`` seconds in all.
+    The wait ends ``timeout`` seconds after the last sign that one of them makes progress. A rank makes progress if it
+    has moved to another iteration or phase, or if it sends heartbeats in a phase in which it does not itself wait for
+    others: it computes, loads or writes. In one phase it may take ``longest`` seconds in all.
 
     >>> patience = Patience(timeout=5.0, longest=50.0, now=100.0)
     >>> for count in (1, 2, 3):
@@ -186,14 +186,14 @@ class Patience:
 
     def __init__(self, *, timeout: float, longest: float, now: float):
         self.end = now + timeout
-        """When the wait ends."""
+        """Time at which the wait ends."""
         self._begin = now
         self._timeout = timeout
         self._longest = longest
         self._seen: dict[int, tuple[Beat, float]] = {}
 
     def saw(self, beats: Mapping[int, Beat], now: float) -> None:
-        """Take note of the newest heartbeats of ranks that are still missing."""
+        """Record the newest heartbeats of ranks that are still missing."""
         for rank, beat in beats.items():
             before, since = self._seen.get(rank, (beat, self._begin))
             moved = (beat.iteration, beat.phase) != (before.iteration, before.phase)
@@ -206,29 +206,29 @@ class Patience:
 
 @dataclass
 class Standing:
-    """Where this rank stands: one object for a process, whichever of the ranks it speaks to."""
+    """State of this rank: one object for a process, whichever ranks it speaks to."""
 
     timeout: float = DEFAULT_TIMEOUT
     """Seconds that this rank waits for another one."""
     stall_seconds: float = DEFAULT_STALL_SECONDS
-    """Seconds of waiting after which rank 0 says whom it waits for."""
+    """Seconds of waiting after which rank 0 reports the ranks that it waits for."""
     iteration: int | None = None
-    """The iteration that it is in; None before training."""
+    """Iteration that the rank is in; None before training."""
     newest_checkpoint: int | None = None
-    """The iteration after which the newest checkpoint was written."""
+    """Iteration after which the newest checkpoint was written."""
     farewell: Farewell = field(default_factory=Farewell)
     _phase: tuple[str, bool, float] = field(default=("start", False, 0.0), init=False)
     _count: int = field(default=0, init=False)
 
     def enter(self, phase: str, now: float, *, waiting: bool = False) -> tuple[str, bool, float]:
-        """Begin ``phase``; what was the phase before, for ``resume``."""
+        """Begin ``phase``; return the phase before it, for ``resume``."""
         before = self._phase
         self._phase = (phase, waiting, now)
         return before
 
     @property
     def has_left(self) -> bool:
-        """True if this rank's last heartbeat says that it has ended as it should."""
+        """True if this rank's last heartbeat reports that the rank has ended normally."""
         return self._phase[0] == LEFT
 
     def resume(self, phase: tuple[str, bool, float]) -> None:
@@ -236,16 +236,16 @@ class Standing:
         self._phase = phase
 
     def beat(self, now: float) -> Beat:
-        """The next heartbeat."""
+        """Return the next heartbeat."""
         phase, waiting, since = self._phase
         self._count += 1
         return Beat(self._count, self.iteration, phase, waiting, now - since)
 
 
 def no_word_from(silent: Mapping[int, float], world_size: int) -> str:
-    """The clause that names silent ranks, with the seconds since the last word of the one that was heard last.
+    """Return the clause that names silent ranks, with the seconds since the one that was heard last.
 
-    Where all others are silent, it is likelier that this machine has lost its network.
+    If all others are silent, this machine has more likely lost its network.
     """
     seconds = min(silent.values())
     if 1 < len(silent) == world_size - 1:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 LARGEST_VALUE = 16 * 1024 * 1024
-"""Bytes of the largest value that a rank takes from the store."""
+"""Bytes of the largest value that a rank accepts from the store."""
 
 
 class StoreSilent(dist.DistStoreError):
@@ -28,10 +28,10 @@ class BoundedStore:
     """A client of torch's store whose every call ends within ``seconds()`` seconds.
 
     torch's own client waits without a deadline for an answer to a request that it has sent: if the process that holds
-    the store is stopped, or the link to it is cut, the call never returns. So each call runs in a thread of its own,
-    which is left behind if it does not return. No later call is tried then, since torch's client answers them in turn.
+    the store is stopped, or the link to it is cut, the call never returns. So each call runs in its own thread, which
+    is left behind if it does not return. No later call is tried then, since torch's client answers them in turn.
 
-    Two threads must not share a client for the same reason: ``clone`` makes another one.
+    For the same reason two threads must not share a client: ``clone`` makes another one.
     """
 
     def __init__(self, store: dist.Store, seconds: Callable[[], float]):
@@ -40,7 +40,7 @@ class BoundedStore:
         self._silent: StoreSilent | None = None
 
     def clone(self, seconds: Callable[[], float]) -> BoundedStore:
-        """Another client of the same store."""
+        """Return another client of the same store."""
         return BoundedStore(self._call(self._store.clone), seconds)  # type: ignore[attr-defined]  # not in torch's stubs
 
     def hurry(self, seconds: float) -> None:
@@ -48,18 +48,18 @@ class BoundedStore:
         self._seconds = lambda: seconds
 
     def run(self, calls: Callable[[dist.Store], T]) -> T:
-        """What ``calls`` returns, which may use the store more than once."""
+        """Return the result of ``calls``, which may use the store more than once."""
         return self._call(lambda: calls(self._store))
 
     def set(self, key: str, value: str) -> None:
         self._call(lambda: self._store.set(key, value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if every key is there."""
+        """Return True if every key is there."""
         return self._call(lambda: self._store.check(list(keys)))
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of ``keys``, all of which must be there."""
+        """Return the values of ``keys``, all of which must be there."""
         return self._call(lambda: self._store.multi_get(list(keys)))
 
     def delete(self, key: str) -> None:
@@ -90,23 +90,23 @@ class BoundedStore:
 
 
 def address(store: dist.Store) -> str:
-    """Where the process that holds the store is, to be read after its name; empty if that is not known."""
+    """Return the location of the process that holds the store, to be read after its name; empty if it is not known."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return f" ({store.host}:{store.port}, rank 0's machine)" if isinstance(store, dist.TCPStore) else ""
 
 
 def present(store: dist.Store, keys: Sequence[str]) -> dict[str, bytes]:
-    """The values of those of ``keys`` that are in the store; torch waits for a key that is not."""
+    """Return the values of those of ``keys`` that are in the store; torch waits for a key that is not."""
     found = list(keys) if store.check(list(keys)) else [key for key in keys if store.check([key])]
     return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
 
 
 def decode(value: bytes) -> Any:
-    """What another rank has written as JSON.
+    """Decode what another rank has written as JSON.
 
     Raises:
-        MalformedValue: it is too large, or not JSON. Anybody who reaches the store's port can write to it.
+        MalformedValue: the value is too large, or not JSON. Anybody who reaches the store's port can write to it.
     """
     if len(value) > LARGEST_VALUE:
         raise MalformedValue(f"it must have at most {LARGEST_VALUE} bytes; got {len(value)}")
@@ -117,11 +117,11 @@ def decode(value: bytes) -> Any:
 
 
 def same_kind(value: Any, own: Any) -> bool:
-    """True if another rank's ``value`` is of the JSON type of this rank's ``own``, or one of the two is null."""
+    """Return True if another rank's ``value`` is of the JSON type of this rank's ``own``, or one of them is null."""
     kinds = (bool | int | float, str, list | tuple, dict)
     return value is None or own is None or any(isinstance(value, kind) and isinstance(own, kind) for kind in kinds)
 
 
 def decode_text(value: bytes) -> str:
-    """What another rank has written as text, cut short if it is long; never an error."""
+    """Decode what another rank has written as text, cut short if it is long. It never raises an error."""
     return value[:2000].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The thread that watches the other ranks: it gives this rank's heartbeat, and notices who has none or has failed."""
+"""The thread that watches the other ranks: it sends this rank's heartbeat, and notices silent or failed ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipesgd.membership.heartbeat import BEAT_SECONDS, LEFT, Beat, Liveness, New
 from pipesgd.membership.store import BoundedStore, MalformedValue, StoreSilent, decode, decode_text, present
 
 FAILURE = "a failure"
-"""The key that is in the store as soon as a rank has failed."""
+"""Key that is in the store as soon as a rank has failed."""
 
 STOPPING = "stopping"
-"""The key that says which signal has told a rank to stop."""
+"""Key of the signal that asked a rank to stop."""
 
 FAREWELL_SILENCE = 5.0
-"""Seconds that ranks which are silent when the farewell begins have to be heard again. A connection that was cut for a
-few seconds stays silent for as long again, since TCP repeats what was lost after twice the time whenever it fails."""
+"""Seconds within which ranks that are silent when the farewell begins must be heard again. A connection that was cut
+for a few seconds stays silent for as long again, since TCP doubles its wait whenever a retransmission fails."""
 
 CLOSE_SECONDS = 2.0
 
@@ -31,15 +31,15 @@ _PLACE = re.compile(rb"[0-9]{1,18}")
 
 
 def report_key(rank: int) -> str:
-    """The key of why ``rank`` has failed: a text, which is empty if another rank's failure has ended it."""
+    """Return the key of the reason why ``rank`` has failed: a text, empty if another rank's failure has ended it."""
     return f"failure/{rank}"
 
 
 def root_cause(reports: Mapping[int, bytes]) -> tuple[int, str] | None:
-    """The rank whose failure has ended the others, and why, as far as the reports of ranks tell.
+    """Return the rank whose failure has ended the others, and the reason, as far as the ranks' reports tell.
 
     A rank that has lost a peer which has failed, too, is no cause: gloo closes all connections of a rank that has
-    waited in vain. Reports are JSON, [why, peer or None]; what is not counts as text. An empty text is a victim's.
+    waited in vain. Reports are JSON, [why, peer or None]; anything else counts as text. An empty text is a victim's.
     """
     said: dict[int, tuple[str, int | None]] = {}
     for rank, report in sorted(reports.items()):
@@ -59,11 +59,11 @@ def root_cause(reports: Mapping[int, bytes]) -> tuple[int, str] | None:
 
 
 class Watcher:
-    """Gives this rank's heartbeat once a second, and calls ``on_failure`` when another rank is lost or has failed.
+    """Thread that sends a heartbeat once a second, and calls ``on_failure`` when another rank is lost or has failed.
 
     gloo's waits cannot be ended from inside, and the main thread may be in one of them, so all of this happens in a
-    thread. ``on_failure`` is called in it, once; the heartbeat continues afterwards. Decisions are ``Liveness``'s.
-    ``on_stall`` gets rank 0's line about a long wait. The thread needs a client of the store for itself.
+    thread. ``on_failure`` is called in it, once; the heartbeat continues afterwards. ``Liveness`` makes the decisions.
+    ``on_stall`` gets rank 0's line about a long wait. The thread needs its own client of the store.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Watcher:
         self._thread.start()
 
     def silent(self) -> dict[int, float]:
-        """Seconds that each rank has been silent for when the store last answered. Without input or output."""
+        """Return how many seconds each silent rank had been silent when the store last answered. No input or output."""
         return self._liveness.silent(self._answered)
 
     def close(self) -> None:
-        """Leave a last heartbeat, so that this rank is not missed, and end the thread."""
+        """Send a last heartbeat, so that this rank is not missed, and end the thread."""
         self.store.hurry(CLOSE_SECONDS)
         self._closed.set()
         self._thread.join(CLOSE_SECONDS)
@@ -116,12 +116,12 @@ class Watcher:
             self._look()
 
     def _look(self) -> RunError | None:
-        """Give a heartbeat and read the others'; the error that ends this rank's run, if there is one."""
+        """Send a heartbeat and read the others'; return the error that ends this rank's run, if there is one."""
         self._liveness.wake(time.monotonic())
         beat = self._standing.beat(time.monotonic())
         try:
             failed = self.store.run(lambda store: self._meet(store, beat))
-        except RuntimeError as problem:  # torch's, all of them
+        except RuntimeError as problem:  # covers all of torch's errors
             kind = DeadlineExceeded if isinstance(problem, StoreSilent) else CommunicationError
             reason = str(problem).split("] ", 1)[-1].split(". ")[0]
             return self._error(kind, None, "heartbeat through the store", reason)
@@ -132,7 +132,7 @@ class Watcher:
         lost = self._liveness.lost(now, self._standing.timeout)
         if lost:
             silent = self._liveness.silent(now)
-            if 1 < len(silent) == self._world_size - 1:  # it is likelier this rank that is cut off: accuse nobody
+            if 1 < len(silent) == self._world_size - 1:  # more likely this rank is cut off: accuse nobody
                 return self._error(DeadlineExceeded, None, "heartbeat", no_word_from(silent, self._world_size))
             return self._error(DeadlineExceeded, min(lost), "heartbeat", no_word_from(lost, self._world_size))
         if self._stopping is not None:
@@ -142,7 +142,7 @@ class Watcher:
         return None
 
     def _meet(self, store: dist.Store, beat: Beat) -> tuple[int, str] | None:
-        """One round through the store; a rank that has failed and why, if there is one."""
+        """Do one round through the store; return a rank that has failed and why, if there is one."""
         store.set(f"beat/{self._rank}", beat.encode())
         if self._rank == 0:
             beats = present(store, [f"beat/{rank}" for rank in range(self._world_size)])
@@ -157,12 +157,12 @@ class Watcher:
         if not store.check([FAILURE]):
             return None
         reports = present(store, [report_key(rank) for rank in range(self._world_size)])
-        if report_key(self._rank) in reports:  # this rank is at its own end
+        if report_key(self._rank) in reports:  # this rank has failed itself
             return None
         return root_cause({rank: reports.get(report_key(rank), b"") for rank in range(self._world_size)})
 
     def _say_farewell(self, store: dist.Store) -> None:
-        """Once a rank was told to stop, agree with the others on where to: see ``Farewell``."""
+        """Agree with the others on where to stop, once a rank got a signal: see ``Farewell``."""
         farewell = self._standing.farewell
         if self._stopping is None:
             if farewell.requested is not None:
@@ -183,7 +183,7 @@ class Watcher:
             farewell.meet_at(places)
 
     def _late_farewell(self, now: float) -> RunError | None:
-        """The end without a checkpoint, if one cannot be written or takes too long."""
+        """Return the error that ends the run without a checkpoint, if none can be written or it takes too long."""
         assert self._stopping is not None
         signal, since = self._stopping
         farewell = self._standing.farewell

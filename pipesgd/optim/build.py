@@ -1,4 +1,4 @@
-"""torch's own optimizers and schedules by the names of the command line."""
+"""torch's own optimizers and schedules, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pipesgd.optim.muon import MuonWithAdamW, hidden_matrices
 
 
 def check_model(config: OptimizationConfig, model: nn.Module) -> None:
-    """Raise ``UserInputError`` unless the optimizer that ``config`` names finds in ``model`` what it works on."""
+    """Raise ``UserInputError`` unless ``model`` has the parameters that the optimizer of ``config`` works on."""
     if config.optimizer == "muon":
         hidden_matrices(model)
 
 
 def build_optimizer(config: OptimizationConfig, model: nn.Module) -> Optimizer:
-    """The optimizer that ``config`` names, of all parameters of ``model``, which must be where it computes.
+    """Build the optimizer that ``config`` names for all parameters of ``model``, which must be where it computes.
 
     Raises:
         UserInputError: as ``check_model``.
@@ -42,9 +42,9 @@ def build_optimizer(config: OptimizationConfig, model: nn.Module) -> Optimizer:
 
 
 def build_schedule(config: OptimizationConfig, optimizer: Optimizer, iterations: int) -> LRScheduler:
-    """The schedule that ``config`` names, over a run of ``iterations``; stepped once an iteration."""
+    """Build the schedule that ``config`` names for a run of ``iterations``; it is stepped once an iteration."""
     if config.schedule == "one-cycle":
-        # Its own cycling of the momentum is left off: --momentum means what it says.
+        # The momentum is not cycled: --momentum means what it says.
         return OneCycleLR(optimizer, max_lr=config.lr, total_steps=iterations, cycle_momentum=False)
     if config.schedule == "cosine":
         return LambdaLR(optimizer, lambda iteration: (1 + math.cos(math.pi * iteration / iterations)) / 2)

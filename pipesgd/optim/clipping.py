@@ -1,4 +1,4 @@
-"""Clipping, of the averaged gradient when it is applied, and of what stands for it when weights are predicted."""
+"""Clipping of the averaged gradient when it is applied, and of its stand-in when weights are predicted."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from pipesgd.config import check_clipping
 
 EPSILON = 1e-6
-"""torch's, in ``clip_grad_norm_``."""
+"""Term that torch adds to the norm in ``clip_grad_norm_``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clipping:
-    """How gradients are clipped before the optimizer sees them; not at all by default.
+    """Clipping of gradients before the optimizer sees them; none by default.
 
     Raises:
         UserInputError: a bound is not above zero.
     """
 
     norm: float | None = None
-    """The largest norm of all gradients together, to which longer ones are scaled down."""
+    """Largest norm of all gradients together, to which longer ones are scaled down."""
     value: float | None = None
-    """The largest magnitude of a single value. It is applied first."""
+    """Largest magnitude of a single value. It is applied first."""
 
     def __post_init__(self) -> None:
         check_clipping(self.norm, self.value)

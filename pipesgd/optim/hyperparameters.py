@@ -1,4 +1,4 @@
-"""The options of an optimizer that change during a run; they travel with the gradient that was computed under them."""
+"""Options of an optimizer that change during a run; they travel with the gradient that was computed under them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
-"""What schedules change: torch's own change the first three."""
+"""Names of the options that schedules change: torch's own schedules change the first three."""
 
 Hyperparameters: TypeAlias = Sequence[dict[str, Any]]
-"""For each parameter group, the values of those of ``SCHEDULED`` that it has."""
+"""Values of those of ``SCHEDULED`` that a parameter group has, for each group."""
 
 
 def current(optimizer: torch.optim.Optimizer) -> Hyperparameters:
-    """Those that are set now."""
+    """Return the values that are set now."""
     return [{name: _kept(group[name]) for name in SCHEDULED if name in group} for group in optimizer.param_groups]
 
 
 @contextlib.contextmanager
 def set_to(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> Iterator[None]:
-    """While it is open, ``values`` are set; groups that were added after these have none, and keep their own."""
+    """Set ``values`` while the context is open; groups that were added after them keep their own."""
     groups = optimizer.param_groups[: len(values)]
     before = [{name: group[name] for name in of_group} for group, of_group in zip(groups, values, strict=True)]
     _update(optimizer, values)
@@ -34,7 +34,7 @@ def set_to(optimizer: torch.optim.Optimizer, values: Hyperparameters) -> Iterato
 
 
 def as_numbers(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Those that are set now, one after the other."""
+    """Return the values that are set now, one after the other."""
     return [
         float(number)
         for of_group in current(optimizer)
@@ -44,7 +44,7 @@ def as_numbers(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def set_numbers(optimizer: torch.optim.Optimizer, numbers: Sequence[float]) -> None:
-    """Set what ``as_numbers`` gave, of an optimizer with the same groups."""
+    """Set the values that ``as_numbers`` returned, of an optimizer with the same groups."""
     left = iter(numbers)
     for of_group, group in zip(current(optimizer), optimizer.param_groups, strict=True):
         for name, value in of_group.items():

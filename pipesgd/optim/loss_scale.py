@@ -12,19 +12,19 @@ from pipesgd.errors import UserInputError
 
 
 class LossScale:
-    """Keeps the scale of torch's ``GradScaler`` as its own ``step`` and ``update`` would, for late gradients.
+    """Scale of torch's ``GradScaler`` for late gradients, kept as the scaler's own ``step`` and ``update`` would.
 
-    A gradient is divided by the scale that its own loss was multiplied by, before it travels. When the mean over ranks
+    Before it travels, a gradient is divided by the scale that its own loss was multiplied by. When the mean over ranks
     turns out not to be finite, which all ranks see alike, the update is left out and the scale backs off, once for all
-    gradients that were in flight at the scale that was too large; after ``growth_interval`` finite ones in a row it
-    grows. ``scaler.scale(loss).backward()`` is the caller's part; neither ``step`` nor ``update`` must be called.
+    gradients that were in flight at the scale that was too large; after ``growth_interval`` finite means in a row it
+    grows. The caller does ``scaler.scale(loss).backward()``; neither ``step`` nor ``update`` must be called.
 
     Args:
-        scaler: None, or one that is not enabled, is no scaling at all.
-        parameters: whose gradients are scaled.
+        scaler: torch's scaler; None, or one that is not enabled, means no scaling at all.
+        parameters: parameters whose gradients are scaled.
 
     Raises:
-        UserInputError: parameters are not float32, and need no scale, or cannot be scaled.
+        UserInputError: parameters are not float32, so that they need no scale or cannot be scaled.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, parameters: Sequence[Tensor]):
@@ -39,7 +39,7 @@ class LossScale:
 
     @property
     def skips(self) -> bool:
-        """Whether gradients that are not finite are to be expected, and left out."""
+        """True if gradients that are not finite are to be expected, and left out."""
         return self._scaler is not None
 
     def divide(self, parameters: Sequence[Tensor]) -> float:
@@ -51,22 +51,22 @@ class LossScale:
 
     @property
     def scale(self) -> float:
-        """What losses are multiplied by now; 1 without scaling."""
+        """Factor by which losses are multiplied now; 1 without scaling."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def rescale(self, parameters: Sequence[Tensor], before: float) -> None:
-        """Bring the gradients of ``parameters``, of losses at the scale ``before``, to the scale of now."""
+        """Bring the gradients of ``parameters``, whose losses had the scale ``before``, to the current scale."""
         if self.scale != before:
             _divide(parameters, before / self.scale)
 
     def saw(self, finite: bool, scale: float) -> None:
-        """A mean of gradients that were computed at ``scale`` has arrived."""
+        """Record the arrival of a mean of gradients that were computed at ``scale``."""
         if self._scaler is None:
             return
         now = self._scaler.get_scale()
         if not finite:
             self._finite_in_a_row = 0
-            if scale <= now:  # what was in flight at a scale that has been backed off from says nothing new
+            if scale <= now:  # gradients in flight at a scale that was backed off from say nothing new
                 self._set_scale(scale * self._scaler.get_backoff_factor())
             return
         self._finite_in_a_row += 1
@@ -77,7 +77,7 @@ class LossScale:
                 self._set_scale(grown)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, and how many finite gradients there were in a row."""
+        """Return the scale, and the number of finite gradients in a row."""
         scale = None if self._scaler is None else self._scaler.get_scale()
         return {"scale": scale, "finite_in_a_row": self._finite_in_a_row}
 
@@ -89,7 +89,7 @@ class LossScale:
 
     def _set_scale(self, scale: float) -> None:
         assert self._scaler is not None
-        # Not by ``update``, which works only after a first loss was scaled.
+        # ``update`` works only after a first loss was scaled.
         self._scaler.load_state_dict(self._scaler.state_dict() | {"scale": scale})
 
 

@@ -14,10 +14,10 @@ from pipesgd.errors import UserInputError
 
 
 def hidden_matrices(model: nn.Module) -> list[Parameter]:
-    """The 2-D parameters of ``model`` but embeddings and those of the last layer, in the order of the parameters.
+    """Return the 2-D parameters of ``model`` except embeddings' and the last layer's, in the order of the parameters.
 
-    The last layer is the last registered module with a parameter of two dimensions or more of its own. A weight that
-    an embedding or the last layer shares with another module is theirs.
+    The last layer is the last registered module with its own parameter of two dimensions or more. A weight that an
+    embedding or the last layer shares with another module counts as theirs.
 
     Raises:
         UserInputError: there are none.
@@ -46,22 +46,22 @@ def hidden_matrices(model: nn.Module) -> list[Parameter]:
 class MuonWithAdamW(Optimizer):
     """torch's Muon and AdamW, each on its own parameters, behind one ``param_groups`` and one ``state``.
 
-    A group's ``"algorithm"`` says who updates it: ``"muon"`` or ``"adamw"``. No other optimizer is kept between steps:
-    each step puts one of torch's around the groups and the state as they are then. So whatever works on those alone
+    A group's ``"algorithm"`` names the one that updates it: ``"muon"`` or ``"adamw"``. No other optimizer is kept
+    between steps: each step puts one of torch's around the current groups and state. So whatever works on those alone
     works here as with any optimizer: ``state_dict``, ``load_state_dict``, schedulers, ``copy.deepcopy``, ``pickle``.
 
-    Muon scales its updates to the size of AdamW's, hence one learning rate. Its momentum is torch's default, 0.95 of
-    Nesterov's. Unlike the other optimizers' updates, its matrix products, in bfloat16, may round differently on
-    another processor or with another number of threads.
+    Muon scales its updates to the size of AdamW's, hence one learning rate. Its momentum is torch's default, Nesterov's
+    of 0.95. Unlike the other optimizers' updates, its matrix products, in bfloat16, may round differently on another
+    processor or with another number of threads.
 
     Args:
         muon_parameters: matrices, at least one.
         adamw_parameters: the other parameters, of any shape.
         lr: learning rate of both.
-        weight_decay: of both; decoupled from the gradient.
+        weight_decay: weight decay of both, decoupled from the gradient.
 
     Raises:
-        UserInputError: a value out of range, no matrix, or one that has not two dimensions.
+        UserInputError: a value is out of range, there is no matrix, or one does not have two dimensions.
 
     References:
         Liu et al., "Muon is Scalable for LLM Training", 2025, section 2.2, for the scale of the updates.
@@ -88,11 +88,11 @@ class MuonWithAdamW(Optimizer):
             {"params": list(adamw_parameters), "algorithm": "adamw"},
         ]
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
-        self._algorithms()  # gives each group the options that are its algorithm's own, with torch's defaults
+        self._algorithms()  # gives each group its algorithm's own options, with torch's defaults
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters that have a gradient; returns the loss of ``closure``, if there is one."""
+        """Update all parameters that have a gradient; return the loss of ``closure``, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,7 +102,7 @@ class MuonWithAdamW(Optimizer):
         return loss
 
     def _algorithms(self) -> tuple[Optimizer, Optimizer]:
-        """torch's optimizers around this one's groups and state: the same objects, no copies."""
+        """Return torch's optimizers around this one's groups and state: the same objects, no copies."""
         muon = Muon([group for group in self.param_groups if group["algorithm"] == "muon"])
         adamw = AdamW([group for group in self.param_groups if group["algorithm"] == "adamw"])
         muon.state = adamw.state = self.state

@@ -1,4 +1,4 @@
-"""A copy of any optimizer, which updates the same parameters and follows the original: steps to predict with."""
+"""A copy of any optimizer, which updates the same parameters and follows the original, to predict with its steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pipesgd.optim.hyperparameters import Hyperparameters, current, set_to
 
 
 class OptimizerCopy:
-    """A copy of an optimizer: it updates the same parameters, with options and a state of its own.
+    """Copy of an optimizer: it updates the same parameters, with its own options and state.
 
     Args:
         optimizer: the original.
-        stand_ins: what the copy updates in place of some of the parameters, by ``id`` of the parameter.
+        stand_ins: tensors that the copy updates in place of some of the parameters, by ``id`` of the parameter.
 
     Raises:
         UserInputError: the optimizer cannot be copied.
@@ -46,7 +46,7 @@ class OptimizerCopy:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for key, values in self._original.state.items():
-            if not isinstance(values, dict):  # a value of the optimizer's own, of no parameter
+            if not isinstance(values, dict):  # a value of the whole optimizer, not of a parameter
                 own[key] = copy.deepcopy(values)
                 continue
             kept = own[key]
@@ -69,14 +69,14 @@ class OptimizerCopy:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its state."""
+        """Bytes of the copy's state."""
         tensors = (
             value for values in self._copy.state.values() if isinstance(values, dict) for value in values.values()
         )
         return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
 
     def begin(self, lr: float) -> None:
-        """Forget all state, as before the first step, and take this learning rate, which schedules may begin at 0."""
+        """Forget all state, as before the first step, and set this learning rate, since schedules may begin at 0."""
         self._copy.state.clear()
         for group in self._copy.param_groups:
             group["params"] = list({id(parameter): parameter for parameter in group["params"]}.values())
@@ -88,7 +88,7 @@ class OptimizerCopy:
             self._copy.step()
 
     def _follow_attributes(self) -> None:
-        # What refers to the original, as its own methods do, is to refer to the copy.
+        # References to the original, as in its own methods, must become references to the copy.
         memo = self._parameters_themselves() | {id(self._original): self._copy}
         for name, value in vars(self._original).items():
             if name not in self._known:  # a subclass may make attributes as late as in its first step
@@ -97,6 +97,6 @@ class OptimizerCopy:
             delattr(self._copy, name)
 
     def _parameters_themselves(self) -> dict[int, Any]:
-        """For deepcopy: parameters are not copied."""
+        """Return a memo for deepcopy, by which parameters are not copied."""
         parameters = (parameter for group in self._original.param_groups for parameter in group["params"])
         return {id(parameter): self._stand_ins.get(id(parameter), parameter) for parameter in parameters}

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer trains, and a step of it in the iteration that computed the gradients."""
+"""Parameters that an optimizer trains, and a step of it in the iteration that computed the gradients."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pipesgd.strategy import Span, StepReport
 
 
 def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters that ``optimizer`` updates, each once, in the order of its groups.
+    """Return the parameters that ``optimizer`` updates, each once, in the order of its groups.
 
     Raises:
-        UserInputError: there is none, or on more than one device, or the optimizer computes losses itself.
+        UserInputError: there are none, they are on more than one device, or the optimizer computes losses itself.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -37,7 +37,7 @@ def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def trainable_identities(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Identities of the parameters that ``optimizer`` updates: they tell in microseconds whether these have changed."""
+    """Return the ids of the parameters that ``optimizer`` updates: in microseconds they show if these have changed."""
     return [
         id(parameter) for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
     ]
@@ -47,7 +47,7 @@ def check_unchanged(optimizer: torch.optim.Optimizer, identities: Sequence[int],
     """Refuse parameters that were frozen, unfrozen or added since ``identities`` were theirs.
 
     Raises:
-        UserInputError: there are such.
+        UserInputError: there are such parameters.
     """
     if trainable_identities(optimizer) != identities:
         raise UserInputError(
@@ -57,7 +57,7 @@ def check_unchanged(optimizer: torch.optim.Optimizer, identities: Sequence[int],
 
 
 def drop_gradients_of_frozen(optimizer: torch.optim.Optimizer) -> None:
-    """Let parameters that require no gradient have none: ``optimizer`` would update them with it in every step."""
+    """Drop the gradients of frozen parameters: ``optimizer`` would update the parameters with them in every step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not parameter.requires_grad:
@@ -66,7 +66,7 @@ def drop_gradients_of_frozen(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def set_aside_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """While it is open, parameters of ``optimizer`` have no gradients; then they have theirs again."""
+    """Take away the gradients of ``optimizer``'s parameters while the context is open, then give them back."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     give_gradients(parameters, [None] * len(parameters))
@@ -77,21 +77,21 @@ def set_aside_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def count_as_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Keep torch's schedulers from warning that they are stepped before the optimizer: here it was, only elsewhere."""
+    """Keep torch's schedulers from warning that they are stepped before the optimizer: it was, only elsewhere."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 class SynchronousUpdate:
-    """Applies gradients in the iteration that computed them: divided by the loss scale, checked, and clipped.
+    """Update by gradients in the iteration that computed them: divided by the loss scale, checked, and clipped.
 
     Args:
         optimizer: any ``torch.optim.Optimizer``.
-        clip: how gradients are clipped; None: not at all.
-        scaler: of the losses, with float16 (``pipesgd.optim.loss_scale``).
+        clip: clipping of the gradients; None clips nothing.
+        scaler: scaler of the losses, with float16 (``pipesgd.optim.loss_scale``).
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
 
     Raises:
-        UserInputError: a value out of range, or an optimizer without a parameter to train.
+        UserInputError: a value is out of range, or the optimizer has no parameter to train.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SynchronousUpdate:
         self._skip_nonfinite = on_nonfinite == "skip" or self.loss_scale.skips
 
     def follow_parameters(self) -> None:
-        """Update what the optimizer holds now: nothing is exchanged, so it may be frozen, unfrozen or added to."""
+        """Follow the optimizer's parameters: nothing is exchanged, so they may be frozen, unfrozen or added to."""
         identities = trainable_identities(self._optimizer)
         if identities != self._identities:
             self.parameters, self._identities = trainable_parameters(self._optimizer), identities
@@ -120,15 +120,15 @@ class SynchronousUpdate:
         """Refuse parameters that were frozen, unfrozen or added since, which ``strategy`` cannot follow.
 
         Raises:
-            UserInputError: there are such.
+            UserInputError: there are such parameters.
         """
         check_unchanged(self._optimizer, self._identities, strategy)
 
     def apply(self, iteration: int) -> StepReport:
-        """One step on what is in ``.grad``, which is dropped then.
+        """Do one step with the gradients in ``.grad``, then drop them.
 
         Raises:
-            NonFiniteGradientError: it holds a NaN or an infinity, unless such an update is to be skipped.
+            NonFiniteGradientError: they hold a NaN or an infinity, unless such an update is to be skipped.
         """
         begin = time.perf_counter()
         scale = self.loss_scale.divide(self.parameters)

@@ -1,4 +1,4 @@
-"""What ranks do together to plan a run: they share or measure a cluster, and agree on what rank 0 decides by it."""
+"""Planning on all ranks: they share or measure a cluster, and agree on what rank 0 decides from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CALIBRATION_SECONDS = 12.0
 MOST_LARGEST_BYTES = 64 << 20
-"""Of the gradients that such a calibration reduces."""
+"""Upper bound of the largest gradient that such a calibration reduces, in bytes."""
 
 
 def plan_run(
@@ -37,20 +37,20 @@ def plan_run(
     iterations: int,
     earlier: dict[str, Any] | None,
 ) -> tuple[TrainConfig, Planned | None]:
-    """The configuration with nothing left to be chosen, the same on all ranks; and the prediction, if there is one.
+    """Return the configuration with nothing left to choose, the same on all ranks; and the prediction, if there is one.
 
-    All ranks call this together. Rank 0 decides, and says why. A run that continues one has what that one had. Else,
-    where no cluster is given, the ranks are measured first: a copy of ``model`` is trained for some seconds, and
-    torch's process group started and ended, of which there must be none. The state of random numbers is kept.
+    All ranks call this together. Rank 0 decides, and reports why. A run that continues another one keeps its choices.
+    Otherwise, if no cluster is given, the ranks are measured first: a copy of ``model`` is trained for some seconds,
+    and torch's process group, of which there must be none, is started and ended. The state of random numbers is kept.
 
     Args:
-        config: what was asked for.
-        ranks: that train.
-        model: that is trained, on a CPU.
-        batches: of this rank.
-        console: of rank 0.
-        samples: in the training set.
-        iterations: of the whole job.
+        config: options that were asked for.
+        ranks: ranks that train.
+        model: model that is trained, on a CPU.
+        batches: batches of this rank.
+        console: console of rank 0.
+        samples: number of samples in the training set.
+        iterations: number of iterations of the whole job.
         earlier: ``output.earlier_run``.
 
     Raises:
@@ -97,7 +97,7 @@ def agree_on_plan(
     source: str,
     own: bool,
 ) -> tuple[TrainConfig, Planned]:
-    """What rank 0 decides by what it has ``found``, with nothing left to be chosen, and said by it. Collective."""
+    """Return rank 0's decision from what it has ``found``, with nothing left to choose, and report it. Collective."""
     from pipesgd.planning.choose import decide
 
     def decide_on_rank_0() -> dict[str, Any] | None:
@@ -113,10 +113,10 @@ def agree_on_plan(
 
 
 def share_cluster(path: Path | None, ranks: Ranks, console: Console) -> bool:
-    """Whether a cluster is given, which rank 0 decides; says where others have none, or another one. Collective."""
+    """Return True if rank 0 is given a cluster; report the ranks that have none, or another one. Collective."""
     digest = None
     if path is not None:
-        with contextlib.suppress(OSError):  # rank 0 says so when it reads it
+        with contextlib.suppress(OSError):  # rank 0 reports it when it reads the file
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
     everybody = ranks.exchange("cluster", [path is not None, digest])
     given, own = everybody[0]
@@ -137,7 +137,7 @@ def share_cluster(path: Path | None, ranks: Ranks, console: Console) -> bool:
 def calibrate_briefly(
     config: TrainConfig, ranks: Ranks, model: nn.Module, batches: ShardedBatches, console: Console, *, samples: int
 ) -> Known | None:
-    """What the ranks are found to cost, on rank 0. All ranks call this together; there must be no process group."""
+    """Measure the ranks; return the result on rank 0. All ranks call this together; there must be no process group."""
     from pipesgd.calibration.measure import measure
     from pipesgd.calibration.options import DEFAULT_ALL_REDUCES, LEAST_LARGEST_BYTES, MEASURED_ALL_REDUCES, RING
     from pipesgd.planning.choose import AUTO_CODECS
@@ -168,10 +168,10 @@ def calibrate_briefly(
 
 
 def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig, Planned | None]:
-    """What the run that is continued had: its choices, and its prediction.
+    """Return the choices and the prediction of the run that is continued.
 
     Raises:
-        CheckpointError: its folder does not tell.
+        CheckpointError: the folder of that run does not record them.
     """
     options, planned = earlier["options"], earlier["planned"]
     try:

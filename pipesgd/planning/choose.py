@@ -1,6 +1,6 @@
-"""What the timing model says of a run: how long an iteration takes, and what to choose where an option is ``auto``.
+"""Answers of the timing model about a run: the time of an iteration, and the choice of options that are ``auto``.
 
-The one place, beside what writes calibrations, where the trainer knows the timing model.
+Apart from the code that writes calibrations, only this module of the trainer knows the timing model.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ AUTO_CODECS = tuple(one for one in ACCURATE if one != "fp16")
 """Codecs to choose from: those that cost next to no accuracy. bf16 takes as long as fp16, and cannot overflow."""
 
 Known = tuple[Profile, ComputeProfile]
-"""What is known of a cluster, and of the model on it."""
+"""Profile of a cluster, and of the model's computation on it."""
 
 
 def of_file(path: Path, config: TrainConfig, tensors: Sequence[int]) -> Known:
-    """The cluster in a file, and the computation of this run's model on it.
+    """Load the cluster from a file, and the computation of this run's model on it.
 
     Raises:
-        UserInputError: it cannot be read, or this model with this many samples was not measured.
+        UserInputError: the file cannot be read, or this model with this many samples was not measured.
     """
     try:
         profile = Profile.load(path)
@@ -64,16 +64,16 @@ def decide(
     source: str,
     own: bool,
 ) -> Planned:
-    """Choose what is auto, and predict.
+    """Choose the options that are auto, and predict the run.
 
     Args:
-        profile: of the cluster.
-        compute: of the model on it.
-        config: what was asked for.
-        world_size: ranks.
-        iterations: of the whole job.
-        source: of ``profile``, in words.
-        own: whether ``profile`` was measured for this very run: then it is asked however far it has to be extrapolated.
+        profile: profile of the cluster.
+        compute: computation of the model on it.
+        config: options that were asked for.
+        world_size: number of ranks.
+        iterations: number of iterations of the whole job.
+        source: origin of ``profile``, in words.
+        own: True if ``profile`` was measured for this very run: it is then used however far it must be extrapolated.
 
     Raises:
         UserInputError: the job is outside of what was measured.
@@ -83,7 +83,7 @@ def decide(
         job = support_of(base)
         if job.kind == OUTSIDE and not own:
             raise UserInputError(f"cluster must be near what is to be run; got {job.reasons[0]}")
-        # The names that are not to be chosen may be outside of what was measured: it is said.
+        # Options that are not auto may be outside of what was measured; the answer reports that.
         found = plan(base, space_of(profile, config), extrapolate=True)
         answer = predict(found.best.question, extrapolate=True)
     except UserInputError:
@@ -120,7 +120,7 @@ def decide(
 
 
 def space_of(profile: Profile, config: TrainConfig) -> Space:
-    """What is searched: of what was measured, all that goes with the options that are not auto."""
+    """Return the space to search: everything measured that works with the options that are not auto."""
     auto, pipeline = config.planning.auto, config.pipeline
     codecs = [one for one in AUTO_CODECS if one == UNCOMPRESSED or one in profile.codecs]
     all_reduces = [one for one in profile.calibrated.all_reduces if one != "hierarchical" and goes_with(config, one)]
@@ -134,7 +134,7 @@ def space_of(profile: Profile, config: TrainConfig) -> Space:
 
 
 def goes_with(config: TrainConfig, all_reduce: str) -> bool:
-    """Whether the all-reduce works with the options that are not auto."""
+    """Return True if the all-reduce works with the options that are not auto."""
     try:
         config.with_choices({"all-reduce": all_reduce})
     except UserInputError:
@@ -143,7 +143,7 @@ def goes_with(config: TrainConfig, all_reduce: str) -> bool:
 
 
 def unmeasured(config: TrainConfig) -> list[str]:
-    """What the timing model does not know of a run, in words."""
+    """Describe each property of a run that the timing model does not know."""
     found = []
     if config.pipeline.connections > 1:
         found.append(f"{config.pipeline.connections} connections; measured: 1")
@@ -153,10 +153,10 @@ def unmeasured(config: TrainConfig) -> list[str]:
 
 
 def why(found: Plan, auto: Sequence[str]) -> list[str]:
-    """The choice in words."""
+    """Explain the choice in words."""
     if not auto:
         return []
     if "codec" not in auto:
-        found = dataclasses.replace(found, uncompressed=None)  # nothing to be said of codecs
+        found = dataclasses.replace(found, uncompressed=None)  # leaves out the advice on codecs
     chosen = f"chosen of {found.considered}: {words_for_training(found.best.question)}; {reason(found.best)}"
     return [chosen, " ".join(advice(found))] if advice(found) else [chosen]

@@ -1,4 +1,4 @@
-"""Whether iterations take as long as was predicted."""
+"""Comparison of iteration times with the prediction."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import statistics
 from pipesgd.planning.planned import Planned
 
 WINDOW, WINDOWS = 20, 3
-"""Iterations whose median is compared with the prediction; and how many such in a row must be off to be mentioned."""
+"""Iterations whose median is compared with the prediction; and medians in a row that must be off to be reported."""
 TOLERANCE = 0.1
-"""By what share a median may be beyond the prediction's interval."""
+"""Share by which a median may be beyond the prediction's interval."""
 SETTLING = 5
-"""First iterations of a run, which take longer."""
+"""Number of iterations at the start of a run that take longer."""
 
 
 class Drift:
-    """Tells once when iterations take another time than was predicted, for long."""
+    """Detector of iteration times that stay outside the predicted interval; it reports once."""
 
     def __init__(self, planned: Planned):
         self._planned = planned
@@ -25,7 +25,7 @@ class Drift:
         self._told = False
 
     def saw(self, seconds: float) -> str | None:
-        """Take note of an iteration; what is to be said, if anything."""
+        """Record the time of an iteration; return what is to be reported, if anything."""
         self._seen += 1
         if self._told or self._seen <= SETTLING:
             return None

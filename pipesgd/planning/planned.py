@@ -1,4 +1,4 @@
-"""A plan: what was chosen for a run, and how long the timing model says that its iterations take."""
+"""A plan: the choices for a run, and the time that the timing model predicts for its iterations."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from timing_model.units import format_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What was chosen, and what it should take."""
+    """Choices for a run, and the times that are predicted with them."""
 
     asked: Sequence[str]
-    """The ``AUTO_OPTIONS`` that were left to be chosen."""
+    """Names of the ``AUTO_OPTIONS`` that were left to be chosen."""
     choices: dict[str, Any]
-    """All ``AUTO_OPTIONS``, as they are in this run."""
+    """Values of all ``AUTO_OPTIONS`` in this run."""
     source: str
-    """Of what is known of the cluster."""
+    """Origin of what is known of the cluster."""
     iteration_seconds: float
     low: float
-    """Where the 90 % interval of ``iteration_seconds`` begins."""
+    """Lower end of the 90 % interval of ``iteration_seconds``."""
     high: float
     job_seconds: float
-    """Of all iterations."""
+    """Seconds of all iterations."""
     support: str
-    """How far the run is from what was measured: one of ``timing_model.job.SUPPORTS``."""
+    """Distance of the run from what was measured: one of ``timing_model.job.SUPPORTS``."""
     reasons: Sequence[str]
-    """Why it is not interpolated."""
+    """Reasons why the prediction is not interpolated."""
     why: Sequence[str]
-    """The choice in words; empty if nothing was to be chosen."""
+    """Explanation of the choice; empty if nothing was to be chosen."""
     iterations: int
-    """Of the job."""
+    """Number of iterations of the job."""
     median_share: float = 1.0
-    """Median of an iteration over its mean: below 1 where a few are long. 1 in a run of an older version."""
+    """Median of an iteration over its mean: below 1 where a few are long; 1 in a run of an older version."""
 
     def lines(self) -> list[str]:
-        """For the person who waits."""
-        # Imported here: it brings the timing model, which only a run with a plan has loaded.
+        """Describe the plan for the user."""
+        # Imported here, since it loads the timing model, which only a run with a plan has loaded.
         from timing_model.job import INTERPOLATED
 
         interval = _interval(self.low, self.iteration_seconds, self.high)
@@ -54,12 +54,12 @@ class Planned:
 
     @property
     def median(self) -> tuple[float, float, float]:
-        """The median iteration as predicted, in s: the low end of its interval, the middle, and the high end."""
+        """Predicted median iteration, in s: the low end of its interval, the middle, and the high end."""
         low, middle, high = (self.median_share * one for one in (self.low, self.iteration_seconds, self.high))
         return low, middle, high
 
     def compare(self, measured: float) -> str:
-        """The predicted median next to the median of what iterations took, in s."""
+        """Describe the predicted median next to the measured one, in s."""
         low, middle, high = self.median
         if low <= measured <= high:
             place = "inside the interval"
@@ -70,7 +70,7 @@ class Planned:
         return f"the median iteration took {format_seconds(measured)}, predicted {predicted}: {off:+.1%}, {place}"
 
     def contradicted(self, measured: float) -> str:
-        """What to say when the median of iterations is ``measured``, in s, and not as predicted."""
+        """Describe the contradiction when the median iteration takes ``measured`` s, and not the predicted time."""
         word = "slower" if measured > self.median[2] else "faster"
         return (
             f"the median iteration takes {format_seconds(measured)}, predicted {_interval(*self.median)}: the cluster "
@@ -86,11 +86,11 @@ def _interval(low: float, middle: float, high: float) -> str:
 
 
 def choices_of(config: TrainConfig) -> dict[str, Any]:
-    """``AUTO_OPTIONS`` as they are in a configuration."""
+    """Return the ``AUTO_OPTIONS`` of a configuration."""
     options = config.with_choices({}).options()
     return {name: options[name] for name in AUTO_OPTIONS}
 
 
 def words(choices: dict[str, Any]) -> str:
-    """Options as they are written on the command line."""
+    """Format options as they are written on the command line."""
     return " ".join(f"--{name} {value}" for name, value in choices.items())

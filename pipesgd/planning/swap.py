@@ -1,4 +1,4 @@
-"""One strategy takes another one's place in a run under way: another width, codec or all-reduce, the same weights."""
+"""Exchange of a run's strategy while it runs: another width, codec or all-reduce, the same weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ def swap_strategy(state: RunState, make: Callable[[], Strategy], *, same_codec: 
     """Replace ``state.strategy`` by the one that ``make`` constructs on the same model and optimizer. Collective.
 
     Gradients in flight are applied first, so the new pipeline starts empty, from the weights that all ranks agree on.
-    What the old strategy has learned goes over: a codec's memory to the same codec only, and a prediction's to the
-    same prediction only. Buffers such as batch norm's statistics stay each rank's own: the constructor of a strategy
-    would give every rank those of rank 0.
+    The new strategy takes over what the old one has learned: a codec's state only if the codec is the same, and a
+    prediction's only if the prediction is. Buffers such as batch norm's statistics stay each rank's own: the
+    constructor of a strategy would give every rank those of rank 0.
 
     Args:
         state: the run, whose strategy is closed and replaced.
         make: constructs the new strategy.
-        same_codec: whether both strategies encode gradients with the same options.
+        same_codec: True if both strategies encode gradients with the same options.
 
     Returns:
-        Whether residuals of error feedback were dropped.
+        True if residuals of error feedback were dropped.
 
     Raises:
         CommunicationError: a rank was lost.

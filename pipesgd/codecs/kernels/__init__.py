@@ -9,10 +9,10 @@ from pipesgd.errors import UserInputError
 
 
 def kernels_for(device: str) -> ModuleType:
-    """The kernels for tensors on ``device``, "cpu" or "cuda". Imported here: numba and Triton take a second each.
+    """Import the kernels for tensors on ``device``, "cpu" or "cuda": numba and Triton take a second each.
 
     Raises:
-        UserInputError: they are for a GPU and need Triton, which is not there. torch's builds for CUDA bring it along.
+        UserInputError: they are for a GPU and need Triton, which is not installed. torch's builds for CUDA include it.
     """
     try:
         return importlib.import_module(f"{__name__}.{device}")

@@ -1,16 +1,16 @@
-"""Codec loops on the CPU: compiled by numba, kept on disk between runs, and run without Python's lock.
+"""Codec loops on the CPU, compiled by numba, kept on disk between runs, and run without Python's lock.
 
-Each loop passes over a block of values that stays in the first-level cache several times rather than once in a
-complicated way, so that LLVM turns every pass into vector instructions. What that takes: the largest magnitude is
-searched among the bits of the floats as integers (which also finds NaN and infinity, the largest of all), a value is
-rounded by adding 1.5 * 2**23 to it, and sums that choose a scale are sums of integers, so that the order of the
-additions, which differs between machines, changes no byte.
+Each loop makes several simple passes over a block of values, which stays in the first-level cache, rather than one
+complicated pass, so that LLVM turns every pass into vector instructions. For that, the largest magnitude is searched
+among the bits of the floats as integers (which also finds NaN and infinity, the largest of all), a value is rounded by
+adding 1.5 * 2**23 to it, and sums that choose a scale are sums of integers, so that the order of the additions, which
+differs between machines, changes no byte.
 
 An array of size 0 stands for "none". ``kernels/cuda.py`` has the same functions and makes the same bytes.
 
-``encode_*`` take, all contiguous: the bytes ``received`` (or None), which are decoded and added to ``values`` (float32)
-first; ``residual`` (float32, or None), which is added too; and ``wire``, the bytes to make. Values are overwritten. The
-residual is afterwards what the bytes do not say; nothing is kept of a block with a NaN or an infinity.
+``encode_*`` take contiguous arguments: the bytes ``received`` (or None), which are decoded and added to ``values``
+(float32) first; ``residual`` (float32, or None), which is added too; and ``wire``, the bytes to make. Values are
+overwritten. Afterwards the residual is what the bytes leave out; nothing is kept of a block with a NaN or an infinity.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ROUNDER, _ROUNDER_BITS = _F(12582912.0), _I(0x4B400000)
 _MAGNITUDE, _INFINITY = _I(0x7FFFFFFF), _I(0x7F800000)
 _TINY = _F(2.0**-100)
 _HUGE = _F(2.0**128 - 2.0**105)
-"""The largest range: the highest level times its scale, which is rounded, must not become infinite."""
+"""Largest range: the highest level times its scale, which is rounded, must not become infinite."""
 _FINE = _F(1023.0)
-"""Steps in which the magnitudes of a block are counted where a scale needs their sum."""
+"""Steps up to a block's largest magnitude, in which magnitudes are counted where a scale needs their sum."""
 
 
 @intrinsic
@@ -78,7 +78,7 @@ def _kernel(function: Any) -> Any:
 
 @_kernel
 def _largest(v):
-    """Bits of the largest magnitude; at least those of infinity if a value is not finite."""
+    """Return the bits of the largest magnitude; at least those of infinity if a value is not finite."""
     largest = _I(0)
     for i in range(v.size):
         largest = _I(max(largest, _I(_bits(v[i]) & _MAGNITUDE)))
@@ -93,9 +93,9 @@ def _add_to(e, v):
 
 @_kernel
 def _sum_of_squares(v, inverse):
-    """Of the values in whole steps, of which the largest magnitude has 1023."""
+    """Return the sum of squares of the values in whole steps; the largest magnitude has 1023 steps."""
     total = np.int64(0)
-    for begin in range(0, v.size, 1024):  # whose squares add up to less than 2**31
+    for begin in range(0, v.size, 1024):  # the squares of 1024 values add up to less than 2**31
         part = v[begin : min(begin + 1024, v.size)]
         squares = _I(0)
         for i in range(part.size):
@@ -107,7 +107,7 @@ def _sum_of_squares(v, inverse):
 
 @_kernel
 def _hash(x):
-    """32 bits that look random, by the finalizer "lowbias32": the same wherever they are computed."""
+    """Return 32 bits that look random, by the finalizer "lowbias32": the same wherever they are computed."""
     x = _U(_U(x ^ (x >> _U(16))) * _U(0x7FEB352D))
     x = _U(_U(x ^ (x >> _U(15))) * _U(0x846CA68B))
     return _U(x ^ (x >> _U(16)))
@@ -115,9 +115,9 @@ def _hash(x):
 
 @njit(inline="always")
 def _noise(random, bits, plane):
-    """In (-1/2, 1/2), symmetric: odd multiples of a small step, from the random bits of a byte, which its values share.
+    """Return odd multiples of a small step in (-1/2, 1/2), symmetric, from the random bits that a byte's values share.
 
-    At most 15 bits: the sum with 127 is exact then, and a whole number, even one unit off, stays what it is.
+    It has at most 15 bits: its sum with 127 is exact then, and a whole number, even one unit off, stays what it is.
     """
     resolution = min(4 * bits, 15)
     steps = _I(_I(_I(random) << _I(4 * bits * plane)) >> _I(31 - resolution)) | _I(1)
@@ -126,16 +126,16 @@ def _noise(random, bits, plane):
 
 @njit(inline="always")
 def _level(x, inverse, levels, noise, bits, simple):
-    """The whole number nearest to ``x * inverse + noise`` in [-levels, levels], in ``bits`` bits."""
+    """Return the whole number nearest to ``x * inverse + noise`` in [-levels, levels], in ``bits`` bits."""
     t = x * inverse
-    if not simple:  # else it cannot leave the range
+    if not simple:  # a simple one cannot leave the range
         t = min(max(t + noise, -levels), levels)
     return _I(_bits(t + _ROUNDER) & _I((1 << bits) - 1))
 
 
 @njit(inline="always")
 def _quantize(v, inverse, levels, w, bits, simple, stochastic, key):
-    """Whole numbers, two's complement: value j of a plane in byte j, 8 / bits planes to a block."""
+    """Write whole numbers in two's complement: value j of a plane in byte j, 8 / bits planes to a block."""
     none = _F(0.0)
     h = w.size
     if bits == 8:
@@ -150,7 +150,7 @@ def _quantize(v, inverse, levels, w, bits, simple, stochastic, key):
                 noise = _noise(_hash(_U(key + _U(i))), 8, 0)
                 w[i] = np.uint8(_level(v[i], inverse, levels, noise, 8, False))
         return
-    if v.size * bits < 8 * h:  # the last plane is shorter: seldom
+    if v.size * bits < 8 * h:  # the last plane is shorter, which is rare
         for i in range(h):
             random = _hash(_U(key + _U(i)))
             byte = _I(0)
@@ -210,7 +210,7 @@ def _dequantize_plane(u, p, scale, up, left, sign):
 
 @njit(inline="always")
 def _dequantize(w, v, scale, bits, sign):
-    """``v`` becomes the values (sign 0), gets them added (1), or taken away (-1)."""
+    """Replace ``v`` by the values (sign 0), add them to it (1), or subtract them from it (-1)."""
     h = w.size
     _dequantize_plane(w, v[:h], scale, 32 - bits, 32 - bits, sign)
     if bits <= 4:
@@ -222,7 +222,7 @@ def _dequantize(w, v, scale, bits, sign):
 
 @_kernel
 def _range(v, largest, rule, clip):
-    """The magnitude that gets the highest level; 0 for a block of (almost) nothing, NaN for one that is not finite."""
+    """Return the magnitude of the highest level; 0 for a block of (almost) nothing, NaN for one that is not finite."""
     if largest >= _INFINITY:
         return _F(np.nan)
     a = _float(largest)
@@ -266,7 +266,7 @@ def _encode_linear(received, values, residual, wire, block, bits, levels, rule, 
             _quantize(v, _F(levels) / top, _F(levels), w, bits, simple, stochastic, _U(key + _U(begin)))
             if residual.size > 0:
                 _dequantize(w, v, scales[b], bits, -1)
-        else:  # nothing there, or not finite: there is nothing to give back
+        else:  # (almost) nothing, or not finite: there is no residual
             w[:] = np.uint8(0)
             if residual.size > 0 and top != _F(0.0):
                 v[:] = _F(0.0)
@@ -285,7 +285,7 @@ def _decode_linear(wire, values, block, bits, add):
         _dequantize(wire[at : at + (v.size + in_a_byte - 1) // in_a_byte], v, scales[b], bits, add)
 
 
-# A function for each number of bits, which LLVM then knows.
+# One function for each number of bits, which LLVM then knows.
 
 
 @_kernel
@@ -325,7 +325,7 @@ _DECODE_LINEAR = {8: _decode_8, 4: _decode_4, 2: _decode_2}
 # --- Sixteen-bit floats ----------------------------------------------------------------------------------------------
 
 _IN_CACHE = 1024
-"""Values that are treated together where a codec has no blocks."""
+"""Number of values that are processed together where a codec has no blocks."""
 
 
 @_kernel
@@ -359,7 +359,7 @@ def _encode_16(received, values, residual, wire, kind):
 
 @_kernel
 def _decode_words(w, v, kind, sign):
-    """``v`` becomes the values (sign 0), gets them added (1), or taken away (-1)."""
+    """Replace ``v`` by the values (sign 0), add them to it (1), or subtract them from it (-1)."""
     if kind == FP16:
         if sign == 0:
             for i in range(v.size):
@@ -384,7 +384,7 @@ def _decode_words(w, v, kind, sign):
 # --- Signs, with the mean of the positive and of the negative values of each block ------------------------------------
 
 _FINER = _F(4095.0)
-"""Steps in which magnitudes are counted for a mean."""
+"""Steps up to a block's largest magnitude, in which magnitudes are counted for a mean."""
 
 
 @_kernel
@@ -426,9 +426,9 @@ def _encode_1(received, values, residual, wire, block):
 
 @_kernel
 def _mean_steps(v, inverse):
-    """Mean magnitude, in steps, of the values that are not negative, and of the negative ones."""
+    """Return the mean magnitude, in steps, of the values that are not negative, and of the negative ones."""
     sums, negative_sums, negatives = np.int64(0), np.int64(0), np.int64(0)
-    for begin in range(0, v.size, 65536):  # whose steps add up to less than 2**31
+    for begin in range(0, v.size, 65536):  # the steps of 65536 values add up to less than 2**31
         part = v[begin : min(begin + 65536, v.size)]
         of_all, of_negatives, count = _I(0), _I(0), _I(0)
         for i in range(part.size):
@@ -458,7 +458,7 @@ def _pack_signs(v, w):
 
 @_kernel
 def _add_signs(w, v, positive, negative, factor):
-    """``v`` plus ``factor`` times the values; only the values for factor 0."""
+    """Add ``factor`` times the values to ``v``; for factor 0, replace ``v`` by the values."""
     h = w.size
     for shift in range(8):
         plane = v[min(shift * h, v.size) : min(shift * h + h, v.size)]
@@ -483,7 +483,7 @@ def _decode_1(wire, values, block, factor):
         _add_signs(wire[at : at + (v.size + 7) // 8], v, means[2 * b], means[2 * b + 1], factor)
 
 
-# --- What codecs call: tensors in, tensors out ------------------------------------------------------------------------
+# --- Functions that codecs call: tensors in, tensors out --------------------------------------------------------------
 
 _NO_BYTES, _NO_VALUES = np.empty(0, np.uint8), np.empty(0, np.float32)
 
@@ -510,7 +510,7 @@ def encode_linear(
     stochastic: bool,
     key: int,
 ) -> None:
-    """Whole numbers of ``bits`` (8, 4 or 2) bits in [-levels, levels] times a scale for each block of values."""
+    """Encode as whole numbers of ``bits`` (8, 4 or 2) bits in [-levels, levels] times a scale for each block."""
     _ENCODE_LINEAR[bits](
         *(_bytes_of(received), values.numpy(), _values_of(residual), wire.numpy()),
         *(block, levels, rule, _F(clip), stochastic, _U(key)),
@@ -518,25 +518,25 @@ def encode_linear(
 
 
 def decode_linear(wire: Tensor, values: Tensor, *, bits: int, block: int, add: bool) -> None:
-    """What ``encode_linear`` has made of values; added to those there are, if ``add``."""
+    """Decode what ``encode_linear`` made of values; add it to ``values`` if ``add``, else replace them."""
     _DECODE_LINEAR[bits](wire.numpy(), values.numpy(), block, int(add))
 
 
 def encode_16(received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, *, kind: int) -> None:
-    """Sixteen-bit floats of this kind."""
+    """Encode as sixteen-bit floats of this kind."""
     _encode_16(_bytes_of(received), values.numpy(), _values_of(residual), wire.numpy(), kind)
 
 
 def decode_16(wire: Tensor, values: Tensor, *, kind: int, add: bool) -> None:
-    """What ``encode_16`` has made of values; added to those there are, if ``add``."""
+    """Decode what ``encode_16`` made of values; add it to ``values`` if ``add``, else replace them."""
     _decode_words(wire.numpy().view(np.int16), values.numpy(), kind, int(add))
 
 
 def encode_sign(received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, *, block: int) -> None:
-    """Signs, and for each block of values the mean of those that are not negative and of those that are."""
+    """Encode as signs, with the means of the values that are not negative and of those that are, for each block."""
     _encode_1(_bytes_of(received), values.numpy(), _values_of(residual), wire.numpy(), block)
 
 
 def decode_sign(wire: Tensor, values: Tensor, *, block: int, add: bool) -> None:
-    """What ``encode_sign`` has made of values; added to those there are, if ``add``."""
+    """Decode what ``encode_sign`` made of values; add it to ``values`` if ``add``, else replace them."""
     _decode_1(wire.numpy(), values.numpy(), block, _F(add))

@@ -1,13 +1,13 @@
 """Codec loops on NVIDIA GPUs, in Triton: the functions of ``kernels/cpu.py``, and their bytes, bit for bit.
 
 One program encodes or decodes one block, in tiles of its bytes: the lanes of a tile are the bytes, and each byte's
-values, one of every plane, are taken in turn. An encoding passes over the block up to three times (largest magnitude,
-sum, bytes) and adds up received bytes, values and residual anew in each, so that nothing is stored before the last.
+values, one of every plane, are processed in turn. An encoding passes over the block up to three times (largest
+magnitude, sum, bytes) and adds up received bytes, values and residual again in each: nothing is stored before the last.
 
-What keeps the bytes the same as on a CPU: no product is fused with a sum (``enable_fp_fusion=False``), quotients and
-roots are rounded to nearest (Triton's ``/`` is not), values are rounded by adding 1.5 * 2**23, and the sums that choose
-a scale are sums of integers. What may differ: an encoding leaves ``values`` as they were; and the sign and payload of
-NaNs, values or scales, since a GPU makes all NaNs that it computes alike.
+To keep the bytes the same as on a CPU, no product is fused with a sum (``enable_fp_fusion=False``), quotients and roots
+are rounded to nearest (Triton's ``/`` is not), values are rounded by adding 1.5 * 2**23, and the sums that choose a
+scale are sums of integers. Two things may differ: an encoding leaves ``values`` as they were; and the sign and payload
+of NaNs, values or scales, may be others, since a GPU makes all NaNs that it computes alike.
 
 With TRITON_INTERPRET=1 in the environment before Triton is imported the same code runs on CPU tensors, slowly.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, float32, int16
 
 from pipesgd.codecs.kernels import kinds
 
-# Kernels read globals that are constants by Triton's own type alone.
+# Kernels can read a global constant only if it has Triton's own type.
 _ABSMAX, _NORM = tl.constexpr(kinds.ABSMAX), tl.constexpr(kinds.NORM)
 _BF16, _FP16 = tl.constexpr(kinds.BF16), tl.constexpr(kinds.FP16)
 _ROUNDER, _ROUNDER_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
@@ -33,14 +33,14 @@ _FINE, _FINER = tl.constexpr(1023.0), tl.constexpr(4095.0)
 
 _WARPS = 4
 _SMALLEST_TILE, _LARGEST_TILE = 32 * _WARPS, 1024
-"""Lanes: at least one for each thread, since two threads that share a lane could read what the other has written."""
+"""Fewest and most lanes: at least one a thread, since two that share one could read what the other has written."""
 
 _NUMBERS = ("n", "block", "key")
 _POINTERS = ("received", "received_scales", "values", "residual", "wire", "scales")
 
 
 def _kernel(function: Any) -> Any:
-    """Compiled once for each codec: not again for every length, key and alignment, in the midst of an iteration."""
+    """Compile once for each codec: not again for every length, key and alignment, in the middle of an iteration."""
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
     return triton.jit(
         function,
@@ -64,7 +64,7 @@ def _float(x):
 
 @triton.jit
 def _whole(x):
-    """``x`` rounded to a whole number, below 2**22."""
+    """Return ``x``, below 2**22, rounded to a whole number."""
     return _bits(x + _ROUNDER) - _ROUNDER_BITS
 
 
@@ -77,7 +77,7 @@ def _hash(x):
 
 @triton.jit
 def _level(byte, bits: tl.constexpr, shift: tl.constexpr):
-    """The whole number in these bits of a byte, two's complement."""
+    """Return the whole number in these bits of a byte, two's complement."""
     return (byte.to(tl.int32) << (32 - bits - shift)) >> (32 - bits)
 
 
@@ -88,7 +88,7 @@ def _signed(byte, shift: tl.constexpr, positive, negative):
 
 @triton.jit
 def _block_at(n, block, in_a_byte: tl.constexpr):
-    """This program's block: where its values and its bytes begin, and how many there are of each."""
+    """Return the first value, number of values, first byte and number of bytes of this program's block."""
     number = tl.program_id(0).to(tl.int64)
     first = number * block
     size = tl.minimum(n - first, block).to(tl.int32)
@@ -104,7 +104,7 @@ def _with_residual(v, residual, at, mask):
 
 @triton.jit
 def _linear_values(received, scale, values, residual, byte, at, mask, bits: tl.constexpr, plane: tl.constexpr):
-    """Values of a plane, with what was received and the residual in them; zero in the lanes beyond ``mask``."""
+    """Return the values of a plane plus what was received and the residual; zero in the lanes beyond ``mask``."""
     v = tl.load(values + at, mask, 0.0)
     if received is not None:
         v += scale * _level(tl.load(received + byte, mask, 0), bits, plane * bits).to(tl.float32)
@@ -153,7 +153,7 @@ def _encode_linear(
     if residual is not None:
         residual += first
 
-    # 1. The largest magnitude.
+    # 1. Find the largest magnitude.
     lanes = tl.zeros([tile], tl.int32)
     for begin in range(0, nbytes, tile):
         byte = begin + tl.arange(0, tile)
@@ -167,7 +167,7 @@ def _encode_linear(
     sent = finite & (_float(largest) >= _TINY)
     top = tl.where(sent, _float(largest), 1.0)
 
-    # 2. The magnitude that gets the highest level.
+    # 2. Choose the magnitude that gets the highest level.
     if rule == _ABSMAX:
         top = tl.minimum(top, _HUGE)
     else:
@@ -189,7 +189,7 @@ def _encode_linear(
     scale = tl.where(sent, tl.div_rn(top, levels * 1.0), 0.0)
     tl.store(scales + number, _float(tl.where(finite, _bits(scale), _NAN)))
 
-    # 3. The bytes, and what they do not say.
+    # 3. Write the bytes, and keep what they leave out.
     inverse = tl.div_rn(levels * 1.0, top)
     plane_key = (key + first).to(tl.int32).to(tl.uint32, bitcast=True)
     for begin in range(0, nbytes, tile):
@@ -291,7 +291,7 @@ def _encode_sign(received, received_scales, values, residual, wire, scales, n, b
     if residual is not None:
         residual += first
 
-    # 1. The largest magnitude.
+    # 1. Find the largest magnitude.
     lanes = tl.zeros([tile], tl.int32)
     for begin in range(0, nbytes, tile):
         byte = begin + tl.arange(0, tile)
@@ -305,7 +305,7 @@ def _encode_sign(received, received_scales, values, residual, wire, scales, n, b
     sent = finite & (_float(largest) >= _TINY)
     top = tl.where(sent, _float(largest), 1.0)
 
-    # 2. The mean of the values that are not negative, and of the negative ones.
+    # 2. Compute the mean of the values that are not negative, and of the negative ones.
     inverse = tl.div_rn(_FINER, top)
     sums, negative_sums, negatives = tl.zeros([tile], tl.int64), tl.zeros([tile], tl.int64), tl.zeros([tile], tl.int32)
     for begin in range(0, nbytes, tile):
@@ -325,11 +325,11 @@ def _encode_sign(received, received_scales, values, residual, wire, scales, n, b
     positive = unit * tl.div_rn(of_positives.to(tl.float32), tl.maximum(size - count, 1).to(tl.float32))
     negative = unit * tl.div_rn(of_negatives.to(tl.float32), tl.maximum(count, 1).to(tl.float32))
     positive = tl.where(sent, positive, 0.0)
-    negative = tl.where(sent, negative, 0.0) * -1.0  # Triton's own minus would take it from zero: no -0.0
+    negative = tl.where(sent, negative, 0.0) * -1.0  # Triton's own minus would subtract from zero: no -0.0
     tl.store(scales + 2 * number, _float(tl.where(finite, _bits(positive), _NAN)))
     tl.store(scales + 2 * number + 1, _float(tl.where(finite, _bits(negative), _NAN)))
 
-    # 3. The bytes, and what they do not say.
+    # 3. Write the bytes, and keep what they leave out.
     for begin in range(0, nbytes, tile):
         byte = begin + tl.arange(0, tile)
         whole_byte = tl.zeros([tile], tl.int32)
@@ -361,7 +361,7 @@ def _decode_sign(wire, scales, values, n, block, add: tl.constexpr, tile: tl.con
             tl.store(values + first + at, v, mask)
 
 
-# --- What codecs call: tensors in, tensors out ------------------------------------------------------------------------
+# --- Functions that codecs call: tensors in, tensors out --------------------------------------------------------------
 
 
 def _scales(wire: Tensor | None, nbytes: int) -> Any:
@@ -381,7 +381,7 @@ def _run(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
 
 
 def _tile(block: int, in_a_byte: int) -> int:
-    """Lanes for blocks of ``block`` values."""
+    """Return the number of lanes for blocks of ``block`` values."""
     return min(max(_SMALLEST_TILE, triton.next_power_of_2(triton.cdiv(block, in_a_byte))), _LARGEST_TILE)
 
 
@@ -399,7 +399,7 @@ def encode_linear(
     stochastic: bool,
     key: int,
 ) -> None:
-    """Whole numbers of ``bits`` (8, 4 or 2) bits in [-levels, levels] times a scale for each block of values."""
+    """Encode as whole numbers of ``bits`` (8, 4 or 2) bits in [-levels, levels] times a scale for each block."""
     n = values.numel()
     blocks = triton.cdiv(n, block)
     _run(
@@ -415,7 +415,7 @@ def encode_linear(
 
 
 def decode_linear(wire: Tensor, values: Tensor, *, bits: int, block: int, add: bool) -> None:
-    """What ``encode_linear`` has made of values; added to those there are, if ``add``."""
+    """Decode what ``encode_linear`` made of values; add it to ``values`` if ``add``, else replace them."""
     n = values.numel()
     blocks = triton.cdiv(n, block)
     _run(
@@ -427,7 +427,7 @@ def decode_linear(wire: Tensor, values: Tensor, *, bits: int, block: int, add: b
 
 
 def encode_16(received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, *, kind: int) -> None:
-    """Sixteen-bit floats of this kind."""
+    """Encode as sixteen-bit floats of this kind."""
     words = None if received is None else received.view(int16)
     n = values.numel()
     programs = triton.cdiv(n, _LARGEST_TILE)
@@ -435,14 +435,14 @@ def encode_16(received: Tensor | None, values: Tensor, residual: Tensor | None, 
 
 
 def decode_16(wire: Tensor, values: Tensor, *, kind: int, add: bool) -> None:
-    """What ``encode_16`` has made of values; added to those there are, if ``add``."""
+    """Decode what ``encode_16`` made of values; add it to ``values`` if ``add``, else replace them."""
     n = values.numel()
     programs = triton.cdiv(n, _LARGEST_TILE)
     _run(_decode_16, programs, wire.view(int16), values, n, kind=kind, add=add, tile=_LARGEST_TILE)
 
 
 def encode_sign(received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, *, block: int) -> None:
-    """Signs, and for each block of values the mean of those that are not negative and of those that are."""
+    """Encode as signs, with the means of the values that are not negative and of those that are, for each block."""
     n = values.numel()
     blocks = triton.cdiv(n, block)
     _run(
@@ -453,7 +453,7 @@ def encode_sign(received: Tensor | None, values: Tensor, residual: Tensor | None
 
 
 def decode_sign(wire: Tensor, values: Tensor, *, block: int, add: bool) -> None:
-    """What ``encode_sign`` has made of values; added to those there are, if ``add``."""
+    """Decode what ``encode_sign`` made of values; add it to ``values`` if ``add``, else replace them."""
     n = values.numel()
     blocks = triton.cdiv(n, block)
     _run(

@@ -1,7 +1,7 @@
-"""Numbers by which the kernels of all devices know what is asked for."""
+"""Numbers of the kernels' options, the same for all devices."""
 
 ABSMAX, NORM, CLIPPED = 0, 1, 2
-"""What the scale of a block follows: its largest magnitude; its Euclidean norm; a multiple of its root mean square, as
+"""Rules for the scale of a block: its largest magnitude; its Euclidean norm; a multiple of its root mean square, as
 long as that is below the largest magnitude."""
 
 TRUNCATE16, BF16, FP16 = 0, 1, 2
