@@ -23,7 +23,7 @@ from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.cli import help_texts
 from pipesgd.config import TrainConfig, options_of
 from timing_model import cli
-from timing_model.words import Parser
+from timing_model.arguments import Parser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()([^)#:\s]+)(?=(#[^)\s]*)?\))")

@@ -258,7 +258,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     one_of.add_argument("--list", action="store_true", help="say what there is")
     one_of.add_argument("--only", nargs="+", metavar="NAME", help="run these, done or not")
     one_of.add_argument("--fresh", action="store_true", help="forget what is done")
-    arguments = ranks.agree("options", lambda: options.parse_args(words))
+    arguments = ranks.raise_together("options", lambda: options.parse_args(words))
     command.check_alone("experiments", ranks.by_torchrun, "it starts torchrun itself")
     by_name = {one.name: one for one in EXPERIMENTS}
     command.check_each_once(arguments, {"only": by_name})

@@ -326,7 +326,7 @@ def parse(words: Sequence[str]) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command, or one rank of its job if torchrun started this process."""
-    arguments = ranks.agree("options", lambda: parse(words))
+    arguments = ranks.raise_together("options", lambda: parse(words))
     if not ranks.by_torchrun:
         rows, links = run_all(arguments)
         publish(arguments.name or f"bench_all_reduce_{rate_name(arguments.rate)}", rows, links, arguments.output)

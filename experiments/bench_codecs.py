@@ -288,7 +288,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     rows = compute(QUICK if arguments.quick else FULL, arguments.codecs, arguments.rivals, console)
     publish(rows, arguments.output)
 

@@ -209,8 +209,8 @@ def parse(words: Sequence[str], world_size: int) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.world_size))
-    data = ranks.agree("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.world_size))
+    data = ranks.raise_together("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     rows = compute(ranks, QUICK if arguments.quick else FULL, data, console)
     if ranks.rank == 0:

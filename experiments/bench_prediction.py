@@ -159,7 +159,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     rounds, hidden = (QUICK_ROUNDS, (30,)) if arguments.quick else (ROUNDS, (1000, 1000))
     publish(compute(rounds, hidden, console), arguments.output)
 

@@ -259,7 +259,7 @@ def parse(words: Sequence[str], world_size: int) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.world_size))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.world_size))
     rate = arguments.rate
     name, target, full, quick, world_sizes = "bench_ring", TARGET_RATIO, FULL, QUICK, WORLD_SIZES
     if rate is not None:

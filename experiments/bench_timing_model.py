@@ -41,7 +41,7 @@ from timing_model import (
 )
 from timing_model.choices import Space
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
-from timing_model.job import Question
+from timing_model.job import Job
 from timing_model.measured import ComputeProfile, LinkProfile
 from timing_model.options import NOTHING
 from timing_model.plan import plan
@@ -98,12 +98,12 @@ def ask(words: str) -> int:
     return int(done.stderr.split()[1]) * KIB
 
 
-def job(world_size: int) -> Question:
-    """Return a question to plan in this process, without the command."""
+def job(world_size: int) -> Job:
+    """Return a job to plan in this process, without the command."""
     tensors = (2_000_000,) * 50
     compute = ComputeProfile.exact(model="", batch_size=1, tensors=tensors, compute=0.3, update=0.01)
     cluster = Profile(calibrated=NOTHING, link=LinkProfile.exact(NETWORKS["10GbE"]))
-    return Question(cluster=cluster, compute=compute, world_size=world_size)
+    return Job(cluster=cluster, compute=compute, world_size=world_size)
 
 
 def space(configurations: int) -> Space:
@@ -225,7 +225,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     chosen = cases(**QUICK if arguments.quick else FULL)
     publish(compute(chosen, 1 if arguments.quick else RUNS, console), arguments.output)
 

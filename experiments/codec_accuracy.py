@@ -317,12 +317,12 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     runs = runs_in(arguments.output)
     if arguments.fresh:
         runs.forget()
     planned = plan(arguments.models, arguments.codecs, arguments.seeds, quick=arguments.quick)
-    numel = ranks.agree("data", lambda: {model: parameters(model) for model in arguments.models})
+    numel = ranks.raise_together("data", lambda: {model: parameters(model) for model in arguments.models})
     done = compute(planned, runs, console)
     publish(summarize(planned, done, numel), done, arguments.output, console)
     if all(run.failure for run in done.values()):

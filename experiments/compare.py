@@ -130,11 +130,11 @@ def publish(plan: Plan, cells: Sequence[Cell], links: Any) -> None:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    plan = ranks.agree("options", lambda: parse(words, ranks.by_torchrun, __doc__))
+    plan = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun, __doc__))
     cells = Cells(CELLS.resolve(), plan.key())
     if plan.fresh:
         cells.forget()
-    done = ranks.agree("testbed", lambda: compute(plan, cells, console))
+    done = ranks.raise_together("testbed", lambda: compute(plan, cells, console))
     publish(plan, done, cells.read(cells.folder / LINKS_FILE))
     if all(cell.failure for cell in done):
         raise RunError(f"a contender must get through; all failed, the first: {done[0].failure}")

@@ -182,7 +182,7 @@ def find_tools() -> None:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     options = command.parser("encrypted_network", __doc__)
-    arguments = ranks.agree("options", lambda: command.parse(options, words))
+    arguments = ranks.raise_together("options", lambda: command.parse(options, words))
     find_tools()
     rounds, iterations = (QUICK_ROUNDS, QUICK_ITERATIONS) if arguments.quick else (ROUNDS, ITERATIONS)
     link = Link(rate=200e6)

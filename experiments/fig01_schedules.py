@@ -157,7 +157,7 @@ FIGURE = PaperFigure(
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
     rows = compute(quick=arguments.quick)
     FIGURE.publish(rows, arguments, console, {"cluster": CLUSTER.describe(), "workload": WORKLOADS[WORKLOAD]})
 

@@ -183,7 +183,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     options = command.parser(NAME, __doc__)
     options.add_argument("--workloads", nargs="+", default=list(CHOSEN), metavar="NAME", help=f"of {', '.join(CHOSEN)}")
     options.add_argument("--fresh", action="store_true", help="forget the finished workloads in the output folder")
-    arguments = ranks.agree("options", lambda: figures.checked(NAME, options, words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: figures.checked(NAME, options, words, ranks.by_torchrun))
     command.check_each_once(arguments, {"workloads": CHOSEN})
     kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Measured)
     if arguments.fresh:

@@ -188,7 +188,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     add("--methods", nargs="+", default=list(METHODS), metavar="NAME", help=f"of {'; '.join(METHODS)} (all)")
     add("--seeds", type=command.at_least(1), help=f"how many ({SEEDS}; quick: 1)")
     add("--fresh", action="store_true", help="forget the finished runs in the output folder")
-    arguments = ranks.agree("options", lambda: figures.checked(NAME, options, words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: figures.checked(NAME, options, words, ranks.by_torchrun))
     command.check_each_once(arguments, {"methods": METHODS})
     kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Run)
     if arguments.fresh:

@@ -26,7 +26,7 @@ from pipesgd.ranks import Ranks
 from timing_model.cluster_profile import Profile
 from timing_model.costs import costs_of, iteration_time
 from timing_model.jitter import steady_state_period
-from timing_model.job import Question
+from timing_model.job import Job
 from timing_model.measured import ComputeProfile, LinkProfile
 from timing_model.options import LAYERS, NOTHING
 from timing_model.params import LinkParams, Noise
@@ -77,13 +77,13 @@ def seconds(method: str, *, world_size: int, link: LinkParams = NETWORKS[NETWORK
     """Return the seconds of an iteration of the job, by the formulas."""
     parameters = MODELS[MODEL]
     tensors = tuple(parameters // LAYERS + (layer < parameters % LAYERS) for layer in range(LAYERS))
-    question = Question(
+    job = Job(
         cluster=Profile(calibrated=NOTHING, link=LinkProfile.exact(link)),
         compute=ComputeProfile.exact(model=MODEL, batch_size=0, tensors=tensors, compute=compute, update=0.0),
         world_size=world_size,
         **METHODS[method],
     )
-    return iteration_time(question, costs_of(question))[0].total
+    return iteration_time(job, costs_of(job))[0].total
 
 
 def with_bandwidth(rate: float) -> LinkParams:
@@ -284,7 +284,7 @@ FIGURE = PaperFigure(
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
     rows = compute(quick=arguments.quick)
     made_from = [name for name in ("validate_timing_model.csv",) if (RESULTS / name).exists()]
     FIGURE.publish(rows, arguments, console, figures.sources(made_from))

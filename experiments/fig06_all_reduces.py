@@ -153,7 +153,7 @@ FIGURE = PaperFigure(
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
     link = link_of([row for row in load(RESULTS / SOURCE) if row["codec"] == CODEC])
     known = {"link": {"overhead": link.overhead, "beta": link.beta, "gamma": link.gamma}}
     FIGURE.publish(compute(quick=arguments.quick), arguments, console, figures.sources([SOURCE]) | known)

@@ -137,13 +137,13 @@ def time_all(ranks: Ranks, arguments: Namespace, console: Console) -> list[Row]:
     with command.progress(console, NAME, passes, show=ranks.rank == 0) as advance:
         for turn in range(passes):
             times = computation(model, batch, iterations)
-            means = np.mean(ranks.exchange("computation", times), axis=0)
+            means = np.mean(ranks.all_gather_object("computation", times), axis=0)
             rows.append({"series": COMPUTATION, "parts": 1, **_named(*means), "seconds": float(sum(means))})
             for series, number, maker in makers[:: 1 if turn % 2 == 0 else -1]:
                 with process_group(ranks), contextlib.closing(maker(copy.deepcopy(model))) as loop:
                     seconds = mean_iteration(loop, batch, iterations)
                     number = loop.buckets if isinstance(loop, LayerWise) else number
-                everybody = ranks.exchange("seconds", seconds)
+                everybody = ranks.all_gather_object("seconds", seconds)
                 rows.append({"series": series, "parts": number, **_named(), "seconds": float(np.median(everybody))})
             advance(1, f"pass {turn + 1}")
     return rows
@@ -314,7 +314,7 @@ FIGURE = PaperFigure(
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command, or one rank of its job if torchrun started this process."""
-    arguments = ranks.agree("options", lambda: command.parse(command.parser(NAME, __doc__), words))
+    arguments = ranks.raise_together("options", lambda: command.parse(command.parser(NAME, __doc__), words))
     if ranks.by_torchrun:
         rows = time_all(ranks, arguments, console)
         if ranks.rank == 0:

@@ -90,7 +90,7 @@ FIGURE = PaperFigure(
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: figures.parse(NAME, __doc__, words, ranks.by_torchrun))
     FIGURE.publish(compute(), arguments, console, figures.sources(list(SOURCES.values())))
 
 

@@ -144,7 +144,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     torch.set_num_threads(1)
     if arguments.show:
         show_case(arguments.show[0], arguments.seed, int(arguments.show[1]), console)

@@ -152,7 +152,7 @@ def write(console: Console, docs: Path = DOCS, results: Path = RESULTS) -> None:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
     options = command.Parser(prog="python -m experiments.gallery", description=__doc__, allow_abbrev=False)
-    ranks.agree("options", lambda: options.parse_args(words))
+    ranks.raise_together("options", lambda: options.parse_args(words))
     write(console)
 
 

@@ -177,7 +177,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     iterations = QUICK_ITERATIONS if arguments.quick else ITERATIONS
     kills = arguments.kills or (QUICK_KILLS if arguments.quick else KILLS)
     rows = compute(kills, iterations, arguments.seed, arguments.output, console)

@@ -28,7 +28,7 @@ from pipesgd.ranks import Ranks
 from timing_model import Noise, simulate_iterations, steady_state_period
 from timing_model.cluster_profile import Profile
 from timing_model.costs import collective_time, costs_of, iteration_time
-from timing_model.job import Question
+from timing_model.job import Job
 from timing_model.measured import ComputeProfile, LinkProfile
 from timing_model.options import LAYERS, NOTHING
 from timing_model.presets import MODELS, NETWORKS
@@ -90,8 +90,8 @@ def compute(workloads: Sequence[str], ratios: Sequence[float]) -> list[Row]:
         for ratio in ratios:
             times = {}
             for method, options in METHODS.items():
-                question = _question(cluster, workload, ratio * t_ring, **options)
-                times[method] = iteration_time(question, costs_of(question))
+                job = _question(cluster, workload, ratio * t_ring, **options)
+                times[method] = iteration_time(job, costs_of(job))
             for method, (iteration, collective) in times.items():
                 rows.append(
                     {
@@ -140,11 +140,11 @@ def compute_jitter(ratios: Sequence[float], iterations: int, console: Console) -
     return rows
 
 
-def _question(cluster: Profile, workload: str, seconds: float, **options: Any) -> Question:
+def _question(cluster: Profile, workload: str, seconds: float, **options: Any) -> Job:
     numel = MODELS[workload]
     tensors = tuple(numel // LAYERS + (layer < numel % LAYERS) for layer in range(LAYERS))
     times = ComputeProfile.exact(model=workload, batch_size=0, tensors=tensors, compute=seconds, update=0.0)
-    return Question(cluster=cluster, compute=times, **{"world_size": NODES, **options})
+    return Job(cluster=cluster, compute=times, **{"world_size": NODES, **options})
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     quick = arguments.quick
     rows = compute(WORKLOADS, (0.25, 1.0, 4.0) if quick else RATIOS)
     jitter = compute_jitter((0.5, 1.0) if quick else JITTER_RATIOS, QUICK_ITERATIONS if quick else ITERATIONS, console)

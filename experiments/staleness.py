@@ -288,7 +288,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """The command."""
-    arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     runs = KeptRuns(arguments.output / "staleness.runs.json", Run)
     if arguments.fresh:
         runs.forget()

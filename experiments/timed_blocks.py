@@ -26,7 +26,7 @@ BLOCK, LEFT_OUT = 10, "local (no communication)"
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Time them."""
-    data = ranks.agree("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
+    data = ranks.raise_together("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     seconds = {}
     for workload in WORKLOADS[:1] if "quick" in words else WORKLOADS:

@@ -59,7 +59,7 @@ def mean_iteration(
             strategy.step()
         seconds = (time.perf_counter() - begin) / iterations
         strategy.flush()
-    everybody = ranks.exchange("seconds", seconds)
+    everybody = ranks.all_gather_object("seconds", seconds)
     ranks.leave()
     return float(np.median(everybody))
 
@@ -88,10 +88,10 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     if len(words) != 2:
         raise UserInputError(f"timed_configurations must be given two files, a plan and one for the times; got {words}")
     plan_file, times_file = map(Path, words)
-    passes = ranks.agree("plan", lambda: json.loads(plan_file.read_text(encoding="utf-8")))
+    passes = ranks.raise_together("plan", lambda: json.loads(plan_file.read_text(encoding="utf-8")))
     configs = {one["words"]: parse_training(shlex.split(one["words"])) for one in passes[0]}
     first = next(iter(configs.values()))
-    _, batches, model, _ = ranks.agree("data and model", lambda: load(first, ranks))
+    _, batches, model, _ = ranks.raise_together("data and model", lambda: load(first, ranks))
 
     def measured(words: str, iterations: int) -> dict[str, float]:
         return timed(configs[words], model, batches, ranks, iterations)
@@ -99,7 +99,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     times = [undisturbed([partial(measured, **one) for one in of_pass]) for of_pass in passes]
     if ranks.rank == 0:
         times_file.write_text(json.dumps(times) + "\n", encoding="utf-8")
-    ranks.exchange("the end", None)
+    ranks.all_gather_object("the end", None)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pipesgd.ranks import alone
 from pipesgd.run.forward_backward import load
 from timing_model.choices import Choice
 from timing_model.cluster_profile import ComputeProfile, Profile
-from timing_model.job import OWN_ALL_REDUCE, WITH_BATCH, Question
+from timing_model.job import OWN_ALL_REDUCE, WITH_BATCH, Job
 from timing_model.params import FLOAT_BYTES
 from timing_model.predict import Answer, predict
 from timing_model.search import Group
@@ -164,7 +164,7 @@ def ask(profile: Profile, compute: ComputeProfile, setting: Setting, words: str)
     strategy = config.pipeline.strategy
     pipelined = strategy == "pipelined"
     return predict(
-        Question(
+        Job(
             cluster=profile,
             compute=compute,
             world_size=setting.nodes,
@@ -255,7 +255,7 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
         extrapolated=setting.extrapolated,
         cells={
             words: {
-                "codec": answer.question.codec,
+                "codec": answer.job.codec,
                 "predicted_s": answer.iteration.total,
                 "low_s": answer.low,
                 "high_s": answer.high,
@@ -322,13 +322,13 @@ def _turned(values: list[T], number: int) -> list[T]:
 
 def choose(answers: Mapping[str, Answer]) -> str:
     """What the planner would choose among them."""
-    group = Group(lambda question: True)
+    group = Group(lambda job: True)
     for answer in answers.values():
         iteration, collective = answer.iteration, answer.collective
-        group.add(Choice(question=answer.question, iteration=iteration, collective=collective, score=iteration.total))
+        group.add(Choice(job=answer.job, iteration=iteration, collective=collective, score=iteration.total))
     chosen = group.chosen
     assert chosen is not None
-    return next(words for words, answer in answers.items() if answer.question is chosen.question)
+    return next(words for words, answer in answers.items() if answer.job is chosen.job)
 
 
 def run(testbed: Testbed, setting: Setting, line: str, folder: Path) -> None:

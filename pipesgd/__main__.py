@@ -15,9 +15,9 @@ COMMANDS = f"""{version()}
 Each explains its options with --help."""
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    if not words or set(words) <= {"-h", "--help", "--version"}:
-        print(version() if words == ["--version"] else COMMANDS)
+    argv = sys.argv[1:]
+    if not argv or set(argv) <= {"-h", "--help", "--version"}:
+        print(version() if argv == ["--version"] else COMMANDS)
         sys.exit(0)
-    print(f"error: the command must be one that python -m pipesgd lists; got {words[0]!r}", file=sys.stderr)
+    print(f"error: the command must be one that python -m pipesgd lists; got {argv[0]!r}", file=sys.stderr)
     sys.exit(2)

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds
     from pipesgd.calibration.options import CalibrateConfig
     from pipesgd.cli import answer_questions, parse_as
 
-    answer_questions(lambda words: parse_as(CalibrateConfig, "calibrate", words), sys.argv[1:])
+    answer_questions(lambda argv: parse_as(CalibrateConfig, "calibrate", argv), sys.argv[1:])
 
 import os
 import shlex
@@ -39,7 +39,7 @@ from pipesgd.run.forward_backward import load
 HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.calibrate ..."
 
 
-def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+def calibrate(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run one calibration on this rank.
 
     Raises:
@@ -49,16 +49,16 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
 
     # 1. Agree on what to measure.
     def own() -> CalibrateConfig:
-        config = parse_as(CalibrateConfig, "calibrate", words)
+        config = parse_as(CalibrateConfig, "calibrate", argv)
         ranks.timeout = config.calibration.timeout  # the first exchange already waits for this long
         return config
 
-    config = ranks.agree("options", own)
+    config = ranks.raise_together("options", own)
     check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
     options, training = config.calibration, config.training()
-    ranks.agree("files", lambda: check_files(config, ranks.rank))
-    ranks.agree("ranks", lambda: check_ranks(ranks.world_size))
-    data, batches, model, _ = ranks.agree("data and model", lambda: load(training, ranks))
+    ranks.raise_together("files", lambda: check_files(config, ranks.rank))
+    ranks.raise_together("ranks", lambda: check_ranks(ranks.world_size))
+    data, batches, model, _ = ranks.raise_together("data and model", lambda: load(training, ranks))
 
     # 2. Measure.
     found = measure(
@@ -82,7 +82,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     def write() -> None:
         if found is None:
             return
-        made = found.profile(training, model, samples=len(data.train), command=["-m pipesgd.calibrate", *words])
+        made = found.profile(training, model, samples=len(data.train), command=["-m pipesgd.calibrate", *argv])
         if options.plot is not None:
             report.save_plot(found.fits, options.plot)
             say(console, f"wrote {options.plot}")
@@ -90,7 +90,7 @@ def calibrate(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         plan = ["--cluster", str(options.out), "--model", training.model.model, "--world-size", str(ranks.world_size)]
         say(console, f"wrote {options.out}", f"next: timing-model plan {shlex.join(plan)}")
 
-    ranks.agree("the file", write)
+    ranks.raise_together("the file", write)
 
 
 def check_ranks(world_size: int) -> None:

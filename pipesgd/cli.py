@@ -29,8 +29,8 @@ import tyro
 from pipesgd import __version__
 from pipesgd.checks import did_you_mean
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import AUTO, AUTO_OPTIONS, CHOICES, TrainConfig
-from pipesgd.errors import UserInputError
+from pipesgd.config import AUTO, AUTO_OPTIONS, CHOICES, FORMER_NAMES, FORMER_VALUES, TrainConfig
+from pipesgd.errors import UserInputError, warn
 
 CONFIG_HELP = """
 --config FILE reads options from a TOML file, one `name = value` a line, as --dry-run prints them;
@@ -70,30 +70,30 @@ class Config(Protocol):
 C = TypeVar("C", bound=Config)
 
 
-def parse(words: Sequence[str]) -> TrainConfig:
-    """Return the training that ``words`` ask for; see ``parse_as``."""
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """Return the training that ``argv`` ask for; see ``parse_as``."""
     defaults = TrainConfig().options()
-    words = _expand_config_file(list(words), defaults)
-    _check_names(words, defaults)
-    rest, auto = _take_autos(words)
+    argv = _with_current_names(_expand_config_file(list(argv), defaults))
+    _check_names(argv, defaults)
+    rest, auto = _take_autos(argv)
     config = parse_as(TrainConfig, "train", rest)
     return dataclasses.replace(config, planning=dataclasses.replace(config.planning, auto=auto)) if auto else config
 
 
-def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
-    """Return the configuration of ``pipesgd.<command>`` that ``words`` ask for.
+def parse_as(kind: type[C], command: str, argv: Sequence[str]) -> C:
+    """Return the configuration of ``pipesgd.<command>`` that ``argv`` ask for.
 
     Raises:
         HelpRequested: ``--help`` or ``--version`` is among the arguments.
         UserInputError: an argument is wrong; the message is one line.
     """
-    if "--version" in words:
+    if "--version" in argv:
         raise HelpRequested(version())
     defaults = kind().options()
-    words = _expand_config_file(list(words), defaults)
-    _check_names(words, defaults)
+    argv = _with_current_names(_expand_config_file(list(argv), defaults))
+    _check_names(argv, defaults)
     for name, everything in (("-h", False), ("--help", False), ("--help-all", True)):
-        if name in words:
+        if name in argv:
             raise HelpRequested(_help(kind, command, everything=everything))
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -101,13 +101,13 @@ def parse_as(kind: type[C], command: str, words: Sequence[str]) -> C:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             config = tyro.cli(
                 kind,
-                args=words,
+                args=argv,
                 prog=_program(command),
                 config=TYRO,
             )
     except SystemExit:
         raise UserInputError(_one_line(err.getvalue() or out.getvalue())) from None
-    _check_digits(words, config)
+    _check_digits(argv, config)
     return config
 
 
@@ -115,16 +115,16 @@ class HelpRequested(Exception):  # noqa: N818 (a request, not an error)
     """A request for the text of ``--help`` or ``--version``, which is the message."""
 
 
-def answer_questions(parse_words: Callable[[Sequence[str]], object], words: Sequence[str]) -> None:
-    """Print what ``--help`` or ``--version`` asks for, on rank 0, and exit; return if ``words`` hold neither.
+def answer_questions(parse_argv: Callable[[Sequence[str]], object], argv: Sequence[str]) -> None:
+    """Print what ``--help`` or ``--version`` asks for, on rank 0, and exit; return if ``argv`` hold neither.
 
     A command calls this before it imports torch, which takes seconds. Wrong arguments are left to the run, whose ranks
     report them together.
     """
-    if not {"--help", "-h", "--help-all", "--version"} & set(words):
+    if not {"--help", "-h", "--help-all", "--version"} & set(argv):
         return
     try:
-        parse_words(words)
+        parse_argv(argv)
     except HelpRequested as request:
         if os.environ.get("RANK", "0") == "0":
             try:
@@ -224,19 +224,19 @@ def as_toml(config: TrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _expand_config_file(words: list[str], defaults: dict[str, Any]) -> list[str]:
-    for index, word in enumerate(words):
-        name, equals, value = word.partition("=")
+def _expand_config_file(argv: list[str], defaults: dict[str, Any]) -> list[str]:
+    for index, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
         if name != "--config":
             continue
         if not equals:
-            if index + 1 == len(words):
+            if index + 1 == len(argv):
                 raise UserInputError("config must be a TOML file; got nothing after --config")
-            value = words[index + 1]
-        rest = words[:index] + words[index + (1 if equals else 2) :]
+            value = argv[index + 1]
+        rest = argv[:index] + argv[index + (1 if equals else 2) :]
         given = {other.partition("=")[0] for other in rest if other.startswith("--")}
         return [w for option in _read_options(Path(value), defaults) if option[0] not in given for w in option] + rest
-    return words
+    return argv
 
 
 def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
@@ -258,12 +258,13 @@ def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
     options = []
     for key, value in table.items():
         name = key.replace("_", "-")
-        if name not in defaults:
+        if FORMER_NAMES.get(name, name) not in defaults:
             raise UserInputError(
                 f"every key in {path} must be an option; got {key!r}{did_you_mean(name, list(defaults))}"
             )
         try:
-            options.append(_as_words(name, value, is_flag=isinstance(defaults[name], bool)))
+            is_flag = isinstance(defaults[FORMER_NAMES.get(name, name)], bool)
+            options.append(_as_words(name, value, is_flag=is_flag))
         except (ValueError, RecursionError) as error:
             if isinstance(error, UserInputError):
                 raise
@@ -280,12 +281,43 @@ def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
     return [f"--{name}", *(str(item) for item in (value if isinstance(value, list) else [value]))]
 
 
-def _check_names(words: list[str], defaults: dict[str, Any]) -> None:
-    for word in words:
-        if "\0" in word:
-            raise UserInputError(f"options must not hold a NUL character; got {word!r}")
+def _with_current_names(argv: list[str]) -> list[str]:
+    """Return the arguments with former names of options and values replaced; rank 0 prints a hint for each."""
+    current = []
+    name = ""
+    for argument in argv:
+        option, equals, value = argument.partition("=")
+        if option.startswith("--"):
+            former = option[2:].replace("_", "-")
+            name = FORMER_NAMES.get(former, former)
+            if name != former:
+                _hint(f"--{former}", f"--{name}")
+                option = f"--{name}"
+            argument = option + equals + _current_value(name, value)
+        else:
+            argument = _current_value(name, argument)
+        current.append(argument)
+    return current
+
+
+def _current_value(name: str, value: str) -> str:
+    if (now := FORMER_VALUES.get((name, value))) is None:
+        return value
+    _hint(f"--{name} {value}", f"--{name} {now}")
+    return now
+
+
+def _hint(former: str, current: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        warn(f"{former} is now {current}; the former name works in this version only")
+
+
+def _check_names(argv: list[str], defaults: dict[str, Any]) -> None:
+    for argument in argv:
+        if "\0" in argument:
+            raise UserInputError(f"options must not hold a NUL character; got {argument!r}")
     known = [*defaults, "help", "help-all"]
-    names = [word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")]
+    names = [argument[2:].partition("=")[0].replace("_", "-") for argument in argv if argument.startswith("--")]
     for name in names:
         if name not in known:
             other = OTHER_NAMES.get(name)
@@ -295,11 +327,11 @@ def _check_names(words: list[str], defaults: dict[str, Any]) -> None:
             raise UserInputError(f"{name} must be given once; got it {names.count(name)} times")
 
 
-def _check_digits(words: list[str], config: Config) -> None:
+def _check_digits(argv: list[str], config: Config) -> None:
     """Refuse numbers in the digits of other scripts, which Python reads but hardly anybody means."""
     texts = [value for value in config.options().values() if isinstance(value, str)]
-    for word in words:
-        value = word.partition("=")[2] if word.startswith("--") else word
+    for argument in argv:
+        value = argument.partition("=")[2] if argument.startswith("--") else argument
         if not value.isascii() and value not in texts and _is_number(value):
             raise UserInputError(f"numbers must be written in the digits 0 to 9; got {value!r}")
 
@@ -312,16 +344,16 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
+def _take_autos(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
     """Return the arguments without those that leave an option to the timing model, and the names of these options.
 
     A value that is nearly ``AUTO`` is refused here, since no later check would guess what was meant.
     """
     rest, auto = [], []
-    queue = collections.deque(words)
+    queue = collections.deque(argv)
     while queue:
-        word = queue.popleft()
-        name, equals, value = word.partition("=")
+        argument = queue.popleft()
+        name, equals, value = argument.partition("=")
         name = name[2:].replace("_", "-") if name.startswith("--") else ""
         if name in AUTO_OPTIONS and (equals or queue):
             value = value if equals else queue[0]
@@ -332,7 +364,7 @@ def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
                 continue
             if hint := did_you_mean(value, [AUTO]):
                 raise UserInputError(f"{name} must be auto, or a value that --help lists; got {value!r}{hint}")
-        rest.append(word)
+        rest.append(argument)
     if "codec" in auto:
         for item in dataclasses.fields(CodecOptions):
             option = item.name.replace("_", "-")
@@ -344,10 +376,10 @@ def _take_autos(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     return rest, tuple(sorted(auto, key=AUTO_OPTIONS.index))
 
 
-def _value_of(option: str, words: list[str]) -> str | None:
+def _value_of(option: str, argv: list[str]) -> str | None:
     """Return the first argument after this option; None if the option is not given."""
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
-        name, equals, value = word.partition("=")
+    for argument, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
         if name.startswith("--") and name[2:].replace("_", "-") == option:
             return value if equals else following
     return None

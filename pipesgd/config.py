@@ -40,6 +40,10 @@ AUTO = "auto"
 AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes")
 """Options that can be left to the timing model with the value ``AUTO``."""
 
+FORMER_NAMES = {"streams": "connections"}
+FORMER_VALUES = {("server-placement", "beside"): "colocated", ("server-placement", "own"): "dedicated"}
+"""Names and values of options in the previous version, which this one still accepts, and what they are called now."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "dataset": DATASETS,
     "model": MODELS,
@@ -96,7 +100,7 @@ def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> Non
     check_at_least("connections", connections, 1)
     if connections > MAX_CONNECTIONS:
         raise UserInputError(
-            f"connections must be at most {MAX_CONNECTIONS} to each rank, since every one is a socket; got {connections}"
+            f"connections must be at most {MAX_CONNECTIONS}, which each rank opens to every other; got {connections}"
         )
     if all_reduce == "native" and (connections, segment_bytes) != (1, SEGMENT_BYTES):
         raise UserInputError("connections and segment-bytes must be left out with --all-reduce native, torch's own")
@@ -313,10 +317,11 @@ class PipelineConfig:
         """
         if self.strategy not in SERVER_STRATEGIES:
             return world_size
-        workers = world_size - self.servers if self.server_placement == "dedicated" else world_size
+        dedicated = self.server_placement == "dedicated"
+        workers = world_size - self.servers if dedicated else world_size
         if workers < 1 or self.servers > world_size:
             raise UserInputError(
-                f"servers must be at most {max(world_size - (self.server_placement == 'dedicated'), 0)} on {world_size} "
+                f"servers must be at most {max(world_size - dedicated, 0)} on {world_size} "
                 f"rank{'s' if world_size > 1 else ''} with --server-placement {self.server_placement}; "
                 f"got {self.servers}"
             )
@@ -557,6 +562,15 @@ FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
     "checkpoint-seconds", "checkpoint-iterations", "keep-checkpoints", "trace",
 }  # fmt: skip
 """Options that may change when a run is resumed, since no weight depends on them."""
+
+
+def current_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``options`` of a run that the previous version may have recorded, under their current names."""
+    renamed = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
+    return {
+        name: FORMER_VALUES.get((name, value), value) if isinstance(value, str) else value
+        for name, value in renamed.items()
+    }
 
 
 def differing_options(one: dict[str, Any], other: dict[str, Any], *, free: frozenset[str]) -> list[str]:

@@ -93,12 +93,12 @@ class _Signals:
         return now - self._noted < SAME_SIGNAL_SECONDS
 
 
-def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str]) -> NoReturn:
+def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], argv: Sequence[str]) -> NoReturn:
     """Join the ranks, run ``command``, and exit.
 
     Exit codes: 0 done, 2 the input was wrong, 1 the run failed, 130 Ctrl-C, 143 SIGTERM.
     """
-    code = _run(command, words, _Signals())
+    code = _run(command, argv, _Signals())
     _flush()
     if code:
         # The other ranks may be gone: a normal exit would wait for the communication thread and for
@@ -107,7 +107,7 @@ def run_and_exit(command: Callable[[Sequence[str], Ranks, Console], None], words
     sys.exit(0)
 
 
-def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequence[str], signals: _Signals) -> int:
+def _run(command: Callable[[Sequence[str], Ranks, Console], None], argv: Sequence[str], signals: _Signals) -> int:
     ranks: Ranks | None = None
     begin()  # if the command's module has not done so, as when a user's own program calls it
     try:
@@ -116,7 +116,7 @@ def _run(command: Callable[[Sequence[str], Ranks, Console], None], words: Sequen
         console = screen(ranks)
         # If the main thread is in a wait of gloo's, which nothing can end, the watcher's thread ends this process.
         stop_watching = ranks.watch(lambda error: _end(error, ranks, console))
-        command(words, ranks, console)
+        command(argv, ranks, console)
         ranks.need_not_speak()
         stop_watching()
         ranks.leave()

@@ -62,7 +62,7 @@ REPORT_GRACE_SECONDS = 2.0
 class Ranks:
     """The ranks of this job and the store that they share.
 
-    ``exchange`` and ``agree`` must be called by all ranks in the same order.
+    ``all_gather_object`` and ``raise_together`` must be called by all ranks in the same order.
     """
 
     rank: int
@@ -75,8 +75,8 @@ class Ranks:
     """Number of times that torchrun has restarted this job (``--max-restarts``)."""
     by_torchrun: bool = True
     standing: Standing = field(default_factory=Standing)
-    before_exchange: Callable[[str], None] | None = field(default=None, init=False, repr=False)
-    """Function called with the name of each exchange before it, unless it is ``close_by``; it waits for ranks that may
+    before_gather: Callable[[str], None] | None = field(default=None, init=False, repr=False)
+    """Function called with the name of each ``all_gather_object`` before it, unless it is ``close_by``; it waits for ranks that may
     legitimately be far behind."""
     job_store: dist.Store | None = None
     """Store that all attempts of the job share, whereas ``store`` is the part of this attempt."""
@@ -175,7 +175,7 @@ class Ranks:
         Raises:
             UserInputError: nodes differ in it, there is one rank on each, or a node's ranks are not consecutive.
         """
-        places = self.exchange("ranks on each node", [self.local_world_size, self.local_rank])
+        places = self.all_gather_object("ranks on each node", [self.local_world_size, self.local_rank])
         for rank, place in enumerate(places):
             if not _is_place(place):
                 raise CommunicationError(
@@ -198,26 +198,26 @@ class Ranks:
             )
         return number
 
-    def exchange(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
+    def all_gather_object(self, what: str, value: Any, *, within: float = 0.0, close_by: bool = False) -> list[Any]:
         """Return every rank's ``value`` (anything JSON can write), in rank order. Collective.
 
         Args:
             what: name of the value, for messages.
             value: this rank's value.
             within: seconds to wait, if that is longer than ``timeout``.
-            close_by: true if all ranks have just met elsewhere, so that none is iterations behind; ``before_exchange``
+            close_by: true if all ranks have just met elsewhere, so that none is iterations behind; ``before_gather``
                 is not called then.
 
         Raises:
-            DeadlineExceeded: some ranks did not come to this exchange, and showed no sign of progress, within
+            DeadlineExceeded: some ranks did not come to this call, and showed no sign of progress, within
                 ``timeout`` seconds, or ``within`` seconds if that is longer.
             CommunicationError: a rank has failed meanwhile, or ``watch`` has found that one is lost.
         """
-        if self.before_exchange is not None and not close_by:
-            self.before_exchange(what)
-        self._exchanges += 1
+        if self.before_gather is not None and not close_by:
+            self.before_gather(what)
+        self._gathers += 1
         begin = time.monotonic()
-        key = f"exchange of {self.world_size}/{self._exchanges}/{what}/{{}}"
+        key = f"exchange of {self.world_size}/{self._gathers}/{what}/{{}}"
         phase = self.standing.enter(f"exchange of {what}", time.monotonic(), waiting=True)
         try:
             self._calls.set(key.format(self.rank), json.dumps(value))
@@ -275,7 +275,7 @@ class Ranks:
         beats = {rank: Beat.decode(found.get(f"beat/{rank}", b"")) for rank in ranks}
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
-    def agree(self, what: str, attempt: Callable[[], T]) -> T:
+    def raise_together(self, what: str, attempt: Callable[[], T]) -> T:
         """Return this rank's ``attempt()``; if it raises ``UserInputError`` on any rank, all ranks raise that error.
 
         The error is then ``known_to_all``, so one rank's report of it is enough.
@@ -285,7 +285,7 @@ class Ranks:
             result = attempt()
         except UserInputError as error:
             failure = error
-        said = self.exchange(what, None if failure is None else str(failure))
+        said = self.all_gather_object(what, None if failure is None else str(failure))
         errors = [(rank, text) for rank, text in enumerate(said) if text is not None]
         if not errors:
             return result
@@ -456,7 +456,7 @@ def _is_place(place: Any) -> bool:
 
 def check_same_options(ranks: Ranks, options: dict[str, Any], *, free: frozenset[str]) -> None:
     """Raise ``DisagreementError`` if ``options``, except those in ``free``, differ between the ranks. Collective."""
-    everybody = [others or {} for others in ranks.exchange("configuration", options)]
+    everybody = [others or {} for others in ranks.all_gather_object("configuration", options)]
     for rank, others in enumerate(everybody):
         for name in differing_options(everybody[0], others, free=free):
             raise DisagreementError(

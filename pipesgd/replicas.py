@@ -71,7 +71,7 @@ def weights_sha256(model: nn.Module) -> str:
 
 def hashes_of_ranks(model: nn.Module, ranks: Ranks) -> list[str]:
     """Return the hash of every rank's weights, in rank order. All ranks call this together."""
-    hashes: list[str] = ranks.exchange("a hash of the weights", weights_sha256(model))
+    hashes: list[str] = ranks.all_gather_object("a hash of the weights", weights_sha256(model))
     return hashes
 
 

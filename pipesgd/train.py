@@ -44,7 +44,7 @@ from pipesgd.errors import CommunicationError, DisagreementError, PeerFailed, Ru
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
-from pipesgd.planning.agree import plan_run
+from pipesgd.planning.plan_run import plan_run
 from pipesgd.planning.drift import Drift
 from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks, check_same_options, network_address
@@ -79,7 +79,7 @@ DRIFTS = (
 )
 
 
-def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+def train(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run one training on this rank.
 
     Raises:
@@ -87,7 +87,7 @@ def train(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         RunError: the run failed.
     """
     # 1. Agree on what to do.
-    config = agree_on_configuration(words, ranks)
+    config = agree_on_configuration(argv, ranks)
     if config.run.dry_run:
         if ranks.rank == 0:
             console.file.write(as_toml(config))
@@ -151,9 +151,9 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     Raises:
         UserInputError: one of these is not possible; nothing was written or deleted.
     """
-    workers = ranks.agree("strategy", lambda: who_works(config, ranks))
+    workers = ranks.raise_together("strategy", lambda: who_works(config, ranks))
     ranks.enter("loading of data and model")
-    data, batches, model, device = ranks.agree("data and model", lambda: load(config, workers))
+    data, batches, model, device = ranks.raise_together("data and model", lambda: load(config, workers))
     agree_on_data(data, ranks)
     total = config.optimization.iterations or (
         (config.optimization.epochs or DEFAULT_EPOCHS) * batches.iterations_per_epoch
@@ -163,7 +163,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         config, ranks, model, batches, console, samples=len(data.train), iterations=total, earlier=earlier
     )
     lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None)
-    network: list[str] = ranks.exchange("network address", network_address())
+    network: list[str] = ranks.all_gather_object("network address", network_address())
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     model.to(device)
     optimizer = build_optimizer(chosen.optimization, model)
@@ -241,7 +241,7 @@ class Run:
         """
         workers = self.job.workers
         if (found := self.checkpoints.load_newest(self.state.what_is_wrong_with)) is not None:
-            workers.agree("a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own))
+            workers.raise_together("a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own))
         self.start = self.strategy.iteration
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
 
@@ -371,11 +371,11 @@ class Run:
         return Result(
             iterations=job.iterations,
             wall_seconds=time.perf_counter() - self._begin,
-            train_loss=float(np.mean(workers.exchange("loss of the last epoch", float(np.mean(self.losses))))),
+            train_loss=float(np.mean(workers.all_gather_object("loss of the last epoch", float(np.mean(self.losses))))),
             test_accuracy=evaluation.accuracy,
             test_loss=evaluation.loss,
-            iteration_seconds=workers.exchange("pace", statistics(self._paces)["median"]),
-            compute_seconds=workers.exchange("pace of computing", statistics(self._computing)["median"]),
+            iteration_seconds=workers.all_gather_object("pace", statistics(self._paces)["median"]),
+            compute_seconds=workers.all_gather_object("pace of computing", statistics(self._computing)["median"]),
             weights_sha256=hashes[0],
             replicas_identical=len(set(hashes)) == 1,
         )
@@ -407,7 +407,7 @@ class Run:
             if planned is not None and summary["planned"]["measured_seconds"] is not None:
                 job.say(planned.compare(summary["planned"]["measured_seconds"]))
             job.say(f"next: tensorboard --logdir {shlex.quote(str(folder))} shows the curves")
-        for rank, failures in enumerate(job.workers.exchange("the end", trouble)):
+        for rank, failures in enumerate(job.workers.all_gather_object("the end", trouble)):
             if failures:
                 raise RunError(
                     f"rank {rank}: training is done, but {'; '.join(failures)}. The newest checkpoint is that of "
@@ -452,8 +452,8 @@ def report_failure(
             )
 
 
-def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
-    """Return the configuration that ``words`` ask for, after checking that all ranks have the same options.
+def agree_on_configuration(argv: Sequence[str], ranks: Ranks) -> TrainConfig:
+    """Return the configuration that ``argv`` ask for, after checking that all ranks have the same options.
 
     Raises:
         UserInputError: a rank's arguments are wrong.
@@ -461,12 +461,12 @@ def agree_on_configuration(words: Sequence[str], ranks: Ranks) -> TrainConfig:
     """
 
     def own() -> TrainConfig:
-        config = parse(words)
+        config = parse(argv)
         ranks.timeout = config.run.timeout  # the first exchange already waits for this long
         ranks.standing.stall_seconds = config.run.stall_seconds
         return config
 
-    config = ranks.agree("options", own)
+    config = ranks.raise_together("options", own)
     check_same_options(ranks, config.options(), free=FREE_BETWEEN_RANKS)
     return config
 
@@ -496,7 +496,7 @@ def agree_on_data(data: DataSplits, ranks: Ranks) -> None:
     )
     if data.content:
         found += f", {data.content}"
-    everybody = ranks.exchange("size of the data", found)
+    everybody = ranks.all_gather_object("size of the data", found)
     for rank, other in enumerate(everybody):
         if other != everybody[0]:
             raise DisagreementError(

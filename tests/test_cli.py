@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from pipesgd import __version__
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.cli import BASIC, HelpRequested, as_toml, help_texts, parse, parse_as, version
-from pipesgd.config import CHOICES, FREE_BETWEEN_RANKS, FREE_ON_RESUME, TrainConfig, differing_options
+from pipesgd.config import (
+    CHOICES,
+    FREE_BETWEEN_RANKS,
+    FREE_ON_RESUME,
+    TrainConfig,
+    current_names,
+    differing_options,
+)
 from pipesgd.errors import UserInputError
 from timing_model.schedules import ALL_REDUCES
 
@@ -191,7 +198,7 @@ from timing_model.schedules import ALL_REDUCES
         ),
         ("--segment-bytes 0", "segment-bytes must be at least 1; got 0"),
         ("--connections 0", "connections must be at least 1; got 0"),
-        ("--connections 17", "connections must be at most 16 to each rank, since every one is a socket; got 17"),
+        ("--connections 17", "connections must be at most 16, which each rank opens to every other; got 17"),
         (
             "--all-reduce native --connections 2",
             "connections and segment-bytes must be left out with --all-reduce native, torch's own",
@@ -362,6 +369,34 @@ def test_the_package_lists_its_commands(
     out, err = capsys.readouterr()
     assert stop.value.code == code
     assert said in (err if code else out)
+
+
+@pytest.mark.parametrize(
+    ("former", "current"),
+    [
+        ("--streams 2", "--connections 2"),
+        ("--streams=2", "--connections=2"),
+        ("--strategy ps-sync --server-placement own", "--strategy ps-sync --server-placement dedicated"),
+        ("--strategy ps-sync --server_placement=beside", "--strategy ps-sync --server-placement=colocated"),
+    ],
+)
+def test_former_names_work_and_say_what_they_are_called_now(
+    former: str, current: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert parse(former.split()) == parse(current.split())
+    line = capsys.readouterr().err
+    assert line.startswith("warning: --s")
+    assert line.endswith("; the former name works in this version only\n")
+    assert len(line.splitlines()) == 1
+    file = tmp_path / "former.toml"
+    file.write_text("streams = 3\n")
+    assert parse(["--config", str(file)]).pipeline.connections == 3
+
+
+def test_a_run_that_the_previous_version_recorded_has_current_names() -> None:
+    now = parse(["--strategy", "ps-sync", "--server-placement", "dedicated"]).options()
+    then = {"streams" if name == "connections" else name: value for name, value in now.items()}
+    assert current_names(then | {"server-placement": "own"}) == now
 
 
 def help_of(*arguments: str) -> str:

@@ -16,9 +16,9 @@ import pytest
 from experiments.quotes import QUOTE
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.config import TrainConfig
+from timing_model.arguments import Parser
 from timing_model.cli import COMMANDS
 from timing_model.cluster_profile import FORMAT
-from timing_model.words import Parser
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def _exchange(ranks: Ranks) -> tuple[list[Any], int]:
-    values = [ranks.exchange("a value", [ranks.rank, i, math.nan]) for i in range(20)]
+    values = [ranks.all_gather_object("a value", [ranks.rank, i, math.nan]) for i in range(20)]
     return values, sum(
         ranks.store.check([f"exchange of {ranks.world_size}/{n}/a value/{ranks.rank}"]) for n in range(1, 21)
     )
@@ -39,7 +39,7 @@ def _agree(ranks: Ranks, wrong: list[int]) -> tuple[str, bool] | int:
         return ranks.rank
 
     try:
-        return ranks.agree("x", attempt)
+        return ranks.raise_together("x", attempt)
     except UserInputError as error:
         return str(error), error.known_to_all
 
@@ -61,7 +61,7 @@ def _one_stays_away(ranks: Ranks) -> Any:
         return None
     begin = time.monotonic()
     try:
-        ranks.exchange("a value", 1)
+        ranks.all_gather_object("a value", 1)
     except DeadlineExceeded as error:
         return str(error), error.peer, time.monotonic() - begin
 
@@ -79,7 +79,7 @@ def _one_fails(ranks: Ranks) -> Any:
     if ranks.rank == 1:
         return ranks.report_and_wait("rank 1: the disk is full")
     try:
-        ranks.exchange("a value", 1)
+        ranks.all_gather_object("a value", 1)
     except CommunicationError as error:
         return str(error), error.peer, ranks.report_and_wait("rank 0: x")
 
@@ -113,19 +113,19 @@ def test_half_of_torchruns_variables_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_without_torchrun_there_is_one_rank() -> None:
     ranks = join()
     assert (ranks.rank, ranks.world_size, ranks.by_torchrun) == (0, 1, False)
-    assert ranks.exchange("a value", "x") == ["x"]
+    assert ranks.all_gather_object("a value", "x") == ["x"]
 
 
 def _first(ranks: Ranks) -> Any:
     first = ranks.first(2)
     assert first.first(2) is first
-    everybody = ranks.exchange("a value", first.exchange("a value", ranks.rank) if ranks.rank < 2 else None)
+    everybody = ranks.all_gather_object("a value", first.all_gather_object("a value", ranks.rank) if ranks.rank < 2 else None)
     if ranks.rank == 2:
         ranks.report("the third has failed")
         return None
     try:
         if ranks.rank == 0:
-            first.exchange("another value", 0)  # rank 1 does not come, as if its server had failed
+            first.all_gather_object("another value", 0)  # rank 1 does not come, as if its server had failed
     except CommunicationError as failure:
         return everybody, failure.peer, failure.reason
     return everybody

@@ -251,10 +251,10 @@ def _evaluate_with(ranks: Ranks, strategy: str, how: str) -> None:
     ), "predicted weights are others"
     for buffer in expected.buffers():
         if buffer.is_floating_point():
-            of_ranks = torch.tensor(ranks.exchange("buffer", buffer.tolist()))
+            of_ranks = torch.tensor(ranks.all_gather_object("buffer", buffer.tolist()))
             buffer.copy_({"average": of_ranks.mean(0), "rank-0": of_ranks[0], "own": of_ranks[ranks.rank]}[how])
     batches = evaluation_batches(dataset, batch_size=64, rank=ranks.rank, world_size=ranks.world_size, loader_workers=0)
-    parts = ranks.exchange("expected", sums(expected, batches, torch.device("cpu")))
+    parts = ranks.all_gather_object("expected", sums(expected, batches, torch.device("cpu")))
     found = evaluate(model, made, dataset, ranks, torch.device("cpu"), buffers=how)
     assert found.loss == pytest.approx(mean(parts).loss, rel=1e-6)
     assert found.accuracy == mean(parts).accuracy

@@ -6,7 +6,7 @@ import math
 
 from timing_model.choices import TIE, Choice
 from timing_model.cluster_profile import UNCOMPRESSED
-from timing_model.job import Question
+from timing_model.job import Job
 from timing_model.plan import Plan
 from timing_model.units import format_seconds
 
@@ -16,19 +16,19 @@ MANY = 100
 """Speedup from which on decimals say nothing."""
 
 
-def describe(question: Question) -> str:
+def describe(job: Job) -> str:
     """Describe a configuration in a few words.
 
     "pipelined, width 2, int8, ring, segments of 256 KiB"
     """
-    if question.strategy == "ps-sync":
+    if job.strategy == "ps-sync":
         return "ps-sync"
-    codec = "no codec" if question.codec == UNCOMPRESSED else question.codec
-    if question.strategy == "ddp":
+    codec = "no codec" if job.codec == UNCOMPRESSED else job.codec
+    if job.strategy == "ddp":
         return f"ddp, {codec}"
-    name = "D-Sync" if question.width == 1 else f"pipelined, width {question.width}"
-    segment = "" if question.segment_bytes == 1 << 20 else f", segments of {question.segment_bytes >> 10} KiB"
-    return f"{name}, {codec}, {question.all_reduce}{segment}"
+    name = "D-Sync" if job.width == 1 else f"pipelined, width {job.width}"
+    segment = "" if job.segment_bytes == 1 << 20 else f", segments of {job.segment_bytes >> 10} KiB"
+    return f"{name}, {codec}, {job.all_reduce}{segment}"
 
 
 def reason(choice: Choice) -> str:
@@ -53,35 +53,35 @@ def ratio(one: Choice, other: Choice) -> float:
     return 1.0 if one.score == 0 else math.inf
 
 
-def words_for_training(question: Question) -> str:
+def training_arguments(job: Job) -> str:
     """Return the options of ``pipesgd.train`` that run a configuration."""
-    if question.strategy == "ddp":
-        return "--strategy ddp" + ("" if question.codec == UNCOMPRESSED else f" --ddp-hook {question.codec}")
-    if question.strategy == "ps-sync":
-        return f"--strategy ps-sync --servers {question.servers}"
-    words = f"--width {question.width} --codec {question.codec} --all-reduce {question.all_reduce}"
-    return words + ("" if question.segment_bytes == 1 << 20 else f" --segment-bytes {question.segment_bytes}")
+    if job.strategy == "ddp":
+        return "--strategy ddp" + ("" if job.codec == UNCOMPRESSED else f" --ddp-hook {job.codec}")
+    if job.strategy == "ps-sync":
+        return f"--strategy ps-sync --servers {job.servers}"
+    words = f"--width {job.width} --codec {job.codec} --all-reduce {job.all_reduce}"
+    return words + ("" if job.segment_bytes == 1 << 20 else f" --segment-bytes {job.segment_bytes}")
 
 
 def _pipelining(plan: Plan) -> str | None:
     best, synchronous = plan.best, plan.synchronous
-    if best.question.width > 1:
+    if best.job.width > 1:
         if synchronous is None:
             return None
         times = ratio(synchronous, best)
-        against = f"the best synchronous configuration ({describe(synchronous.question)})"
+        against = f"the best synchronous configuration ({describe(synchronous.job)})"
         return f"The pipeline is {times:.2f} times as fast as {against}."
-    pipelined = next((one for one in plan.ranking if one.question.width > 1), None)
+    pipelined = next((one for one in plan.ranking if one.job.width > 1), None)
     if pipelined is None:
         return None
     gain = ratio(best, pipelined) - 1
     said = f"would gain {gain:.1%}, which is a tie" if gain >= 0 else f"takes {1 / (1 + gain) - 1:.1%} longer"
-    return f"This method will not help you here: a pipeline ({describe(pipelined.question)}) {said}."
+    return f"This method will not help you here: a pipeline ({describe(pipelined.job)}) {said}."
 
 
 def _wider(plan: Plan) -> str | None:
     """Warn that a width of 3 or more gains only with jitter, and only if it does not last."""
-    width = plan.best.question.width
+    width = plan.best.job.width
     if width < 3:
         return None
     return (
@@ -92,29 +92,29 @@ def _wider(plan: Plan) -> str | None:
 
 def _codec(plan: Plan) -> str | None:
     best, uncompressed = plan.best, plan.uncompressed
-    compressed = next((one for one in plan.ranking if one.question.codec != UNCOMPRESSED), None)
+    compressed = next((one for one in plan.ranking if one.job.codec != UNCOMPRESSED), None)
     if uncompressed is None:
         return None
-    if best.question.codec != UNCOMPRESSED:
+    if best.job.codec != UNCOMPRESSED:
         more = ratio(uncompressed, best)
         longer = "is a tie, and less simple" if more <= 1 + TIE else f"takes {more - 1:.1%} longer"
         longer = f"takes {more:.1f} times as long" if more >= 2 else longer
-        without = f"the best without a codec ({describe(uncompressed.question)}) {longer}"
-        return f"Use {best.question.codec}: {without}. It is lossy, which timing-model plan --accuracy-cost can weigh."
+        without = f"the best without a codec ({describe(uncompressed.job)}) {longer}"
+        return f"Use {best.job.codec}: {without}. It is lossy, which timing-model plan --accuracy-cost can weigh."
     if compressed is None:
         return "Use no codec: none of those searched could be faster."
     more = ratio(compressed, best) - 1
     if more > 0:
-        return f"Use no codec: with the best one ({compressed.question.codec}) it takes {more:.1%} longer."
+        return f"Use no codec: with the best one ({compressed.job.codec}) it takes {more:.1%} longer."
     gain = ratio(best, compressed) - 1
-    return f"Use no codec: the best one ({compressed.question.codec}) would gain {gain:.1%}, which is a tie."
+    return f"Use no codec: the best one ({compressed.job.codec}) would gain {gain:.1%}, which is a tie."
 
 
 def _servers(plan: Plan) -> str | None:
-    servers = next((one for one in plan.ranking if one.question.strategy == "ps-sync"), None)
+    servers = next((one for one in plan.ranking if one.job.strategy == "ps-sync"), None)
     if servers is None or servers is plan.best:
         return None
-    times, number = ratio(servers, plan.best), servers.question.servers
+    times, number = ratio(servers, plan.best), servers.job.servers
     shown = f"{times:,.0f}" if times >= MANY else f"{times:.2f}"
     against = "one parameter server" if number == 1 else f"{number} parameter servers"
-    return f"Against {against} for {servers.question.workers} workers, it is {shown} times as fast."
+    return f"Against {against} for {servers.job.workers} workers, it is {shown} times as fast."

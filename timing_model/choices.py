@@ -9,7 +9,7 @@ from timing_model.all_reduce import CollectiveTime
 from timing_model.checks import check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.iteration import IterationTime
-from timing_model.job import STRATEGIES, Question
+from timing_model.job import STRATEGIES, Job
 from timing_model.presets import CODECS
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
@@ -53,7 +53,7 @@ class Space:
                 check_count(name, number)
 
     @classmethod
-    def of(cls, base: Question) -> Space:
+    def of(cls, base: Job) -> Space:
         """Return the default space of a job: the all-reduces that were measured, or all of them on a cluster that is
         typed in; and, in the same way, the codecs that are ``ACCURATE``."""
         ranges, codecs = base.cluster.calibrated, all_codecs(base.cluster)
@@ -78,25 +78,25 @@ def all_codecs(cluster: Profile) -> tuple[str, ...]:
 class Choice:
     """A configuration and its times."""
 
-    question: Question
+    job: Job
     iteration: IterationTime
     collective: CollectiveTime
     score: float
     """Time of an iteration, in s, times the factor by which more iterations are needed (``accuracy_cost``)."""
 
 
-def simplicity(question: Question) -> tuple[float, ...]:
+def simplicity(job: Job) -> tuple[float, ...]:
     """Return a sort key, the simplest first: less staleness and less loss, then fewer differences from the defaults.
 
     Half the bits count as half a width more. Of codecs with equal bits the first of ``presets.CODECS`` is the simplest.
     """
     codecs = [UNCOMPRESSED, *CODECS]
-    bits = 32.0 if question.codec_profile is None else question.codec_profile.bits
+    bits = 32.0 if job.codec_profile is None else job.codec_profile.bits
     return (
-        round(question.width - 1 + math.log2(32 / bits) / 2, 1),
+        round(job.width - 1 + math.log2(32 / bits) / 2, 1),
         -bits,
-        codecs.index(question.codec) if question.codec in codecs else len(codecs),
-        SIMPLEST.index(question.strategy),
-        0 if question.all_reduce is None else ALL_REDUCES.index(question.all_reduce),
-        abs(math.log2(question.segment_bytes / SEGMENT_BYTES)),
+        codecs.index(job.codec) if job.codec in codecs else len(codecs),
+        SIMPLEST.index(job.strategy),
+        0 if job.all_reduce is None else ALL_REDUCES.index(job.all_reduce),
+        abs(math.log2(job.segment_bytes / SEGMENT_BYTES)),
     )

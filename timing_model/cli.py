@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from timing_model import __version__
-from timing_model.advice import advice, describe, reason, words_for_training
+from timing_model.advice import advice, describe, reason, training_arguments
+from timing_model.arguments import Parser, whole
 from timing_model.checks import check_one_of
 from timing_model.choices import (
     ACCURATE,
@@ -28,14 +29,13 @@ from timing_model.choices import (
 from timing_model.cluster_profile import Profile
 from timing_model.costs import costs_of, iteration_time
 from timing_model.job import STRATEGIES
-from timing_model.options import add_configuration, add_job, add_nodes, add_output, base_of, question_of
+from timing_model.options import add_configuration, add_job, add_nodes, add_output, base_of, job_of
 from timing_model.plan import plan
 from timing_model.plots import check_plot, plot_parts, save_plot
 from timing_model.predict import Answer, predict
 from timing_model.refit import fit, fit_text
 from timing_model.report import answer_text, job_line, plan_text
-from timing_model.simulate_job import plot_rehearsal, rehearse
-from timing_model.words import Parser, whole
+from timing_model.simulate_job import plot_simulated_job, simulate_job
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,11 +56,11 @@ timing-model COMMAND --help lists a command's options; timing-model --version sa
 PLOTTED_WIDTHS = (1, 2, 3, 4)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 2, after a line on stderr, if the arguments are wrong."""
-    words = sys.argv[1:] if words is None else words
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        text = _run(list(words))
+        text = _run(list(argv))
     except ValueError as error:
         field, _, rest = str(error).partition(" ")
         option = field.replace("_", "-") if re.fullmatch("[a-z_]+", field) else field  # or a field of a file
@@ -73,21 +73,21 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(words: list[str]) -> str:
-    if not words or words[0] in ("-h", "--help"):
+def _run(argv: list[str]) -> str:
+    if not argv or argv[0] in ("-h", "--help"):
         return HELP
-    if words == ["--version"]:
+    if argv == ["--version"]:
         return f"timing-model {__version__}"
-    check_one_of("command", words[0], list(COMMANDS))
-    add_options, answer = COMMANDS[words[0]]
+    check_one_of("command", argv[0], list(COMMANDS))
+    add_options, answer = COMMANDS[argv[0]]
     options = Parser(
-        prog=f"timing-model {words[0]}",
+        prog=f"timing-model {argv[0]}",
         description=answer.__doc__,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_options(options)
-    given = options.parse(words[1:])
+    given = options.parse(argv[1:])
     check_plot(given.plot)
     return answer(given)
 
@@ -99,8 +99,8 @@ def _add_predict(options: Parser) -> None:
 
 def _predict(given: Namespace) -> str:
     """Predict the time of an iteration, by parts, with an interval, and what limits it."""
-    question = question_of(given)
-    answer = predict(question, extrapolate=given.extrapolate)
+    job = job_of(given)
+    answer = predict(job, extrapolate=given.extrapolate)
     if given.plot:
         save_plot(given.plot, lambda axes: _plot_widths(answer, axes))
     return json.dumps(answer.as_json(), indent=1) if given.json else answer_text(answer)
@@ -108,11 +108,11 @@ def _predict(given: Namespace) -> str:
 
 def _plot_widths(answer: Answer, axes: Axes) -> Axes:
     """Plot the same job in other widths, if it is a pipeline."""
-    question = answer.question
-    widths = {*PLOTTED_WIDTHS, question.width} if question.strategy == "pipelined" else {1}
-    questions = [dataclasses.replace(question, width=width) for width in sorted(widths)]
-    iterations = [iteration_time(one, costs_of(one))[0] for one in questions]
-    return plot_parts([describe(one) for one in questions], iterations, axes, title=job_line(question))
+    job = answer.job
+    widths = {*PLOTTED_WIDTHS, job.width} if job.strategy == "pipelined" else {1}
+    jobs = [dataclasses.replace(job, width=width) for width in sorted(widths)]
+    iterations = [iteration_time(one, costs_of(one))[0] for one in jobs]
+    return plot_parts([describe(one) for one in jobs], iterations, axes, title=job_line(job))
 
 
 def _add_plan(options: Parser) -> None:
@@ -168,13 +168,13 @@ def _plan(given: Namespace) -> str:
     )
     if given.plot:
         shown = found.shown(given.top)
-        labels, iterations = [describe(one.question) for one in shown], [one.iteration for one in shown]
+        labels, iterations = [describe(one.job) for one in shown], [one.iteration for one in shown]
         save_plot(
             given.plot,
             lambda axes: plot_parts(labels, iterations, axes, title=job_line(base)),
             height=2 + 0.3 * len(shown),
         )
-    answer = predict(found.best.question, extrapolate=given.extrapolate)
+    answer = predict(found.best.job, extrapolate=given.extrapolate)
     if not given.json:
         return plan_text(found, answer, given.top)
     values = {
@@ -190,14 +190,14 @@ def _plan(given: Namespace) -> str:
 
 
 def _choice(choice: Choice) -> dict[str, object]:
-    question = choice.question
+    job = choice.job
     return {
-        **{name: getattr(question, name) for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes")},
+        **{name: getattr(job, name) for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes")},
         "iteration_seconds": choice.iteration._asdict(),
         "collective_seconds": choice.collective._asdict(),
         "score": choice.score,
         "reason": reason(choice),
-        "options": words_for_training(question),
+        "options": training_arguments(job),
     }
 
 
@@ -215,10 +215,10 @@ def _add_simulate(options: Parser) -> None:
 
 def _simulate(given: Namespace) -> str:
     """Simulate the same iterations one by one, with jitter and slow ranks (1000, or --iterations)."""
-    rehearsal = rehearse(question_of(given), seed=given.seed, extrapolate=given.extrapolate)
+    simulated = simulate_job(job_of(given), seed=given.seed, extrapolate=given.extrapolate)
     if given.plot:
-        save_plot(given.plot, lambda axes: plot_rehearsal(rehearsal.answer, axes, seed=given.seed))
-    return json.dumps(rehearsal.as_json(), indent=1) if given.json else rehearsal.text()
+        save_plot(given.plot, lambda axes: plot_simulated_job(simulated.answer, axes, seed=given.seed))
+    return json.dumps(simulated.as_json(), indent=1) if given.json else simulated.text()
 
 
 def _add_fit(options: Parser) -> None:

@@ -1,4 +1,4 @@
-"""Costs of a question's parts, and the iteration time that they give: the formula of each strategy."""
+"""Costs of a job's parts, and the iteration time that they give: the formula of each strategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from timing_model.iteration import (
     pipelined_iteration_time,
     server_iteration_time,
 )
-from timing_model.job import Question
+from timing_model.job import Job
 from timing_model.measured import LINK, CodecProfile, Estimate, LinkProfile
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, uncompressed
@@ -27,7 +27,7 @@ DEFAULT_SHARING = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of everything in one question."""
+    """Costs of everything in one job."""
 
     link: LinkParams
     inner: LinkParams | None
@@ -37,112 +37,110 @@ class Costs:
     sharing: float
 
 
-def costs_of(question: Question) -> Costs:
-    """Return the costs of everything in ``question``, from the values of its estimates."""
-    cluster, link = question.cluster, _link(question).params()
-    correction = correction_of(question)
+def costs_of(job: Job) -> Costs:
+    """Return the costs of everything in ``job``, from the values of its estimates."""
+    cluster, link = job.cluster, _link(job).params()
+    correction = correction_of(job)
     if correction is not None:
         link = link.times(correction[0])
-    profile = question.codec_profile
-    codec = uncompressed(0.0) if profile is None else profile.cost(question.codec, _message_values(question, profile))
+    profile = job.codec_profile
+    codec = uncompressed(0.0) if profile is None else profile.cost(job.codec, _message_values(job, profile))
     return Costs(
         link=link,
         inner=None if cluster.inner is None else cluster.inner.params(),
         codec=codec,
-        times=question.compute.times(question.width, question.all_reduce, question.codec),
+        times=job.compute.times(job.width, job.all_reduce, job.codec),
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
     )
 
 
-def iteration_time(question: Question, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
+def iteration_time(job: Job, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
     """Return the time of one iteration, and that of all its communication, hidden or not."""
-    if question.strategy == "ps-sync":
+    if job.strategy == "ps-sync":
         traffic = parameter_server_time(
             costs.link,
-            question.nbytes,
-            question.world_size,
-            servers=question.servers,
-            placement=question.placement,
+            job.nbytes,
+            job.world_size,
+            servers=job.servers,
+            placement=job.placement,
             sharing=costs.sharing,
         )
-        iteration = server_iteration_time(costs.times, traffic, world_size=question.workers, noise=question.noise)
+        iteration = server_iteration_time(costs.times, traffic, world_size=job.workers, noise=job.noise)
         return iteration, traffic
-    if question.strategy == "ddp":
-        cut = ddp_buckets([FLOAT_BYTES * numel for numel in question.compute.tensors])
-        buckets = [(share, collective_time(question, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
+    if job.strategy == "ddp":
+        cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
+        buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
         whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
-        noise = question.noise
-        return layerwise_iteration_time(costs.times, buckets, world_size=question.workers, noise=noise), whole
-    whole = collective_time(question, costs, question.compute.numel)
-    return pipelined_time(question, costs, whole), whole
+        noise = job.noise
+        return layerwise_iteration_time(costs.times, buckets, world_size=job.workers, noise=noise), whole
+    whole = collective_time(job, costs, job.compute.numel)
+    return pipelined_time(job, costs, whole), whole
 
 
-def pipelined_time(question: Question, costs: Costs, collective: CollectiveTime) -> IterationTime:
+def pipelined_time(job: Job, costs: Costs, collective: CollectiveTime) -> IterationTime:
     """Return the time of one iteration of the pipeline, given the time of its collective."""
-    return pipelined_iteration_time(
-        costs.times, collective, question.width, world_size=question.workers, noise=question.noise
-    )
+    return pipelined_iteration_time(costs.times, collective, job.width, world_size=job.workers, noise=job.noise)
 
 
-def collective_time(question: Question, costs: Costs, numel: float) -> CollectiveTime:
+def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
     """Return the time of one collective of ``numel`` values."""
-    codec = None if question.codec == UNCOMPRESSED else costs.codec
-    segment_bytes = question.segment_bytes
-    if question.gathered:
-        return gather_time(costs.link, numel, question.world_size, codec=costs.codec, segment_bytes=segment_bytes)
+    codec = None if job.codec == UNCOMPRESSED else costs.codec
+    segment_bytes = job.segment_bytes
+    if job.gathered:
+        return gather_time(costs.link, numel, job.world_size, codec=costs.codec, segment_bytes=segment_bytes)
     return all_reduce_time(
-        str(question.all_reduce),
+        str(job.all_reduce),
         costs.link,
         numel,
-        question.world_size,
+        job.world_size,
         codec=codec,
         segment_bytes=segment_bytes,
         inner=costs.inner,
-        ranks_per_node=question.ranks_per_node,
-        nics=question.nics,
+        ranks_per_node=job.ranks_per_node,
+        nics=job.nics,
     )
 
 
-def _link(question: Question) -> LinkProfile:
-    return question.cluster.link_of(question.measured_as)
+def _link(job: Job) -> LinkProfile:
+    return job.cluster.link_of(job.measured_as)
 
 
-def correction_of(question: Question) -> tuple[float, float] | None:
+def correction_of(job: Job) -> tuple[float, float] | None:
     """Return the factor on the formula's time of the collective, and the share by which it may be off; None if this
     all-reduce, or parameter server, was not measured among this many ranks."""
-    corrections = question.cluster.corrections_of(question.measured_as)
-    if corrections is None or question.gathered:
+    corrections = job.cluster.corrections_of(job.measured_as)
+    if corrections is None or job.gathered:
         return None
-    codec = question.codec_profile
-    nbytes = question.nbytes if codec is None else codec.bits / 8 * question.compute.numel
-    return corrections.at(question.world_size, nbytes)
+    codec = job.codec_profile
+    nbytes = job.nbytes if codec is None else codec.bits / 8 * job.compute.numel
+    return corrections.at(job.world_size, nbytes)
 
 
-def _message_values(question: Question, codec: CodecProfile) -> float:
+def _message_values(job: Job, codec: CodecProfile) -> float:
     """Return the number of values in each message of this job."""
-    values = float(question.compute.numel)
-    if question.all_reduce not in (None, "native") and not question.gathered:
-        chunk = values / chunks_of(question.all_reduce, question.world_size)
-        values = chunk / segments_of(chunk * codec.bits / 8, question.segment_bytes)
+    values = float(job.compute.numel)
+    if job.all_reduce not in (None, "native") and not job.gathered:
+        chunk = values / chunks_of(job.all_reduce, job.world_size)
+        values = chunk / segments_of(chunk * codec.bits / 8, job.segment_bytes)
     return values
 
 
-def estimates_of(question: Question) -> Iterator[tuple[str, dict[str, Estimate]]]:
+def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     """Yield the estimates that the answer depends on: the name of a part of ``Costs``, and estimates of its fields.
 
     Fields that come together are off together: a processor that is faster than it was is faster in all that it does.
     """
-    if correction_of(question) is None:  # otherwise its own error is known
-        yield from (("link", {name: getattr(_link(question), name)}) for name in LINK)
-    if question.cluster.inner is not None and question.all_reduce == "hierarchical":
-        yield from (("inner", {name: getattr(question.cluster.inner, name)}) for name in LINK)
-    codec = question.codec_profile
+    if correction_of(job) is None:  # otherwise its own error is known
+        yield from (("link", {name: getattr(_link(job), name)}) for name in LINK)
+    if job.cluster.inner is not None and job.all_reduce == "hierarchical":
+        yield from (("inner", {name: getattr(job.cluster.inner, name)}) for name in LINK)
+    codec = job.codec_profile
     if codec is not None:
-        rates = codec.rates_of(_message_values(question, codec))
+        rates = codec.rates_of(_message_values(job, codec))
         yield "codec", {one.name: getattr(rates, one.name) for one in dataclasses.fields(rates)}
         yield "codec", {"call": codec.call}
-    compute = question.compute
-    update = compute.update if question.width == 1 else compute.late_update
+    compute = job.compute
+    update = compute.update if job.width == 1 else compute.late_update
     yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
-    yield "times", {"compute_slowdown": compute.compute_slowdown_of(question.codec)}
-    yield "times", {"comm_slowdown": compute.comm_slowdown_of(question.all_reduce)}
+    yield "times", {"compute_slowdown": compute.compute_slowdown_of(job.codec)}
+    yield "times", {"comm_slowdown": compute.comm_slowdown_of(job.all_reduce)}

@@ -146,7 +146,7 @@ def steady_state_period(t_compute: float, t_comm: float, width: int, world_size:
     constants were fitted to the simulator with lognormal noise: p 1 to 512, cv 3 to 40 %, K 2 to 6, T_c 0.3 to 2.5 c.
     In this range it is off by 3.0 % at worst and 0.4 % on average; up to a cv of 10 %, by 1.5 % at worst. With normal
     noise of 20 % it was off by 3.3 % at worst, with one or two ranks that are always slow by 3.5 %. Beyond the fit, at
-    a cv of 60 %, it is off by 7 % at worst and 1.7 % on average; larger cvs are refused (``question.CHECKED_CV``).
+    a cv of 60 %, it is off by 7 % at worst and 1.7 % on average; larger cvs are refused (``job.CHECKED_CV``).
 
     It never falls as either time grows, and never grows with K. Raises ``ValueError`` if a number is out of range.
 

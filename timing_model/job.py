@@ -1,4 +1,4 @@
-"""Question to the model: a job on a cluster, and how far it is from the measurements there."""
+"""A job on a cluster, and how far it is from what was measured there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ sends to another node, so nothing changes; with other all-reduces all of them wo
 CHECKED_CV = 0.6
 """Largest cv of the computation for which ``jitter.steady_state_period`` was checked against the simulator."""
 REACH = 8.0
-"""Factor above or below the measured range up to which a question is extrapolated; further away it is outside."""
+"""Factor above or below the measured range up to which a job is extrapolated; further away it is outside."""
 LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
 """Most ranks, and most ranks of an all-reduce whose messages meet and so are simulated one by one."""
 MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
@@ -48,16 +48,16 @@ SUPPORTS = (GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
 
 
 class Support(NamedTuple):
-    """Distance of a question from what was measured."""
+    """Distance of a job from what was measured."""
 
     kind: str
     """Kind of support, one of ``SUPPORTS``."""
     reasons: tuple[str, ...]
-    """Reasons, in words, why the question is not interpolated; the worst first."""
+    """Reasons, in words, why the job is not interpolated; the worst first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Job:
     """A job: its computation, how gradients are reduced, and on how many ranks of which cluster."""
 
     cluster: Profile
@@ -241,21 +241,21 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
     return dataclasses.replace(near, batch_size=batch_size, **grown)
 
 
-def support_of(question: Question) -> Support:
-    """Return whether the question is within what was measured, near it, or outside.
+def support_of(job: Job) -> Support:
+    """Return whether the job is within what was measured, near it, or outside.
 
     Interpolated: world size and bytes are within what was measured, and all that has a name was measured. Extrapolated:
     numbers are up to ``REACH`` times beyond, or a world size was not measured where ranks share cores, or an all-reduce
     was not measured and has the ring's link, or the computation is as given. Outside: numbers are further beyond, or a
     codec or servers never ran, or the cv of the computation is above ``CHECKED_CV``.
     """
-    cluster, ranges = question.cluster, question.cluster.calibrated
+    cluster, ranges = job.cluster, job.cluster.calibrated
     reasons: list[tuple[str, str]] = []
-    if question.compute.cv > CHECKED_CV:
-        checked = f"cv {question.compute.cv:g}; the formulas were checked up to {CHECKED_CV:g}"
+    if job.compute.cv > CHECKED_CV:
+        checked = f"cv {job.compute.cv:g}; the formulas were checked up to {CHECKED_CV:g}"
         reasons.append((OUTSIDE, f"{checked} (timing-model simulate needs no formula)"))
     if not ranges.world_sizes:
-        if question.world_size > 1 and cluster.link.beta.value < 1 / FASTEST_CHECKED:
+        if job.world_size > 1 and cluster.link.beta.value < 1 / FASTEST_CHECKED:
             reasons.append((GIVEN, FAST))
         return Support(reasons[0][0] if reasons else GIVEN, tuple(reason for _, reason in reasons))
 
@@ -264,26 +264,26 @@ def support_of(question: Question) -> Support:
             near = low / REACH <= value <= high * REACH
             reasons.append((EXTRAPOLATED if near else OUTSIDE, f"{what}; measured: {measured}"))
 
-    if question.world_size > 1:
+    if job.world_size > 1:
         sizes = ", ".join(map(str, ranges.world_sizes))
-        what = f"{question.world_size} ranks"
-        beyond(question.world_size, min(ranges.world_sizes), max(ranges.world_sizes), what, sizes)
-        if ranges.ranks_per_core > 1 and not reasons and question.world_size not in ranges.world_sizes:
+        what = f"{job.world_size} ranks"
+        beyond(job.world_size, min(ranges.world_sizes), max(ranges.world_sizes), what, sizes)
+        if ranges.ranks_per_core > 1 and not reasons and job.world_size not in ranges.world_sizes:
             reasons.append((EXTRAPOLATED, f"{what} on shared cores; measured: {sizes}"))
         limits = ranges.smallest_bytes, ranges.largest_bytes
-        beyond(question.nbytes, *limits, f"a gradient of {question.nbytes} bytes", f"{limits[0]} to {limits[1]}")
-        if question.codec != UNCOMPRESSED and question.codec not in cluster.codecs:
-            reasons.append((OUTSIDE, f"codec {question.codec} was not measured; its costs are typical ones"))
-        if question.all_reduce is not None and question.all_reduce not in ranges.all_reduces:
-            own = "" if question.all_reduce in cluster.links else "; its link is taken to be the ring's"
-            reasons.append((EXTRAPOLATED, f"all-reduce {question.all_reduce} was not measured{own}"))
-        if question.strategy == "ps-sync" and cluster.sharing is None:
+        beyond(job.nbytes, *limits, f"a gradient of {job.nbytes} bytes", f"{limits[0]} to {limits[1]}")
+        if job.codec != UNCOMPRESSED and job.codec not in cluster.codecs:
+            reasons.append((OUTSIDE, f"codec {job.codec} was not measured; its costs are typical ones"))
+        if job.all_reduce is not None and job.all_reduce not in ranges.all_reduces:
+            own = "" if job.all_reduce in cluster.links else "; its link is taken to be the ring's"
+            reasons.append((EXTRAPOLATED, f"all-reduce {job.all_reduce} was not measured{own}"))
+        if job.strategy == "ps-sync" and cluster.sharing is None:
             reasons.append((OUTSIDE, "parameter servers were not measured"))
-    batches = [one.batch_size for one in cluster.compute if one.model == question.compute.model]
+    batches = [one.batch_size for one in cluster.compute if one.model == job.compute.model]
     if not batches:
         reasons.append((EXTRAPOLATED, "the computation is as given; it was not measured"))
-    elif question.compute.batch_size not in batches:
-        what = f"a batch of {question.compute.batch_size}"
-        beyond(question.compute.batch_size, min(batches), max(batches), what, ", ".join(map(str, sorted(batches))))
+    elif job.compute.batch_size not in batches:
+        what = f"a batch of {job.compute.batch_size}"
+        beyond(job.compute.batch_size, min(batches), max(batches), what, ", ".join(map(str, sorted(batches))))
     reasons.sort(key=lambda one: SUPPORTS.index(one[0]), reverse=True)
     return Support(reasons[0][0] if reasons else INTERPOLATED, tuple(reason for _, reason in reasons))

@@ -1,4 +1,4 @@
-"""Arguments of the ``timing-model`` command, and the question that they ask."""
+"""Arguments of the ``timing-model`` command, and the job that they describe."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 from argparse import Namespace
 from pathlib import Path
 
+from timing_model.arguments import Parser, number_of, quantity, whole
 from timing_model.checks import check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
-from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Question, compute_of
+from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, compute_of
 from timing_model.measured import MOST, Calibrated, ComputeProfile, LinkProfile
 from timing_model.presets import MODELS, NETWORKS, ethernet
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.units import parse_bandwidth, parse_count, parse_seconds
-from timing_model.words import Parser, number_of, quantity, whole
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
@@ -22,7 +22,7 @@ NOTHING = Calibrated(world_sizes=(), smallest_bytes=0, largest_bytes=0, residual
 
 
 def add_job(options: Parser) -> None:
-    """Add the options for cluster, model and job, which all questions have."""
+    """Add the options for cluster, model and job, which all commands have."""
     cluster = options.add_argument_group("cluster, as it was measured, or by hand")
     cluster.add_argument("--cluster", type=Path, metavar="FILE", help="profile that pipesgd.calibrate wrote")
     cluster.add_argument("--network", metavar="NAME", help=f"a typical one: {', '.join(NETWORKS)}")
@@ -34,19 +34,21 @@ def add_job(options: Parser) -> None:
         help="of each rank's link, headers included",
     )
     cluster.add_argument("--world-size", type=whole(), required=True, metavar="P", help="ranks")
-    job = options.add_argument_group("model and job")
-    job.add_argument("--model", metavar="NAME", help=f"one of the profile's; by hand, its size: {', '.join(MODELS)}")
-    job.add_argument("--parameters", type=quantity(parse_count, "parameters"), metavar="61.1M", help="by hand")
-    job.add_argument(
+    group = options.add_argument_group("model and job")
+    group.add_argument("--model", metavar="NAME", help=f"one of the profile's; by hand, its size: {', '.join(MODELS)}")
+    group.add_argument("--parameters", type=quantity(parse_count, "parameters"), metavar="61.1M", help="by hand")
+    group.add_argument(
         "--compute", type=quantity(parse_seconds, "compute"), metavar="0.3s", help="forward and backward, by hand"
     )
-    job.add_argument("--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="optimizer, by hand (0s)")
-    job.add_argument("--batch-size", type=whole(), metavar="B", help="of a rank")
-    job.add_argument("--samples", type=whole(), metavar="N", help="of the data set: an epoch")
-    job.add_argument("--epochs", type=whole(), metavar="N", help="of the job")
-    job.add_argument("--iterations", type=whole(), metavar="N", help="of the job, instead")
-    job.add_argument("--cv", type=number_of(0), help="spread of a rank's computation: standard deviation over mean")
-    job.add_argument("--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="factors of ranks always slow")
+    group.add_argument(
+        "--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="of the optimizer (0s)"
+    )
+    group.add_argument("--batch-size", type=whole(), metavar="B", help="of a rank")
+    group.add_argument("--samples", type=whole(), metavar="N", help="of the data set: an epoch")
+    group.add_argument("--epochs", type=whole(), metavar="N", help="of the job")
+    group.add_argument("--iterations", type=whole(), metavar="N", help="of the job, instead")
+    group.add_argument("--cv", type=number_of(0), help="spread of a rank's computation: standard deviation over mean")
+    group.add_argument("--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="factors of ranks always slow")
     options.add_argument("--extrapolate", action="store_true", help="also answer far from what was measured")
     add_output(options)
 
@@ -80,7 +82,7 @@ def add_nodes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--nics", type=whole(), default=1, metavar="R", help="of a node, for hierarchical (1)")
 
 
-def base_of(given: Namespace) -> Question:
+def base_of(given: Namespace) -> Job:
     """Return the job that the options of ``add_job`` name, at width 1 (D-Sync). Raises ``ValueError``."""
     for name in ("latency", "compute", "update"):
         if (getattr(given, name) or 0.0) > MOST:
@@ -88,7 +90,7 @@ def base_of(given: Namespace) -> Question:
     if given.bandwidth is not None and given.bandwidth < 1 / MOST:
         raise ValueError(f"bandwidth must be at least {1 / MOST:g} bytes a second; got {given.bandwidth:g}")
     cluster = _cluster(given)
-    return Question(
+    return Job(
         cluster=cluster,
         compute=_compute(given, cluster),
         world_size=given.world_size,
@@ -99,8 +101,8 @@ def base_of(given: Namespace) -> Question:
     )
 
 
-def question_of(given: Namespace) -> Question:
-    """Return the question that the options of ``add_job`` and ``add_configuration`` ask. Raises ``ValueError``."""
+def job_of(given: Namespace) -> Job:
+    """Return the job that the options of ``add_job`` and ``add_configuration`` describe. Raises ``ValueError``."""
     base = base_of(given)
     check_one_of("strategy", given.strategy, STRATEGIES)
     return dataclasses.replace(

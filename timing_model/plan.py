@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.costs import costs_of, iteration_time
-from timing_model.job import Question, support_of
+from timing_model.job import Job, support_of
 from timing_model.search import Search
 
 REFERENCES = ("ddp", "ps-sync")
@@ -37,7 +37,7 @@ class Plan:
         """Best configuration of each strategy, width and codec in the ranking."""
         first: dict[tuple[str, int, str], Choice] = {}
         for one in self.ranking:
-            first.setdefault((one.question.strategy, one.question.width, one.question.codec), one)
+            first.setdefault((one.job.strategy, one.job.width, one.job.codec), one)
         return tuple(first.values())
 
     @property
@@ -53,7 +53,7 @@ class Plan:
     def shown(self, top: int) -> tuple[Choice, ...]:
         """Return the simplest choice of each tie, at most ``top``, the best first, and those that people compare with:
         the best synchronous one, the best without a codec, ddp, and a parameter server."""
-        others = [next((one for one in self.ranking if one.question.strategy == name), None) for name in REFERENCES]
+        others = [next((one for one in self.ranking if one.job.strategy == name), None) for name in REFERENCES]
         references = [one for one in (self.best, self.synchronous, self.uncompressed, *others) if one is not None]
         simplest: dict[float, Choice] = {}
         for one in self.kinds:
@@ -63,7 +63,7 @@ class Plan:
 
 
 def plan(
-    base: Question,
+    base: Job,
     space: Space | None = None,
     *,
     accuracy_cost: Mapping[str, float] | None = None,
@@ -86,15 +86,15 @@ def plan(
     """
     space = space or Space.of(base)
     search = Search(base, space, accuracy_cost or {}, extrapolate)
-    for question in search.whole():
-        search.add(question, *iteration_time(question, costs_of(question)))
+    for job in search.whole():
+        search.add(job, *iteration_time(job, costs_of(job)))
     search.pairs()
     best = search.all.chosen
     if best is None:
         reasons = support_of(base).reasons or ("no all-reduce for any of the codecs",)
         raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")
     fastest = min(one.score for one in search.choices)
-    ranking = sorted(search.choices, key=lambda one: (_ties(one.score, fastest), simplicity(one.question)))
+    ranking = sorted(search.choices, key=lambda one: (_ties(one.score, fastest), simplicity(one.job)))
     return Plan(
         best=best,
         ranking=tuple(ranking),

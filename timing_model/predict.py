@@ -11,7 +11,7 @@ from timing_model.all_reduce import CollectiveTime
 from timing_model.costs import Costs, correction_of, costs_of, estimates_of, iteration_time
 from timing_model.iteration import IterationTime, job_time
 from timing_model.jitter import lasting_period
-from timing_model.job import OUTSIDE, Question, Support, support_of
+from timing_model.job import OUTSIDE, Job, Support, support_of
 
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
 LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER)
@@ -25,7 +25,7 @@ LEAST_GAIN = 0.05
 class Answer:
     """Predicted cost of a job. Times are in s."""
 
-    question: Question
+    job: Job
     iteration: IterationTime
     """Mean of an iteration in the steady state; its parts sum to the total."""
     low: float
@@ -42,7 +42,7 @@ class Answer:
     """Samples per second of all workers; None if the batch size is not known."""
     epoch: float | None
     """Time of an epoch; None if samples or batch size are not known."""
-    job: float | None
+    total: float | None
     """Time of the whole job; None if neither its iterations nor its epochs are given."""
     limit: str
     """The one of ``LIMITS`` with the largest gain, or ``BALANCE`` if none gains ``LEAST_GAIN``."""
@@ -52,99 +52,99 @@ class Answer:
 
     def as_json(self) -> dict[str, Any]:
         """Return the answer for programs; times are in s."""
-        question, iteration = self.question, self.iteration
+        job, iteration = self.job, self.iteration
         return {
             "iteration_seconds": iteration._asdict()
             | {"exposed": iteration.exposed, "low": self.low, "high": self.high, "lasting": self.lasting},
             "collective_seconds": self.collective._asdict(),
             "epoch_seconds": self.epoch,
-            "job_seconds": self.job,
+            "job_seconds": self.total,
             "samples_per_second": self.samples_per_second,
             "efficiency": self.efficiency,
             "limited_by": self.limit,
             "gains": self.gains,
             "support": self.support.kind,
             "reasons": list(self.support.reasons),
-            "question": {
-                field.name: getattr(question, field.name)
-                for field in dataclasses.fields(question)
+            "job": {
+                field.name: getattr(job, field.name)
+                for field in dataclasses.fields(job)
                 if field.name not in ("cluster", "compute")
             }
-            | {"model": question.compute.model, "batch_size": question.compute.batch_size or None}
-            | {"parameters": question.compute.numel},
+            | {"model": job.compute.model, "batch_size": job.compute.batch_size or None}
+            | {"parameters": job.compute.numel},
         }
 
 
-def predict(question: Question, *, extrapolate: bool = False) -> Answer:
-    """Answer the question.
+def predict(job: Job, *, extrapolate: bool = False) -> Answer:
+    """Predict what the job will cost.
 
     Raises:
-        ValueError: the question is outside of what was measured, and ``extrapolate`` is False.
+        ValueError: the job is outside of what was measured, and ``extrapolate`` is False.
     """
-    support = support_of(question)
+    support = support_of(job)
     refuse_outside(support, extrapolate)
-    costs = costs_of(question)
-    iteration, collective = iteration_time(question, costs)
-    below, above = _spread(question, costs, iteration.total)
-    gains = _gains(question, costs, iteration)
-    alone = costs_of(dataclasses.replace(question, width=1)).times.total
-    workers, batch_size = question.workers, question.compute.batch_size
-    per_epoch = question.iterations_per_epoch
-    iterations = question.job_iterations
-    in_flight = collective.total if question.width > 1 else 0.0
+    costs = costs_of(job)
+    iteration, collective = iteration_time(job, costs)
+    below, above = _spread(job, costs, iteration.total)
+    gains = _gains(job, costs, iteration)
+    alone = costs_of(dataclasses.replace(job, width=1)).times.total
+    workers, batch_size = job.workers, job.compute.batch_size
+    per_epoch = job.iterations_per_epoch
+    iterations = job.job_iterations
+    in_flight = collective.total if job.width > 1 else 0.0
     return Answer(
-        question=question,
+        job=job,
         iteration=iteration,
         low=max(0.0, iteration.total - below),
         high=iteration.total + above,
-        lasting=_lasting(question, costs, iteration, collective),
+        lasting=_lasting(job, costs, iteration, collective),
         collective=collective,
         support=support,
-        efficiency=workers / question.world_size * (alone / iteration.total if iteration.total > 0 else 1.0),
+        efficiency=workers / job.world_size * (alone / iteration.total if iteration.total > 0 else 1.0),
         samples_per_second=workers * batch_size / iteration.total if batch_size and iteration.total > 0 else None,
         epoch=None if per_epoch is None else per_epoch * iteration.total,
-        job=None if iterations is None else job_time(iteration, iterations, in_flight),
+        total=None if iterations is None else job_time(iteration, iterations, in_flight),
         limit=_limit(gains),
         gains=gains,
     )
 
 
 def refuse_outside(support: Support, extrapolate: bool) -> None:
-    """Raise ``ValueError`` if a question is outside of what was measured or checked, unless ``extrapolate`` is True."""
+    """Raise ``ValueError`` if a job is outside of what was measured or checked, unless ``extrapolate`` is True."""
     if support.kind == OUTSIDE and not extrapolate:
         raise ValueError(
             f"extrapolate must be asked for outside of what was measured or checked; got {support.reasons[0]}"
         )
 
 
-def _spread(question: Question, costs: Costs, total: float) -> tuple[float, float]:
+def _spread(job: Job, costs: Costs, total: float) -> tuple[float, float]:
     """Return how far, in s, the interval reaches below and above ``total``: the roots of the sums of squares over the
     residual and each group of estimates that come together, each moved to its ends alone."""
     below, above = 0.0, 0.0
 
     def add(changed: list[Costs]) -> None:
         nonlocal below, above
-        ends = [iteration_time(question, one)[0].total - total for one in changed]
+        ends = [iteration_time(job, one)[0].total - total for one in changed]
         below += min(0.0, *ends) ** 2
         above += max(0.0, *ends) ** 2
 
-    correction = correction_of(question)
-    error = correction[1] if correction else question.cluster.calibrated.residual_of(question.measured_as)
+    correction = correction_of(job)
+    error = correction[1] if correction else job.cluster.calibrated.residual_of(job.measured_as)
     add([dataclasses.replace(costs, link=costs.link.times(max(0.0, 1 + sign * error))) for sign in (-1, 1)])
-    for part, estimates in estimates_of(question):
+    for part, estimates in estimates_of(job):
         if any(one.low < one.high for one in estimates.values()):
             whole = getattr(costs, part)
             lows, highs = ({name: getattr(one, end) for name, one in estimates.items()} for end in ("low", "high"))
             ends = (dataclasses.replace(whole, **end) for end in (lows, highs))
             add([dataclasses.replace(costs, **{part: one}) for one in ends])
-    sharing = question.cluster.sharing
-    if question.strategy == "ps-sync" and correction is None:
+    sharing = job.cluster.sharing
+    if job.strategy == "ps-sync" and correction is None:
         low, high = (0.0, 1.0) if sharing is None else (sharing.low, sharing.high)
         add([dataclasses.replace(costs, sharing=end) for end in (low, high)])
     return math.sqrt(below), math.sqrt(above)
 
 
-def _gains(question: Question, costs: Costs, iteration: IterationTime) -> dict[str, float]:
+def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]:
     """Return the factors by which an iteration is faster with half of each limit, and without any jitter.
 
     Jitter and slow ranks are shares of the computation: halving the computation halves them, too, and would always gain
@@ -163,16 +163,16 @@ def _gains(question: Question, costs: Costs, iteration: IterationTime) -> dict[s
             costs, codec=half(costs.codec, "encode", "decode", "add", "hop", "call"), link=half(link, "gamma")
         ),
     }
-    times = {name: iteration_time(question, one)[0].total for name, one in changed.items()}
+    times = {name: iteration_time(job, one)[0].total for name, one in changed.items()}
     times[JITTER] = iteration.total - iteration.jitter
     return {name: iteration.total / time if time > 0 else 1.0 for name, time in times.items()}
 
 
-def _lasting(question: Question, costs: Costs, iteration: IterationTime, collective: CollectiveTime) -> float:
-    if question.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
+def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: CollectiveTime) -> float:
+    if job.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
         return iteration.total
-    t_compute, t_comm = costs.times.at_width(question.width, collective.total)
-    return max(iteration.total, lasting_period(t_compute, t_comm, question.width, question.workers, question.noise))
+    t_compute, t_comm = costs.times.at_width(job.width, collective.total)
+    return max(iteration.total, lasting_period(t_compute, t_comm, job.width, job.workers, job.noise))
 
 
 def _limit(gains: dict[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Networks and models by name, for questions that are asked without a cluster at hand."""
+"""Networks and models by name, for jobs that are described without a measured cluster."""
 
 from __future__ import annotations
 

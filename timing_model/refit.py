@@ -14,7 +14,7 @@ import numpy as np
 from timing_model.checks import check_one_of
 from timing_model.cluster_profile import RING, Profile
 from timing_model.costs import Costs, collective_time, costs_of, iteration_time
-from timing_model.job import WITH_BATCH, Question
+from timing_model.job import WITH_BATCH, Job
 from timing_model.measured import Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.report import table
 from timing_model.run_logs import Run, read_run
@@ -126,9 +126,9 @@ def _has(profile: Profile, model: str, batch_size: int) -> bool:
     return any((one.model, one.batch_size) == (model, batch_size) for one in profile.compute)
 
 
-def _question(profile: Profile, run: Run) -> Question:
+def _question(profile: Profile, run: Run) -> Job:
     compute = next(one for one in profile.compute if (one.model, one.batch_size) == (run.model, run.batch_size))
-    return Question(
+    return Job(
         cluster=profile,
         compute=compute,
         world_size=run.world_size,
@@ -140,8 +140,8 @@ def _question(profile: Profile, run: Run) -> Question:
 
 
 def _iteration(profile: Profile, run: Run) -> float:
-    question = _question(profile, run)
-    return iteration_time(question, costs_of(question))[0].total
+    job = _question(profile, run)
+    return iteration_time(job, costs_of(job))[0].total
 
 
 def _computes(profile: Profile, runs: Sequence[Run]) -> tuple[ComputeProfile, ...]:
@@ -193,17 +193,17 @@ def _scaled(compute: ComputeProfile, runs: Sequence[Run]) -> ComputeProfile:
 
 
 def _fitted_link(profile: Profile, link: LinkProfile, runs: Sequence[Run]) -> LinkProfile:
-    asked = [(question, costs_of(question)) for question in (_question(profile, run) for run in runs)]
+    asked = [(job, costs_of(job)) for job in (_question(profile, run) for run in runs)]
     measured = np.log([run.communication for run in runs])
 
     def errors(logs: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the errors of the runs' collectives, and of the factors, in standard deviations."""
         times = [
             costs.times.at_width(
-                question.width,
-                collective_time(question, _with_factors(costs, logs.tolist()), question.compute.numel).total,
+                job.width,
+                collective_time(job, _with_factors(costs, logs.tolist()), job.compute.numel).total,
             )[1]
-            for question, costs in asked
+            for job, costs in asked
         ]
         return np.concatenate([(np.log(times) - measured) / NOISE, logs / PRIOR])
 

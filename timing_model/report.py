@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from timing_model.advice import advice, describe, ratio, reason, words_for_training
+from timing_model.advice import advice, describe, ratio, reason, training_arguments
 from timing_model.choices import TIE, Choice
-from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Question, Support
+from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Job, Support
 from timing_model.plan import Plan
 from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
 from timing_model.units import format_bandwidth, format_bytes, format_count, format_seconds
@@ -45,23 +45,23 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
     ]
 
 
-def job_line(question: Question) -> str:
+def job_line(job: Job) -> str:
     """Return a line that describes the cluster and the model."""
-    compute, link = question.compute, question.cluster.link
+    compute, link = job.compute, job.cluster.link
     batch = f", batch of {compute.batch_size} a rank" if compute.batch_size else ""
     rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
     model = "a model" if compute.model == "given" else compute.model
-    ranks = "1 rank" if question.world_size == 1 else f"{question.world_size} ranks"
+    ranks = "1 rank" if job.world_size == 1 else f"{job.world_size} ranks"
     return (
-        f"{model} of {format_count(compute.numel)} parameters ({format_bytes(question.nbytes)}){batch}, "
+        f"{model} of {format_count(compute.numel)} parameters ({format_bytes(job.nbytes)}){batch}, "
         f"on {ranks}: {rate}, {format_seconds(link.alpha.value)} latency"
     )
 
 
 def answer_text(answer: Answer) -> str:
     """Return the answer as text for people."""
-    iteration, question = answer.iteration, answer.question
-    lines = [job_line(question), describe(question), ""]
+    iteration, job = answer.iteration, answer.job
+    lines = [job_line(job), describe(job), ""]
     whole = f"{format_seconds(iteration.total)}"
     if answer.low < answer.high:
         whole += f"   (90 % between {format_seconds(answer.low)} and {format_seconds(answer.high)})"
@@ -78,11 +78,11 @@ def answer_text(answer: Answer) -> str:
         facts.append(("samples a second", f"{answer.samples_per_second:,.0f}"))
     if answer.lasting > iteration.total * (1 + SHOWN):
         facts.append(("an iteration, if slow phases of a rank last", format_seconds(answer.lasting)))
-    facts.append(("scaling efficiency", f"{answer.efficiency:.1%} of {question.world_size} times one rank"))
+    facts.append(("scaling efficiency", f"{answer.efficiency:.1%} of {job.world_size} times one rank"))
     if answer.epoch is not None:
         facts.append(("an epoch", format_seconds(answer.epoch)))
-    if answer.job is not None:
-        facts.append(("the whole job", format_seconds(answer.job)))
+    if answer.total is not None:
+        facts.append(("the whole job", format_seconds(answer.total)))
     facts.append(("limited by", LIMIT_WORDS[answer.limit]))
     facts += [(words, f"{answer.gains[name]:.2f} times as fast as now") for name, words in CHANGES.items()]
     return "\n".join([*lines, *table(facts), "", *support_lines(answer.support)])
@@ -109,20 +109,20 @@ def plan_text(plan: Plan, answer: Answer, top: int) -> str:
     """Return the plan as text for people."""
     best = plan.best
     considered = f"{plan.considered:,} configurations searched, {len(plan.ranking):,} of them computed to the end"
-    lines = [job_line(best.question), considered, ""]
+    lines = [job_line(best.job), considered, ""]
     rows = [("", "configuration", "iteration", "", "why")]
     for one in plan.shown(top):
         mark = "*" if one is best else ""
         slower = "" if one is best else "tie" if one in plan.tied else compared(one, best)
-        rows.append((mark, describe(one.question), format_seconds(one.iteration.total), slower, reason(one)))
+        rows.append((mark, describe(one.job), format_seconds(one.iteration.total), slower, reason(one)))
     lines += [*table(rows, right=(2, 3)), ""]
     if plan.tied:
-        named = [describe(one.question) for one in plan.tied]
+        named = [describe(one.job) for one in plan.tied]
         more = f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
         lines += [f"As fast, within {TIE:.0%}, but less simple: {'; '.join(named[:NAMED])}{more}."]
-    lines += [f"Choose {describe(best.question)}: {words_for_training(best.question)}"]
+    lines += [f"Choose {describe(best.job)}: {training_arguments(best.job)}"]
     if answer.low < answer.high:
         lines += [f"An iteration will take {format_seconds(answer.low)} to {format_seconds(answer.high)} (90 %)."]
-    if answer.job is not None:
-        lines += [f"The whole job will take {format_seconds(answer.job)}."]
+    if answer.total is not None:
+        lines += [f"The whole job will take {format_seconds(answer.total)}."]
     return "\n".join([*lines, *advice(plan), "", *support_lines(answer.support)])

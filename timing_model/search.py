@@ -13,7 +13,7 @@ from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import collective_time, costs_of, pipelined_time
 from timing_model.iteration import IterationTime
-from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Question, support_of
+from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
 from timing_model.lower_bound import least_collective_time
 from timing_model.schedules import SEGMENT_BYTES, segments_of
 
@@ -22,14 +22,14 @@ LARGEST_MEETING = 32
 it sends about twice the bytes, so others are faster."""
 
 
-def _has_codec(codec: str) -> Callable[[Question], bool]:
-    return lambda question: question.codec == codec
+def _has_codec(codec: str) -> Callable[[Job], bool]:
+    return lambda job: job.codec == codec
 
 
 class Group:
     """Group of choices, of which the simplest of the fastest is chosen."""
 
-    def __init__(self, belongs: Callable[[Question], bool]):
+    def __init__(self, belongs: Callable[[Job], bool]):
         self._belongs = belongs
         self._fast: list[tuple[tuple[float, ...], Choice]] = []
         """Choices in a tie with the fastest one, each with its simplicity."""
@@ -40,22 +40,22 @@ class Group:
         return min(self._fast, key=lambda one: one[0])[1] if self._fast else None
 
     def add(self, choice: Choice) -> None:
-        if self._belongs(choice.question) and choice.score <= self._fastest * (1 + TIE):
+        if self._belongs(choice.job) and choice.score <= self._fastest * (1 + TIE):
             self._fastest = min(self._fastest, choice.score)
-            self._fast.append((simplicity(choice.question), choice))
+            self._fast.append((simplicity(choice.job), choice))
             self._fast = [one for one in self._fast if one[1].score <= self._fastest * (1 + TIE)]
 
-    def could_choose(self, question: Question, floor: float) -> bool:
-        """Return True if a configuration like ``question`` that takes at least ``floor`` could change the choice."""
-        if not self._belongs(question) or floor > self._fastest * (1 + TIE):
+    def could_choose(self, job: Job, floor: float) -> bool:
+        """Return True if a configuration like ``job`` that takes at least ``floor`` could change the choice."""
+        if not self._belongs(job) or floor > self._fastest * (1 + TIE):
             return False
-        return floor < self._fastest or simplicity(question) < min(key for key, _ in self._fast)
+        return floor < self._fastest or simplicity(job) < min(key for key, _ in self._fast)
 
 
 class Search:
     """A search in progress."""
 
-    def __init__(self, base: Question, space: Space, accuracy_cost: Mapping[str, float], extrapolate: bool):
+    def __init__(self, base: Job, space: Space, accuracy_cost: Mapping[str, float], extrapolate: bool):
         self._base = dataclasses.replace(base, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring")
         self._space = space
         self._cost = accuracy_cost
@@ -66,24 +66,24 @@ class Search:
         for codec in space.codecs:
             dataclasses.replace(self._base, codec=codec)  # refuses an unknown codec
         usual = [codec for codec in space.codecs if codec in NATIVE_CODECS] or space.codecs
-        self.all = Group(lambda question: True)
-        self.synchronous = Group(lambda question: question.width == 1 and question.codec in usual)
-        self.uncompressed = Group(lambda question: question.codec == UNCOMPRESSED)
+        self.all = Group(lambda job: True)
+        self.synchronous = Group(lambda job: job.width == 1 and job.codec in usual)
+        self.uncompressed = Group(lambda job: job.codec == UNCOMPRESSED)
         self._groups = [self.all, self.synchronous, self.uncompressed]
         # These groups make the ranking compare codecs.
         self._groups += [Group(_has_codec(codec)) for codec in space.codecs]
         self.choices: list[Choice] = []
         self.considered = 0
 
-    def whole(self) -> Iterator[Question]:
+    def whole(self) -> Iterator[Job]:
         """Yield the configurations without width and segments."""
         for strategy in self._space.strategies:
             if strategy != "pipelined":
                 for codec in self._space.codecs if strategy == "ddp" else (UNCOMPRESSED,):
-                    question = self._working(strategy=strategy, codec=codec, all_reduce=OWN_ALL_REDUCE[strategy])
-                    if question is not None:
+                    job = self._working(strategy=strategy, codec=codec, all_reduce=OWN_ALL_REDUCE[strategy])
+                    if job is not None:
                         self.considered += 1
-                        yield question
+                        yield job
 
     def pairs(self) -> None:
         """Look at pairs of codec and all-reduce as long as one could change what is chosen."""
@@ -100,68 +100,68 @@ class Search:
             chosen = next((number for number, floors in enumerate(pending) if self._could_choose(floors)), None)
             if chosen is None:
                 return
-            self._look_at([question for question, _ in pending.pop(chosen)])
+            self._look_at([job for job, _ in pending.pop(chosen)])
 
-    def add(self, question: Question, iteration: IterationTime, collective: CollectiveTime) -> None:
+    def add(self, job: Job, iteration: IterationTime, collective: CollectiveTime) -> None:
         """Keep a configuration and its times."""
-        score = iteration.total * self._more_iterations(question)
-        choice = Choice(question=question, iteration=iteration, collective=collective, score=score)
+        score = iteration.total * self._more_iterations(job)
+        choice = Choice(job=job, iteration=iteration, collective=collective, score=score)
         self.choices.append(choice)
         for group in self._groups:
             group.add(choice)
 
-    def _working(self, **options: str | None) -> Question | None:
+    def _working(self, **options: str | None) -> Job | None:
         """Return the job with these options; None if they do not go together or are too far from what was measured."""
         try:
-            question = dataclasses.replace(self._base, **options)  # type: ignore[arg-type]  # each option is a str
+            job = dataclasses.replace(self._base, **options)  # type: ignore[arg-type]  # each option is a str
         except ValueError:  # such as int8 with torch's own all-reduce, which is no configuration
             return None
-        if question.all_reduce == "hierarchical" and question.ranks_per_node == 1:
+        if job.all_reduce == "hierarchical" and job.ranks_per_node == 1:
             return None  # it would be a ring
-        if question.meets and question.world_size > LARGEST_MEETING:
+        if job.meets and job.world_size > LARGEST_MEETING:
             return None
-        return question if self._extrapolate or support_of(question).kind != OUTSIDE else None
+        return job if self._extrapolate or support_of(job).kind != OUTSIDE else None
 
-    def _segments(self, pair: Question) -> tuple[int, ...]:
+    def _segments(self, pair: Job) -> tuple[int, ...]:
         if pair.all_reduce == "native":
             return (SEGMENT_BYTES,)
         return tuple(one for one in self._space.segments if one >= pair.least_segment_bytes)
 
-    def _with_floors(self, pair: Question) -> list[tuple[Question, float]]:
+    def _with_floors(self, pair: Job) -> list[tuple[Job, float]]:
         """Return the pair in each width, with a lower bound on its score."""
         floors = []
         for width in self._space.widths:
-            question = dataclasses.replace(pair, width=width)
-            costs = costs_of(question)
-            least = least_collective_time(question, costs)
-            total = pipelined_time(question, costs, CollectiveTime(least, least, 0.0)).total
-            floors.append((question, total * self._more_iterations(question)))
+            job = dataclasses.replace(pair, width=width)
+            costs = costs_of(job)
+            least = least_collective_time(job, costs)
+            total = pipelined_time(job, costs, CollectiveTime(least, least, 0.0)).total
+            floors.append((job, total * self._more_iterations(job)))
         return floors
 
-    def _could_choose(self, floors: list[tuple[Question, float]]) -> bool:
-        return any(group.could_choose(question, floor) for question, floor in floors for group in self._groups)
+    def _could_choose(self, floors: list[tuple[Job, float]]) -> bool:
+        return any(group.could_choose(job, floor) for job, floor in floors for group in self._groups)
 
-    def _look_at(self, questions: list[Question]) -> None:
+    def _look_at(self, jobs: list[Job]) -> None:
         """Find the best segment size, and add every width with it."""
-        pair = questions[0]
+        pair = jobs[0]
         enough = least_collective_time(pair, costs_of(pair)) * (1 + TIE / 2)
         times: dict[int, tuple[CollectiveTime, int]] = {}
         for segment in sorted(self._segments(pair), key=lambda one: abs(math.log2(one / SEGMENT_BYTES))):
-            question = dataclasses.replace(pair, segment_bytes=segment)
-            costs = costs_of(question)
+            job = dataclasses.replace(pair, segment_bytes=segment)
+            costs = costs_of(job)
             chunk = costs.codec.wire_bytes(pair.compute.numel / chunks_of(str(pair.all_reduce), pair.world_size))
             cut = segments_of(chunk, segment)
             if cut not in times:  # segments larger than a chunk are all the same
-                times[cut] = collective_time(question, costs, pair.compute.numel), segment
+                times[cut] = collective_time(job, costs, pair.compute.numel), segment
                 if times[cut][0].total <= enough:
                     break
         fastest = min(collective.total for collective, _ in times.values())
         # The first ones are nearest to the default.
         collective, segment = next(one for one in times.values() if one[0].total <= fastest * (1 + TIE / 2))
-        for one in questions:
-            question = dataclasses.replace(one, segment_bytes=segment)
-            self.add(question, pipelined_time(question, costs_of(question), collective), collective)
+        for one in jobs:
+            job = dataclasses.replace(one, segment_bytes=segment)
+            self.add(job, pipelined_time(job, costs_of(job), collective), collective)
 
-    def _more_iterations(self, question: Question) -> float:
-        late = self._cost.get("width", 0.0) * (question.width - 1)
-        return 1 + late + self._cost.get(question.codec, 0.0)
+    def _more_iterations(self, job: Job) -> float:
+        late = self._cost.get("width", 0.0) * (job.width - 1)
+        return 1 + late + self._cost.get(job.codec, 0.0)

@@ -1,4 +1,4 @@
-"""Simulation of a question's iterations one by one: the mean, which the closed formulas predict, and its spread."""
+"""Simulation of a job's iterations one by one: the mean, which the closed formulas predict, and its spread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from timing_model.advice import describe
 from timing_model.costs import costs_of
-from timing_model.job import Question, support_of
+from timing_model.job import Job, support_of
 from timing_model.plots import plot_timeline
 from timing_model.predict import Answer, predict, refuse_outside
 from timing_model.report import job_line, support_lines, table
@@ -31,7 +31,7 @@ DRAWN_RANKS, DRAWN_ITERATIONS = 6, 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsal:
+class SimulatedJob:
     """Result of simulating the iterations. Times are in s."""
 
     answer: Answer
@@ -52,8 +52,8 @@ class Rehearsal:
 
     def text(self) -> str:
         """Return the result as text for people."""
-        question, predicted = self.answer.question, self.answer.iteration.total
-        noise = question.noise
+        job, predicted = self.answer.job, self.answer.iteration.total
+        noise = job.noise
         slow = f", ranks always slow: {', '.join(f'{one:g}x' for one in noise.slow_ranks)}" if noise.slow_ranks else ""
         off = f"  ({predicted / self.period - 1:+.1%})" if self.period > 0 else ""
         rows = [
@@ -65,36 +65,36 @@ class Rehearsal:
             (f"all {self.iterations:,} iterations", format_seconds(self.job)),
         ]
         jitter = f"jitter: cv {noise.cv:.1%} {noise.distribution}{slow}"
-        head = [job_line(question), describe(question), jitter, ""]
+        head = [job_line(job), describe(job), jitter, ""]
         return "\n".join([*head, *table(rows), "", *support_lines(self.answer.support)])
 
 
-def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) -> Rehearsal:
+def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> SimulatedJob:
     """Simulate the job's iterations, 1000 if it does not say how many.
 
     Raises ``ValueError`` as ``predict`` does, for ddp, and if the simulation would take too long.
     """
-    if question.strategy == "ddp":
+    if job.strategy == "ddp":
         raise ValueError("strategy must be pipelined or ps-sync to be simulated; got ddp")
-    calm = dataclasses.replace(question, compute=dataclasses.replace(question.compute, cv=0.0))
+    calm = dataclasses.replace(job, compute=dataclasses.replace(job.compute, cv=0.0))
     refuse_outside(support_of(calm), extrapolate)  # the simulation needs none of the formulas that cv limits
-    answer = predict(question, extrapolate=True)
-    iterations = question.job_iterations or ITERATIONS
-    if iterations * question.world_size > MOST_DRAWS:
-        most = MOST_DRAWS // question.world_size
+    answer = predict(job, extrapolate=True)
+    iterations = job.job_iterations or ITERATIONS
+    if iterations * job.world_size > MOST_DRAWS:
+        most = MOST_DRAWS // job.world_size
         raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
-    t_compute, t_comm = costs_of(question).times.at_width(question.width, answer.collective.total)
+    t_compute, t_comm = costs_of(job).times.at_width(job.width, answer.collective.total)
     simulation = simulate_iterations(
         t_compute=t_compute,
         t_comm=t_comm,
-        width=question.width,
-        world_size=question.workers,
+        width=job.width,
+        world_size=job.workers,
         iterations=iterations,
-        noise=question.noise,
+        noise=job.noise,
         seed=seed,
     )
     each = simulation.each
-    return Rehearsal(
+    return SimulatedJob(
         answer=answer,
         iterations=iterations,
         period=simulation.period,
@@ -105,30 +105,30 @@ def rehearse(question: Question, *, seed: int = 0, extrapolate: bool = False) ->
     )
 
 
-def median_share(question: Question) -> float:
+def median_share(job: Job) -> float:
     """Return the median of an iteration over its mean, as simulated: people measure the median of a run."""
-    if question.noise.cv == 0:
+    if job.noise.cv == 0:
         return 1.0
-    rehearsal = rehearse(dataclasses.replace(question, iterations=MEDIAN_ITERATIONS, epochs=None), extrapolate=True)
-    return rehearsal.median / rehearsal.period if rehearsal.period > 0 else 1.0
+    simulated = simulate_job(dataclasses.replace(job, iterations=MEDIAN_ITERATIONS, epochs=None), extrapolate=True)
+    return simulated.median / simulated.period if simulated.period > 0 else 1.0
 
 
-def plot_rehearsal(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
+def plot_simulated_job(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
     """Plot who computes and who communicates in the first iterations, for a few ranks."""
-    question = answer.question
-    ranks = min(question.workers, DRAWN_RANKS)
-    noise = dataclasses.replace(question.noise, slow_ranks=question.noise.slow_ranks[:ranks])
-    servers = question.strategy == "ps-sync"
+    job = answer.job
+    ranks = min(job.workers, DRAWN_RANKS)
+    noise = dataclasses.replace(job.noise, slow_ranks=job.noise.slow_ranks[:ranks])
+    servers = job.strategy == "ps-sync"
     t_comm = answer.collective.total / (2 * ranks if servers else 1)
     spans = timeline(
         "parameter-server" if servers else "pipelined",
-        costs_of(question).times,
+        costs_of(job).times,
         t_comm,
         world_size=ranks,
         iterations=DRAWN_ITERATIONS,
-        width=question.width,
+        width=job.width,
         noise=noise,
         seed=seed,
     )
-    title = describe(question) + ("" if ranks == question.workers else f": {ranks} of {question.workers} ranks")
+    title = describe(job) + ("" if ranks == job.workers else f": {ranks} of {job.workers} ranks")
     return plot_timeline(spans, axes, title=title)

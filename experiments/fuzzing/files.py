@@ -55,7 +55,7 @@ PROFILE_NUMBERS = (
     *("0", "-1", "nan", "inf", "1e300", "1e9", "1e-300", "1e-12", "5e-324", "0.5", "1", "2", "1000"),
     *("9" * 30, "9007199254740992", "true", '"x"', "[]", "1e400"),
 )
-QUESTIONS = (
+JOBS = (
     ["predict", "--world-size", "4"],
     ["predict", "--world-size", "4", "--width", "2", "--codec", "int8", "--epochs", "3"],
     ["predict", "--world-size", "3", "--strategy", "ps-sync"],
@@ -111,7 +111,7 @@ def whole_profile(folder: Path) -> str:
 
 
 def make_profile(chance: random.Random, folder: Path) -> tuple[Path, list[str]]:
-    """A damaged cluster.toml, and a question to ask of it."""
+    """A damaged cluster.toml, and a job to predict with it."""
     text = whole_profile(folder)
     way = chance.random()
     if way < 0.4:  # an extreme cluster whose intervals are whole
@@ -126,7 +126,7 @@ def make_profile(chance: random.Random, folder: Path) -> tuple[Path, list[str]]:
         text = damaged_text(chance, text, '"[]{}\0\x9f=\n9.#-')
     path = folder / "cluster.toml"
     path.write_bytes(text.encode("utf-8", errors="surrogateescape"))
-    words = [*chance.choice(QUESTIONS), "--json", "--cluster", str(path), "--model", "mlp", "--extrapolate"]
+    words = [*chance.choice(JOBS), "--json", "--cluster", str(path), "--model", "mlp", "--extrapolate"]
     return path, words
 
 

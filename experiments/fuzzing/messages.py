@@ -44,9 +44,9 @@ def try_store_value(case: tuple[str, bytes], folder: Path) -> str | None:
     ranks.timeout = 5.0
     store.set(f"exchange of 2/1/{names.get(attempt, attempt)}/1", value)  # type: ignore[arg-type]  # torch takes bytes, too
     if attempt == "exchange":
-        ranks.exchange(attempt, [1, 2.5])
+        ranks.all_gather_object(attempt, [1, 2.5])
     elif attempt == "agree":
-        ranks.agree(attempt, lambda: None)
+        ranks.raise_together(attempt, lambda: None)
     elif attempt == "options":
         check_same_options(ranks, dict(OPTIONS), free=frozenset())
     else:

@@ -132,10 +132,10 @@ class Training:
 
     def lap(self, seconds: float) -> None:
         """Train in each way, for about this many seconds together, and keep the times."""
-        self._ranks.exchange("computation", None)  # all begin together
+        self._ranks.all_gather_object("computation", None)  # all begin together
         share = seconds / len(self._strategies)
         asked = [min(share / pace, MOST_ITERATIONS) if pace else 0.0 for pace in self._paces]
-        agreed = np.min(self._ranks.exchange("iterations of a lap", asked), axis=0)
+        agreed = np.min(self._ranks.all_gather_object("iterations of a lap", asked), axis=0)
         for number, strategy in enumerate(self._strategies):
             begin = time.perf_counter()
             untimed = strategy.width + UNTIMED

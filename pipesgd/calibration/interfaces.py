@@ -37,7 +37,7 @@ class Interface:
 def interfaces_of(ranks: Ranks) -> list[Interface]:
     """Return every rank's interface. Collective."""
     own = Interface(address=network_address(), speeds=_speeds())
-    return [Interface(**one) for one in ranks.exchange("network interface", asdict(own))]
+    return [Interface(**one) for one in ranks.all_gather_object("network interface", asdict(own))]
 
 
 def wrong_interfaces(interfaces: Sequence[Interface], where: Sequence[Place]) -> list[str]:

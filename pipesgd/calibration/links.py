@@ -69,7 +69,7 @@ def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], No
     own: dict[int, tuple[float, float, float]] = {}
     rounds = rounds_of_pairs(ranks.world_size)
     for number, pairs in enumerate(rounds):
-        ranks.exchange("round of probes", None)
+        ranks.all_gather_object("round of probes", None)
         for first, second in pairs:
             if ranks.rank in (first, second):
                 peer = second if ranks.rank == first else first
@@ -79,7 +79,7 @@ def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], No
                         own[peer] = found
         advance((number + 1) / len(rounds))
     table = np.full((3, ranks.world_size, ranks.world_size), np.nan)
-    for rank, found_by in enumerate(ranks.exchange("probes", list(own.items()))):
+    for rank, found_by in enumerate(ranks.all_gather_object("probes", list(own.items()))):
         for peer, values in found_by:
             table[:, rank, peer] = values
     return Probes(latency=table[0], rate=table[1], overhead=table[2])
@@ -88,7 +88,7 @@ def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], No
 def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[float, float, float] | None:
     """Return the latency, rate and overhead of messages to ``peer``, which answers; None on the side that answers."""
 
-    def exchange(messages: int, nbytes: int) -> float:
+    def send_and_receive(messages: int, nbytes: int) -> float:
         outgoing, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         begin = time.perf_counter()
         if sends:
@@ -104,9 +104,9 @@ def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[f
             transport.send(answer, peer, "answer to a probe").wait()
         return time.perf_counter() - begin
 
-    round_trip = min(exchange(1, 1) for _ in range(PINGS))
-    with_payload = min(exchange(1, PAYLOAD_BYTES) for _ in range(REPETITIONS))
-    few, many = (float(np.median([exchange(n, STREAMED_BYTES) for _ in range(REPETITIONS)])) for n in STREAMED)
+    round_trip = min(send_and_receive(1, 1) for _ in range(PINGS))
+    with_payload = min(send_and_receive(1, PAYLOAD_BYTES) for _ in range(REPETITIONS))
+    few, many = (float(np.median([send_and_receive(n, STREAMED_BYTES) for _ in range(REPETITIONS)])) for n in STREAMED)
     if not sends:
         return None
     overhead = max(many - few, 0.0) / (STREAMED[1] - STREAMED[0])

@@ -48,7 +48,7 @@ def machines_of(ranks: Ranks) -> list[Machine]:
     except OSError:  # not Linux
         kernel = host
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return [Machine(**one) for one in ranks.exchange("machine", asdict(Machine(host=host, kernel=kernel, cores=cores)))]
+    return [Machine(**one) for one in ranks.all_gather_object("machine", asdict(Machine(host=host, kernel=kernel, cores=cores)))]
 
 
 def ranks_per_core(machines: Sequence[Machine]) -> float:
@@ -64,13 +64,13 @@ def product_seconds(ranks: Ranks) -> float:
     """
     matrix = torch.full((PRODUCT_SIZE, PRODUCT_SIZE), 1e-3)
     out = torch.empty_like(matrix)
-    ranks.exchange("a product", None)
+    ranks.all_gather_object("a product", None)
     times = []
     for _ in range(PRODUCTS):
         begin = time.perf_counter()
         torch.mm(matrix, matrix, out=out)
         times.append(time.perf_counter() - begin)
-    return float(np.mean(ranks.exchange("time of a product", float(np.mean(times[1:])))))
+    return float(np.mean(ranks.all_gather_object("time of a product", float(np.mean(times[1:])))))
 
 
 class StolenTime:
@@ -88,7 +88,7 @@ class StolenTime:
         """
         begin, self._begin = self._begin, _core_times()
         times = [after - before for before, after in zip(begin, self._begin, strict=True)]
-        return float(max(ranks.exchange("stolen time", times[STOLEN] / max(1, sum(times)))))
+        return float(max(ranks.all_gather_object("stolen time", times[STOLEN] / max(1, sum(times)))))
 
 
 def _core_times() -> list[int]:
@@ -100,16 +100,16 @@ def _core_times() -> list[int]:
 
 
 def provenance(
-    machines: Sequence[Machine], created: str, words: Sequence[str], product: float, stolen: float
+    machines: Sequence[Machine], created: str, argv: Sequence[str], product: float, stolen: float
 ) -> dict[str, Any]:
     """Return a record for people who read the file later, and for checking that the machines are as fast as they were.
 
-    ``words`` are the arguments after torchrun's own, ``product`` is the mean of ``product_seconds`` over the
+    ``argv`` are the arguments after torchrun's own, ``product`` is the mean of ``product_seconds`` over the
     calibration, and ``stolen`` is ``StolenTime``'s share.
     """
     return {
         "created": created,
-        "command": " ".join(["torchrun ...", *words]),
+        "command": " ".join(["torchrun ...", *argv]),
         "pipesgd": pipesgd.__version__,
         "torch": torch.__version__,
         "numpy": np.__version__,

@@ -133,9 +133,9 @@ def measure(
     with contextlib.ExitStack() as stack:
         shown = stack.enter_context(Phases(console, planned))
         # 1. Each rank on its own, but all at once, as in training.
-        ranks.exchange("codecs", None)
+        ranks.all_gather_object("codecs", None)
         own_codecs = codec_speeds.measure(codecs, planned[CODECS], partial(shown.advance, CODECS))
-        every_codecs = ranks.exchange("times of the codecs", own_codecs)
+        every_codecs = ranks.all_gather_object("times of the codecs", own_codecs)
         # 2. All ranks together. Servers have their own process groups, whose threads must be gone later.
         if SERVERS in planned:
             cells += server_rounds.measure(
@@ -176,7 +176,7 @@ def measure(
             advance=partial(shown.advance, TRAINING),
         )
         cells += swept
-    every_lap = ranks.exchange("times of training", [[of_way[lap] for lap in laps] for of_way in training.laps])
+    every_lap = ranks.all_gather_object("times of training", [[of_way[lap] for lap in laps] for of_way in training.laps])
     if ranks.rank != 0:
         return None
 

@@ -58,7 +58,7 @@ def measure(
         own: list[tuple[int, list[float]]] = []
         if ranks.rank < world_size:
             own = _cells(ranks.first(world_size), largest_bytes, share, timeout)
-        for nbytes, times in ranks.exchange("times of a parameter server", own)[0]:
+        for nbytes, times in ranks.all_gather_object("times of a parameter server", own)[0]:
             cell = Cell(all_reduce=PARAMETER_SERVER, world_size=world_size, nbytes=nbytes, seconds=np.array(times))
             cells.append(cell)
         advance((number + 1) / len(sizes))
@@ -97,10 +97,10 @@ def _rounds(ranks: Ranks, nbytes: int, share: float, timeout: float) -> list[flo
 
     with contextlib.closing(servers):
         block(1)  # makes the connections
-        once = max(ranks.exchange("a round", block(1)))
+        once = max(ranks.all_gather_object("a round", block(1)))
         blocks = int(np.clip(share / once, LEAST_BLOCKS, MOST_BLOCKS))
         rounds = int(np.clip(share / once / blocks, 1, MOST_ROUNDS))
         times = [block(rounds) for _ in range(blocks)]
-    everybody = ranks.exchange("rounds", times)
+    everybody = ranks.all_gather_object("rounds", times)
     ranks.leave()
     return [float(one) for one in np.median(everybody, axis=0)]

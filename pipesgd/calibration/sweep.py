@@ -122,8 +122,8 @@ class Sweep:
         cells = [(group, name, size) for group in range(len(self._groups)) for name in self._names for size in sizes]
         first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]
         # 2. Agree on how often each cell is run.
-        agreed = [float(one) for one in np.max(self._ranks.exchange("first times", first), axis=0)]
-        left = max(min(self._ranks.exchange("time left", end - time.perf_counter())), 0.0)
+        agreed = [float(one) for one in np.max(self._ranks.all_gather_object("first times", first), axis=0)]
+        left = max(min(self._ranks.all_gather_object("time left", end - time.perf_counter())), 0.0)
         plans = [plan(once, left / LAPS / len(cells) / 2) for once in agreed]
         # 3. Run lap after lap, until one of the ranks sees no time for most of another one.
         laps: list[list[list[float]]] = []
@@ -150,7 +150,7 @@ class Sweep:
         for lap_number in counted:
             for own, further in zip(times, laps[lap_number], strict=True):
                 own += further
-        everybody = self._ranks.exchange("times of all-reduces", times)
+        everybody = self._ranks.all_gather_object("times of all-reduces", times)
         measured = [
             Cell(
                 all_reduce=name,
@@ -172,7 +172,7 @@ class Sweep:
         while True:
             self._block(everybody, RING, flat[: nbytes // 4], 1)  # makes its memory
             own = self._block(everybody, RING, flat[: nbytes // 4], 1)
-            slowest = max(self._ranks.exchange("time of an all-reduce", own))
+            slowest = max(self._ranks.all_gather_object("time of an all-reduce", own))
             sizes.append(nbytes)
             larger = [min(factor * nbytes, largest) for factor in (GROWTH, GROWTH // 2)]
             within = [one for one in larger if one > nbytes and one / nbytes * slowest <= most]

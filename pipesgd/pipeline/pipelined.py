@@ -629,7 +629,7 @@ class Pipelined(Strategy):
 
     def _who_is_not_finite(self, gradient: _InFlight) -> tuple[int, ...]:
         """Return the ranks whose own gradients made a mean not finite. Collective, in the same step on all ranks."""
-        finite = self._ranks.exchange("finite gradients", gradient.own_is_finite())
+        finite = self._ranks.all_gather_object("finite gradients", gradient.own_is_finite())
         return tuple(rank for rank, own in enumerate(finite) if not own)
 
     def _agreed_norm(self, buffer: FlatBuffer) -> float:

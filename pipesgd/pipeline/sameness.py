@@ -41,7 +41,7 @@ def check_same_settings(ranks: Ranks, settings: Mapping[str, Any], tensors: Mapp
         DisagreementError: some differ; the message names the first rank that differs from rank 0, and both values.
     """
     hashes = {name: _hash(described) for name, described in tensors.items()}
-    everybody = ranks.exchange("settings", {"settings": settings, "hashes": hashes})
+    everybody = ranks.all_gather_object("settings", {"settings": settings, "hashes": hashes})
     first = everybody[0]
     for rank, other in enumerate(everybody):
         names = sorted(first["settings"].keys() | other["settings"].keys())
@@ -51,7 +51,7 @@ def check_same_settings(ranks: Ranks, settings: Mapping[str, Any], tensors: Mapp
             raise DisagreementError("; ".join(said))
     for name, described in tensors.items():
         if any(other["hashes"][name] != first["hashes"][name] for other in everybody):
-            _name_first_difference(name, ranks.exchange(name, list(described)))
+            _name_first_difference(name, ranks.all_gather_object(name, list(described)))
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Pre
         return True
     device = optimizer.param_groups[0]["params"][0].device
     own = [bits_of_updates(optimizer, prepare), platform.machine(), _instruction_set(device)]
-    found = ranks.exchange("bits of an update", own)
+    found = ranks.all_gather_object("bits of an update", own)
     same = len({bits for bits, _, _ in found}) == 1
     if same or allow_drift:
         return same

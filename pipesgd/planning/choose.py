@@ -13,10 +13,10 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.planning.planned import Planned
-from timing_model.advice import advice, reason, words_for_training
+from timing_model.advice import advice, reason, training_arguments
 from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Space
 from timing_model.cluster_profile import UNCOMPRESSED, ComputeProfile, Profile
-from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Question, support_of
+from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
 from timing_model.plan import Plan, plan
 from timing_model.predict import predict
 from timing_model.simulate_job import median_share
@@ -79,24 +79,24 @@ def decide(
         UserInputError: the job is outside of what was measured.
     """
     try:
-        base = Question(cluster=profile, compute=compute, world_size=world_size, iterations=iterations)
+        base = Job(cluster=profile, compute=compute, world_size=world_size, iterations=iterations)
         job = support_of(base)
         if job.kind == OUTSIDE and not own:
             raise UserInputError(f"cluster must be near what is to be run; got {job.reasons[0]}")
         # Options that are not auto may be outside of what was measured; the answer reports that.
         found = plan(base, space_of(profile, config), extrapolate=True)
-        answer = predict(found.best.question, extrapolate=True)
+        answer = predict(found.best.job, extrapolate=True)
     except UserInputError:
         raise
     except ValueError as failure:
         raise UserInputError(f"cluster must be one that can tell of this run; got {failure}") from None
-    assert answer.job is not None
-    question, auto = found.best.question, config.planning.auto
+    assert answer.total is not None
+    job, auto = found.best.job, config.planning.auto
     chosen = {
-        "width": question.width,
-        "codec": question.codec,
-        "all-reduce": question.all_reduce,
-        "segment-bytes": question.segment_bytes,
+        "width": job.width,
+        "codec": job.codec,
+        "all-reduce": job.all_reduce,
+        "segment-bytes": job.segment_bytes,
     }
     support, reasons = answer.support.kind, list(answer.support.reasons)
     unmodelled = unmeasured(config)
@@ -110,12 +110,12 @@ def decide(
         iteration_seconds=answer.iteration.total,
         low=answer.low,
         high=answer.high,
-        job_seconds=answer.job,
+        job_seconds=answer.total,
         support=support,
         reasons=reasons,
         why=why(found, auto),
         iterations=iterations,
-        median_share=median_share(question),
+        median_share=median_share(job),
     )
 
 
@@ -158,5 +158,5 @@ def why(found: Plan, auto: Sequence[str]) -> list[str]:
         return []
     if "codec" not in auto:
         found = dataclasses.replace(found, uncompressed=None)  # leaves out the advice on codecs
-    chosen = f"chosen of {found.considered}: {words_for_training(found.best.question)}; {reason(found.best)}"
+    chosen = f"chosen of {found.considered}: {training_arguments(found.best.job)}; {reason(found.best)}"
     return [chosen, " ".join(advice(found))] if advice(found) else [chosen]

@@ -58,7 +58,7 @@ def make_exchange(options: CodecOptions, connections: Connections, *, device: st
     codec = make_codec(options, device)
     ranks.enter("compilation of the codec")
     _compile(codec, device)
-    ranks.exchange("a compiled codec", None, within=COMPILE_SECONDS)
+    ranks.all_gather_object("a compiled codec", None, within=COMPILE_SECONDS)
     return DenseExchange(
         connections.all_reduce(codec),
         exact=codec.name == "fp32",

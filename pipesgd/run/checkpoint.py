@@ -50,7 +50,7 @@ class Checkpoints:
             shared: tensors, numbers, strings, lists and dicts that are equal on all ranks.
             own: values of the same kinds that belong to this rank.
         """
-        save: str = self._ranks.exchange("a checkpoint's name", uuid.uuid4().hex)[0]
+        save: str = self._ranks.all_gather_object("a checkpoint's name", uuid.uuid4().hex)[0]
         place = self._folder.place_for(iteration, save)
         newest = "none is whole yet" if self.newest is None else f"the newest is that of iteration {self.newest}"
         warning = f"the checkpoint of iteration {iteration} could not be written ({{}}); training continues, {newest}"
@@ -96,7 +96,7 @@ class Checkpoints:
             "machine": platform.node(),
             "trouble": trouble,
         }
-        newest = self._newest_in_common(self._ranks.exchange("checkpoints at hand", here, close_by=True))
+        newest = self._newest_in_common(self._ranks.all_gather_object("checkpoints at hand", here, close_by=True))
         if newest is None:
             return None
         self.newest, found = newest[0], whole[newest]
@@ -153,7 +153,7 @@ class Checkpoints:
             attempt()
         except OSError as error:
             failure = f"{self._folder.path}: {error.strerror or error}"
-        said = self._ranks.exchange(what, failure, close_by=True)
+        said = self._ranks.all_gather_object(what, failure, close_by=True)
         failures = {rank: text for rank, text in enumerate(said) if text is not None}
         if failures and self._ranks.rank == 0:
             warn(warning.format("; ".join(f"rank {rank}: {text}" for rank, text in failures.items())))
@@ -224,5 +224,5 @@ class CheckpointSchedule:
         return True
 
     def _plan(self, iteration: int, seconds_per_iteration: float) -> None:
-        pace = max(self._ranks.exchange("pace", seconds_per_iteration))
+        pace = max(self._ranks.all_gather_object("pace", seconds_per_iteration))
         self._next = iteration + max(1, round(self._seconds / max(pace, 1e-9)))

@@ -48,7 +48,7 @@ def evaluate(
             loader_workers=loader_workers,
         )
         own = sums(model, batches, device)
-    parts = ranks.exchange("evaluation", own)
+    parts = ranks.all_gather_object("evaluation", own)
     return mean(parts)
 
 

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from pipesgd.config import FREE_ON_RESUME, TrainConfig, differing_options
+from pipesgd.config import FREE_ON_RESUME, TrainConfig, current_names, differing_options
 from pipesgd.errors import CheckpointError, UserInputError, warn
 from pipesgd.ranks import Ranks
 from pipesgd.run.checkpoint_folder import CheckpointFolder
@@ -52,12 +52,12 @@ def earlier_run(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
         check_unused(folder)
         _check_contents(folder, resume, config.run.overwrite)
 
-    ranks.agree("what the output folder holds", check)
+    ranks.raise_together("what the output folder holds", check)
 
     def read() -> dict[str, Any] | None:
         return _read(folder / RUN_FILE) if resume and (folder / RUN_FILE).exists() else None
 
-    earlier: dict[str, Any] | None = ranks.exchange("earlier run", ranks.agree("reading an earlier run", read))[0]
+    earlier: dict[str, Any] | None = ranks.all_gather_object("earlier run", ranks.raise_together("reading an earlier run", read))[0]
     return earlier
 
 
@@ -97,13 +97,13 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
                 _delete(_written(folder))
             _describe(folder, description)
 
-    ranks.agree("the output folder", lambda: _check(folder, description, resume, overwrite))
-    job: str = ranks.exchange("the job's name", uuid.uuid4().hex)[0]
+    ranks.raise_together("the output folder", lambda: _check(folder, description, resume, overwrite))
+    job: str = ranks.all_gather_object("the job's name", uuid.uuid4().hex)[0]
     try:
         # Machines with a common disk then find the job's name in the lock, whichever of them is faster.
-        ranks.agree("the lock of the output folder", lock_first)
-        ranks.agree("the lock on every machine", lock_and_check)
-        ranks.agree("the description of the run", write)
+        ranks.raise_together("the lock of the output folder", lock_first)
+        ranks.raise_together("the lock on every machine", lock_and_check)
+        ranks.raise_together("the description of the run", write)
         if ranks.rank == 0:
             ranks.mark_job(TAKEN)
     except BaseException:
@@ -125,7 +125,7 @@ def _describe(folder: Path, description: dict[str, Any]) -> None:
 def _resumes(config: TrainConfig, ranks: Ranks) -> bool:
     # One machine's torchrun may not count a restart that another one asked for, so the highest count decides.
     # A restart does not continue the run of an earlier job: the options decide what happens to its folder.
-    restarted = max(ranks.exchange("count of restarts", ranks.restart_count)) > 0
+    restarted = max(ranks.all_gather_object("count of restarts", ranks.restart_count)) > 0
     return config.run.resume or (restarted and ranks.job_has(TAKEN))
 
 
@@ -175,7 +175,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as failure:
         cause = " ".join(f"{type(failure).__name__}: {failure}".split())
         raise CheckpointError(f"{path} must describe the run to resume; it cannot be read: {cause}") from None
-    return {"options": options, "world_size": world_size, "planned": planned}
+    return {"options": current_names(options), "world_size": world_size, "planned": planned}
 
 
 def _describes_a_run(path: Path) -> bool:

@@ -41,10 +41,10 @@ class Trace:
         Clocks of different machines have different zeros: the moment at which all ranks have arrived here serves
         as the common zero, exact to some milliseconds.
         """
-        self._ranks.exchange("the end of the trace", None)
+        self._ranks.all_gather_object("the end of the trace", None)
         zero = time.perf_counter()
         rows = [(span.what, span.iteration, span.start - zero, span.seconds) for span in self._spans]
-        all_rows = self._ranks.exchange("trace", rows)
+        all_rows = self._ranks.all_gather_object("trace", rows)
         if self._ranks.rank == 0:
             try:
                 write_text_atomically(path, json.dumps({"traceEvents": chrome_events(all_rows)}))

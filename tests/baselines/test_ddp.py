@@ -148,14 +148,14 @@ def _wait_for_a_silent_rank(ranks: Ranks, silent_in: int) -> Any:
         for iteration in range(silent_in + 1):
             if iteration == silent_in:
                 # Ranks begin together: one that is later than the deadline would find its peers gone instead.
-                ranks.exchange("ready", None)
+                ranks.all_gather_object("ready", None)
                 if ranks.rank == ranks.world_size - 1:
-                    ranks.exchange("the others have given up", None)
+                    ranks.all_gather_object("the others have given up", None)
                     return None
             strategy.module(torch.ones(2, 4)).sum().backward()
             strategy.step()
     except CommunicationError as failure:
-        ranks.exchange("the others have given up", None)
+        ranks.all_gather_object("the others have given up", None)
         return type(failure), failure.operation, failure.iteration
     finally:
         strategy.close()

@@ -396,7 +396,7 @@ def _one_waits_long(ranks: Ranks) -> int:
     own = strategy.iteration
     with strategy.true_weights():
         pass
-    ranks.exchange("pace", own)  # any other exchange may find workers far apart too
+    ranks.all_gather_object("pace", own)  # any other exchange may find workers far apart too
     strategy.combine_buffers("average")
     strategy.flush()
     strategy.close()

@@ -28,7 +28,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from timing_model import all_reduce_time
 from timing_model.cluster_profile import Profile
-from timing_model.job import Question, support_of
+from timing_model.job import Job, support_of
 
 pytestmark = pytest.mark.slow
 
@@ -95,8 +95,8 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
     assert 0 <= float(str(profile.provenance["stolen_share"])) < 1
     compute = profile.compute[0]
     for strategy, all_reduce in (("pipelined", "all-to-all"), ("ps-sync", None)):
-        question = Question(cluster=profile, compute=compute, world_size=3, strategy=strategy, all_reduce=all_reduce)
-        assert not any("not measured" in reason for reason in support_of(question).reasons)
+        job = Job(cluster=profile, compute=compute, world_size=3, strategy=strategy, all_reduce=all_reduce)
+        assert not any("not measured" in reason for reason in support_of(job).reasons)
 
 
 def test_one_rank_is_told_at_once_that_there_is_no_network(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def _uneven(ranks: Ranks, all_reduce: str, then: str, group_of: int) -> Any:
         return type(error), str(error)
     finally:
         pipeline.close()
-        ranks.exchange("the others", None)  # so that no rank fails because another one is gone
+        ranks.all_gather_object("the others", None)  # so that no rank fails because another one is gone
     return None
 
 

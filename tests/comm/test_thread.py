@@ -94,7 +94,7 @@ def _told_of_a_failure_while_it_waits(ranks: Ranks) -> str | None:
         except OSError as error:
             said = str(error)
         teller.join()
-    ranks.exchange("done", None)
+    ranks.all_gather_object("done", None)
     pipeline.fail(OSError("rank 0 has failed"))
     pipeline.close()
     return said
@@ -114,7 +114,7 @@ def _step_until_failure(ranks: Ranks, all_reduce: str, leaves: bool) -> Any:
         for iteration in range(6):
             if ranks.rank == 2 and iteration == 2:
                 if not leaves:
-                    ranks.exchange("the others' failure", None)
+                    ranks.all_gather_object("the others' failure", None)
                 pipeline.fail(OSError("this rank has had enough"))
                 pipeline.close()
                 return None
@@ -124,7 +124,7 @@ def _step_until_failure(ranks: Ranks, all_reduce: str, leaves: bool) -> Any:
         seconds = time.monotonic() - begin
         pipeline.close()
         if not leaves:
-            ranks.exchange("the others' failure", None)
+            ranks.all_gather_object("the others' failure", None)
         return type(error), error.rank, error.peer, error.operation, error.iteration, seconds, str(error)
     return "no failure"
 

@@ -36,7 +36,7 @@ from pipesgd.cli import parse as parse_training
 from pipesgd.errors import UserInputError
 from tests.timing_model._profiles import MLP, PROFILE
 from timing_model.cluster_profile import Profile
-from timing_model.job import Question, support_of
+from timing_model.job import Job, support_of
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,7 @@ def test_a_larger_model_computes_in_proportion() -> None:
     large = known_of(PROFILE, setting)
     assert large.tensors == tensors_of("large-mlp")
     assert large.backward.value / MLP.backward.value == pytest.approx(large.numel / MLP.numel)
-    assert support_of(Question(cluster=PROFILE, compute=large, world_size=3)).kind == "extrapolated"
+    assert support_of(Job(cluster=PROFILE, compute=large, world_size=3)).kind == "extrapolated"
 
 
 def test_what_the_machine_does_slower_is_in_the_raw_errors_alone() -> None:

@@ -75,7 +75,7 @@ def test_a_report_does_not_hold_up_the_line_of_the_rank_that_failed(hanging: Han
 def test_an_exchange_through_a_hanging_store_is_an_error_of_one_line(hanging: Hanging) -> None:
     ranks = Ranks(rank=0, world_size=2, store=hanging, standing=Standing(timeout=0.2))
     with pytest.raises(CommunicationError) as error:
-        ranks.exchange("a value", 1)
+        ranks.all_gather_object("a value", 1)
     assert str(error.value) == (
         "rank 0: exchange of a value through the store failed: "
         "the store that the ranks share has not answered within 0.2 s"
@@ -87,7 +87,7 @@ def test_a_value_that_is_no_json_is_an_error_that_names_the_rank_and_the_key(val
     ranks = Ranks(rank=0, world_size=2, store=dist.HashStore())
     ranks.store.set("exchange of 2/1/a value/1", value)
     with pytest.raises(CommunicationError) as error:
-        ranks.exchange("a value", 1)
+        ranks.all_gather_object("a value", 1)
     start = "rank 0: exchange of a value with rank 1 failed: the store's value of 'exchange of 2/1/a value/1' cannot be"
     assert str(error.value).startswith(start)
     assert len(str(error.value)) < 300
@@ -108,7 +108,7 @@ def test_a_value_of_another_kind_is_an_error_that_names_the_rank_and_the_key(wha
     key = f"exchange of 2/1/{what}/1"
     store.set(key, value)
     with pytest.raises(CommunicationError, match="of the same kind as this rank's own") as error:
-        ranks.exchange(what, own)
+        ranks.all_gather_object(what, own)
     assert key in str(error.value)
 
 
@@ -134,7 +134,7 @@ def test_another_ranks_report_may_hold_any_bytes() -> None:
     ranks.store.set("failure/1", b"\xff" * 100_000)  # type: ignore[arg-type]
     ranks.store.set("a failure", "")
     with pytest.raises(CommunicationError) as error:
-        ranks.exchange("a value", 1)
+        ranks.all_gather_object("a value", 1)
     assert len(str(error.value)) < 3000
 
 
@@ -158,15 +158,15 @@ def test_an_exchange_may_wait_for_longer_than_the_deadline() -> None:
     store = dist.HashStore()
     one, other = (Ranks(rank=rank, world_size=2, store=store, standing=Standing(0.2)) for rank in range(2))
     found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(one.exchange("a compiled codec", 1, within=60.0)))
+    waiting = threading.Thread(target=lambda: found.append(one.all_gather_object("a compiled codec", 1, within=60.0)))
     waiting.start()
     waiting.join(0.6)  # three deadlines
     assert waiting.is_alive()
-    assert other.exchange("a compiled codec", 2, within=60.0) == [1, 2]
+    assert other.all_gather_object("a compiled codec", 2, within=60.0) == [1, 2]
     waiting.join(20.0)
     assert found == [[1, 2]]
     with pytest.raises(DeadlineExceeded, match=r"no word within 0\.2 s from rank 1"):
-        one.exchange("another one", 1)
+        one.all_gather_object("another one", 1)
 
 
 def test_a_store_is_named_by_where_it_is() -> None:

@@ -142,7 +142,7 @@ def test_an_exchange_that_may_take_long_ends_when_the_watcher_finds_a_rank_lost(
     job = watching(2)
     job.watch(0)
     with pytest.raises(DeadlineExceeded, match="no word from rank 1 for") as caught:
-        job.ranks[0].exchange("a compiled codec", None, within=DEADLINE)
+        job.ranks[0].all_gather_object("a compiled codec", None, within=DEADLINE)
     assert caught.value.peer == 1
 
 
@@ -316,16 +316,16 @@ def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a
         for iteration in range(8):  # four times the timeout in total
             job.ranks[1].iteration = iteration
             done.wait(0.25)
-        job.ranks[1].exchange("a value", 1)
+        job.ranks[1].all_gather_object("a value", 1)
 
     other = threading.Thread(target=work)
     other.start()
-    assert job.ranks[0].exchange("a value", 0) == [0, 1]
+    assert job.ranks[0].all_gather_object("a value", 0) == [0, 1]
     other.join()
     job.ranks[1].iteration = 50
     job.ranks[1].enter("last all-reduce", waiting=True)
     with pytest.raises(DeadlineExceeded, match=r"no word within 0\.5 s from rank 1; rank 1 is alive: last all-"):
-        job.ranks[0].exchange("another value", 0)
+        job.ranks[0].all_gather_object("another value", 0)
 
 
 def test_a_slow_checkpoint_may_take_longer_than_the_timeout_and_a_rank_that_hangs_there_may_not_take_for_ever(
@@ -339,14 +339,14 @@ def test_a_slow_checkpoint_may_take_longer_than_the_timeout_and_a_rank_that_hang
     def work() -> None:
         job.ranks[1].enter("checkpoint")
         threading.Event().wait(1.0)  # twice the timeout
-        job.ranks[1].exchange("a written checkpoint", 1)
+        job.ranks[1].all_gather_object("a written checkpoint", 1)
 
     other = threading.Thread(target=work)
     other.start()
-    assert job.ranks[0].exchange("a written checkpoint", 0) == [0, 1]
+    assert job.ranks[0].all_gather_object("a written checkpoint", 0) == [0, 1]
     other.join()
     with pytest.raises(DeadlineExceeded, match=r"rank 1 is alive: checkpoint for "):
-        job.ranks[0].exchange("another value", 0)
+        job.ranks[0].all_gather_object("another value", 0)
 
 
 def _one_fails_in_its_own_loop(ranks: Ranks) -> Any:

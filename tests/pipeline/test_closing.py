@@ -120,7 +120,7 @@ def test_fifty_pipelines_leave_no_file_descriptor_and_no_thread_behind() -> None
 
 def _fail_to_construct(ranks: Ranks) -> tuple[list[int], list[int]]:
     def refused(*_: object, **__: object) -> None:
-        ranks.exchange("connections", None)  # else one rank closes them while the other still connects
+        ranks.all_gather_object("connections", None)  # else one rank closes them while the other still connects
         raise UserInputError("refused")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -162,7 +162,7 @@ def _interrupted(ranks: Ranks, interrupt: bool) -> tuple[list[tuple[int, ...]], 
         sender.start()
     for iteration in range(5):
         if interrupt and ranks.rank == 1 and iteration == 2:
-            ranks.exchange("rank 0 was interrupted", None)
+            ranks.all_gather_object("rank 0 was interrupted", None)
         _backward(model, ranks, iteration)
         if interrupt and ranks.rank == 0 and iteration == 3:
             try:
@@ -170,7 +170,7 @@ def _interrupted(ranks: Ranks, interrupt: bool) -> tuple[list[tuple[int, ...]], 
                 pipeline.step()
             except KeyboardInterrupt:
                 sender.join()
-                ranks.exchange("rank 0 was interrupted", None)
+                ranks.all_gather_object("rank 0 was interrupted", None)
                 state = pipeline.state_dict()
                 saved = state["iteration"], [gradient["iteration"] for gradient in state["in_flight"]]
         else:

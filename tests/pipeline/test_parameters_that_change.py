@@ -125,7 +125,7 @@ def _only_one_rank_changes(ranks: Ranks, both: bool) -> Any:
         return type(error), str(error)
     finally:
         pipeline.close()
-        ranks.exchange("both", None)
+        ranks.all_gather_object("both", None)
     return None
 
 

@@ -14,7 +14,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.planning.choose import space_of
 from tests.timing_model._profiles import PROFILE, rates
-from timing_model.job import GIVEN, INTERPOLATED, Question
+from timing_model.job import GIVEN, INTERPOLATED, Job
 from timing_model.measured import CodecProfile, Estimate
 from timing_model.predict import predict
 
@@ -50,7 +50,7 @@ def test_a_codec_that_costs_more_than_the_wire_is_not_chosen() -> None:
 def test_what_is_predicted_is_what_the_timing_model_says() -> None:
     profile = cluster()
     planned = choose(profile)
-    question = Question(
+    job = Job(
         cluster=profile,
         compute=profile.compute[0],
         world_size=4,
@@ -59,9 +59,9 @@ def test_what_is_predicted_is_what_the_timing_model_says() -> None:
         all_reduce=planned.choices["all-reduce"],
         iterations=100,
     )
-    answer = predict(question)
+    answer = predict(job)
     assert planned.iteration_seconds == answer.iteration.total
-    assert (planned.low, planned.high, planned.job_seconds) == (answer.low, answer.high, answer.job)
+    assert (planned.low, planned.high, planned.job_seconds) == (answer.low, answer.high, answer.total)
 
 
 @pytest.mark.parametrize(

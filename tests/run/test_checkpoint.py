@@ -87,14 +87,14 @@ def _save_and_spoil(ranks: Ranks, folder: str, spoilt: dict[int, str]) -> tuple[
     checkpoints = Checkpoints(Path(folder), ranks, keep=3)
     for iteration in range(1, 6):
         checkpoints.save(iteration, {"x": torch.tensor(iteration)}, {"rank": ranks.rank, "iteration": iteration})
-    ranks.exchange("pruned", None)
+    ranks.all_gather_object("pruned", None)
     kept = sorted(path.name for path in Path(folder).iterdir())
-    ranks.exchange("saved", None)
+    ranks.all_gather_object("saved", None)
     if ranks.rank == 1:
         for iteration, name in spoilt.items():
             path = Path(folder) / f"iteration-{iteration}" / name
             path.write_bytes(path.read_bytes()[:-20])
-    ranks.exchange("spoilt", None)
+    ranks.all_gather_object("spoilt", None)
     with contextlib.redirect_stderr(io.StringIO()) as warned:
         try:
             found = checkpoints.load_newest()

@@ -14,7 +14,7 @@ from timing_model.cluster_profile import (
     LinkProfile,
     Profile,
 )
-from timing_model.job import Question
+from timing_model.job import Job
 
 
 def about(value: float) -> Estimate:
@@ -74,7 +74,7 @@ PROFILE = Profile(
 )
 
 
-def ask(**options: Any) -> Question:
-    """Return a question for four ranks of ``PROFILE`` that train ``MLP``, unless ``options`` say otherwise."""
+def ask(**options: Any) -> Job:
+    """Return a job for four ranks of ``PROFILE`` that train ``MLP``, unless ``options`` say otherwise."""
     defaults: dict[str, Any] = {"cluster": PROFILE, "compute": MLP, "world_size": 4}
-    return Question(**defaults | options)
+    return Job(**defaults | options)

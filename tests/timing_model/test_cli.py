@@ -216,7 +216,7 @@ BAD = {
     f"predict {HAND} --all-reduce rings": "all-reduce must be one of ring,",
     f"predict {HAND} --strategy dpp": "strategy must be one of pipelined, ddp, ps-sync; got dpp (did you mean ddp?)",
     f"predict {HAND} --strategy ddp --width 2": "width must be 1 with strategy ddp, which has no pipeline; got 2",
-    f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of colocated, dedicated; got away",
+    f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of colocated, dedicated",
     f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
     f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
     f"predict {HAND} --epochs 3": "epochs must be left out where the samples or the batch size are not",
@@ -232,7 +232,7 @@ BAD = {
     "predict --network 1GbE": "world-size must be given; got none",
     "predict --cluster {folder}/none.toml --world-size 4 --model mlp": "none.toml must be a file to read, which pipes",
     "predict --cluster {cut} --world-size 4 --model mlp": "cut.toml must be whole and of TOML's form; ",
-    "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 3, the version that this",
+    "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 4, the version that this",
     "predict --cluster {nonsense} --world-size 4 --model mlp": "nonsense.toml: link.beta.value must be a number from 0",
     "predict --cluster {cluster} --world-size 4": "model must be given, one of mlp, or --compute",
     "predict --cluster {cluster} --world-size 4 --model resnet18": "model must be one of mlp; got resnet18",
@@ -262,7 +262,7 @@ def test_what_is_wrong_is_one_line(
     text = cluster.read_text()
     named = {
         "cut": text[: len(text) // 2],
-        "version": text.replace("format = 3", "format = 2"),
+        "version": text.replace("format = 4", "format = 2"),
         "nonsense": text.replace("beta = {value = ", "beta = {value = -"),
     }
     paths = {name: tmp_path / f"{name}.toml" for name in named}

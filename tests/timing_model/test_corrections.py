@@ -46,7 +46,7 @@ def test_what_was_found_beside_the_formula_counts_where_it_was_measured() -> Non
     # Other numbers of ranks and other all-reduces were not measured.
     for options in ({"world_size": 3}, {"all_reduce": "halving-doubling"}, {"all_reduce": "native"}, {"codec": "topk"}):
         plain, other = (predict(ask(cluster=one, **options)) for one in (PROFILE, corrected()))
-        assert other == dataclasses.replace(plain, question=other.question)
+        assert other == dataclasses.replace(plain, job=other.job)
     assert predict(ask(cluster=corrected(), world_size=2)).collective.total == pytest.approx(
         3 * predict(ask(world_size=2)).collective.total
     )

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.timing_model._profiles import MLP, PROFILE
 from tests.timing_model.test_predict import by_hand, compute
 from timing_model import LinkParams
-from timing_model.advice import advice, describe, reason, words_for_training
+from timing_model.advice import advice, describe, reason, training_arguments
 from timing_model.choices import ACCURATE, LARGEST_ALL_TO_ALL, TIE, Space, simplicity
 from timing_model.costs import collective_time, costs_of, iteration_time
-from timing_model.job import NATIVE_CODECS, Question
+from timing_model.job import NATIVE_CODECS, Job
 from timing_model.lower_bound import least_collective_time
 from timing_model.plan import Plan, plan
 from timing_model.predict import predict
@@ -31,13 +31,13 @@ SPACE = Space(
 )
 
 
-def job(network: str, model: str, seconds: float, **options: Any) -> Question:
+def job_on(network: str, model: str, seconds: float, **options: Any) -> Job:
     tensors = (MODELS[model] // 50,) * 50
     work = compute(seconds, 1, tensors=tensors, cv=0.03)
-    return Question(cluster=by_hand(NETWORKS[network]), compute=work, **{"world_size": 4} | options)
+    return Job(cluster=by_hand(NETWORKS[network]), compute=work, **{"world_size": 4} | options)
 
 
-def everything(base: Question, space: Space) -> list[tuple[Question, float]]:
+def everything(base: Job, space: Space) -> list[tuple[Job, float]]:
     """Return the time of each configuration that works."""
     times = []
     pipelined = product(("pipelined",), space.widths, space.codecs, space.all_reduces, space.segments)
@@ -45,10 +45,10 @@ def everything(base: Question, space: Space) -> list[tuple[Question, float]]:
     names = ("strategy", "width", "codec", "all_reduce", "segment_bytes")
     for values in [*pipelined, *others]:
         try:
-            question = dataclasses.replace(base, **dict(zip(names, values, strict=True)))
+            job = dataclasses.replace(base, **dict(zip(names, values, strict=True)))
         except ValueError:
             continue
-        times.append((question, iteration_time(question, costs_of(question))[0].total))
+        times.append((job, iteration_time(job, costs_of(job))[0].total))
     return times
 
 
@@ -68,21 +68,19 @@ def test_it_chooses_what_trying_everything_would(
 ) -> None:
     link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
     work = compute(seconds, values, cv=cv, tensors=(values // 3 + 1,) * 3)
-    base = Question(cluster=by_hand(link), compute=work, world_size=p)
+    base = Job(cluster=by_hand(link), compute=work, world_size=p)
     found, all_times = plan(base, SPACE), everything(base, SPACE)
     assert found.considered == len(all_times)
     close = (1 + TIE) * (1 + TIE)  # one tie of segments, and one of configurations
     groups = (
-        (found.best, lambda question: True),
-        (found.synchronous, lambda question: question.width == 1 and question.codec in NATIVE_CODECS),
-        (found.uncompressed, lambda question: question.codec == "fp32"),
+        (found.best, lambda job: True),
+        (found.synchronous, lambda job: job.width == 1 and job.codec in NATIVE_CODECS),
+        (found.uncompressed, lambda job: job.codec == "fp32"),
     )
     for choice, belongs in groups:
         assert choice is not None
-        assert choice.iteration.total == pytest.approx(
-            next(time for question, time in all_times if question == choice.question)
-        )
-        assert choice.score <= close * min(time for question, time in all_times if belongs(question))
+        assert choice.iteration.total == pytest.approx(next(time for job, time in all_times if job == choice.job))
+        assert choice.score <= close * min(time for job, time in all_times if belongs(job))
     assert advice(found)
 
 
@@ -117,7 +115,7 @@ def test_bounds_are_below(
     if all_reduce == "native":
         codec, segment = "bf16", 1 << 20
     nodes = 2 if all_reduce == "hierarchical" and p % 2 == 0 else 1
-    question = Question(
+    job = Job(
         cluster=cluster,
         compute=compute(1.0, values),
         world_size=p,
@@ -126,73 +124,73 @@ def test_bounds_are_below(
         segment_bytes=segment,
         ranks_per_node=nodes,
     )
-    costs = costs_of(question)
-    assert least_collective_time(question, costs) <= collective_time(question, costs, values).total * (1 + 1e-9)
+    costs = costs_of(job)
+    assert least_collective_time(job, costs) <= collective_time(job, costs, values).total * (1 + 1e-9)
 
 
 def test_a_fast_network_wants_no_codec() -> None:
     for network in ("100GbE", "infiniband"):
-        found = plan(job(network, "resnet50", 0.3))
-        assert found.best.question.codec == "fp32"
+        found = plan(job_on(network, "resnet50", 0.3))
+        assert found.best.job.codec == "fp32"
         assert any(line.startswith("Use no codec: ") for line in advice(found))
 
 
 def test_a_slow_network_wants_a_codec_and_a_pipeline() -> None:
-    found = plan(job("1GbE", "alexnet", 0.3))
-    assert found.best.question.codec != "fp32"
-    assert found.best.question.width > 1
+    found = plan(job_on("1GbE", "alexnet", 0.3))
+    assert found.best.job.codec != "fp32"
+    assert found.best.job.width > 1
     pipeline, codec, servers = advice(found)
     assert pipeline.startswith("The pipeline is ")
-    assert codec.startswith(f"Use {found.best.question.codec}: the best without a codec ")
+    assert codec.startswith(f"Use {found.best.job.codec}: the best without a codec ")
     assert servers.startswith("Against one parameter server for 4 workers, it is ")
 
 
 def test_where_communication_is_nothing_the_method_does_not_help() -> None:
-    calm = dataclasses.replace(job("100GbE", "mlp", 10.0), compute=compute(10.0, 1000))
+    calm = dataclasses.replace(job_on("100GbE", "mlp", 10.0), compute=compute(10.0, 1000))
     found = plan(calm)
-    assert found.best.question.width == 1
-    assert describe(found.best.question) == "ddp, no codec"
+    assert found.best.job.width == 1
+    assert describe(found.best.job) == "ddp, no codec"
     assert advice(found)[0].startswith("This method will not help you here: a pipeline ")
     assert "computation hides all" in reason(found.best)
 
 
 def test_accuracy_can_be_weighed() -> None:
-    base = job("1GbE", "alexnet", 0.3)
+    base = job_on("1GbE", "alexnet", 0.3)
     dear = dict.fromkeys(ACCURATE[1:], 100.0)
     found = plan(base, accuracy_cost=dear)
-    assert found.best.question.codec == "fp32"
+    assert found.best.job.codec == "fp32"
     found = plan(base, accuracy_cost=dear | {"width": 100.0})
-    assert (found.best.question.codec, found.best.question.width) == ("fp32", 1)
+    assert (found.best.job.codec, found.best.job.width) == ("fp32", 1)
     weighed = plan(base, accuracy_cost={"width": 0.1}).best
-    assert weighed.score == pytest.approx(weighed.iteration.total * (1 + 0.1 * (weighed.question.width - 1)))
+    assert weighed.score == pytest.approx(weighed.iteration.total * (1 + 0.1 * (weighed.job.width - 1)))
 
 
 @pytest.mark.parametrize(("network", "world_size"), [("1GbE", 16), ("10GbE", 4), ("25GbE", 64)])
 def test_only_what_costs_next_to_no_accuracy_is_searched_unasked(network: str, world_size: int) -> None:
     """The planner once recommended sign at width 4 to 16 ranks at 1 Gbit/s."""
-    base = job(network, "alexnet", 0.3, world_size=world_size)
+    base = job_on(network, "alexnet", 0.3, world_size=world_size)
     found = plan(base)
-    assert {one.question.codec for one in found.ranking} <= set(ACCURATE)
-    assert max(one.question.width for one in found.ranking) <= 3
+    assert {one.job.codec for one in found.ranking} <= set(ACCURATE)
+    assert max(one.job.width for one in found.ranking) <= 3
     assert found.synchronous is not None
-    assert found.synchronous.question.codec in NATIVE_CODECS
+    assert found.synchronous.job.codec in NATIVE_CODECS
     everything = dataclasses.replace(Space.of(base), codecs=("fp32", "sign"))
-    assert {one.question.codec for one in plan(base, everything).ranking} == {"fp32", "sign"}
+    assert {one.job.codec for one in plan(base, everything).ranking} == {"fp32", "sign"}
 
 
 def test_the_synchronous_reference_of_other_codecs_is_one_of_them() -> None:
-    found = plan(job("1GbE", "alexnet", 0.3), dataclasses.replace(SPACE, codecs=("int8", "int4")))
+    found = plan(job_on("1GbE", "alexnet", 0.3), dataclasses.replace(SPACE, codecs=("int8", "int4")))
     assert found.synchronous is not None
-    assert found.synchronous.question.codec in ("int8", "int4")
+    assert found.synchronous.job.codec in ("int8", "int4")
 
 
 def test_of_16_bits_rounding_is_simpler_than_truncation() -> None:
-    base = job("1GbE", "alexnet", 0.3)
+    base = job_on("1GbE", "alexnet", 0.3)
     codecs = ("truncate16", "fp16", "bf16")
     ordered = sorted((dataclasses.replace(base, codec=codec) for codec in codecs), key=simplicity)
     assert [one.codec for one in ordered] == ["bf16", "fp16", "truncate16"]
     found = plan(base, dataclasses.replace(SPACE, codecs=codecs, widths=(2,), strategies=("pipelined",)))
-    assert found.best.question.codec == "bf16"
+    assert found.best.job.codec == "bf16"
 
 
 @pytest.mark.parametrize(("longer", "codec"), [(0.022, "fp32"), (0.05, "bf16")])
@@ -200,58 +198,58 @@ def test_a_codec_must_gain_3_percent(longer: float, codec: str) -> None:
     """An fp32 all-reduce takes longer than the overlapping computation by this share."""
     seconds, values = 1.0, 10_000_000
     link = LinkParams(alpha=0.0, beta=(1 + longer) * seconds / (2 * 3 / 4 * 4 * values), gamma=0.0, sync=0.0)
-    base = Question(cluster=by_hand(link), compute=compute(seconds, values), world_size=4)
+    base = Job(cluster=by_hand(link), compute=compute(seconds, values), world_size=4)
     found = plan(base, dataclasses.replace(SPACE, strategies=("pipelined",), widths=(2,)))
-    assert found.best.question.codec == codec
+    assert found.best.job.codec == codec
 
 
 def test_all_to_all_is_not_searched_among_many_unless_asked_for() -> None:
     link = LinkParams(alpha=0.05, beta=8e-8, gamma=1e-10, sync=0.0)
     work = compute(1.0, 1_000_000, tensors=(20_000,) * 50)
-    many = Question(cluster=by_hand(link), compute=work, world_size=10_000)
+    many = Job(cluster=by_hand(link), compute=work, world_size=10_000)
     found = plan(many)
-    assert "all-to-all" not in {one.question.all_reduce for one in found.ranking}
+    assert "all-to-all" not in {one.job.all_reduce for one in found.ranking}
     assert "all-to-all" in Space.of(dataclasses.replace(many, world_size=LARGEST_ALL_TO_ALL)).all_reduces
     named = dataclasses.replace(Space.of(many), all_reduces=("all-to-all",), strategies=("pipelined",))
-    assert plan(many, named).best.question.all_reduce == "all-to-all"
+    assert plan(many, named).best.job.all_reduce == "all-to-all"
 
 
 def test_a_message_costs_the_processor_on_a_network_that_is_typed_in() -> None:
     """An all-to-all among many ranks sends so many messages that they take longer than the bytes."""
-    base = job("1GbE", "mlp", 0.01, world_size=1024)
-    question = dataclasses.replace(base, all_reduce="all-to-all")
-    time = collective_time(question, costs_of(question), base.compute.numel)
+    base = job_on("1GbE", "mlp", 0.01, world_size=1024)
+    job = dataclasses.replace(base, all_reduce="all-to-all")
+    time = collective_time(job, costs_of(job), base.compute.numel)
     assert time.total > 2 * 1023 * OVERHEAD
 
 
 def test_ties_are_one_line() -> None:
-    found = plan(job("100GbE", "mlp", 10.0))
-    text = plan_text(found, predict(found.best.question), top=8)
+    found = plan(job_on("100GbE", "mlp", 10.0))
+    text = plan_text(found, predict(found.best.job), top=8)
     assert found.tied
     [line] = [line for line in text.splitlines() if line.startswith("As fast, within 3%, but less simple: ")]
-    assert all(describe(one.question) in line for one in found.tied[:4])
+    assert all(describe(one.job) in line for one in found.tied[:4])
     assert f"; and {len(found.tied) - 4} more." in line
     shown = found.shown(8)
-    assert {describe(one.question) for one in shown} == {"ddp, no codec", "ps-sync"}
+    assert {describe(one.job) for one in shown} == {"ddp, no codec", "ps-sync"}
     assert "+0.0%" not in text
 
 
 def test_a_third_width_comes_with_what_it_depends_on() -> None:
     """There are many ranks with jitter, and a collective as long as the computation."""
     link = LinkParams(alpha=0.0, beta=1 / (2 * 63 / 64 * 4e7), gamma=0.0, sync=0.0)
-    base = Question(cluster=by_hand(link), compute=compute(1.0, 10_000_000, cv=0.2), world_size=64)
+    base = Job(cluster=by_hand(link), compute=compute(1.0, 10_000_000, cv=0.2), world_size=64)
     found = plan(base, dataclasses.replace(SPACE, codecs=("fp32",), all_reduces=("ring",)))
-    assert found.best.question.width == 3
+    assert found.best.job.width == 3
     assert any(line.startswith("Width 3 gains over width 2 only where slow") for line in advice(found))
     narrower = plan(base, dataclasses.replace(SPACE, codecs=("fp32",), all_reduces=("ring",), widths=(1, 2)))
     assert not any(line.startswith("Width") for line in advice(narrower))
 
 
 def test_what_was_not_measured_is_not_searched() -> None:
-    base = Question(cluster=PROFILE, compute=MLP, world_size=4)
+    base = Job(cluster=PROFILE, compute=MLP, world_size=4)
     found = plan(base)
-    assert {one.question.codec for one in found.ranking} <= {"fp32", "int8"}
-    assert {one.question.all_reduce for one in found.ranking} <= {"ring", "halving-doubling", "native", None}
+    assert {one.job.codec for one in found.ranking} <= {"fp32", "int8"}
+    assert {one.job.all_reduce for one in found.ranking} <= {"ring", "halving-doubling", "native", None}
     with pytest.raises(ValueError, match=r"extrapolate must be asked for, .*; got 64 ranks; measured: 2, 3, 4"):
         plan(dataclasses.replace(base, world_size=64))
     assert plan(dataclasses.replace(base, world_size=64), extrapolate=True).best
@@ -271,17 +269,17 @@ def test_what_was_not_measured_is_not_searched() -> None:
 )
 def test_searches_that_make_no_sense(options: dict[str, Any], cost: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan(job("1GbE", "mlp", 0.1), dataclasses.replace(SPACE, **options), accuracy_cost=cost)
+        plan(job_on("1GbE", "mlp", 0.1), dataclasses.replace(SPACE, **options), accuracy_cost=cost)
 
 
 def test_configurations_in_words() -> None:
-    base = job("1GbE", "mlp", 0.1)
+    base = job_on("1GbE", "mlp", 0.1)
     wide = dataclasses.replace(base, width=2, codec="int8", segment_bytes=1 << 18)
     assert describe(wide) == "pipelined, width 2, int8, ring, segments of 256 KiB"
-    assert words_for_training(wide) == "--width 2 --codec int8 --all-reduce ring --segment-bytes 262144"
+    assert training_arguments(wide) == "--width 2 --codec int8 --all-reduce ring --segment-bytes 262144"
     ddp = dataclasses.replace(base, strategy="ddp", all_reduce="native", codec="bf16")
-    assert (describe(ddp), words_for_training(ddp)) == ("ddp, bf16", "--strategy ddp --ddp-hook bf16")
+    assert (describe(ddp), training_arguments(ddp)) == ("ddp, bf16", "--strategy ddp --ddp-hook bf16")
     servers = dataclasses.replace(base, strategy="ps-sync", all_reduce=None)
-    assert (describe(servers), words_for_training(servers)) == ("ps-sync", "--strategy ps-sync --servers 1")
+    assert (describe(servers), training_arguments(servers)) == ("ps-sync", "--strategy ps-sync --servers 1")
     assert describe(base) == "D-Sync, no codec, ring"
     assert isinstance(plan(base, SPACE), Plan)

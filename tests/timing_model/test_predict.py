@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.timing_model._profiles import LINK, MLP, PROFILE, about, ask
 from timing_model import LinkParams, ring_all_reduce_time
 from timing_model.cluster_profile import Profile
-from timing_model.job import CHECKED_CV, SUPPORTS, Question, compute_of, support_of
+from timing_model.job import CHECKED_CV, SUPPORTS, Job, compute_of, support_of
 from timing_model.measured import Calibrated, CodecProfile, ComputeProfile, Estimate, LinkProfile
 from timing_model.predict import LIMITS, predict
 from timing_model.presets import CODECS, NETWORKS
@@ -42,7 +42,7 @@ def test_the_papers_question_by_hand() -> None:
     link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
     cluster, work = by_hand(link), compute(0.3, 100_000_000, samples=1000)
     together, apart = (
-        predict(Question(cluster=cluster, compute=work, world_size=4, width=width, segment_bytes=WHOLE, iterations=10))
+        predict(Job(cluster=cluster, compute=work, world_size=4, width=width, segment_bytes=WHOLE, iterations=10))
         for width in (1, 2)
     )
     t_comm = ring_all_reduce_time(link, 4e8, 4)
@@ -57,8 +57,8 @@ def test_the_papers_question_by_hand() -> None:
     assert apart.efficiency == pytest.approx(0.5)
     assert apart.samples_per_second == pytest.approx(4 / 0.6)
     assert apart.epoch == pytest.approx(250 * 0.6)
-    assert apart.job == pytest.approx(9 * 0.6 + 0.9)
-    assert together.job == pytest.approx(10 * 0.9)
+    assert apart.total == pytest.approx(9 * 0.6 + 0.9)
+    assert together.total == pytest.approx(10 * 0.9)
     assert apart.support == ("as given", ())
 
 
@@ -174,7 +174,7 @@ def test_slow_ranks_can_be_the_limit() -> None:
 def test_where_two_parts_take_equally_long_neither_is_the_limit() -> None:
     link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
     work = compute(ring_all_reduce_time(link, 4e8, 4), 100_000_000)
-    answer = predict(Question(cluster=by_hand(link), compute=work, world_size=4, width=2, segment_bytes=WHOLE))
+    answer = predict(Job(cluster=by_hand(link), compute=work, world_size=4, width=2, segment_bytes=WHOLE))
     assert answer.limit == "balance"
 
 
@@ -182,7 +182,7 @@ def test_where_two_parts_take_equally_long_neither_is_the_limit() -> None:
 def test_lasting_jitter_costs_more_in_a_pipeline_alone(width: int, lasts: bool) -> None:
     link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
     work = compute(ring_all_reduce_time(link, 4e8, 4), 100_000_000, cv=0.3)
-    answer = predict(Question(cluster=by_hand(link), compute=work, world_size=4, width=width, segment_bytes=WHOLE))
+    answer = predict(Job(cluster=by_hand(link), compute=work, world_size=4, width=width, segment_bytes=WHOLE))
     assert (answer.lasting > 1.03 * answer.iteration.total) == lasts
 
 
@@ -227,15 +227,15 @@ def test_fast_links_that_nothing_was_measured_of_are_said_to_be_optimistic() -> 
     ],
 )
 def test_how_sure_it_is(options: dict[str, Any], kind: str, reason: str | None) -> None:
-    question = ask(**options)
-    support = support_of(question)
+    job = ask(**options)
+    support = support_of(job)
     assert support.kind == kind
     assert support.kind in SUPPORTS
     assert reason is None or support.reasons[0].startswith(reason)
-    assert predict(question, extrapolate=True).support == support
+    assert predict(job, extrapolate=True).support == support
     if kind == "outside":
         with pytest.raises(ValueError, match=f"extrapolate must be asked for .*; got {reason}"):
-            predict(question)
+            predict(job)
 
 
 def test_on_shared_cores_a_world_size_that_was_not_measured_is_extrapolated() -> None:
@@ -314,7 +314,7 @@ def test_a_link_inside_nodes() -> None:
 
 
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-9, 1e3))
-QUESTIONS = st.fixed_dictionaries(
+JOBS = st.fixed_dictionaries(
     {
         "alpha": SECONDS,
         "beta": st.one_of(st.just(0.0), st.floats(1e-12, 1e-3)),
@@ -342,7 +342,7 @@ QUESTIONS = st.fixed_dictionaries(
 )
 
 
-def job(given: dict[str, Any], **changed: Any) -> Question:
+def job(given: dict[str, Any], **changed: Any) -> Job:
     numbers = given | changed
     link = LinkParams(**{field.name: numbers[field.name] for field in dataclasses.fields(LinkParams)})
     strategy, all_reduce, width = given["way"]
@@ -363,7 +363,7 @@ def job(given: dict[str, Any], **changed: Any) -> Question:
         codec_compute_slowdown=Estimate.exact(given["codec_compute_slowdown"]),
         comm_slowdown=Estimate.exact(given["comm_slowdown"]),
     )
-    return Question(
+    return Job(
         cluster=by_hand(link, codecs={"topk": topk}),
         compute=work,
         world_size=given["p"],
@@ -377,11 +377,11 @@ def job(given: dict[str, Any], **changed: Any) -> Question:
 
 
 @settings(deadline=None, max_examples=150)
-@given(given=QUESTIONS)
+@given(given=JOBS)
 def test_physics(given: dict[str, Any]) -> None:
     answer = predict(job(given), extrapolate=True)
     numbers = [*answer.iteration, *answer.collective, *answer.gains.values(), answer.low, answer.high]
-    assert all(math.isfinite(number) for number in [*numbers, answer.efficiency, answer.job or 0.0])
+    assert all(math.isfinite(number) for number in [*numbers, answer.efficiency, answer.total or 0.0])
     total, *parts = answer.iteration
     assert total == pytest.approx(math.fsum(parts))
     assert min(parts) >= -1e-9 * total

@@ -14,7 +14,7 @@ from tests.timing_model._profiles import MLP, PROFILE
 from timing_model.cli import main
 from timing_model.cluster_profile import Profile
 from timing_model.costs import costs_of, iteration_time
-from timing_model.job import Question
+from timing_model.job import Job
 from timing_model.measured import Estimate, LinkProfile
 from timing_model.refit import fit
 from timing_model.run_logs import read_run
@@ -33,26 +33,26 @@ def scaled(link: LinkProfile, latency: float, transfer: float) -> LinkProfile:
 
 def leave(folder: Path, cluster: Profile, compute: Any = CALM, **options: Any) -> Path:
     """Write the folder of a run that took exactly what the model says, with computation that is up to 0.1 % off."""
-    question = Question(cluster=cluster, compute=compute, **{"world_size": 4} | options)
-    iteration, collective = iteration_time(question, costs_of(question))
-    times = compute.times(question.width)
+    job = Job(cluster=cluster, compute=compute, **{"world_size": 4} | options)
+    iteration, collective = iteration_time(job, costs_of(job))
+    times = compute.times(job.width)
     lines = []
     for number in range(40):
         computed = (times.forward + times.backward) * (1 + 0.001 * (number % 3 - 1))
         seconds = {"iteration": iteration.total, "compute": computed, "communication": collective.total}
         seconds |= {"exposed": 0.0, "update": times.update}
-        lines.append({"iteration": number, "seconds": seconds, "wire_bytes": round(1.5 * question.nbytes)})
+        lines.append({"iteration": number, "seconds": seconds, "wire_bytes": round(1.5 * job.nbytes)})
     said = {
         "strategy": "pipelined",
-        "width": question.width,
-        "codec": question.codec,
-        "all-reduce": question.all_reduce,
-        "segment-bytes": question.segment_bytes,
+        "width": job.width,
+        "codec": job.codec,
+        "all-reduce": job.all_reduce,
+        "segment-bytes": job.segment_bytes,
         "model": compute.model,
         "batch-size": compute.batch_size,
     }
     folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"world_size": question.world_size, "options": said}))
+    (folder / "run.json").write_text(json.dumps({"world_size": job.world_size, "options": said}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 

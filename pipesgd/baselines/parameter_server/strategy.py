@@ -66,7 +66,8 @@ class ParameterServers(Strategy):
         model: the module whose parameters ``optimizer`` updates, on the CPU.
         optimizer: any optimizer; after the constructor, only its options that are pushed are read.
         servers: number of servers.
-        placement: "colocated": in threads on the first workers' ranks; "dedicated": on the last ranks, which only serve.
+        placement: "colocated": in threads on the first workers' ranks; "dedicated": on the last ranks, which only
+            ``serve``.
         staleness_bound: largest lead of the fastest worker over the slowest, in iterations; None for no bound.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the gradient out.
         timeout: seconds that a rank waits for another one.
@@ -348,6 +349,6 @@ class ParameterServers(Strategy):
     def _at_rest(self, what: str = "rest") -> Iterator[None]:
         """Keep all workers here, with their replies and so without gradients in flight, while the context is open."""
         # The group's name distinguishes these exchanges from those of another strategy of the same job.
-        self._workers.exchange(f"workers at {what} (group {self._group.group_name})", None)
+        self._workers.all_gather_object(f"workers at {what} (group {self._group.group_name})", None)
         yield
-        self._workers.exchange(f"workers going on (group {self._group.group_name})", None)
+        self._workers.all_gather_object(f"workers going on (group {self._group.group_name})", None)

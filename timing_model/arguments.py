@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+FORMER_NAMES = {"--cards": "--nics"}
+FORMER_VALUES = {("--server-placement", "beside"): "colocated", ("--server-placement", "own"): "dedicated"}
+"""Names and values of options in the previous version, which this one still accepts, and what they are called now."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,19 +29,33 @@ class Parser(argparse.ArgumentParser):
             raise ValueError(f"{found[1]} must be given; got none")
         raise ValueError(message)
 
-    def parse(self, words: Sequence[str]) -> Namespace:
+    def parse(self, argv: Sequence[str]) -> Namespace:
         """Return the values of the arguments; a number below 0 is a value, too."""
         joined: list[str] = []
-        for word in words:
-            if joined and joined[-1].startswith("--") and "=" not in joined[-1] and re.match(r"-\.?\d", word):
-                joined[-1] += f"={word}"
+        for argument in argv:
+            if joined and joined[-1].startswith("--") and "=" not in joined[-1] and re.match(r"-\.?\d", argument):
+                joined[-1] += f"={argument}"
             else:
-                joined.append(word)
-        names = [word.partition("=")[0] for word in joined if word.startswith("--")]
+                joined.append(argument)
+        before = ["", *joined]
+        joined = [self._with_current_name(one, previous) for previous, one in zip(before, joined, strict=False)]
+        names = [argument.partition("=")[0] for argument in joined if argument.startswith("--")]
         for name in names:
             if names.count(name) > 1:  # do not guess which of the values was meant
                 raise ValueError(f"{name[2:]} must be given once; got it {names.count(name)} times")
         return self.parse_args(joined)
+
+    def _with_current_name(self, argument: str, before: str) -> str:
+        """Return the argument ``argument`` under its current name, with a hint on stderr if that is another one."""
+        option, equals, value = argument.partition("=")
+        name, given = (option, value) if equals else (before, argument)
+        current = FORMER_VALUES.get((name, given))
+        new = argument if current is None else f"{option}={current}" if equals else current
+        if option in FORMER_NAMES:
+            new = FORMER_NAMES[option] + equals + value
+        if new != argument:
+            print(f"warning: {argument} is now {new}; the former name works in this version only", file=sys.stderr)
+        return new
 
 
 def whole(least: int = 1) -> Callable[[str], int]:

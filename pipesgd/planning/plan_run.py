@@ -60,7 +60,7 @@ def plan_run(
     path, asked = config.planning.cluster, config.planning.auto
     given = share_cluster(path, ranks, console)
     if earlier is not None:
-        config, planned = ranks.agree("earlier choice", lambda: continued(config, earlier))
+        config, planned = ranks.raise_together("earlier choice", lambda: continued(config, earlier))
         if planned is not None:
             say(console, f"planned when the run began: {words(planned.choices)}", *planned.lines()[len(planned.why) :])
         if planned is not None or not given:
@@ -78,7 +78,7 @@ def plan_run(
 
     tensors = [one.numel() for one in model.parameters() if one.requires_grad]
     if given:
-        found = ranks.agree("cluster", lambda: of_file(path, config, tensors) if ranks.rank == 0 and path else None)
+        found = ranks.raise_together("cluster", lambda: of_file(path, config, tensors) if ranks.rank == 0 and path else None)
         source = str(path)
     else:
         found = calibrate_briefly(config, ranks, model, batches, console, samples=samples)
@@ -106,7 +106,7 @@ def agree_on_plan(
         decided = decide(*found, config, world_size=ranks.world_size, iterations=iterations, source=source, own=own)
         return decided.as_json()
 
-    agreed = ranks.exchange("plan", ranks.agree("planning", decide_on_rank_0))[0]
+    agreed = ranks.all_gather_object("plan", ranks.raise_together("planning", decide_on_rank_0))[0]
     planned = Planned(**agreed)
     say(console, *planned.lines())
     return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned
@@ -118,7 +118,7 @@ def share_cluster(path: Path | None, ranks: Ranks, console: Console) -> bool:
     if path is not None:
         with contextlib.suppress(OSError):  # rank 0 reports it when it reads the file
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    everybody = ranks.exchange("cluster", [path is not None, digest])
+    everybody = ranks.all_gather_object("cluster", [path is not None, digest])
     given, own = everybody[0]
     if not given and any(other for other, _ in everybody):
         rank = next(rank for rank, (other, _) in enumerate(everybody) if other)

@@ -16,7 +16,7 @@ from _ranks import run_ranks
 from pipesgd.cli import as_toml, parse
 from pipesgd.config import AUTO_OPTIONS
 from pipesgd.errors import UserInputError
-from pipesgd.planning import agree
+from pipesgd.planning import plan_run
 from pipesgd.planning.drift import SETTLING, WINDOW, WINDOWS
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
@@ -79,7 +79,7 @@ def test_what_is_auto_is_said_on_the_command_line_or_in_a_file_and_printed_so(tm
 
 def _train(ranks: Ranks, words_of_ranks: list[str]) -> tuple[str, str]:
     """Run once, with a short calibration; return (text of the error, stdout)."""
-    agree.CALIBRATION_SECONDS = 1.0
+    plan_run.CALIBRATION_SECONDS = 1.0
     words = words_of_ranks[min(ranks.rank, len(words_of_ranks) - 1)]
     out = io.StringIO()
     with contextlib.redirect_stderr(io.StringIO()):
