@@ -348,14 +348,14 @@ def _times(ratio: float | None) -> str:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     arguments = command.parse(command.parser("paper_question", __doc__), words)
     command.check_alone("paper_question", by_torchrun, "it needs one process")
     return arguments
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     quick = arguments.quick
     rows = compute(WORKLOADS, (0.25, 1.0, 4.0) if quick else RATIOS)

@@ -259,7 +259,7 @@ def _multiple(text: str) -> float:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     options = command.parser("staleness", __doc__)
     add, number = options.add_argument, command.at_least
     default = [name for name in WORKLOADS if name != "digits"]
@@ -287,7 +287,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     runs = KeptRuns(arguments.output / "staleness.runs.json", Run)
     if arguments.fresh:

@@ -299,7 +299,7 @@ def _brief(words: str) -> str:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     options = command.parser("validate_timing_model", __doc__)
     add = options.add_argument
     add("--settings", nargs="+", metavar="NAME", default=list(SETTINGS), help=f"of {'; '.join(SETTINGS)} (all)")
@@ -313,7 +313,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     kept = KeptRuns(arguments.output / "validate_timing_model.runs.json", Measured)
     if arguments.fresh:

@@ -105,7 +105,7 @@ def publish(found: Sequence[tuple[Scenario, Observation]], deadline: float, fold
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     options = command.parser("faults", __doc__)
     options.add_argument("--list", action="store_true", help="say what there is")
     options.add_argument("--only", nargs="+", metavar="ID", help="do these faults, done or not; needs --output")
@@ -124,7 +124,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.agree("options", lambda: parse(words, ranks.by_torchrun))
     if arguments.list:
         rows = [{"": one.id, "fault": one.fault, "line": one.says[:50]} for one in SCENARIOS]
