@@ -108,7 +108,7 @@ def kills_of(run: int, seed: int, durations: Mapping[str, Sequence[float]]) -> l
     phase = list(PHASES)[run % len(PHASES)]
 
     def kill(phase: str) -> Kill:
-        # A run that is killed in training in order to be resumed must have written a checkpoint by then.
+        # A run that is killed in training in order to be resumed must have written something by then.
         calls = range(1, len(durations[phase])) if len(durations[phase]) > 1 else range(1)
         return Kill(
             phase=phase,
