@@ -305,7 +305,7 @@ def codec_speed(where: str) -> str:
 
 
 def wire_share() -> str:
-    """Return the share of the wire's best that the ring reaches with a codec."""
+    """Return the ring's efficiency with a codec, relative to what the wire allows."""
     rows = [row for rate in SLOW for row in load(RESULTS / f"bench_all_reduce_{rate}.csv")]
     ours = [row for row in rows if row["algorithm"] == "ring" and row["codec"] in ("int8", "int4")]
     assert {int(row["nbytes"]) for row in ours} >= {1_000_000, 40_000_000}

@@ -1,6 +1,6 @@
-"""Times blocks of iterations of the trainer that is imported, once: ``torchrun ... timed_blocks.py OUT [quick]``.
+"""Time blocks of iterations of the trainer that is imported, once: ``torchrun ... timed_blocks.py OUT [quick]``.
 
-It is run as a file, with the trainer and the experiments of its own commit in PYTHONPATH. Rank 0 writes the seconds
+Run this as a file, with the trainer and the experiments of its own commit in PYTHONPATH. Rank 0 writes the seconds
 that an iteration takes on the slowest rank.
 """
 
@@ -25,7 +25,7 @@ BLOCK, LEFT_OUT = 10, "local (no communication)"
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """Time them."""
+    """Time the loops of all workloads."""
     data = ranks.agree("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     seconds = {}
