@@ -136,7 +136,7 @@ def code_state() -> str | None:
 
 @functools.cache
 def provenance() -> dict[str, Any]:
-    """Return when, from which code and where this runs. The first call's answer is kept, from the experiment's start."""
+    """Return when, from which code and where this runs. The first call's answer stays: how the experiment began."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

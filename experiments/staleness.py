@@ -191,7 +191,7 @@ def _stable_up_to(rows: Sequence[Row], least: float) -> float | None:
 
 
 def verdict(workload: str, method: str, row: Row) -> str:
-    """Return "met" or "MISSED" for the method's target at a rate; "" without a target or anything to compare with."""
+    """Return "met" or "MISSED" for a method at a rate; "" if it has no target, or there is nothing to compare with."""
     if method not in MOST_LOST or not row:
         return ""
     if WORKLOADS[workload].judged_by_loss:
@@ -202,7 +202,7 @@ def verdict(workload: str, method: str, row: Row) -> str:
 
 
 def stability(method: str, limit: float | None, sync_limit: float | None) -> str:
-    """Return "met" if the method is stable far enough, else "MISSED"; "" without a target or anything to compare with."""
+    """Return "met" or "MISSED" for a method's stability; "" if it has no target, or there is nothing to compare with."""
     if method not in MOST_LOST or sync_limit is None:
         return ""
     return "met" if limit is not None and limit >= STABILITY * sync_limit else "MISSED"
@@ -246,7 +246,7 @@ def _texts(row: Row) -> dict[str, str]:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean, rounded for values right at a target; None if one is missing, since the survivors' would flatter."""
+    """Return the mean, rounded for values at a target's edge; None if one is missing, since survivors would flatter."""
     known = [value for value in values if value is not None]
     return round(float(np.mean(known)), 6) if len(known) == len(values) else None
 
