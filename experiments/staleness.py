@@ -191,7 +191,7 @@ def _stable_up_to(rows: Sequence[Row], least: float) -> float | None:
 
 
 def verdict(workload: str, method: str, row: Row) -> str:
-    """Return "met" or "MISSED" for a method at a rate; "" if it has no target, or there is nothing to compare with."""
+    """Return "met" or "MISSED" for a method's target at a rate; "" if it has none, or nothing to compare it with."""
     if method not in MOST_LOST or not row:
         return ""
     if WORKLOADS[workload].judged_by_loss:
@@ -202,7 +202,7 @@ def verdict(workload: str, method: str, row: Row) -> str:
 
 
 def stability(method: str, limit: float | None, sync_limit: float | None) -> str:
-    """Return "met" or "MISSED" for a method's stability; "" if it has no target, or there is nothing to compare with."""
+    """Return "met" or "MISSED" for a method's stability; "" if it has no target, or nothing to compare it with."""
     if method not in MOST_LOST or sync_limit is None:
         return ""
     return "met" if limit is not None and limit >= STABILITY * sync_limit else "MISSED"

@@ -215,7 +215,7 @@ def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Predictio
 
 
 def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -> Run:
-    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on every ``test_every``-th sample."""
+    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``."""
     begin = time.perf_counter()
     arguments, compared = compared_prediction(shlex.split(words))
     config = parse_training(arguments)

@@ -37,7 +37,7 @@ OVERHEAD_SECONDS = 1e-3
 
 
 class Terminated(BaseException):
-    """The signal SIGTERM; like KeyboardInterrupt, it is not an error of the program's."""
+    """Raised when SIGTERM comes; like KeyboardInterrupt, it is no error of the program's."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -47,7 +47,7 @@ def switch() -> Iterator[str]:
 
 
 def cable(node: int, link: Link, rate: float, delays_by: str | None) -> Iterator[str]:
-    """Yield commands that make ``node`` and connect its eth0 to port n<node> of the switch, by ``link`` with ``rate``."""
+    """Yield commands that make ``node`` and connect its eth0 to port n<node> of the switch, at another ``rate``."""
     yield f"ip netns add {node}"
     yield f"ip netns exec {node} sh -c '{QUIET}'"
     if delays_by == DELAY_LINE:  # the delay line has made both devices
