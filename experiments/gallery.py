@@ -1,4 +1,4 @@
-"""Draws every figure again from the results that are there, and writes docs/gallery.md. Measures nothing.
+"""Redraw every figure from the existing results and write docs/gallery.md, without measuring anything.
 
 python -m experiments.gallery        experiments/results/*.png, docs/gallery.md, docs/gallery/*.png
 """
@@ -58,7 +58,7 @@ FIGURES = tuple(
 DOCS = REPOSITORY / "docs"
 PAGE, PICTURES = "gallery.md", "gallery"
 DPI = 75
-"""Of the pictures on the page: enough for a screen."""
+"""Dots per inch of the pictures on the page: enough for a screen."""
 HEAD = """# Gallery
 
 The README's picture, and the figures of the Pipe-SGD paper reproduced with this code. Each is drawn from a result file
@@ -68,17 +68,17 @@ in `experiments/results`; a manifest next to it records how it was made. `make f
 
 
 def compared(name: str, rows: list[Row], folder: Path) -> Path:
-    """The figure of a comparison, whose title is in its manifest."""
+    """Draw the figure of a comparison, whose title is in its manifest."""
     return compare.draw(name, rows, figures.title_of(figures.manifest(name)), folder)
 
 
 def panels_by(column: str, plot: Any) -> Draw:
-    """Draws a panel for every value of a column."""
+    """Return a function that draws a panel for every value of a column."""
     return lambda name, rows, folder: save_figure(name, rows, by=column, plot=plot, folder=folder)
 
 
 def of_the_paper(name: str, rows: list[Row], folder: Path) -> Path:
-    """The figure of the paper's question, which has two tables."""
+    """Draw the figure of the paper's question, which has two tables."""
     return paper_question.draw(name, rows, load(RESULTS / f"{name}_jitter.csv"), folder)
 
 
@@ -96,17 +96,17 @@ DRAWN: dict[str, Draw] = {
     "time_to_accuracy_": compared,
     "validate_timing_model": validate_timing_model.draw,
 }
-"""By the beginning of a result's name."""
+"""Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
     *("bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
     *("paper_question_jitter", "staleness_summary", "tutorial"),
     "validate_timing_model_decisions",
 )
-"""Results that have no figure, likewise."""
+"""Results that have no figure, by the beginning of their names."""
 
 
 def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:
-    """What draws each figure that there are results of into a folder, by name."""
+    """Return, by name, a function that draws each figure for which there are results into a folder."""
     found: dict[str, Callable[[Path], Path]] = {}
     for manifest in sorted(results.glob("*.manifest.json")):
         name = manifest.name.removesuffix(".manifest.json")
@@ -121,7 +121,7 @@ def all_drawn(results: Path = RESULTS) -> dict[str, Callable[[Path], Path]]:
 
 
 def page(results: Path = RESULTS) -> str:
-    """The text of docs/gallery.md."""
+    """Return the text of docs/gallery.md."""
     parts = [HEAD]
     for one in FIGURES:
         parts.append(f"## {one.title}\n")
@@ -138,7 +138,7 @@ def page(results: Path = RESULTS) -> str:
 
 
 def write(console: Console, docs: Path = DOCS, results: Path = RESULTS) -> None:
-    """Draw everything."""
+    """Draw every figure that has results, and write the page."""
     for draw in all_drawn(results).values():
         say(console, f"drew {draw(results).name}")
     (docs / PICTURES).mkdir(exist_ok=True)
@@ -150,7 +150,7 @@ def write(console: Console, docs: Path = DOCS, results: Path = RESULTS) -> None:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     options = command.Parser(prog="python -m experiments.gallery", description=__doc__, allow_abbrev=False)
     ranks.raise_together("options", lambda: options.parse_args(words))
     write(console)

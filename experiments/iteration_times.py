@@ -1,4 +1,4 @@
-"""From cells to what a reader gets: a row for every contender, its ratios and limits, a table and a figure."""
+"""Summary of measured cells for readers: a row for every contender, its ratios and limits, a table and a figure."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 TARGETS_SLOW_LINK = {"fp32": 1.06, "int8": 1.12, "int4": 1.25, "ternary": 1.25}
 TARGETS_LINK = {"fp32": 1.15}
-"""What the iteration of width 2 with a codec may take at most, in limits, over links up to ``SLOW_LINK`` and over
-faster ones, where two cores that serve all ranks count too."""
+"""Largest ratio to its limit that an iteration of width 2 with a codec may take, over links up to ``SLOW_LINK`` and
+over faster links, where the two cores that serve all ranks count too."""
 
 
 def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], cluster: Cluster, nbytes: int) -> list[Row]:
-    """A row for every contender; ``nbytes`` are those of its gradient, uncompressed.
+    """Return a row for every contender; ``nbytes`` is the size of its gradient, uncompressed.
 
-    Ratios are to the cells of the same round; rounds in which one of the two failed are left out of them, and
-    columns to a contender that is not there are left out of the table. The limit of an iteration is the time of
-    "local" or of the wire, whichever is longer: the wire's is that of a ring, uncompressed or, for a contender of ours
-    with a codec, with as much less as it sends. Others that send less may be below it.
+    Ratios are to the cells of the same round. They leave out rounds in which one of the two failed, and the table
+    leaves out ratios to a contender that is missing. The limit of an iteration is the time of "local" or of the
+    wire, whichever is longer. The wire's time is that of a ring, uncompressed or, for a contender of ours with a
+    codec, reduced in proportion to the bytes that it sends. Others that send less may be below the limit.
     """
     of = {one.name: {cell.index: cell for cell in cells if cell.contender == one.name} for one in contenders}
     times = {name: {i: cell.iteration_s for i, cell in some.items() if cell.iteration_s} for name, some in of.items()}
@@ -56,7 +56,7 @@ def summarize(contenders: Sequence[Contender], cells: Sequence[Cell], cluster: C
 
 
 def _wire_limit(contender: Contender, wire_bytes: float | None, cluster: Cluster, nbytes: int) -> float:
-    """Seconds that the wire takes at least: of an uncompressed ring, or of what our codec leaves of it."""
+    """Return the least seconds that the wire takes, for an uncompressed ring or for the bytes that our codec sends."""
     uncompressed = ring_limit(cluster, nbytes)
     if contender.codec == "fp32" or wire_bytes is None:
         return uncompressed
@@ -64,7 +64,7 @@ def _wire_limit(contender: Contender, wire_bytes: float | None, cluster: Cluster
 
 
 def _figures(cells: Sequence[Cell]) -> Row:
-    """Over the rounds that did not fail; None if all did."""
+    """Summarize the rounds that did not fail; the figures are None if all did."""
     good = [cell for cell in cells if cell.iteration_s is not None]
     iterations = [seconds for cell in good for seconds in cell.iterations_s]
 
@@ -109,7 +109,7 @@ def _verdict(contender: Contender, cluster: Cluster, ratio: float | None) -> Row
 
 
 def _server_times(contender: Contender, cluster: Cluster, nbytes: int) -> Row:
-    """What formulas say of the communication of a synchronous parameter server; None for others."""
+    """Return the formulas' times for the communication of a synchronous parameter server; None for others."""
     pipeline = contender.config.pipeline
     synchronous = pipeline.strategy == "ps-sync" or pipeline.staleness_bound == 0
     times: Row = {"server_time_s": None, "textbook_server_time_s": None}
@@ -121,9 +121,9 @@ def _server_times(contender: Contender, cluster: Cluster, nbytes: int) -> Row:
 
 
 def against_servers(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Row]:
-    """Every synchronous parameter server against every width 2: the ratio measured, and that of the formulas.
+    """Compare every synchronous parameter server with every width 2: the measured ratio, and that of the formulas.
 
-    Of the formulas: (c + m_server) / max(c, m_ring), where c is the measured iteration of "local".
+    The formulas give (c + m_server) / max(c, m_ring), where c is the measured iteration of "local".
     """
     times: dict[str, dict[int, float]] = {}
     for cell in cells:
@@ -142,7 +142,7 @@ def against_servers(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Row]:
 
 
 def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
-    """A bar for every contender: computation and update of rank 0, then what it waited; a dot at the slowest rank."""
+    """Plot a bar for every contender: computation and update of rank 0, then its wait; a dot marks the slowest rank."""
     styles = method_styles([row["method"] for row in rows])
     places = range(len(rows))
     known = [(place, row) for place, row in enumerate(rows) if row["iteration_median_s"] is not None]
@@ -184,7 +184,7 @@ def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
 
 
 def show(rows: Sequence[Row], title: str) -> None:
-    """Print the rows as a table for people. A ratio is its median and its interval over the rounds."""
+    """Print the rows as a table for people. A ratio is shown as its median and its interval over the rounds."""
     texts = []
     for row in rows:
         text = {
@@ -221,7 +221,7 @@ def _interval(row: Row, name: str, digits: int) -> str:
 
 
 def notes(rows: Sequence[Row], cells: Sequence[Cell], cluster: Cluster) -> list[str]:
-    """What the table does not say, a line each: limits, targets, formulas, failures."""
+    """Return lines for everything that the table leaves out: limits, targets, formulas, failures."""
     lines = []
     for wire, limit in dict.fromkeys((row["wire_limit_s"], row.get("limit_median_s")) for row in rows):
         names = ", ".join(row["contender"] for row in rows if row["wire_limit_s"] == wire)

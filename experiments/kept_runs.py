@@ -1,4 +1,4 @@
-"""The finished runs of an experiment, kept one by one, so that an experiment of hours can be cut off and continued."""
+"""Finished runs of an experiment, saved one by one, so that an experiment of hours can be interrupted and continued."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Run = TypeVar("Run", bound=Any)
 
 
 class KeptRuns(Generic[Run]):
-    """Runs by the words that they were made with, in a JSON file; each is kept as soon as it is there.
+    """Runs in a JSON file, by a text that identifies each; a run is saved as soon as it has finished.
 
     Args:
         path: the file.
-        kind: the dataclass of a run.
+        kind: the dataclass that holds a run.
     """
 
     def __init__(self, path: Path, kind: type[Run]):
@@ -32,7 +32,7 @@ class KeptRuns(Generic[Run]):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         aside = self._path.with_suffix(".tmp")
         aside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        aside.replace(self._path)  # whole or not there, whenever this process is killed
+        aside.replace(self._path)  # the file is whole or absent, whenever this process is killed
 
     def forget(self) -> None:
         self._path.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""Kill -9 on a random rank at a random moment: does torchrun's restart end in the very same weights?
+"""Kill -9 on a random rank at a random moment: does torchrun's restart end in exactly the same weights?
 
-    python -m experiments.kill_and_resume      kill_and_resume.csv; exit code 1 if any run ends otherwise
+    python -m experiments.kill_and_resume      kill_and_resume.csv; exit code 1 if any run ends differently
 
-One run is left alone. Every other run of the same command loses one rank at a moment that is uniform over
-the time the undisturbed run trained, is restarted by torchrun, and goes on from its newest checkpoint.
+One run is left alone. Every other run of the same command loses one rank at a moment drawn uniformly from
+the time that the undisturbed run trained, is restarted by torchrun, and resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ ITERATIONS, QUICK_ITERATIONS = 600, 200
 KILLS, QUICK_KILLS = 20, 2
 POLL_SECONDS = 0.01
 DEADLINE_SECONDS = 300.0
-"""A run that takes longer than this hangs."""
+"""Seconds after which a run counts as hung."""
 
 RESUMED = re.compile(r"continuing after iteration (\d+) of|no checkpoint yet: starting anew")
 
 
 @contextlib.contextmanager
 def training(folder: Path, iterations: int) -> Iterator[subprocess.Popen[bytes]]:
-    """torchrun at work in ``folder``: its output goes to ``log``, the run's files to ``run``."""
+    """Run torchrun in ``folder``: its output goes to ``log``, the run's files to ``run``."""
     words = f"--max-restarts=3 -m pipesgd.train --dataset digits --model mlp --width 2 --iterations {iterations}"
     words += " --momentum 0.9 --checkpoint-iterations 25 --timeout 60 --output"
     arguments = command.torchrun(WORLD_SIZE, *words.split(), str(folder / "run"))
@@ -56,7 +56,7 @@ def training(folder: Path, iterations: int) -> Iterator[subprocess.Popen[bytes]]
 
 
 def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether ``process`` ends within so many seconds."""
+    """Wait for ``process``; return True if it ends within ``seconds``."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -65,7 +65,7 @@ def ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def appears(path: Path, process: subprocess.Popen[bytes]) -> bool:
-    """Wait for ``path``; whether it appears before ``process`` ends, and in time."""
+    """Wait for ``path``; return True if it appears in time, before ``process`` ends."""
     deadline = time.perf_counter() + DEADLINE_SECONDS
     while not path.exists() and time.perf_counter() < deadline:
         if ends_within(process, POLL_SECONDS):
@@ -74,7 +74,7 @@ def appears(path: Path, process: subprocess.Popen[bytes]) -> bool:
 
 
 def undisturbed(folder: Path, iterations: int) -> tuple[str, float]:
-    """The hash of the trained weights, and the seconds between the beginning and the end of training."""
+    """Return the hash of the trained weights, and the seconds between the beginning and the end of training."""
     with training(folder, iterations) as process:
         if appears(folder / "run" / METRICS_FILE, process):
             begin = time.perf_counter()
@@ -86,7 +86,7 @@ def undisturbed(folder: Path, iterations: int) -> tuple[str, float]:
 
 
 def disturbed(folder: Path, iterations: int, rank: int, delay: float, expected: str) -> Row | None:
-    """Kill ``rank`` so many seconds after the beginning of training: what came of it; None if it was too late."""
+    """Kill ``rank`` ``delay`` seconds after training began and return the outcome; None if it was too late."""
     begin = time.perf_counter()
     with training(folder, iterations) as process:
         if not appears(folder / "run" / METRICS_FILE, process):
@@ -94,7 +94,7 @@ def disturbed(folder: Path, iterations: int, rank: int, delay: float, expected: 
         if ends_within(process, delay):
             return None
         killed = time.perf_counter() - begin
-        with contextlib.suppress(KeyError, ProcessLookupError):  # its rank has ended: no restart will show
+        with contextlib.suppress(KeyError, ProcessLookupError):  # the rank has ended, so no restart follows
             os.kill(pids_of_ranks(process.pid)[rank], signal.SIGKILL)
         ended = ends_within(process, DEADLINE_SECONDS)
         wall = time.perf_counter() - begin
@@ -113,7 +113,7 @@ def disturbed(folder: Path, iterations: int, rank: int, delay: float, expected: 
 
 
 def pids_of_ranks(torchrun: int) -> dict[int, int]:
-    """The process of each rank, among the children of the process ``torchrun``."""
+    """Return the process ID of each rank, among the children of the process ``torchrun``."""
     pids: dict[int, int] = {}
     for children in Path(f"/proc/{torchrun}/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
@@ -124,18 +124,18 @@ def pids_of_ranks(torchrun: int) -> dict[int, int]:
 
 
 def weights_sha256(folder: Path) -> str:
-    """What the run in ``folder`` says of its trained weights."""
+    """Return the hash of the trained weights, as the run in ``folder`` reports it."""
     summary = json.loads((folder / "run" / SUMMARY_FILE).read_text(encoding="utf-8"))
     return str(summary["weights_sha256"])
 
 
 def log_of(folder: Path) -> str:
-    """What the run in ``folder`` printed."""
+    """Return what the run in ``folder`` printed."""
     return (folder / "log").read_text(encoding="utf-8", errors="replace")
 
 
 def compute(kills: int, iterations: int, seed: int, output: Path, console: Console) -> list[Row]:
-    """A row for every kill that hit; what a run printed that ended otherwise is kept in ``output``."""
+    """Return a row for every kill that hit; the output of runs that ended differently is kept in ``output``."""
     chance = random.Random(seed)
     rows: list[Row] = []
     with command.progress(console, "kill and resume", kills + 1) as advance:
@@ -166,7 +166,7 @@ def show(rows: list[Row]) -> None:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     options = command.parser("kill_and_resume", __doc__)
     options.add_argument("--kills", type=command.at_least(1), help=f"runs with a kill ({KILLS}; quick: {QUICK_KILLS})")
     options.add_argument("--seed", type=command.at_least(0), default=0, help="seed of the ranks and moments (0)")

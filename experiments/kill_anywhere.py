@@ -1,12 +1,12 @@
-"""Kills inside training, checkpoints, resuming and evaluation: does every run end in the very same weights?
+"""Kills inside training, checkpoints, resuming and evaluation: does every run end in exactly the same weights?
 
-    python -m experiments.kill_anywhere      kill_anywhere.csv; exit code 1 if any run ends otherwise
+    python -m experiments.kill_anywhere      kill_anywhere.csv; exit code 1 if any run ends differently
 
 A short form of kill_and_resume: a hundred runs of a second or two, whose ranks are forked from this process instead of
 started by torchrun. A kill is at a random moment of a random call in its phase; "resume" is a kill in training and
-another one while the checkpoint is being loaded. Half of the kills hit all ranks at once. Weights and every logged
-loss must be those of the run that was left alone. Finished runs are kept in runs/kill_anywhere.json, by a hash of the
-code: the same command goes on where it was stopped.
+another one while the checkpoint is being loaded. Half of the kills hit all ranks at once. The weights and every logged
+loss must equal those of the run that was left alone. Finished runs are kept in runs/kill_anywhere.json, by a hash of
+the code: the same command continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from pipesgd.run.metrics import read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
 STATE = Path("runs/kill_anywhere.json")
-"""Below the folder that the command is started in, as pipesgd.train has it."""
+"""File of the kept runs, below the folder where the command is started, as with pipesgd.train."""
 HARNESS = (Path(__file__), Path(forked_ranks.__file__))
-"""What is hashed besides the code that is measured: results of another harness do not count."""
+"""Files hashed in addition to the code that is measured: results of another harness do not count."""
 WORLD_SIZE = 3
 WORDS = (
     "--dataset digits --model mlp --hidden-sizes 32 --batch-size 64 --width 2 --iterations 40 --momentum 0.9 "
@@ -51,17 +51,17 @@ RESUMED = re.compile(r"continuing after iteration (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Killed:
-    """What came of one run."""
+    """Outcome of one run."""
 
     run: int
     phase: str
     rank_killed: int
     all_ranks: bool
     call: int
-    """Of the phase's function, from 0."""
+    """Index of the call of the phase's function, from 0."""
     seconds_into_call: float
     resumed_after_iteration: int | None
-    """By the last attempt; None if it began anew, or there was none."""
+    """Iteration after which the last attempt resumed; None if it started from scratch, or there was none."""
     identical: bool
     """True if weights and losses are those of the undisturbed run."""
     wall_s: float
@@ -69,7 +69,7 @@ class Killed:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The outcome of a run, as far as it must not depend on kills."""
+    """The part of a run's outcome that must not depend on kills."""
 
     weights: str
     losses: tuple[tuple[int, float], ...]
@@ -77,17 +77,17 @@ class Trained:
 
 
 def trained(folder: Path) -> Trained:
-    """The outcome of the run in ``folder``."""
+    """Return the outcome of the run in ``folder``."""
     summary = json.loads((folder / "run" / SUMMARY_FILE).read_text(encoding="utf-8"))
     lines = read_metrics(folder / "run" / METRICS_FILE)
     return Trained(weights=summary["weights_sha256"], losses=tuple((line["iteration"], line["loss"]) for line in lines))
 
 
 def undisturbed() -> tuple[Trained, dict[str, list[float]]]:
-    """The outcome without a kill, and seconds of each call, by phase; those of loading are of a run that resumes.
+    """Return the outcome without a kill, and the seconds of each call, by phase; a resumed run gives those of loading.
 
     Raises:
-        RunError: a run fails that is not disturbed.
+        RunError: an undisturbed run fails.
     """
     found, durations = [], []
     for kills in ([], [Kill(phase=TRAINING, rank=0, call=25, seconds=0.0, all_ranks=True)]):
@@ -103,7 +103,7 @@ def undisturbed() -> tuple[Trained, dict[str, list[float]]]:
 
 
 def kills_of(run: int, seed: int, durations: Mapping[str, Sequence[float]]) -> list[Kill]:
-    """The kills of one run: phases take turns, everything else is drawn from ``seed`` and the run's number."""
+    """Return the kills of one run: phases take turns, and ``seed`` and the run's number determine the rest."""
     chance = random.Random(f"{seed}/{run}")
     phase = list(PHASES)[run % len(PHASES)]
 
@@ -122,7 +122,7 @@ def kills_of(run: int, seed: int, durations: Mapping[str, Sequence[float]]) -> l
 
 
 def killed(run: int, kills: Sequence[Kill], expected: Trained, output: Path) -> Killed | None:
-    """One run; what it printed is kept in ``output`` if it ends otherwise. None if a kill came too late to hit."""
+    """Do one run and keep its output in ``output`` if it ends differently. Return None if a kill came too late."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -148,13 +148,13 @@ def killed(run: int, kills: Sequence[Kill], expected: Trained, output: Path) -> 
 
 
 def log_of(folder: Path) -> str:
-    """What the run in ``folder`` printed."""
+    """Return what the run in ``folder`` printed."""
     path = folder / "log"
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def compute(number: int, seed: int, kept: KeptRuns[Killed], output: Path, console: Console) -> list[Killed]:
-    """So many runs with kills that hit, of which those that are not there yet are made now."""
+    """Return ``number`` runs with kills that hit; those that are not kept yet are made now."""
     rows: list[Killed] = []
     key = f"seed {seed}, code {sources(*HARNESS)[:16]}, run"
     done = kept.load()
@@ -189,7 +189,7 @@ def show(rows: Sequence[Killed]) -> None:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     options = command.parser("kill_anywhere", __doc__)
     options.add_argument("--kills", type=command.at_least(1), help=f"runs with a kill ({KILLS}; quick: {QUICK_KILLS})")
     options.add_argument("--seed", type=command.at_least(0), default=0, help="seed of the ranks and moments (0)")

@@ -1,10 +1,10 @@
-"""What a testbed leaves behind when it is killed in the middle of a job: nothing.
+"""Leftovers of a testbed that is killed in the middle of a job: there must be none.
 
     python -m experiments.kill_testbed                      ten kills, every second one a Ctrl-C: kill_testbed.csv
 
 Each run starts ``python -m experiments.testbed`` with a training that would not end, waits until it has written a
 checkpoint, and sends SIGKILL to the command alone, or SIGINT to its process group, as a terminal does. Then it
-counts what is left of the processes, of their namespaces, and of the bridge.
+counts the processes, their namespaces, and the bridges that are left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRAINING = "-m pipesgd.train --hidden-sizes 50 --iterations 1000000 --checkpoint
 
 
 def kill_one(nodes: int, number: signal.Signals) -> Row:
-    """Start a testbed with a job, kill it with ``number``, and see what is left."""
+    """Start a testbed with a job, kill it with signal ``number``, and count what is left."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--nodes", str(nodes), "--rate", "500mbit", "--", *TRAINING.split(), f"{folder}/run"]
         process = subprocess.Popen(
@@ -76,12 +76,12 @@ def kill_one(nodes: int, number: signal.Signals) -> Row:
 
 
 def has_ended(handle: int, deadline: float) -> bool:
-    """Whether the process of this pidfd has ended, or does before ``deadline``, a time of ``time.monotonic``."""
+    """Return True if the process of this pidfd ends before ``deadline``, a time of ``time.monotonic``."""
     return bool(select.select([handle], [], [], max(0.0, deadline - time.monotonic()))[0])
 
 
 def namespaces_of(pids: Iterable[int]) -> set[str]:
-    """The network and process namespaces that these processes are in."""
+    """Return the network and process namespaces that these processes are in."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended
@@ -90,7 +90,7 @@ def namespaces_of(pids: Iterable[int]) -> set[str]:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     options = command.parser("kill_testbed", __doc__)
     options.add_argument("--nodes", type=command.at_least(2), default=4, help="of every testbed (4)")
     arguments = ranks.raise_together("options", lambda: command.parse(options, words))

@@ -1,4 +1,4 @@
-"""What the links allow at best: the time of an iteration's traffic, from the rates that were asked for."""
+"""Best case that the links allow: the time of an iteration's traffic, from the rates that were asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from timing_model.collective_time import ring_all_reduce_bytes
 from timing_model.presets import PAYLOAD_SHARE
 
 SLOW_LINK = 500e6
-"""bit/s. Up to this rate the wire is the limit, and targets are nearer to it than above, where CPUs count too."""
+"""Rate in bit/s up to which the wire is the limit; targets are tighter there than above, where CPUs count too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,27 +20,27 @@ class Cluster:
     nodes: int
     link: Link
     slow_nodes: Mapping[int, float] = field(default_factory=dict)
-    """bit/s of the nodes whose link has another rate."""
+    """Rates in bit/s of the nodes whose link differs."""
     nproc_per_node: int = 1
 
     @property
     def ranks(self) -> int:
-        """On all nodes."""
+        """Number of ranks on all nodes."""
         return self.nodes * self.nproc_per_node
 
     @property
     def rates(self) -> list[float]:
-        """bit/s of every node's link."""
+        """Rate of every node's link, in bit/s."""
         return [self.slow_nodes.get(node, self.link.rate) for node in range(self.nodes)]
 
     @property
     def uniform(self) -> bool:
-        """Whether all links have one rate and nothing else is done to them."""
+        """True if all links have one rate, and neither latency nor loss."""
         return not self.link.delays and len(set(self.rates)) == 1
 
     @property
     def slug(self) -> str:
-        """For names of files: "4x200mbit"."""
+        """Text for file names: "4x200mbit"."""
         text = f"{self.nodes}x{rate_name(self.link.rate)}"
         if self.nproc_per_node > 1:
             text += f"_{self.nproc_per_node}-ranks"
@@ -51,7 +51,7 @@ class Cluster:
         return text + "".join(f"_node{node}-{rate_name(rate)}" for node, rate in self.slow_nodes.items())
 
     def describe(self) -> str:
-        """For people: "4 nodes at 200 Mbit/s"."""
+        """Describe the cluster for people: "4 nodes at 200 Mbit/s"."""
         text = f"{self.nodes} nodes at {rate_text(self.link.rate)}"
         if self.nproc_per_node > 1:
             text += f", {self.nproc_per_node} ranks each"
@@ -63,7 +63,7 @@ class Cluster:
 
 
 def wire_seconds(nbytes: float, rate: float) -> float:
-    """Seconds that ``nbytes`` take at ``rate`` bit/s in full packets, with the headers of Ethernet, IP and TCP.
+    """Return the seconds of ``nbytes`` at ``rate`` bit/s in full packets, with headers of Ethernet, IP and TCP.
 
     >>> round(wire_seconds(1448, rate=8.0))
     1514
@@ -72,9 +72,9 @@ def wire_seconds(nbytes: float, rate: float) -> float:
 
 
 def ring_limit(cluster: Cluster, nbytes: float) -> float:
-    """The least time of an uncompressed all-reduce of ``nbytes``, in seconds: 2(p-1)/p n / rate, headers counted.
+    """Return the least seconds of an uncompressed all-reduce of ``nbytes``: 2(p-1)/p n / rate, headers counted.
 
-    p is the number of nodes: ranks of one node can add up their gradients before. The slowest link decides.
+    p is the number of nodes, since ranks of one node can add up their gradients first. The slowest link decides.
 
     >>> cluster = Cluster(nodes=4, link=Link(rate=200e6))
     >>> round(ring_limit(cluster, 7.2e6), 4)
@@ -84,12 +84,12 @@ def ring_limit(cluster: Cluster, nbytes: float) -> float:
 
 
 def server_time(cluster: Cluster, nbytes: float, *, servers: int, beside: bool) -> float | None:
-    """The traffic of one round of a synchronous parameter server, in seconds: all gradients in, then all weights out.
+    """Return the seconds of one round of a synchronous parameter server: all gradients in, then all weights out.
 
-    ``servers`` on nodes of their own, the last ones, each take n/s from w = p - s workers: max(1, w/s) n beta each
-    way. timing.md has p for w: its p are the workers. Beside workers, the first ones, a server has p - 1 remote
-    workers, and its node's worker exchanges with the s - 1 other servers. With one server beside worker 0 that is
-    2 (p-1) n beta. Headers are counted. None for several ranks a node, where it depends on who is where.
+    Dedicated ``servers`` are the last nodes, and each takes n/s from w = p - s workers: max(1, w/s) n beta each way.
+    timing.md writes p for w, since its p are the workers. Colocated servers are on the first workers' nodes: each has
+    p - 1 remote workers, and its node's worker exchanges with the s - 1 other servers. One server next to worker 0
+    takes 2 (p-1) n beta. Headers are counted. Returns None for several ranks a node, whose placement would matter.
 
     Not a limit: a worker that has its weights early sends its next gradient while others still wait for theirs, and
     NICs are full-duplex. If all do so in turn, p n beta remain of 2 (p-1) n beta.
@@ -108,5 +108,5 @@ def server_time(cluster: Cluster, nbytes: float, *, servers: int, beside: bool) 
 
 
 def textbook_server_time(cluster: Cluster, nbytes: float, *, servers: int) -> float:
-    """timing.md's 2 max(1, p/s) n beta, in seconds, for p nodes that are all workers and servers apart from them."""
+    """Return timing.md's 2 max(1, p/s) n beta, in seconds, for p nodes that are all workers, and separate servers."""
     return 2 * wire_seconds(max(1.0, cluster.nodes / servers) * nbytes, min(cluster.rates))

@@ -1,4 +1,4 @@
-"""The training loops that bench_pipelined compares, each with a model and an optimizer of its own."""
+"""Training loops that bench_pipelined compares, each with its own model and optimizer."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Loop(Protocol):
     model: nn.Module
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
-        """Forward, backward, and the update that is due."""
+        """Run forward, backward, and the update that is due."""
 
     def flush(self) -> None:
         """Apply the gradients that are still in flight."""
 
     def close(self) -> None:
-        """End its threads."""
+        """End the loop's threads."""
 
 
 class Plain:
-    """The loop that everybody writes: DDP's, or without communication if ``model`` is no DDP."""
+    """The usual training loop: with DDP, or without communication if ``model`` is not wrapped in DDP."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -47,14 +47,14 @@ class Plain:
         self._optimizer.step()
 
     def flush(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing, since no gradient is in flight."""
 
     def close(self) -> None:
-        """It has no thread."""
+        """Do nothing, since there is no thread."""
 
 
 class Piped:
-    """Our loop."""
+    """The training loop with ``Pipelined``."""
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, all_reduce: str):
         self.model = model
@@ -72,12 +72,12 @@ class Piped:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of every loop."""
+    """Return the optimizer that every loop uses."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
 def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:
-    """Every loop, with a copy of ``model`` each. All ranks call this together."""
+    """Return every loop, each with a copy of ``model``. All ranks call this together."""
     return {
         "ddp": Plain(DistributedDataParallel(copy.deepcopy(model))),
         "pipelined width 2, ring": Piped(copy.deepcopy(model), ranks, width=2, all_reduce="ring"),

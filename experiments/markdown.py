@@ -1,4 +1,4 @@
-"""Tables in Markdown: pages quote them, and notebooks show them."""
+"""Tables in Markdown, which pages quote and notebooks show."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from experiments.results import RESULTS, load
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Of cells."""
+    """Return a table with these ``heads`` and ``rows`` of cells."""
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
     return "\n".join([lines[0], "|---" * len(heads) + "|", *lines[1:]])
 
 
 def table_of(name: str, columns: Sequence[str]) -> str:
-    """Of these columns of the result in the file ``name``."""
+    """Return a table of these columns of the result in the file ``name``."""
     return table(columns, ([_text(row[column]) for column in columns] for row in load(RESULTS / name)))
 
 

@@ -1,7 +1,7 @@
 """Paired measurements: contenders take turns in every round, and only times of one round are compared.
 
 The speed of a shared machine drifts by more than the differences that matter here. A round is short
-beside that drift, so the ratio of two times of the same round is free of it.
+compared with that drift, so the ratio of two times of the same round is free of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 T = TypeVar("T")
 Seconds = NDArray[np.float64]
-"""One contender's times, (rounds,), in seconds."""
+"""Times of one contender in seconds, (rounds,)."""
 
 Contender = Callable[[], float]
-"""Prepares and does the work that is compared; the seconds that this rank took for its timed part."""
+"""Function that prepares and does the compared work, and returns the seconds of this rank's timed part."""
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -29,7 +29,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long as the baseline: the median over rounds, and its 95 % interval."""
+    """Ratio of a contender's time to the baseline's: the median over rounds, and its 95 % interval."""
 
     median: float
     low: float
@@ -37,7 +37,7 @@ class Ratio:
 
 
 def turns(contenders: Sequence[T], index: int) -> list[T]:
-    """The order of round ``index``: everybody goes first equally often.
+    """Return the contenders in the order of round ``index``: each comes first equally often.
 
     >>> turns("abc", 0), turns("abc", 1)
     (['a', 'b', 'c'], ['b', 'c', 'a'])
@@ -47,7 +47,7 @@ def turns(contenders: Sequence[T], index: int) -> list[T]:
 
 
 def slowest(seconds: Sequence[float]) -> Seconds:
-    """For every round the time of the slowest rank, the same on all ranks. Collective."""
+    """Return the time of the slowest rank in every round, the same on all ranks. Collective."""
     times = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times.numpy()
@@ -60,7 +60,7 @@ def interleave(
     warm_up: int = 0,
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Seconds]:
-    """The times of each contender in so many rounds, of the slowest rank; ``warm_up`` rounds go before. Collective."""
+    """Return each contender's times on the slowest rank in ``rounds`` rounds, after ``warm_up`` rounds. Collective."""
     seconds = interleave_here(contenders, rounds, warm_up=warm_up, after_round=after_round)
     return {name: slowest(times) for name, times in seconds.items()}
 
@@ -72,7 +72,7 @@ def interleave_here(
     warm_up: int = 0,
     after_round: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """The times of each contender in so many rounds, of this rank alone; ``warm_up`` rounds go before."""
+    """Return each contender's times on this rank alone in ``rounds`` rounds, after ``warm_up`` rounds."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(warm_up + rounds):
         for name in turns(list(contenders), index):
@@ -82,27 +82,27 @@ def interleave_here(
 
 
 def round_seconds(contenders: Mapping[str, Contender]) -> float:
-    """How long one round takes, preparations included, in seconds, the same on all ranks. Collective."""
+    """Return the seconds of one round, preparations included, the same on all ranks. Collective."""
     begin = time.perf_counter()
     interleave(contenders, rounds=1)
     return float(slowest([time.perf_counter() - begin])[0])
 
 
 def median(seconds: Sequence[float] | Seconds) -> float:
-    """The median, in seconds."""
+    """Return the median, in seconds."""
     return float(np.median(seconds))
 
 
 def interquartile_range(seconds: Sequence[float] | Seconds) -> float:
-    """The spread of the middle half, in seconds."""
+    """Return the spread of the middle half, in seconds."""
     low, high = np.percentile(seconds, [25, 75])
     return float(high - low)
 
 
 def paired_ratio(seconds: Sequence[float] | Seconds, baseline: Sequence[float] | Seconds) -> Ratio:
-    """The median over rounds of ``seconds / baseline``, with a percentile bootstrap interval.
+    """Return the median over rounds of ``seconds / baseline``, with a percentile bootstrap interval.
 
-    Rounds are drawn anew, with replacement, from a fixed seed. Raises ``ValueError`` unless both hold as many rounds.
+    Rounds are resampled with replacement, from a fixed seed. Raises ``ValueError`` unless both have as many rounds.
     """
     times, against = np.asarray(seconds, float), np.asarray(baseline, float)
     if times.shape != against.shape or times.ndim != 1 or not times.size:

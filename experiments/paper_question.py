@@ -1,15 +1,15 @@
-"""The paper's question, asked of the timing model alone: four nodes at 10 Gbit/s, its four networks.
+"""The paper's question, put to the timing model alone: four nodes at 10 Gbit/s and the paper's four networks.
 
     python -m experiments.paper_question        paper_question.csv, paper_question_jitter.csv, paper_question.png
 
-Nothing is measured here, and nothing of the paper is used but its abstract's "up to 5.4x compared to conventional
-approaches". How long a network computes depended on the paper's GPUs, so every answer is for all computations from a
+Nothing is measured here, and the only figure used from the paper is its abstract's "up to 5.4x compared to conventional
+approaches". A network's computation time depended on the paper's GPUs, so every answer covers all computations from a
 sixteenth of the time of the fp32 ring all-reduce to sixteen times that. Links and codecs are the presets of
-``timing-model``; a parameter server is beside the first node's worker, or on a fifth machine.
+``timing-model``; a parameter server runs next to the first node's worker, or on a fifth machine.
 
-The second table is about jitter: computations that spread by ``cv``, a mean of one second, and a collective that takes
-``ratio`` seconds, whatever the network; by the formula, and by the simulator, which does not know it. All widths are
-simulated with the same draws.
+The second table is about jitter: computations spread by ``cv`` around a mean of one second, and a collective takes
+``ratio`` seconds, whatever the network. Times come from the formula, and from the simulator, which does not know the
+formula. All widths are simulated with the same draws.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ NODES = 4
 NETWORK = "10GbE"
 WORKLOADS = ("mlp", "convnet", "alexnet", "resnet18")
 CLAIM = 5.4
-"""Of the abstract: up to so many times as fast as conventional approaches."""
+"""Largest speed-up over conventional approaches that the abstract claims."""
 RATIOS = tuple(2.0 ** (step / 4) for step in range(-16, 17))
-"""Of computation and the fp32 ring all-reduce."""
+"""Ratios of the computation to the fp32 ring all-reduce."""
 JITTER_RATIOS = tuple(2.0 ** (step / 4) for step in range(-8, 9))
-"""Of a collective and the mean computation."""
+"""Ratios of a collective to the mean computation."""
 WIDTHS = (1, 2, 3, 4, 5, 6)
 CVS = (0.0, 0.05, 0.1, 0.2, 0.4)
 WORLD_SIZES = (NODES, 64)
 ITERATIONS, QUICK_ITERATIONS = 20_000, 200
 SATURATED = 0.01
-"""A width beyond which nothing gains more than this is enough."""
+"""Largest share that any other width may gain over a width that still counts as enough."""
 
 SERVER = {"strategy": "ps-sync", "all_reduce": None}
 METHODS: dict[str, dict[str, Any]] = {
@@ -66,7 +66,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "width 3": {"width": 3},
     "width 3 + Q": {"width": 3, "codec": "int8"},
 }
-"""T truncates to 16 bits, Q quantizes to 8; all but ps-sync and ddp reduce around the ring."""
+"""Options of each method: T truncates to 16 bits, Q quantizes to 8; all but ps-sync and ddp reduce around the ring."""
 DRAWN = {
     "pipelined + Q": (style.METHODS["width 2"], ":"),
     "pipelined + T": (style.METHODS["width 2"], "--"),
@@ -77,11 +77,11 @@ DRAWN = {
     "ddp": (style.METHODS["ddp"], "-"),
     "ps-sync, server apart": (style.METHODS["ps-sync"], "-"),
 }
-"""A colour for a strategy, a style of line for a codec."""
+"""Methods that are drawn, with a colour for each strategy and a line style for each codec."""
 
 
 def compute(workloads: Sequence[str], ratios: Sequence[float]) -> list[Row]:
-    """A row for every network, computation and method."""
+    """Return a row for every network, computation and method."""
     cluster = Profile(calibrated=NOTHING, link=LinkProfile.exact(NETWORKS[NETWORK]))
     rows: list[Row] = []
     for workload in workloads:
@@ -110,7 +110,7 @@ def compute(workloads: Sequence[str], ratios: Sequence[float]) -> list[Row]:
 
 
 def compute_jitter(ratios: Sequence[float], iterations: int, console: Console) -> list[Row]:
-    """A row for every number of ranks, spread, collective and width."""
+    """Return a row for every number of ranks, spread, collective and width."""
     rows: list[Row] = []
     with command.progress(console, "jitter", len(WORLD_SIZES) * len(CVS) * len(ratios)) as advance:
         for world_size in WORLD_SIZES:
@@ -151,7 +151,7 @@ def _question(cluster: Profile, workload: str, seconds: float, **options: Any) -
 
 
 def answers(rows: Sequence[Row]) -> list[Row]:
-    """For every network: what is fastest, how much faster than a parameter server, and where that is the claim."""
+    """Return for every network how much faster width 2 is than a parameter server, and where it reaches the claim."""
     found = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
         own = [row for row in rows if row["workload"] == workload]
@@ -179,13 +179,13 @@ def answers(rows: Sequence[Row]) -> list[Row]:
 
 
 def order(rows: Sequence[Row], workload: str, ratio: float) -> list[Row]:
-    """The methods at one computation, the fastest first."""
+    """Return the methods at one computation, the fastest first."""
     chosen = [row for row in rows if row["workload"] == workload and row["ratio"] == ratio]
     return sorted(chosen, key=lambda row: row["iteration_s"])
 
 
 def jitter_answers(rows: Sequence[Row]) -> list[Row]:
-    """For every number of ranks and spread: the width that is enough, and what the third one gains at most."""
+    """Return for every number of ranks and spread the width that is enough, and the most that width 3 gains."""
     found = []
     for world_size, cv in dict.fromkeys((row["world_size"], row["cv"]) for row in rows):
         own = [row for row in rows if (row["world_size"], row["cv"]) == (world_size, cv)]
@@ -200,7 +200,7 @@ def jitter_answers(rows: Sequence[Row]) -> list[Row]:
 
 
 def gains(rows: Iterable[Row], source: str) -> dict[float, float]:
-    """By ratio: what share of the time of width 3 that of width 2 is longer."""
+    """Return by ratio the share by which width 2 takes longer than width 3."""
     periods: dict[float, dict[int, float]] = {}
     for row in rows:
         periods.setdefault(row["ratio"], {})[row["width"]] = row[source]
@@ -217,7 +217,7 @@ def _of(rows: Iterable[Row], method: str) -> list[Row]:
 
 
 def _last(rows: Sequence[Row], column: str) -> float | None:
-    """The largest ratio up to which the claim is reached."""
+    """Return the largest ratio at which the claim is reached; None if there is none."""
     return max((row["ratio"] for row in rows if row[column] >= CLAIM), default=None)
 
 
@@ -225,7 +225,7 @@ def _last(rows: Sequence[Row], column: str) -> float | None:
 
 
 def plot(rows: list[Row], axes: Axes) -> Axes:
-    """The speed-up over ps-sync of each method over the computation, of one network."""
+    """Plot each method's speed-up over ps-sync against the computation, for one network."""
     for method, (colour, line) in DRAWN.items():
         own = _of(rows, method)
         axes.plot(
@@ -242,7 +242,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def plot_widths(rows: list[Row], axes: Axes) -> Axes:
-    """The time of an iteration over the width, by spread, where a collective takes as long as the computation."""
+    """Plot the time of an iteration against the width, by spread, where a collective takes as long as computation."""
     for cv, colour in zip(CVS, style.COLOURS, strict=False):
         own = [row for row in rows if row["cv"] == cv and row["ratio"] == 1 and row["world_size"] == NODES]
         widths = [row["width"] for row in own]
@@ -255,7 +255,7 @@ def plot_widths(rows: list[Row], axes: Axes) -> Axes:
 
 
 def plot_third(rows: list[Row], axes: Axes) -> Axes:
-    """What width 3 gains over width 2, over the ratio of collective and computation, by spread."""
+    """Plot the gain of width 3 over width 2 against the ratio of collective and computation, by spread."""
     for cv, colour in zip(CVS, style.COLOURS, strict=False):
         own = [row for row in rows if row["cv"] == cv and row["world_size"] == NODES]
         for source, mark in (("formula", "-"), ("simulated", "o")):
@@ -348,7 +348,7 @@ def _times(ratio: float | None) -> str:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     arguments = command.parse(command.parser("paper_question", __doc__), words)
     command.check_alone("paper_question", by_torchrun, "it needs one process")
     return arguments

@@ -1,10 +1,10 @@
 """Predictions from the literature, to compare ``pipesgd``'s own with (``experiments/staleness.py``).
 
-- ``Previous``: the last mean that was applied, once more for each gradient in flight.
-- ``Nesterov``: gradients of zero: momentum alone continues (as in DANA, Hakimi et al., 2019).
-- ``SpecTrain``: the last update, once more for each (Chen et al., 2018). In width 2 the points at which gradients are
-  computed are also those of an error feedback on updates: apply u[t] + (u[t] - u[t-1]).
-- ``DelayCompensation``: no predicted weights, but a late gradient is corrected by
+- ``Previous`` applies the last mean once more for each gradient in flight.
+- ``Nesterov`` applies gradients of zero, so that momentum alone continues (as in DANA, Hakimi et al., 2019).
+- ``SpecTrain`` applies the last update once more for each gradient in flight (Chen et al., 2018). At width 2, error
+  feedback on updates computes gradients at the same points: apply u[t] + (u[t] - u[t-1]).
+- ``DelayCompensation`` predicts no weights, but corrects a late gradient by
   ``lambda * g * g * (w_now - w_then)``, which stands for the curvature (DC-ASGD, Zheng et al., ICML 2017).
 
 Any of these classes can be given to ``Pipelined`` as its ``prediction``.
@@ -26,7 +26,7 @@ DC_LAMBDA, DC_DECAY, DC_EPSILON = 2.0, 0.95, 1e-7
 
 @final
 class Nesterov(Replayed):
-    """Gradients of zero stand for the means."""
+    """A prediction that replays gradients of zero in place of the means."""
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
         super().__init__(parameters, optimizer, prepare)
@@ -52,7 +52,7 @@ class _Remembers(Prediction):
         return super().nbytes + sum(tensor.nbytes for tensor in self._memory)
 
     def _remember(self, tensors: Sequence[Tensor]) -> None:
-        """Copy these over what was remembered."""
+        """Copy ``tensors`` over those remembered before."""
         if not self._memory:
             self._memory = [torch.empty_like(tensor) for tensor in tensors]
         torch._foreach_copy_(self._memory, list(tensors))
@@ -66,7 +66,7 @@ class _Remembers(Prediction):
 
 @final
 class Previous(_Remembers, Replayed):
-    """The last mean stands for the next ones."""
+    """A prediction that replays the last mean in place of the next ones."""
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
         self._remember(mean)
@@ -77,10 +77,10 @@ class Previous(_Remembers, Replayed):
 
 @final
 class SpecTrain(_Remembers):
-    """The last update stands for those of the gradients in flight: no second step, and only weights are copied."""
+    """A prediction that repeats the last update for each gradient in flight, without a second step."""
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        self._remember([parameter.data for parameter in self._parameters])  # the weights before this update
+        self._remember([parameter.data for parameter in self._parameters])  # only the weights before this update
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         before = self._memory
@@ -93,7 +93,7 @@ class SpecTrain(_Remembers):
 
 @final
 class DelayCompensation(_Remembers):
-    """Late means are corrected by how far the weights have moved since, times their own squares."""
+    """A correction of late means by the distance that the weights have moved since, times the means' own squares."""
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
         super().__init__(parameters, optimizer, prepare)
@@ -122,4 +122,4 @@ COMPARED: dict[str, type[Prediction]] = {
     "spectrain": SpecTrain,
     "dc": DelayCompensation,
 }
-"""The predictions compared, by the names that result files have for them."""
+"""Predictions that are compared, by their names in result files."""

@@ -1,6 +1,6 @@
-"""What README and documentation quote: tables and sentences from result files, equations from the code.
+"""Quotes for README and documentation: tables and sentences from result files, equations from the code.
 
-Each function returns Markdown; its words are what follows its name in the page (see quotes.py).
+Each function returns Markdown; its arguments are the words after its name in the page (see quotes.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RACES = {"mlp": "MLP", "small-convnet": "convnet"}
 
 
 def made_by(*names: str) -> str:
-    """Which command made these results, from which code, on which machine: each one's manifest says it."""
+    """Return the command, commit and machine that made each of these results, from its manifest."""
     lines = []
     for name in names:
         manifest = figures.manifest(name)
@@ -42,7 +42,7 @@ def made_by(*names: str) -> str:
 
 
 def iteration_times() -> str:
-    """Of all strategies, at three rates."""
+    """Return the iteration times of all strategies, at three rates."""
     results = [comparison("mlp", rate) for rate in RATES]
 
     def cells(seconds: Iterable[object]) -> list[str]:
@@ -55,7 +55,7 @@ def iteration_times() -> str:
 
 
 def codec_times() -> str:
-    """What codecs gain, and cost in accuracy."""
+    """Return the time that codecs gain, and their cost in accuracy."""
     rows, lost = coded(), {(row["model"], row["codec"]): row for row in load(RESULTS / "codec_accuracy.csv")}
     lines = []
     for codec in ("int8", "int4", "ternary"):
@@ -137,7 +137,7 @@ def speed_up() -> str:
 
 
 def convergence() -> str:
-    """Of the same number of iterations, by the paper's methods and ours."""
+    """Return time and accuracy of the same number of iterations, with the paper's methods and ours."""
     of: dict[str, list[list[float]]] = {}
     for row in load(RESULTS / fig03_convergence.FIGURE.file):
         if row["panel"] == fig03_convergence.ACCURACY_BY_TIME:
@@ -152,7 +152,7 @@ def convergence() -> str:
 
 
 def paper_question() -> str:
-    """What the model says of the paper's setting: speed-ups, and what a third width gains."""
+    """Return the model's answers for the paper's setting: speed-ups, and the gain of width 3."""
 
     def answers(name: str) -> list[Row]:
         return list(figures.manifest(name)["answers"])
@@ -196,7 +196,7 @@ def predictions() -> str:
 
 
 def third_width() -> str:
-    """What width 3 was predicted to gain over width 2 with the same codec and all-reduce, and what it gained."""
+    """Return the predicted and the measured gain of width 3 over width 2 with the same codec and all-reduce."""
     cells = {(row["setting"], row["words"]): row for row in load(RESULTS / "validate_timing_model.csv")}
     pairs = [
         (cells[setting, words.replace("--width 3", "--width 2")], row)
@@ -227,7 +227,7 @@ def predicted(rows: Sequence[Row], regret: float | None) -> list[str]:
 
 
 def other_figures() -> str:
-    """One line each."""
+    """Return a table of all other figures, one line each."""
     server = comparison("mlp", "200mbit")
     to_server = float(server["ps-sync"]["iteration_median_s"]) / float(server["width 2, ring"]["iteration_median_s"])
     pipelined = [
@@ -285,7 +285,7 @@ def other_figures() -> str:
 
 
 def equation(name: str) -> str:
-    """The equations in the docstring of a function of the timing model, "module.function"."""
+    """Return the equations in the docstring of a function of the timing model, "module.function"."""
     owner = importlib.import_module(f"timing_model.{name.partition('.')[0]}")
     for part in name.split(".")[1:]:
         owner = getattr(owner, part)
@@ -296,7 +296,7 @@ def equation(name: str) -> str:
 
 
 def output(step: str, first: str = "") -> str:
-    """What a step of the tutorial printed, without lines of progress; from the line that begins with ``first`` on."""
+    """Return the output of a step of the tutorial without progress, from the line that begins with ``first``."""
     row = next(row for row in load(RESULTS / "tutorial.json") if row["step"] == step)
     lines = [line for line in row["output"] if not PROGRESS.match(line)]
     begins = [number for number, line in enumerate(lines) if line.lstrip().startswith(first)]
@@ -334,22 +334,22 @@ def titled(contender: str) -> str:
 
 
 def comparison(workload: str, rate: str) -> dict[str, Row]:
-    """The rows of a comparison on four nodes, by contender."""
+    """Return the rows of a comparison on four nodes, by contender."""
     return {str(row["contender"]): row for row in load(RESULTS / f"compare_{workload}_4x{rate}.csv")}
 
 
 def coded() -> dict[str, Row]:
-    """The same with codecs."""
+    """Return the rows of the comparison with codecs, by contender."""
     return {str(row["contender"]): row for row in load(RESULTS / "compare_mlp_4x200mbit_codecs.csv")}
 
 
 def codec_ratio(codec: str) -> str:
-    """Of width 2 with a codec to its limit."""
+    """Return the ratio of width 2 with a codec to its limit."""
     return f"{float(coded()[f'width 2, {codec}']['ratio_to_limit_median']):.2f}"
 
 
 def codec_speed(where: str) -> str:
-    """Of the targeted operations to a copy."""
+    """Return the ratios of the targeted operations to a copy."""
     rows = [row for row in load(RESULTS / "bench_codecs.csv") if row["size"] == where]
     ours = [row for row in rows if row["contender"] in ("bf16", "int8", "int4", "ternary")]
     hops = [float(row["ratio_median"]) for row in ours if row["operation"] in ("encode", "decode", "hop")]
@@ -358,7 +358,7 @@ def codec_speed(where: str) -> str:
 
 
 def wire_share() -> str:
-    """How near to what the wire allows the ring comes with a codec."""
+    """Return the ring's efficiency with a codec, relative to what the wire allows."""
     rows = [row for rate in SLOW for row in load(RESULTS / f"bench_all_reduce_{rate}.csv")]
     ours = [row for row in rows if row["algorithm"] == "ring" and row["codec"] in ("int8", "int4")]
     assert {int(row["nbytes"]) for row in ours} >= {1_000_000, 40_000_000}
@@ -366,7 +366,7 @@ def wire_share() -> str:
 
 
 def to_limit(workloads: Sequence[str], rates: Sequence[str]) -> str:
-    """Of width 2, over both all-reduces."""
+    """Return the ratios of width 2 to its limit, over both all-reduces."""
     return spread(
         [
             float(comparison(workload, rate)[f"width 2, {all_reduce}"]["ratio_to_limit_median"])
@@ -378,10 +378,10 @@ def to_limit(workloads: Sequence[str], rates: Sequence[str]) -> str:
 
 
 def ring(name: str, from_nbytes: int) -> str:
-    """Our ring's time over torch's."""
+    """Return the ratios of our ring's time to torch's."""
     return spread([float(row["ratio_median"]) for row in load(RESULTS / name) if int(row["nbytes"]) >= from_nbytes])
 
 
 def spread(values: Sequence[float]) -> str:
-    """The least and the largest."""
+    """Return the least and the largest value as text."""
     return f"{min(values):.2f} to {max(values):.2f}"

@@ -1,4 +1,4 @@
-"""What the page on reliability quotes: what became of every fault, and of every run that was killed."""
+"""Quotes for the page on reliability: the outcome of every fault, and of every run that was killed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from experiments.results import RESULTS, Row, load
 
 
 def faults() -> str:
-    """What the user sees of every fault, when, and what is lost."""
+    """Return what the user sees of every fault, when, and what is lost."""
     heads = ["fault, and what is seen of it", "after s", "named silent", "iterations lost", "processes left"]
     return table(heads, (_fault(row) for row in load(RESULTS / "faults.csv")))
 
@@ -23,14 +23,14 @@ def _fault(row: Row) -> list[str]:
 
 
 def fault_counts() -> str:
-    """How many faults came out as expected, and with which deadline."""
+    """Return how many faults came out as expected, and with which deadline."""
     rows = load(RESULTS / "faults.csv")
     good = sum(not row["missed"] for row in rows)
     return f"As expected: {good} of {len(rows)} faults. `--timeout` of all runs: {rows[0]['deadline_s']:g} s."
 
 
 def killed_anywhere() -> str:
-    """How many runs that were killed in each phase ended in the same weights."""
+    """Return how many of the runs that were killed in each phase ended in the same weights."""
     rows = load(RESULTS / "kill_anywhere.csv")
     lines = []
     for phase in dict.fromkeys(row["phase"] for row in rows):

@@ -1,4 +1,4 @@
-"""What README and documentation quote of the staleness matrix: its tables."""
+"""Tables of the staleness matrix that README and documentation quote."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHORT = {
 
 
 def accuracies() -> str:
-    """What staleness costs in full trainings, and what predictions take away of it."""
+    """Return the cost of staleness in full trainings, and how much of it predictions remove."""
     rows = staleness()
     heads = ["test accuracy, %", *(f"{title}, {LEARNED[optimizer]}" for title, optimizer in HEADLINES.values()), "loss"]
     lines = []
@@ -42,7 +42,7 @@ def accuracies() -> str:
 
 
 def short_accuracies() -> str:
-    """The same for short trainings with several optimizers: only the change."""
+    """Return only the change, for short trainings with several optimizers."""
     rows = staleness()
     cells = [cell for cell in itertools.product(SHORT, LEARNED) if (*cell, BASELINE) in rows]
     heads = ["", *(f"{SHORT[workload]}, {LEARNED[optimizer]}" for workload, optimizer in cells)]
@@ -55,13 +55,13 @@ def short_accuracies() -> str:
 
 
 def staleness() -> dict[tuple[str, str, str], Row]:
-    """By workload, optimizer and method."""
+    """Return the rows of the summary by workload, optimizer and method."""
     summary = load(RESULTS / "staleness_summary.csv")
     return {(row["workload"], row["optimizer"], row["method"]): row for row in summary}
 
 
 def with_change(row: Row | None, *, by_loss: bool) -> str:
-    """A mean over seeds, and in brackets how far it is from synchronous training's; nothing of what was not tried."""
+    """Return a mean over seeds, with its change from synchronous training in brackets; "" if it was not tried."""
     if row is None:
         return ""
     mean = row["test_loss_mean"] if by_loss else row["accuracy_mean"]
@@ -72,7 +72,7 @@ def with_change(row: Row | None, *, by_loss: bool) -> str:
 
 
 def only_change(row: Row | None) -> str:
-    """By what the workload is judged by; nothing of what was not tried."""
+    """Return the change in the measure that the workload is judged by; "" if it was not tried."""
     if row is None:
         return ""
     by_loss = WORKLOADS[row["workload"]].judged_by_loss
@@ -80,5 +80,5 @@ def only_change(row: Row | None) -> str:
 
 
 def change(row: Row, *, by_loss: bool, digits: int) -> str:
-    """In % of the loss, with so many ``digits``, or in points of accuracy."""
+    """Return the change in % of the loss, with this many ``digits``, or in points of accuracy."""
     return f"{row['loss_to_sync_percent']:+.{digits}f} %" if by_loss else f"{row['accuracy_to_sync_points']:+.2f}"

@@ -1,7 +1,7 @@
-"""Writes into README and documentation what they quote of results and code: ``python -m experiments.quotes``.
+"""Write the quotes of results and code into README and documentation: ``python -m experiments.quotes``.
 
-A quote stands between ``<!-- quote: NAME WORDS -->`` and ``<!-- end -->``, on lines of their own: it is what the
-function NAME of quoted.py returns for these words. No measured figure stands anywhere else (``tests/test_quotes.py``).
+A quote is the text between ``<!-- quote: NAME ARGUMENTS -->`` and ``<!-- end -->``, on lines of their own. Function
+NAME of quoted.py returns it for these arguments. Measured figures appear nowhere else (``tests/test_quotes.py``).
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PAGES = (
     REPOSITORY / "README.md",
     *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.stem != "gallery"),
 )
-"""The gallery is written as a whole, by ``experiments.gallery``."""
+"""Pages with quotes; ``experiments.gallery`` writes the gallery as a whole."""
 QUOTE = re.compile(r"^<!-- quote: (?P<words>.+?) -->\n(?P<text>.*?)^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
 
 def requoted(text: str, page: Path) -> str:
-    """``text``, of ``page``, with all its quotes made anew.
+    """Return ``text``, of ``page``, with all its quotes made again.
 
     Raises:
-        UserInputError: it asks for a quote that there is not.
+        UserInputError: the text asks for a quote that does not exist.
     """
 
     def quote(found: re.Match[str]) -> str:
@@ -44,7 +44,7 @@ def requoted(text: str, page: Path) -> str:
 
 
 def write(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """Write all pages anew."""
+    """Write all pages again."""
     command.Parser(prog="python -m experiments.quotes", description=__doc__).parse_args(words)
     for page in PAGES:
         before = page.read_text(encoding="utf-8")

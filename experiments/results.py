@@ -1,4 +1,4 @@
-"""What an experiment leaves behind: a table, the manifest that says where it comes from, and a figure."""
+"""Results of an experiment: a table, the manifest that says where it comes from, and a figure."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "experiments" / "results"
 
 Row = dict[str, Any]
-"""One line of a table: column names, which end in the unit, and values."""
+"""Row of a table: column names, which end in the unit, and values."""
 
 
 def save(name: str, rows: list[Row], *, extra: dict[str, Any] | None = None, folder: Path = RESULTS) -> Path:
-    """Write ``folder/name.csv`` and ``folder/name.manifest.json``; the path of the table.
+    """Write ``folder/name.csv`` and ``folder/name.manifest.json``; return the path of the table.
 
     The table is ``name.json`` instead if a value in it is a list or a dict. ``extra`` is added to the manifest.
-    Call it while the ranks are still joined: the manifest says how many there were.
+    Call it while the ranks are still joined, since the manifest says how many there are.
     """
     assert rows, "an experiment without a row has failed"
     if any(isinstance(value, list | dict) for row in rows for value in row.values()):
@@ -57,7 +57,7 @@ def save(name: str, rows: list[Row], *, extra: dict[str, Any] | None = None, fol
 
 
 def command_of(manifest: Mapping[str, Any]) -> str:
-    """The command that made a result, as a shell takes it, without the folder that it wrote to."""
+    """Return the command that made a result, as a shell takes it, without the folder that it wrote to."""
     words = shlex.split(manifest["made_by"])
     folders = [place + 1 for place, word in enumerate(words) if word == "--output"]
     return shlex.join(
@@ -66,7 +66,7 @@ def command_of(manifest: Mapping[str, Any]) -> str:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows that ``save`` wrote to ``path``."""
+    """Return the rows that ``save`` wrote to ``path``."""
     with path.open(encoding="utf-8", newline="") as file:
         if path.suffix == ".json":
             return list(json.load(file))
@@ -76,7 +76,7 @@ def load(path: Path) -> list[Row]:
 def save_figure(
     name: str, rows: list[Row], *, by: str, plot: Callable[[list[Row], Axes], Axes], folder: Path = RESULTS
 ) -> Path:
-    """Write ``folder/name.png``: a panel for every value of column ``by``, drawn by ``plot``; its path."""
+    """Write ``folder/name.png``, with a panel by ``plot`` for every value of column ``by``; return its path."""
     values = list(dict.fromkeys(row[by] for row in rows))
     panels = [functools.partial(plot, [row for row in rows if row[by] == value]) for value in values]
     return save_panels(name, panels, size=(4.2 * len(panels), 4.0), folder=folder)
@@ -91,20 +91,20 @@ def save_panels(
     folder: Path = RESULTS,
     dpi: float | None = None,
 ) -> Path:
-    """Write ``folder/name.png``, of ``size`` in inches: the panels, row by row, each drawn by a function; its path.
+    """Write ``folder/name.png``, of ``size`` in inches, with the panels row by row; return its path.
 
-    ``dpi`` is another resolution than the style's.
+    Each function in ``panels`` draws one. ``dpi`` replaces the style's resolution.
     """
     path = folder / f"{name}.png"
     with styled():
-        # Without the name of the version, so that only what is drawn makes a file another one.
+        # The metadata leave out the version, so that a file changes only if the drawing does.
         draw_panels(panels, size=size, rows=rows).savefig(path, dpi=dpi or "figure", metadata={"Software": None})
     return path
 
 
 def draw_panels(panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, float], rows: int = 1) -> Figure:
-    """A figure of ``size`` in inches with the panels, row by row. In a notebook it shows itself."""
-    # Imported here: one rank draws, at the end. No pyplot, which would keep figures in a global list.
+    """Return a figure of ``size`` in inches with the panels, row by row. A notebook displays it."""
+    # Imported here, since only one rank draws, at the end. pyplot would keep figures in a global list.
     from matplotlib.figure import Figure
 
     with styled():
@@ -119,7 +119,7 @@ def draw_panels(panels: Sequence[Callable[[Axes], Axes]], *, size: tuple[float, 
 
 
 def command_line() -> str:
-    """The command that started this process, as a shell takes it, without the paths of this machine."""
+    """Return the command that started this process, as a shell takes it, without the paths of this machine."""
     by_torchrun = dist.is_torchelastic_launched() and dist.is_initialized()
     start = f"torchrun --nproc-per-node {dist.get_world_size()}" if by_torchrun else "python"
     spec = sys.modules["__main__"].__spec__
@@ -129,14 +129,14 @@ def command_line() -> str:
 
 
 def code_state() -> str | None:
-    """The commit that this process runs, "<hash>" or "<hash> and changes"; None where there is no repository."""
+    """Return the commit that this process runs, "<hash>" or "<hash> and changes"; None without a repository."""
     git = provenance()["git"]
     return None if git is None else git["commit"] + (" and changes" if git["dirty"] else "")
 
 
 @functools.cache
 def provenance() -> dict[str, Any]:
-    """When, from which code, and where. The first call's answer stays: what was there when the experiment began."""
+    """Return when, from which code and where this runs. The first call's answer stays: how the experiment began."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,7 +158,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """The commit, and whether tracked or new files differ from it; None where there is no repository."""
+    """Return the commit, and whether tracked or new files differ from it; None where there is no repository."""
     # Results are left out: those of the experiment before this one may not be committed yet.
     status = ("status", "--porcelain", "--", ".", ":!experiments/results")
     try:
@@ -184,7 +184,7 @@ def _cpu_model() -> str:
 
 
 def _value(text: str) -> Any:
-    """What ``csv`` wrote as ``text``: None, a boolean, a number, or the text itself."""
+    """Return the value that ``csv`` wrote as ``text``: None, a boolean, a number, or the text itself."""
     constants = {"": None, "True": True, "False": False}
     if text in constants:
         return constants[text]

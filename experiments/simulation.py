@@ -1,9 +1,9 @@
-"""Ranks simulated in one process, exactly: for what does not depend on time.
+"""Exact simulation of ranks in one process, for results that do not depend on time.
 
 All ranks' true weights are the same at all times, so one model and one optimizer stand for them; the ranks compute one
 after the other, each on its own batch and predicted weights, with the trainer's own predictions, updates and codecs.
-What is summed is summed in the order of the ring. ``tests/experiments/test_simulation.py`` shows that weights
-and losses are those of real ranks, bit for bit.
+Sums are taken in the order of the ring. ``tests/experiments/test_simulation.py`` shows that weights and losses are
+those of real ranks, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from timing_model.schedules import split
 class _InFlight:
     mean: FlatBuffer
     unapplied: list[Unapplied]
-    """The gradients not yet applied, by rank."""
+    """Gradients not yet applied, by rank."""
 
 
 class SimulatedRanks:
-    """What ``Pipelined`` does on ``world_size`` ranks with a ring, in one process.
+    """Simulation in one process of ``Pipelined`` on ``world_size`` ranks with a ring.
 
     Args:
         model: the module whose parameters ``optimizer`` updates, all of one dtype.
         optimizer: any ``torch.optim.Optimizer``.
-        world_size: how many ranks.
-        width, warmup_iterations, prediction, guard, clip_norm, clip_value: as of ``Pipelined``.
-        codec: its name, one that rounds to nearest.
+        world_size: number of ranks.
+        width, warmup_iterations, prediction, guard, clip_norm, clip_value: as in ``Pipelined``.
+        codec: name of a codec that rounds to nearest.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SimulatedRanks:
         self._model = model
         self._world_size = world_size
         self._parameters = trainable_parameters(optimizer)
-        # One for all ranks: what is a rank's own, how well it agrees and what it missed, is in its Agreement.
+        # Shared by all ranks. Each rank's own state, how well it agrees and what it missed, is in its Agreement.
         self._updates = DelayedUpdate(
             optimizer,
             self._parameters,
@@ -84,7 +84,7 @@ class SimulatedRanks:
         self._ring = Ring(make_codec(options), [flat.flats[0] for flat in self._flats], options.gives_back)
 
     def iterate(self, loss_of: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> list[float]:
-        """One iteration on ``batches``, one a rank: their losses."""
+        """Run one iteration on ``batches``, one a rank, and return their losses."""
         losses: list[float] = []
         unapplied: list[Unapplied] = []
         for rank, batch in enumerate(batches):
@@ -105,7 +105,7 @@ class SimulatedRanks:
         return losses
 
     def flush(self) -> None:
-        """Apply what is in flight, and give the model's floating-point buffers their mean over ranks."""
+        """Apply the gradients in flight, and replace the model's floating-point buffers by their means over ranks."""
         self._apply_until(0)
         means = [
             torch.stack(of_ranks).sum(0) / self._world_size if of_ranks[0].is_floating_point() else of_ranks[0]
@@ -135,9 +135,9 @@ class SimulatedRanks:
 
 
 class Ring:
-    """The ring's sums of all ranks' values: chunk r begins on rank r, and the last to add encodes for everybody.
+    """The ring's sums of all ranks' values: chunk r begins on rank r, and the last rank to add encodes for all.
 
-    Codecs that round stochastically draw as many numbers as on real ranks, but other ones.
+    Codecs that round stochastically draw as many numbers as on real ranks, but different ones.
     """
 
     def __init__(self, codec: Codec, flats: Sequence[Tensor], error_feedback: bool):

@@ -1,12 +1,12 @@
-"""What staleness costs in accuracy, and what predictions take away of it.
+"""Cost of staleness in accuracy, and how much of it predictions remove.
 
     python -m experiments.staleness                               staleness.csv, staleness_summary.csv, staleness.png
     python -m experiments.staleness --workloads mlp --optimizers sgd --methods sync local stale --seeds 1
-    python -m experiments.staleness --finished                    the same files, of the runs that are there
+    python -m experiments.staleness --finished                    the same files, from the finished runs
 
 Every method trains with every optimizer at learning rates around the best one of synchronous training, on four ranks,
-which are simulated exactly in one process (experiments/simulation.py). A run is named by the words that
-``pipesgd.train`` would be given for it. One that diverges is a result as well. All of it takes four hours of two cores.
+which are simulated exactly in one process (experiments/simulation.py). A run is named by the arguments that
+``pipesgd.train`` would get for it. A run that diverges is a result as well. All runs take four hours of two cores.
 Finished runs are kept in staleness.runs.json in the output folder: the same command makes only those that are missing.
 """
 
@@ -54,9 +54,9 @@ MOST_LOST = {"eager": 0.2, "eager, width 3": 0.4, "eager, int8": 0.3, "eager, in
 """Points of accuracy that the default may lose, in the mean over seeds, at the best learning rate of synchronous
 training."""
 LOSS_PERCENT_PER_POINT = 2.5
-"""What a point of accuracy is worth where the loss is judged: 0.2 points, or half a percent of the loss."""
+"""Percent of the loss that count as a point of accuracy where the loss is judged: 0.2 points are half a percent."""
 CONVERGED = 0.9
-"""A learning rate at which a seed ends below this share of the best synchronous accuracy is one that failed."""
+"""Share of the best synchronous accuracy; a learning rate at which a seed ends below it has failed."""
 STABILITY = 0.5
 """Share of the largest rate of synchronous training up to which the default must not fail either."""
 QUICK_SEEDS = 1
@@ -67,7 +67,7 @@ def _start_worker() -> None:
 
 
 def compute(planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, *, processes: int) -> dict[str, Run]:
-    """The runs of the plan by their words; those that are not there yet are made now, ``processes`` at a time."""
+    """Return the runs of the plan by their arguments; those that are missing are made now, ``processes`` at a time."""
     done = runs.load()
     missing = [one for one in planned if one.words not in done]
     command.say_kept(console, len(planned), len(missing))
@@ -86,12 +86,12 @@ def compute(planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, *
                 came_to = "diverged" if run.test_accuracy is None else f"{run.test_accuracy:.2%}"
                 advance(1, f"{name}: {came_to} in {run.seconds:.0f} s")
         finally:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for what has not begun
+            pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for runs that have not begun
     return {one.words: done[one.words] for one in planned}
 
 
 def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
-    """A row for every workload, optimizer, method and learning rate, with all its seeds; none if one is missing."""
+    """Return a row for every workload, optimizer, method and learning rate of which no seed is missing."""
     seeds = sorted({one.seed for one in planned})
     of = {(one.workload, one.optimizer, one.method, one.lr, one.seed): runs.get(one.words) for one in planned}
     rows = []
@@ -132,9 +132,9 @@ def _mean_change(
 
 
 def summarize(rows: Sequence[Row]) -> list[Row]:
-    """For every workload, optimizer and method: what it comes to at the best learning rate of synchronous training.
+    """Return for every workload, optimizer and method the result at the best learning rate of synchronous training.
 
-    And the largest rate up to which no seed fails, at any rate up to it that was tried.
+    Each row also holds the largest rate up to which no seed fails, at any rate up to it that was tried.
     """
     cells: dict[tuple[str, str], dict[str, list[Row]]] = {}
     for row in sorted(rows, key=lambda row: row["lr"]):
@@ -176,9 +176,9 @@ def _badness(workload: str, row: Row) -> float:
 
 
 def _stable_up_to(rows: Sequence[Row], least: float) -> float | None:
-    """The largest rate of ``rows``, sorted by rate, before the first at which a seed ends below ``least``.
+    """Return the largest rate of ``rows``, sorted by rate, before the first at which a seed ends below ``least``.
 
-    Rates that are only too low to get anywhere do not count.
+    Rates that are merely too low to get anywhere do not count.
     """
     limit = None
     for row in rows:
@@ -191,7 +191,7 @@ def _stable_up_to(rows: Sequence[Row], least: float) -> float | None:
 
 
 def verdict(workload: str, method: str, row: Row) -> str:
-    """Whether the method meets its target at a rate; empty where there is none, or nothing to compare with."""
+    """Return "met" or "MISSED" for a method's target at a rate; "" if it has none, or nothing to compare it with."""
     if method not in MOST_LOST or not row:
         return ""
     if WORKLOADS[workload].judged_by_loss:
@@ -202,7 +202,7 @@ def verdict(workload: str, method: str, row: Row) -> str:
 
 
 def stability(method: str, limit: float | None, sync_limit: float | None) -> str:
-    """Whether the method is stable far enough; empty where that is not asked for, or nothing to compare with."""
+    """Return "met" or "MISSED" for a method's stability; "" if it has no target, or nothing to compare it with."""
     if method not in MOST_LOST or sync_limit is None:
         return ""
     return "met" if limit is not None and limit >= STABILITY * sync_limit else "MISSED"
@@ -246,7 +246,7 @@ def _texts(row: Row) -> dict[str, str]:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None if one is missing: a mean over the seeds that survived would flatter. Rounded, for targets' very edges."""
+    """Return the mean, rounded for values at a target's edge; None if one is missing, since survivors would flatter."""
     known = [value for value in values if value is not None]
     return round(float(np.mean(known)), 6) if len(known) == len(values) else None
 
@@ -259,7 +259,7 @@ def _multiple(text: str) -> float:
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     options = command.parser("staleness", __doc__)
     add, number = options.add_argument, command.at_least
     default = [name for name in WORKLOADS if name != "digits"]

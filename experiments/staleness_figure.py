@@ -24,22 +24,22 @@ METHOD_COLOURS = {
     "eager, width 3": style.METHODS["width 3"],
     "local": style.WINE,
 }
-"""Those of all figures; but for ``local``, which elsewhere is training without communication."""
+"""Colours of methods, as in all figures but for ``local``, which elsewhere is training without communication."""
 PANELS_ABREAST = 3
 
 
 class Judged(NamedTuple):
-    """What a workload is judged by."""
+    """The measure that a workload is judged by."""
 
     mean: str
-    """Column of its mean over seeds."""
+    """Column of the mean over seeds."""
     seeds: str
-    """What the columns of single seeds begin with."""
+    """Prefix of the columns of single seeds."""
     factor: float
-    """From the column to what is shown."""
+    """Factor from a value in the column to the one shown."""
     label: str
     shown: Callable[[Sequence[float]], tuple[float, float]]
-    """The lowest and the highest value that the figure has room for, of those that there are."""
+    """Function from all values to the lowest and the highest one that the figure has room for."""
 
 
 ACCURACY = Judged(
@@ -51,9 +51,9 @@ LOSS = Judged(
 
 
 def plot(rows: Sequence[Row], axes: Axes) -> Axes:
-    """For one workload and optimizer: accuracy, or loss, over the learning rate; all seeds, where there is only one.
+    """Plot accuracy or loss against the learning rate for one workload and optimizer; with one rate only, all seeds.
 
-    Of methods that were tried at one of several rates only, the table tells.
+    Methods that were tried at only one of several rates appear in the table alone.
     """
     judged = LOSS if WORKLOADS[rows[0]["workload"]].judged_by_loss else ACCURACY
     axes.set_title(f"{rows[0]['workload']}, {rows[0]['optimizer']}")
@@ -82,7 +82,7 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
 
 
 def _plot_methods(rows: Sequence[Row], judged: Judged, axes: Axes) -> Axes:
-    """Every seed of every method, their mean, and a line at synchronous training's."""
+    """Plot every seed of every method, their mean, and a line at synchronous training's mean."""
     rows = sorted(rows, key=lambda row: list(METHODS).index(row["method"]))
     for place, row in enumerate(rows):
         if row[judged.mean] is None:

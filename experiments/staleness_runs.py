@@ -1,4 +1,4 @@
-"""The runs of ``experiments/staleness.py``: what is trained, how, and one run on simulated ranks."""
+"""Runs of ``experiments/staleness.py``: workloads, methods, and one run on simulated ranks."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ WORLD_SIZE = 4
 
 
 HEADLINE = ("sync", "stale", "eager", "local", "eager, width 3", "eager, int8", "eager, int4")
-"""Methods that are tried in full length, at the best rate of synchronous training."""
+"""Methods that are tried at full length, at the best rate of synchronous training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained, and for how long; and what is tried on it where the command does not say."""
+    """A training and its length, with what is tried on it unless the command says otherwise."""
 
     words: str
     iterations: int
     optimizers: dict[str, float]
-    """And for each a learning rate near the best one of synchronous training, which the others are multiples of."""
+    """Learning rate by optimizer, near the best one of synchronous training; the others tried are multiples of it."""
     methods: tuple[str, ...] | None = None
-    """None: all."""
+    """Methods that are tried; None for all."""
     multiples: tuple[float, ...] | None = None
-    """None: all for the methods that are tried closely, 1 for the others."""
+    """Multiples of the learning rate; None for all with the methods that are tried closely, 1 with the others."""
     judged_by_loss: bool = False
-    """Test loss, where accuracy is not what people look at."""
+    """True if the test loss is judged, where accuracy is not what people look at."""
     test_every: int = 1
-    """It is tested on every so many-th sample of the test set."""
+    """Distance between the samples of the test set that are tested; 1 tests all."""
 
 
 WORKLOADS = {
@@ -99,8 +99,8 @@ WORKLOADS = {
         words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", iterations=100, optimizers={"sgd": 0.1}
     ),
 }
-"""First what people train, at one rate; then everything on what takes seconds; the last is for trying out. Muon's
-products in bfloat16 take most of an iteration of an mlp on a CPU."""
+"""Workloads: first those that people train, at one rate; then everything on short ones; the last is for trying out.
+Muon's products in bfloat16 take most of an iteration of an mlp on a CPU."""
 OPTIMIZERS = {
     "sgd": "--optimizer sgd --momentum 0.9",
     "adamw": "--optimizer adamw",
@@ -109,9 +109,9 @@ OPTIMIZERS = {
 }
 MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
 CLOSELY = ("sync", "stale", "eager", "local")
-"""Methods that are tried at all multiples; the others at 1 only."""
+"""Methods that are tried at all multiples; the others are tried at 1 only."""
 BASELINE = "sync"
-"""The method that the others are compared with."""
+"""Method that the others are compared with."""
 METHODS = {
     BASELINE: "--width 1",
     "stale": "--width 2 --prediction none",
@@ -133,20 +133,20 @@ WARMUP = 0.1
 """Share of the iterations that a warm-up takes."""
 SEEDS, QUICK_ITERATIONS = 3, 20
 DIVERGED_LOSS = 20.0
-"""A training loss above this, or none, ends a run: of ten classes, chance has 2.3."""
+"""Training loss above which a run ends, as it does if the loss is NaN; with ten classes, chance gives 2.3."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run came to."""
+    """Result of one run."""
 
     commit: str | None
-    """Of the code that it was made with; None where there is no repository."""
+    """Commit of the code that made the run; None where there is no repository."""
     seconds: float
     diverged_at: int | None
-    """The iteration, if the loss went beyond all bounds; then there is nothing else."""
+    """Iteration at which the loss went beyond all bounds, if it did; then there is no result below."""
     train_loss: float | None = None
-    """Mean over ranks and the last tenth of the iterations."""
+    """Training loss, the mean over ranks and the last tenth of the iterations."""
     test_loss: float | None = None
     test_accuracy: float | None = None
 
@@ -162,7 +162,7 @@ class Planned:
     lr: float
     seed: int
     words: str
-    """Of ``pipesgd.train``, all but --output."""
+    """Arguments of ``pipesgd.train``, all but --output."""
     test_every: int
 
 
@@ -175,9 +175,9 @@ def plan(
     *,
     quick: bool = False,
 ) -> list[Planned]:
-    """All runs, seed by seed, with those of the optimizers that a workload has.
+    """Return all runs, seed by seed, with those of the optimizers that a workload has.
 
-    None: what the workload, and the method, are tried with.
+    None stands for what the workload, and the method, are tried with.
     """
     planned = []
     for seed, name in itertools.product(range(seeds), workloads):
@@ -207,7 +207,7 @@ def plan(
 
 
 def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
-    """The arguments without a ``--prediction`` that ``pipesgd.train`` does not offer, and that prediction."""
+    """Return the arguments without a ``--prediction`` that ``pipesgd.train`` does not offer, and that prediction."""
     for number, (option, name) in enumerate(itertools.pairwise(arguments)):
         if option == "--prediction" and name in COMPARED:
             return arguments[:number] + arguments[number + 2 :], COMPARED[name]
@@ -215,7 +215,7 @@ def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Predictio
 
 
 def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -> Run:
-    """What ``pipesgd.train`` with these words comes to on so many ranks; tested on every so many-th sample."""
+    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``."""
     begin = time.perf_counter()
     arguments, compared = compared_prediction(shlex.split(words))
     config = parse_training(arguments)

@@ -1,4 +1,4 @@
-"""How figures look: the style file, and one colour for every method, codec and all-reduce, the same everywhere."""
+"""Style of figures: the style file, and one colour for every method, codec and all-reduce, the same everywhere."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ STYLE = Path(__file__).with_name("pipesgd.mplstyle")
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, YELLOW, GREY, BLACK = "#E69F00", "#56B4E9", "#F0E442", "#999999", "#000000"
-"""Grey, black, and those of Okabe and Ito, whom the colour-blind can tell apart."""
+"""Grey, black, and the colours of Okabe and Ito, which the colour-blind can tell apart."""
 INDIGO, WINE, OLIVE = "#332288", "#882255", "#999933"
-"""Three of Paul Tol's."""
+"""Three colours of Paul Tol's."""
 COLOURS = (GREY, VERMILLION, ORANGE, BLUE, GREEN, PURPLE, SKY, YELLOW, INDIGO, WINE, OLIVE)
-"""For what has no name: settings, for instance."""
+"""Colours for things without a name, such as settings."""
 
 METHODS = {
     "local": GREY,
@@ -28,7 +28,7 @@ METHODS = {
     "width 2": BLUE,
     "width 3": GREEN,
 }
-"""Strategies, and widths of the pipeline: what a colour stands for."""
+"""Colours of strategies and of widths of the pipeline."""
 ALIASES = {"width 1": "D-Sync", "pipelined": "no prediction", "ours": "width 2"}
 TITLES = {
     "local": "no network at all",
@@ -48,7 +48,7 @@ TITLES = {
 }
 """Contenders of comparisons as a user calls them; pipesgd is of width 2 where nothing else is said."""
 SPARE = (INDIGO, OLIVE, BLACK, YELLOW)
-"""For methods that somebody adds."""
+"""Colours for methods that somebody adds."""
 CODEC_LINES: dict[str, tuple[Any, str]] = {
     "truncate16": ("--", "^"),
     "bf16": ("--", "^"),
@@ -58,9 +58,9 @@ CODEC_LINES: dict[str, tuple[Any, str]] = {
     "ternary": ((0, (1, 3)), "v"),
     "powersgd": ((0, (5, 1, 1, 1, 1, 1)), "P"),
 }
-"""A codec is a line style and a marker: methods keep their colour. Solid, with dots, is what goes as it is."""
+"""Line style and marker of each codec; methods keep their colour. A solid line with dots means no compression."""
 ANOTHER = "X<>*ph"
-"""Markers for those who would look like somebody else."""
+"""Markers for methods that would look like another one."""
 
 CODECS = {
     "fp32": BLACK,
@@ -75,7 +75,7 @@ CODECS = {
     "topk": OLIVE,
     "powersgd": INDIGO,
 }
-"""Where codecs are compared with each other."""
+"""Colours of codecs where they are compared with each other."""
 ALL_REDUCES = {
     "ring": VERMILLION,
     "halving-doubling": ORANGE,
@@ -87,16 +87,16 @@ ALL_REDUCE_MARKERS = dict(zip(ALL_REDUCES, "s^vDo", strict=True))
 
 
 def styled() -> AbstractContextManager[None]:
-    """While it is open, matplotlib draws in the project's style, whatever the user's own settings are."""
+    """Return a context in which matplotlib draws in the project's style, whatever the user's own settings are."""
     import matplotlib
 
     return matplotlib.rc_context(fname=STYLE)
 
 
 def method_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, line style and marker of each method: "width 2, int8" has the colour of width 2 and the line of int8.
+    """Return each method's colour, line style and marker: "width 2, int8" has width 2's colour and int8's line.
 
-    Who would look like another one gets another marker; who is not among ``METHODS`` a spare colour.
+    A method that would look like another one gets another marker; one that is not in ``METHODS`` gets a spare colour.
 
     >>> method_styles(["D-Sync, ring", "width 2, int8"])["width 2, int8"]
     {'color': '#0072B2', 'linestyle': ':', 'marker': 's'}
@@ -114,7 +114,7 @@ def method_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def method_of(name: str) -> str | None:
-    """The one of ``METHODS`` that a contender's name begins with; None if none does.
+    """Return the one of ``METHODS`` that a contender's name begins with; None if it begins with none.
 
     >>> method_of("width 1, int8"), method_of("ddp fp16"), method_of("width 20")
     ('D-Sync', 'ddp', None)

@@ -1,4 +1,4 @@
-"""A job on all nodes of a testbed, to its end: why it failed, if it did."""
+"""Jobs that run on all nodes of a testbed to their end, and the reason if one fails."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from pipesgd.errors import RunError
 LONGEST_WORDS = 200
 """Characters of an error that are kept; the log has them all."""
 WRAPPED_BY_TORCH = "Got the following error when running the callback: RuntimeError: "
-"""Once for every callback that an error went through."""
+"""Prefix that torch adds once for every callback that an error went through."""
 
 
 def run_job(
     testbed: Testbed, words: Sequence[str], log: Path, *, deadline: float, nproc_per_node: int = 1, **options: Any
 ) -> str | None:
-    """Run ``words`` by torchrun on every node, for ``deadline`` seconds at most; what they print goes to ``log``.
+    """Run torchrun with ``words`` on every node, for ``deadline`` seconds at most; the output goes to ``log``.
 
     ``options`` are those of ``subprocess.Popen``.
 
-    Returns why it failed, None if it did not.
+    Returns the reason if the job failed, else None.
     """
     with log.open("wb") as file:
         job = testbed.torchrun(words, nproc_per_node=nproc_per_node, stdout=file, stderr=subprocess.STDOUT, **options)
@@ -45,10 +45,10 @@ def run_job(
 def trained(
     testbed: Testbed, words: str, *, deadline: float, may_fail: bool = False
 ) -> Iterator[tuple[Path, str | None]]:
-    """Run ``pipesgd.train`` with ``words`` on all nodes: the folder that it leaves, for a while, and why it failed.
+    """Run ``pipesgd.train`` with ``words`` on all nodes; yield its folder, deleted afterwards, and why it failed.
 
     Raises:
-        RunError: it failed, and was not to.
+        RunError: the training failed without ``may_fail``.
     """
     with tempfile.TemporaryDirectory() as name:
         folder, log = Path(name) / "run", Path(name) / "log"
@@ -60,10 +60,10 @@ def trained(
 
 
 def last_words(log: str) -> str:
-    """The line of a failed run's ``log`` that says why it failed.
+    """Return the line of a failed run's ``log`` that says why it failed.
 
-    A rank says "error: ..." in one line. The first is nearest to the cause; those that were stopped speak later.
-    Folders of this machine are left out of it, since it goes into result files.
+    A rank says "error: ..." in one line. The first such line is nearest to the cause; stopped ranks speak later.
+    Folders of this machine are left out, since the line goes into result files.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     ours = [line.removeprefix("error: ") for line in lines if line.startswith("error: ") and "SIGTERM" not in line]

@@ -1,6 +1,6 @@
-"""Times blocks of iterations of the trainer that is imported, once: ``torchrun ... timed_blocks.py OUT [quick]``.
+"""Time blocks of iterations of the trainer that is imported, once: ``torchrun ... timed_blocks.py OUT [quick]``.
 
-It is run as a file, with the trainer and the experiments of its own commit in PYTHONPATH. Rank 0 writes the seconds
+Run this as a file, with the trainer and the experiments of its own commit in PYTHONPATH. Rank 0 writes the seconds
 that an iteration takes on the slowest rank.
 """
 

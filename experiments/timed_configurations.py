@@ -1,14 +1,14 @@
-"""A job: the mean iteration of several configurations of pipesgd.train, one after the other, on the same ranks.
+"""A job that times the mean iteration of several configurations of pipesgd.train in turn, on the same ranks.
 
     torchrun ... -m experiments.timed_configurations PLAN.json TIMES.json
 
-PLAN.json is a list of passes, each a list of {"words": of pipesgd.train, "iterations": to be timed}, in any order.
-Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "product_seconds": what a fixed product
-of matrices took before and after, the mean: how fast the machine was just then, "stolen": the share of the cores' time
-that a hypervisor gave to others meanwhile}. What lost too much of it is measured again at the end of its pass. All have
-data, model and batch size of the first one. To start a job takes longer than to measure a configuration, and a
-machine's speed drifts: so these share a job, which comes back to each of them in every pass. None is kept in between,
-with its process groups: the threads of an idle one take 0.2 % of a core in every rank.
+PLAN.json is a list of passes, each a list of {"words": arguments of pipesgd.train, "iterations": number to time}, in
+any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "product_seconds": mean time
+of a fixed product of matrices before and after, which shows how fast the machine was just then, "stolen": the share of
+the cores' time that a hypervisor gave to others meanwhile}. A configuration that lost too much time is measured again
+at the end of its pass. All have the data, model and batch size of the first one. Starting a job takes longer than
+measuring a configuration, and a machine's speed drifts, so the configurations share a job, which returns to each of
+them in every pass. None keeps its process groups in between: an idle one's threads take 0.2 % of a core in every rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SCALER = torch.amp.GradScaler("cpu", enabled=False)
 def mean_iteration(
     config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
 ) -> float:
-    """Seconds of an iteration in the steady state, the mean over so many, on a copy of the model. Collective.
+    """Return the mean seconds of this many iterations in the steady state, on a copy of the model. Collective.
 
-    Before that, two fill the memory and make the connections, and others the pipeline.
+    Before those, two iterations fill the memory and make the connections, and others fill the pipeline.
     """
     ranks.start_process_group("cpu", config.run.timeout)
     model, untimed = copy.deepcopy(model).train(), config.pipeline.width + 2
@@ -67,7 +67,7 @@ def mean_iteration(
 def timed(
     config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
 ) -> dict[str, float]:
-    """One configuration in a pass. Collective."""
+    """Measure one configuration in a pass. Collective."""
     before, stolen_time = product_seconds(ranks), StolenTime()
     seconds = mean_iteration(config, model, batches, ranks, iterations)
     stolen = stolen_time.share(ranks)
@@ -75,7 +75,7 @@ def timed(
 
 
 def undisturbed(measure: Sequence[Callable[[], dict[str, float]]]) -> list[dict[str, float]]:
-    """All are measured, in this order, and then those once more that were disturbed: the less disturbed time counts."""
+    """Measure all in this order, then the disturbed ones once more; return the less disturbed times."""
     found = [one() for one in measure]
     for index, one in enumerate(found):
         if one["stolen"] > DISTURBED:
@@ -84,7 +84,7 @@ def undisturbed(measure: Sequence[Callable[[], dict[str, float]]]) -> list[dict[
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The job."""
+    """Run the job."""
     if len(words) != 2:
         raise UserInputError(f"timed_configurations must be given two files, a plan and one for the times; got {words}")
     plan_file, times_file = map(Path, words)

@@ -1,6 +1,6 @@
 """Codecs as one would write them in torch, for comparison: bf16, and int8 and int4 with a scale for each block.
 
-Their bytes are those of ``pipesgd.codecs``, but for the order of the halves of int4 and for ties.
+Their bytes equal those of ``pipesgd.codecs``, except for the order of int4's halves and for ties.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ TINY = 2.0**-100
 
 @dataclass(frozen=True, kw_only=True)
 class TorchCodec:
-    """Functions of tensors: values float32 (numel,), scales float32 (blocks,), and as payload the whole numbers."""
+    """Functions of tensors: values float32 (numel,), scales float32 (blocks,), and a payload of the whole numbers."""
 
     block: int
     in_a_byte: int
     """Values that share an element of the payload."""
     dtype: torch.dtype
-    """Of the payload."""
+    """Type of the payload's elements."""
     encode: Callable[[Tensor, Tensor, Tensor], None]
-    """Of values, scales and payload: makes the latter two."""
+    """Function of values, scales and payload that fills the latter two."""
     decode: Callable[[Tensor, Tensor, Tensor], None]
-    """Of scales, payload and values: replaces the values."""
+    """Function of scales, payload and values that replaces the values."""
     hop: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    """Of scales and payload received, values, and scales and payload to make: adds, and encodes the sums."""
+    """Function of received scales and payload, values, and scales and payload to fill: adds, and encodes the sums."""
 
     def message(self, numel: int) -> tuple[Tensor, Tensor]:
-        """Room for scales and payload of so many values, a multiple of the block."""
+        """Return room for the scales and the payload of ``numel`` values, a multiple of the block."""
         return torch.empty(numel // self.block), torch.empty(numel // self.in_a_byte, dtype=self.dtype)
 
 
@@ -49,7 +49,7 @@ def _hop_bf16(received_scales: Tensor, received: Tensor, values: Tensor, scales:
 
 
 def _whole_numbers(values: Tensor, scales: Tensor, levels: int) -> Tensor:
-    """int8 (blocks, block), and the scales."""
+    """Return the whole numbers, int8 (blocks, block), and fill the scales."""
     blocks = values.view(scales.numel(), -1)
     scale = (blocks.abs().amax(dim=1, keepdim=True) / levels).clamp_min(TINY)
     scales.copy_(scale.squeeze(1))

@@ -1,4 +1,4 @@
-"""What ranks did and when, from the trace that a run of pipesgd.train with --trace leaves."""
+"""Record of what ranks did and when, from the trace of a run of pipesgd.train with --trace."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PARTS = {
     "update": ("pack", "update", "predict"),
     "waiting": ("wait",),
 }
-"""Of an iteration, by the names of spans; "communication" runs beside them."""
+"""Parts of an iteration, with the names of their spans; "communication" runs alongside them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A span of one rank, in s since the first one of all."""
+    """A span of one rank; times are in s since the first span of all."""
 
     rank: int
     what: str
@@ -29,7 +29,7 @@ class Traced:
 
 
 def read_trace(path: Path) -> list[Traced]:
-    """The spans in a file of Chrome's trace format."""
+    """Return the spans in a file of Chrome's trace format."""
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     return [
         Traced(
@@ -45,12 +45,12 @@ def read_trace(path: Path) -> list[Traced]:
 
 
 def breakdown(spans: Sequence[Traced], iterations: range) -> dict[str, float]:
-    """Mean seconds of the parts of an iteration over ranks and ``iterations``; they sum to "iteration".
+    """Return the mean seconds of an iteration's parts over ranks and ``iterations``; they sum to "iteration".
 
-    "other" is what no span covers, like loading data and writing figures down; "communication" is in no sum. An
-    iteration of a rank goes from one batch of data to the next. A wait belongs to the iteration that waits, not to
-    that of the gradient waited for: so spans are sorted by when they began. One within another part, like that for
-    buckets at the end of a backward pass, is no time of that part.
+    "other" is time that no span covers, such as loading data and recording figures; "communication" is in no sum. An
+    iteration of a rank lasts from one batch of data to the next. A wait belongs to the iteration that waits, not to
+    that of the gradient waited for, so spans are sorted by their start. A wait within another part, such as that for
+    buckets at the end of a backward pass, does not count as time of that part.
     """
     found: dict[str, list[float]] = {name: [] for name in (*PARTS, "communication", "iteration")}
     for rank in sorted({span.rank for span in spans}):
@@ -74,6 +74,6 @@ def breakdown(spans: Sequence[Traced], iterations: range) -> dict[str, float]:
 
 
 def _shared(one: Traced, other: Traced) -> float:
-    """Seconds."""
+    """Return the seconds that both spans share."""
     ends = min(one.start + one.seconds, other.start + other.seconds)
     return max(0.0, ends - max(one.start, other.start))

@@ -1,7 +1,7 @@
-"""Follows docs/tutorial.md to the letter: ``python -m experiments.tutorial``.
+"""Follow docs/tutorial.md to the letter: ``python -m experiments.tutorial``.
 
-In a fresh clone of the last commit, with nothing of this environment, one shell runs every block of commands that has a
-title. What each of them printed is the result, which the tutorial quotes. Needs root, for the emulated machines.
+In a fresh clone of the last commit, with nothing from this environment, one shell runs every block of commands that has
+a title. The result is the output of each block, which the tutorial quotes. Emulating the machines needs root.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LEFT_OUT = re.compile(
     r"|\[W\d{4} .*TCPStore\.cpp|Exception raised from|frame #\d+: |<omitting python frames>"
     r"|E\d{4} .*elastic/agent/server/api\.py"
 )
-"""What pip says of places where it looks for packages; and torchrun's trace of a race at its end, which the page on
-troubleshooting names."""
+"""Pattern of lines that are left out: pip's about places where it looks for packages, and torchrun's trace of a race at
+its end, which the page on troubleshooting names."""
 COLUMNS = "110"
-"""Of text."""
+"""Columns of text that the shell has."""
 
 
 def compute(folder: Path, console: Console) -> list[Row]:
-    """A row for each step, in a clone in ``folder``."""
+    """Run all steps in a clone in ``folder``; return a row for each."""
     clone = folder / "pipesgd"
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
     pipe = subprocess.PIPE
@@ -48,17 +48,17 @@ def compute(folder: Path, console: Console) -> list[Row]:
 
 
 def steps() -> list[tuple[str, str]]:
-    """Titles, and the commands below them."""
+    """Return the titles and the commands below them."""
     return STEP.findall(PAGE.read_text(encoding="utf-8"))
 
 
 def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, console: Console) -> Row:
-    """What ``commands`` do in ``shell``; ``load`` is how many processes wanted a core when they began."""
+    """Run ``commands`` in ``shell``; the row's ``load`` is how many processes wanted a core when they began."""
     assert shell.stdin is not None
     assert shell.stdout is not None
     output = folder / "output"
     load, begin = os.getloadavg()[0], time.perf_counter()
-    # Not in a subshell, so that an environment that is activated stays so; without a terminal, as in a log.
+    # Not in a subshell, so that an activated environment stays active; without a terminal, as in a log.
     shell.stdin.write(f"{{ {commands}\n}} > {output} 2>&1 < /dev/null; echo $?\n")
     shell.stdin.flush()
     code = shell.stdout.readline().strip() or f"{shell.wait()}, of the shell itself"
@@ -77,7 +77,7 @@ def step(shell: subprocess.Popen[str], title: str, commands: str, folder: Path, 
 
 
 def environment() -> dict[str, str]:
-    """Of a user who has just logged in."""
+    """Return the environment of a user who has just logged in."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     own = str(Path(sys.prefix) / "bin")
     kept["PATH"] = os.pathsep.join(part for part in kept["PATH"].split(os.pathsep) if part != own)
@@ -85,7 +85,7 @@ def environment() -> dict[str, str]:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The whole command."""
+    """Run the whole command."""
     command.Parser(prog="python -m experiments.tutorial", description=__doc__).parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         rows = compute(Path(folder), console)

@@ -1,26 +1,28 @@
-"""How near the timing model's predictions come to iterations that are measured after them.
+"""Accuracy of the timing model's predictions, against iterations that are measured after them.
 
     python -m experiments.validate_timing_model                   validate_timing_model.csv, .png, _decisions.csv
     python -m experiments.validate_timing_model --settings "4 x 200mbit mlp"
-    python -m experiments.validate_timing_model --finished        the same files, of the settings that are there
+    python -m experiments.validate_timing_model --finished        the same files, from the finished settings
 
 A setting is a testbed (nodes, rate, latency) and a workload. On each, pipesgd.calibrate measures the cluster and the
 model; then the iteration times of all its cells, the configurations, are predicted; then all are measured in one job,
-in two rounds of two passes each, in turns. What counts is the mean iteration in the steady state. The same cells tell
-whether the planner knows when a codec helps (outside of a tie of 3 %), and what its choice among them costs: for that
-this one, and the one that was the fastest, are measured anew, in turns.
+in two rounds of two passes each, in turns. The mean iteration in the steady state counts. The same cells show whether
+the planner knows when a codec helps (outside of a tie of 3 %), and what its choice among them costs: for that, the
+chosen cell and the fastest one are measured again, in turns.
 
-Settings "calibrated on" something smaller are extrapolated, and count apart: on three nodes, or with a model of an
-eighth of the size. That more nodes of the testbed share this machine's cores is reckoned with.
+Settings "calibrated on" something smaller are extrapolated, and count separately: they are calibrated on three nodes,
+or with a model of an eighth of the size. The prediction allows for more nodes of the testbed sharing this machine's
+cores.
 
-What a hypervisor's other guests disturbed, by more than 2 % of the cores' time, is measured once more.
+Cells that a hypervisor's other guests disturbed, by more than 2 % of the cores' time, are measured once more.
 
-Errors are told twice. Raw: the prediction as it was made, which is what is judged. Corrected: with the computation
-taking as many times longer as a fixed product of matrices took when the cell was measured than when the setting was
-calibrated ("drift"). What is raw and not corrected is this machine, which others use, too; the rest is the model.
+Errors are reported twice. The raw error is that of the prediction as it was made, and is the one that is judged. The
+corrected error lets the computation take as many times longer as a fixed product of matrices took when the cell was
+measured than when the setting was calibrated ("drift"). An error that is raw but not corrected is due to this machine,
+which others use, too; the rest is due to the model.
 
 Finished settings are kept in validate_timing_model.runs.json in the output folder: the same command measures only those
-that are missing. All of it takes two and a half hours.
+that are missing. All settings take two and a half hours.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TIE = 0.03
-"""A codec that gains or loses less than this neither helps nor hurts."""
+"""Share of the time below which a gain or loss means that a codec neither helps nor hurts."""
 MEAN_ERROR, P95_ERROR, COVERAGE = 0.03, 0.08, (0.85, 0.95)
 MEAN_EXTRAPOLATED_ERROR = 0.05
 MEAN_REGRET, LARGEST_REGRET, CODECS_RIGHT = 0.005, 0.05, 0.95
-"""What is to be reached."""
+"""Targets for errors, the coverage of intervals, regret and the choice of codecs."""
 RAW, CORRECTED = "raw", "corrected"
 HELD_OUT, EXTRAPOLATED = "held out", "extrapolated"
 
@@ -62,7 +64,7 @@ HELD_OUT, EXTRAPOLATED = "held out", "extrapolated"
 def compute(
     settings: Sequence[Setting], kept: KeptRuns[Measured], console: Console, *, quick: bool = False
 ) -> dict[str, Measured]:
-    """The settings by name; those that are not there yet are predicted and measured now."""
+    """Return the settings by name; those that are missing are predicted and measured now."""
     done = kept.load()
     missing = [one for one in settings if one.name not in done or done[one.name].final is None]
     command.say_kept(console, len(settings), len(missing))
@@ -79,7 +81,7 @@ def compute(
 
 
 def tabulate(found: Mapping[str, Measured]) -> list[Row]:
-    """A row for every cell."""
+    """Return a row for every cell."""
     rows = []
     for name, setting in found.items():
         for words, cell in setting.cells.items():
@@ -105,8 +107,8 @@ def tabulate(found: Mapping[str, Measured]) -> list[Row]:
 
 
 def decide(found: Mapping[str, Measured]) -> list[Row]:
-    """For every setting that is judged: what the model would choose among its cells, and what that costs against the
-    one that was the fastest, or nothing if it is the faster one when both are measured anew.
+    """Return for every setting that is judged the model's choice among its cells, and what that costs against the
+    fastest one: nothing if the choice is the faster of the two when both are measured again.
     """
     decisions = []
     for name, setting in found.items():
@@ -127,7 +129,7 @@ def decide(found: Mapping[str, Measured]) -> list[Row]:
 
 
 def codec_gain(setting: Measured, seconds: Callable[[Mapping[str, Any]], float]) -> float:
-    """By what share the fastest cell without a codec takes longer than the fastest one with a codec."""
+    """Return the share by which the fastest cell without a codec takes longer than the fastest one with a codec."""
     plain, compressed = (
         min(seconds(cell) for cell in setting.cells.values() if (cell["codec"] == UNCOMPRESSED) is without)
         for without in (True, False)
@@ -136,9 +138,10 @@ def codec_gain(setting: Measured, seconds: Callable[[Mapping[str, Any]], float])
 
 
 def accuracy(rows: Sequence[Row]) -> dict[str, Any]:
-    """Errors of these cells, raw and corrected, how often a measurement was in its interval, and how far two are apart.
+    """Return these cells' raw and corrected errors, coverage of the intervals, and repeatability.
 
-    ``drift`` says how many times as long the product took as when it was calibrated.
+    Coverage is how often a measurement was in its interval, repeatability how far two are apart. ``drift`` says how
+    many times as long the product took as when it was calibrated.
     """
     found: dict[str, Any] = {"cells": len(rows)}
     for how in (RAW, CORRECTED):
@@ -157,7 +160,7 @@ def accuracy(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def summarize(rows: Sequence[Row], decisions: Sequence[Row]) -> dict[str, Any]:
-    """The accuracy of each kind of cells, and what wrong choices cost."""
+    """Return the accuracy of each kind of cells, and what wrong choices cost."""
     summary: dict[str, Any] = {
         "target": {
             HELD_OUT: {"mean_error": MEAN_ERROR, "p95_error": P95_ERROR, "coverage": COVERAGE},
@@ -184,7 +187,7 @@ def summarize(rows: Sequence[Row], decisions: Sequence[Row]) -> dict[str, Any]:
 
 
 def lines(summary: dict[str, Any]) -> list[str]:
-    """For people: each target raw, which counts, and corrected."""
+    """Return lines for people: each target with the raw figure, which counts, and the corrected one."""
     said = []
     for kind, targets in ((HELD_OUT, summary["target"][HELD_OUT]), (EXTRAPOLATED, summary["target"][EXTRAPOLATED])):
         if kind not in summary:
@@ -212,13 +215,13 @@ def lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _met(own: dict[str, Any], name: str, target: float) -> str:
-    """Raw and corrected."""
+    """Say whether the raw and the corrected figure meet the target."""
     raw, corrected = ("met" if own[how][name] <= target else "missed" for how in (RAW, CORRECTED))
     return f"raw {raw}, corrected {corrected}"
 
 
 def plot(rows: Sequence[Row], axes: Axes) -> Axes:
-    """Predicted over measured, a colour for every setting, with the identity line."""
+    """Plot predicted over measured times, a colour for every setting, with the identity line."""
     for number, name in enumerate(dict.fromkeys(row["setting"] for row in rows)):
         own = [row for row in rows if row["setting"] == name]
         predicted = [row["predicted_s"] for row in own]
@@ -254,7 +257,7 @@ def draw(name: str, rows: list[Row], folder: Path) -> Path:
 
 
 def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> None:
-    """Save the rows, the decisions and the figure, and print what they come to."""
+    """Save the rows, the decisions and the figure, and print them with a summary."""
     rows = tabulate(found)
     decisions = decide(found)
     summary = summarize(rows, decisions)
@@ -294,12 +297,12 @@ def _decision_texts(row: Row) -> dict[str, str]:
 
 
 def _brief(words: str) -> str:
-    """The values alone: width, codec and all-reduce, or a strategy."""
+    """Return the values alone: width, codec and all-reduce, or a strategy."""
     return ", ".join(shlex.split(words)[1::2])
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     options = command.parser("validate_timing_model", __doc__)
     add = options.add_argument
     add("--settings", nargs="+", metavar="NAME", default=list(SETTINGS), help=f"of {'; '.join(SETTINGS)} (all)")

@@ -1,4 +1,4 @@
-"""The runs of ``experiments/validate_timing_model.py``: its settings, and one of them, predicted and then measured."""
+"""Settings of ``experiments/validate_timing_model.py``, and one run of them, predicted and then measured."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A testbed, and what trains on it."""
+    """A testbed, and the workload that trains on it."""
 
     nodes: int
     rate: str
     latency: str = "0s"
     workload: str
     calibrated_nodes: int | None = None
-    """As many nodes are calibrated, if not all."""
+    """Number of nodes that are calibrated, if not all."""
     calibrated_workload: str | None = None
-    """What is calibrated, if it is another model: the computation is taken to grow with its parameters."""
+    """Workload that is calibrated, if it is another one: the computation is taken to grow with the parameters."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def extrapolated(self) -> bool:
-        """Whether it is not itself calibrated."""
+        """True if the setting is not itself calibrated."""
         return self.calibrated_nodes is not None or self.calibrated_workload is not None
 
     @property
@@ -108,39 +108,39 @@ EXTRAPOLATED_CONFIGURATIONS = (
     "--strategy ddp",
     "--strategy ps-sync",
 )
-"""For settings that are extrapolated."""
+"""Configurations for settings that are extrapolated."""
 ALL_REDUCES = ("ring", "halving-doubling", "all-to-all", "native")
-"""That are calibrated, as is the parameter server: all that is measured has a link of its own."""
+"""All-reduces that are calibrated, as is the parameter server: everything that is measured has its own link profile."""
 QUICK = Setting(nodes=2, rate="200mbit", workload="digits")
 QUICK_CONFIGURATIONS = (CONFIGURATIONS[0], "--width 2 --codec int8 --all-reduce ring")
 ROUNDS, PASSES = 2, (0, 1, 1, 0)
-"""Which round a pass through all cells counts for; every second one goes backwards. What two rounds differ by is by how
-much a measurement can be trusted."""
+"""Number of rounds, and the round that each pass through all cells counts for; every second pass is in reverse order.
+The difference between two rounds shows how far a measurement can be trusted."""
 SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.5, 0.2, 4, 100
-"""Of a cell in a pass: as many iterations as are predicted to take so long."""
+"""Seconds of a cell in a pass, for which as many iterations are timed as are predicted to take this long."""
 FINAL_PASSES = 10
-"""Of two cells: the least of thirty measurements that vary is less than its cell takes, so it is taken anew."""
+"""Passes over two cells: the least of thirty varying measurements is too low for its cell, which is measured again."""
 CALIBRATIONS = 2
-"""At most: again if the first one was disturbed, as pipesgd.calibrate tells people to."""
+"""Most calibrations of a setting: a second one if the first was disturbed, as pipesgd.calibrate advises."""
 CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 90.0, 4.0
 DEADLINE = 1800.0
 PRIVATE = ("command", "hosts")
-"""Of a profile's provenance."""
+"""Fields of a profile's provenance that are not published."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One setting: what its cells, by their words, were predicted to take, and took; times in s."""
+    """One setting: the predicted and measured times of its cells in s, by their arguments."""
 
     commit: str | None
     profile: str
-    """The cluster.toml that it was predicted with: what ``public`` leaves of it."""
+    """Text of the cluster.toml behind the predictions, as far as ``public`` keeps it."""
     cells: dict[str, dict[str, Any]]
     extrapolated: bool = False
-    """As ``Setting``'s."""
+    """True if the setting is not itself calibrated."""
     final: dict[str, list[float]] | None = None
-    """Of the cell that the planner would choose, and of the one that was then the fastest: what both take, measured
-    anew, in turns. Empty if they are one, or extrapolated; none if that is still to be done."""
+    """Times in s of the cell that the planner would choose and of the one that was then the fastest, measured again, in
+    turns. Empty if they are one, or the setting is extrapolated; None if that is still to be done."""
 
     @property
     def chosen(self) -> str:
@@ -154,12 +154,12 @@ class Measured:
 
 
 def mean_of(cell: Mapping[str, float]) -> float:
-    """What a cell took in all rounds, in s."""
+    """Return the mean time of a cell over all rounds, in s."""
     return float(np.mean([cell[f"round_{number}_s"] for number in range(ROUNDS)]))
 
 
 def ask(profile: Profile, compute: ComputeProfile, setting: Setting, words: str) -> Answer:
-    """What the model says of a cell."""
+    """Return the model's answer about a cell."""
     config = parse_training(shlex.split(f"{WORKLOADS[setting.workload]} {words}"))
     strategy = config.pipeline.strategy
     pipelined = strategy == "pipelined"
@@ -178,41 +178,41 @@ def ask(profile: Profile, compute: ComputeProfile, setting: Setting, words: str)
 
 
 def slower(compute: ComputeProfile, factor: float) -> ComputeProfile:
-    """The same computation, taking ``factor`` times as long."""
+    """Return the same computation, taking ``factor`` times as long."""
     changed = {name: getattr(compute, name).times(factor) for name in ("update", "late_update", *WITH_BATCH)}
     return dataclasses.replace(compute, **changed)
 
 
 def known_of(profile: Profile, setting: Setting) -> ComputeProfile:
-    """The computation of a setting, from the profile of what was calibrated for it."""
+    """Return the computation of a setting, from the profile of what was calibrated for it."""
     [compute] = profile.compute
     if setting.calibrated_workload is not None:
         tensors = tensors_of(setting.workload)
         grown = slower(compute, sum(tensors) / compute.numel)
         compute = dataclasses.replace(grown, model=setting.workload, tensors=tensors)
     if setting.calibrated_nodes is not None:
-        compute = slower(compute, crowding(profile, setting))  # more share this machine's cores: not so on a cluster
+        compute = slower(compute, crowding(profile, setting))  # more share this machine's cores, unlike on a cluster
     return compute
 
 
 def crowding(profile: Profile, setting: Setting) -> float:
-    """How many times more of a setting's nodes than of the calibrated ones share a core, where they are not alone."""
+    """Return how many times more nodes of a setting share a core than of the calibrated ones, where nodes share one."""
     crowd = profile.calibrated.ranks_per_core
     return max(1.0, crowd * setting.nodes / (setting.calibrated_nodes or setting.nodes)) / max(1.0, crowd)
 
 
 def tensors_of(workload: str) -> tuple[int, ...]:
-    """Values of each parameter's gradient of a workload's model."""
+    """Return the number of values of each parameter's gradient of a workload's model."""
     _, _, model, _ = load(parse_training(shlex.split(WORKLOADS[workload])), alone())
     return tuple(one.numel() for one in model.parameters() if one.requires_grad)
 
 
 def calibrate(setting: Setting, folder: Path, seconds: float) -> Profile:
-    """The profile of what is calibrated for a setting, again if that was disturbed. Raises ``RunError`` if it fails."""
+    """Calibrate for a setting, again if that was disturbed, and return the profile. Raises ``RunError`` on failure."""
     file, workload = folder / "cluster.toml", setting.calibrated_workload or setting.workload
     words = f"--out {file} --overwrite --seconds {seconds} {WORKLOADS[workload]}"
     words += f" --all-reduces {' '.join(ALL_REDUCES)} --servers"
-    if setting.calibrated_workload is not None:  # gradients no larger than its own
+    if setting.calibrated_workload is not None:  # no larger than the calibrated model's gradient
         words += f" --largest-bytes {FLOAT_BYTES * sum(tensors_of(workload))}"
     for _ in range(CALIBRATIONS):
         with Testbed(nodes=setting.calibrated_nodes or setting.nodes, link=setting.link) as testbed:
@@ -224,7 +224,7 @@ def calibrate(setting: Setting, folder: Path, seconds: float) -> Profile:
 
 
 def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
-    """Calibrate, predict all cells, and only then measure all.
+    """Calibrate, predict all cells, and only then measure them.
 
     Raises:
         RunError: a job failed.
@@ -279,7 +279,7 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
 
 
 def judge(setting: Setting, measured: Measured, folder: Path, *, quick: bool = False) -> Measured:
-    """The same with its ``final``. Raises ``RunError`` if a job fails."""
+    """Return ``measured`` with its ``final``. Raises ``RunError`` if a job fails."""
     finalists = dict.fromkeys((measured.chosen, measured.fastest))
     if setting.extrapolated or len(finalists) == 1:
         return dataclasses.replace(measured, final={})
@@ -292,7 +292,7 @@ def judge(setting: Setting, measured: Measured, folder: Path, *, quick: bool = F
 def timed(
     setting: Setting, predicted: Mapping[str, float], passes: int, folder: Path, *, quick: bool
 ) -> list[list[dict[str, float]]]:
-    """What ``timed_configurations`` says in every pass of these cells, which are predicted to take so many seconds."""
+    """Return the times of these cells in every pass by ``timed_configurations``; ``predicted`` is in s an iteration."""
     seconds = QUICK_SECONDS if quick else SECONDS
     cells = [
         {
@@ -309,14 +309,14 @@ def timed(
 
 
 def public(profile: Profile, file: Path) -> str:
-    """The text of a profile, by way of a file, that says nothing of this machine's names and folders."""
+    """Return the text of a profile, by way of a file, without this machine's names and folders."""
     told = {name: value for name, value in profile.provenance.items() if name not in PRIVATE}
     dataclasses.replace(profile, provenance=told).save(file)
     return file.read_text(encoding="utf-8")
 
 
 def _turned(values: list[T], number: int) -> list[T]:
-    """Of a pass: every second one goes backwards."""
+    """Return the values in the order of a pass: every second pass is in reverse order."""
     return values if number % 2 == 0 else values[::-1]
 
 

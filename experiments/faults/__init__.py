@@ -1,1 +1,1 @@
-"""Faults done to real training runs, and what their user sees, loses and is left with."""
+"""Faults injected into real training runs, and what their user sees, loses and is left with."""

@@ -1,12 +1,12 @@
-"""Faults done to real runs: what their user sees, after how many seconds, what is lost, and what is left behind.
+"""Faults injected into real runs: what their user sees, after how many seconds, what is lost, and what is left behind.
 
     python -m experiments.faults                              all: faults.csv; exit code 1 if one is not as expected
-    python -m experiments.faults --list                       what there is, and what is expected
-    python -m experiments.faults --only S1 S18c --output DIR  some of them, done or not
+    python -m experiments.faults --list                       the faults, and what is expected of them
+    python -m experiments.faults --only S1 S18c --output DIR  some of them, even if already done
 
-Each fault is done to a run of pipesgd.train by torchrun, on loopback, or on a testbed where links are cut. A run's
-deadline (--timeout) is short, so that faults that only a deadline notices take seconds. What was observed is kept in
-runs/faults.json, by a hash of the code: the same command does again only what is missing, or was done to other code.
+Each fault hits a run of pipesgd.train by torchrun, on loopback, or on a testbed if links are cut. A run's deadline
+(--timeout) is short, so that faults that only a deadline notices take seconds. Observations are kept in
+runs/faults.json, by a hash of the code: the same command repeats only faults that are missing, or hit other code.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
 STATE = Path("runs/faults.json")
-"""Below the folder that the command is started in, as pipesgd.train has it."""
+"""File of the kept observations, below the folder where the command is started, as with pipesgd.train."""
 HARNESS = (Path(__file__).parent,)
-"""What is hashed besides the code that is measured: results of another harness do not count."""
+"""Folders hashed in addition to the code that is measured: results of another harness do not count."""
 DEADLINE_SECONDS = 10
 NODES, RATE = 3, 500e6
-"""The testbed's."""
+"""Nodes of the testbed, and the rate of their links in bit/s."""
 
 
 def observe(scenario: Scenario, deadline: float) -> Observation:
-    """Do the fault, and see what comes of it.
+    """Inject the fault and return what comes of it.
 
     Raises:
-        UserInputError: it cannot be done on this machine, or by this user.
+        UserInputError: the fault cannot be injected on this machine, or by this user.
     """
     if scenario.root and os.geteuid() != 0:
         raise UserInputError(f"{scenario.id} must be run by root, who can mount a small disk")
@@ -68,7 +68,7 @@ def _observe(scenario: Scenario, stage: Stage) -> Observation:
 def compute(
     chosen: Sequence[Scenario], deadline: float, kept: KeptRuns[Observation], again: bool, console: Console
 ) -> list[tuple[Scenario, Observation]]:
-    """What came of each of the chosen faults, of which those that were not done to this code are done now."""
+    """Return the outcome of each chosen fault; those that have not hit this code yet are injected now."""
     code = sources(*HARNESS)[:16]
     keys = {one.id: f"{one.id}, {one.fault}, deadline {deadline:g} s, code {code}" for one in chosen}
     done = {} if again else kept.load()
@@ -105,7 +105,7 @@ def publish(found: Sequence[tuple[Scenario, Observation]], deadline: float, fold
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
-    """The options; raises ``UserInputError``."""
+    """Return the options; raises ``UserInputError``."""
     options = command.parser("faults", __doc__)
     options.add_argument("--list", action="store_true", help="say what there is")
     options.add_argument("--only", nargs="+", metavar="ID", help="do these faults, done or not; needs --output")

@@ -1,6 +1,6 @@
 """``pipesgd.train`` with a fault in one rank: FAULT=nan|memory|slow|load, AT=iteration, WHO=rank in the environment.
 
-A fault that comes once is announced by a line "fault: ..." at the moment that it is done.
+A fault that comes once is announced by a line "fault: ..." at the moment when it happens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ FAULT, AT = os.environ["FAULT"], int(os.environ.get("AT", "0"))
 CHOSEN = os.environ["WHO"] == os.environ["RANK"]
 SLOW_SECONDS, LOAD_SECONDS = 0.3, 25.0
 TOO_MUCH = 1 << 46
-"""Bytes that no machine has."""
+"""Numbers in a tensor that no machine has memory for."""
 
 train: Any = importlib.import_module("pipesgd.train")
 forward_backward, load = train.forward_backward, train.load
 
 
 def announce() -> None:
-    """Say that the fault is done now."""
+    """Announce that the fault happens now."""
     sys.stderr.write(f"fault: {FAULT} in rank {os.environ['RANK']}\n")
     sys.stderr.flush()
 
 
 def with_a_nan(samples: Iterator[Any]) -> Iterator[Any]:
-    """The next batch of ``samples``, one value of which is no number."""
+    """Yield the next batch of ``samples``, with one value replaced by NaN."""
     inputs, *rest = next(samples)
     inputs = inputs.clone()
     inputs.view(-1)[3] = float("nan")
@@ -41,7 +41,7 @@ def with_a_nan(samples: Iterator[Any]) -> Iterator[Any]:
 
 
 def faulty_forward_backward(strategy: Any, samples: Iterator[Any], config: Any, scaler: Any, iteration: int) -> Any:
-    """The iteration with the fault."""
+    """Run the iteration with the fault."""
     if CHOSEN and iteration == AT and FAULT in ("nan", "memory"):
         announce()
         if FAULT == "memory":
@@ -53,7 +53,7 @@ def faulty_forward_backward(strategy: Any, samples: Iterator[Any], config: Any, 
 
 
 def slow_load(config: Any, ranks: Any) -> Any:
-    """Data that take two and a half deadlines to load."""
+    """Load data, which takes the chosen rank two and a half deadlines."""
     if CHOSEN and FAULT == "load":
         announce()
         time.sleep(LOAD_SECONDS)

@@ -1,4 +1,4 @@
-"""What is expected of a run that a fault hits, what was observed, and where the two differ. Nothing is run here."""
+"""Expected and observed outcomes of runs that a fault hits, and where the two differ. Nothing is run here."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
     from experiments.faults.stage import Stage
 
 SLACK_SECONDS = 3.0
-"""A permanent fault must be named within the run's deadline and this."""
+"""Seconds after the run's deadline within which a permanent fault must be named."""
 ACCUSED = re.compile(r"no word from ranks? ([\d, ]*\d)")
-"""Names the ranks that a line takes for dead or hung."""
+"""Pattern for the ranks that a line takes for dead or hung."""
 RANK_EXIT = re.compile(r"exitcode\s*: (-?\d+)")
-"""A rank's exit code, in torchrun's report."""
+"""Pattern of a rank's exit code in torchrun's report."""
 OUR_FRAME = re.compile(r'^\s*File ".*/pipesgd/\w[^"]*", line \d+')
-"""A line of a traceback that goes through the trainer; torchrun prints tracebacks of its own."""
+"""Pattern of a line in a traceback through the trainer; torchrun prints tracebacks of its own."""
 SPOKEN = re.compile(r"^(\[rank\d+\]: ?)?(error|warning|interrupted|terminated)\b")
-"""A line of the trainer's that says that something is wrong."""
+"""Pattern of a line in which the trainer says that something is wrong."""
 LONGEST_LINE = 240
 """Characters of a line that are kept in the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A fault, how it is done, and what must come of it."""
+    """A fault, how it is injected, and the outcome that it must have."""
 
     id: str
     fault: str
     """The fault in a few words, for the table."""
     play: Callable[[Stage], None]
-    """Starts the run, does the fault, and waits for what comes of it."""
+    """Function that starts the run, injects the fault, and waits for the outcome."""
     says: str = ""
     """Pattern of the line that must appear; without one, no error and no warning may appear."""
     within: float | None = None
@@ -46,9 +46,9 @@ class Scenario:
     exit_code: int | None = None
     """Exit code of every rank that torchrun reports; by default any."""
     lost: int | None = None
-    """The most iterations that may be lost; by default it is not looked at."""
+    """Most iterations that may be lost; by default they are not checked."""
     traceback: bool = False
-    """True if the trainer may print a traceback: the fault is an error of the user's own code."""
+    """True if the trainer may print a traceback, since the fault is an error in the user's own code."""
     testbed: bool = False
     """True if the fault is one of the network, which only a testbed has."""
     root: bool = False
@@ -57,46 +57,46 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What came of a fault. Seconds count from the fault."""
+    """The outcome of a fault. Seconds count from the fault."""
 
     lines: list[list[float | str]]
     """Seconds and text of every line that was printed."""
     ended: float | None
-    """When the last process had ended; None if some had to be killed."""
+    """Seconds until the last process had ended; None if some had to be killed."""
     went_on: bool
     """True if the run made progress after the fault."""
     orphans: int
-    """Processes that were left, and were killed then."""
+    """Number of processes that were left, and then killed."""
     iterations_lost: int | None
-    """Iterations done, but in no checkpoint; None if it was not looked at."""
+    """Iterations done, but in no checkpoint; None if there is no checkpoint."""
     files_lost: list[str]
-    """Checkpoint files that were whole before, and whose content is nowhere below the folder now."""
+    """Checkpoint files that were whole before, but whose content is nowhere below the folder now."""
     deadline: float
     """``--timeout`` of the run, in seconds."""
     problem: str = ""
-    """Why the fault could not be done; empty if it could."""
+    """Reason why the fault could not be injected; empty if it could."""
 
     def after(self) -> Iterator[tuple[float, str]]:
-        """The lines from the fault on."""
+        """Yield the lines from the fault on."""
         for seconds, text in self.lines:
             if float(seconds) >= 0.0:
                 yield float(seconds), str(text)
 
 
 def found_line(scenario: Scenario, seen: Observation) -> tuple[float, str] | None:
-    """The first line from the fault on that the scenario asks for; the first complaint if it asks for none."""
+    """Return the first line from the fault on that the scenario asks for; the first complaint if it asks for none."""
     if scenario.says:
         return next((line for line in seen.after() if re.search(scenario.says, line[1])), None)
     return next((line for line in seen.after() if SPOKEN.match(line[1])), None)
 
 
 def accused(seen: Observation) -> set[int]:
-    """The ranks that a line from the fault on takes for dead or hung."""
+    """Return the ranks that a line from the fault on takes for dead or hung."""
     return {int(rank) for _, text in seen.after() for found in ACCUSED.finditer(text) for rank in found[1].split(",")}
 
 
 def misses(scenario: Scenario, seen: Observation) -> list[str]:
-    """What was expected and not observed, or observed and not expected; empty if all is well."""
+    """Return what was expected and not observed, or observed and not expected; empty if all is well."""
     if seen.problem:
         return [seen.problem]
     return [
@@ -142,7 +142,7 @@ def _misses_of_losses(scenario: Scenario, seen: Observation) -> Iterator[str]:
 
 
 def _is_own_stop(text: str) -> bool:
-    """True if a line only says that the run was stopped, as it is once it has survived."""
+    """Return True if a line only says that the run was stopped, as every run is that has survived."""
     return "SIGTERM" in text
 
 
@@ -151,7 +151,7 @@ def _ranks(ranks: set[int]) -> str:
 
 
 def row(scenario: Scenario, seen: Observation) -> Row:
-    """A line of the table of results."""
+    """Return a row of the table of results."""
     line = found_line(scenario, seen)
     if line is not None and not scenario.says and _is_own_stop(line[1]):
         line = None
@@ -172,7 +172,7 @@ def row(scenario: Scenario, seen: Observation) -> Row:
 
 
 def without_folders(text: str) -> str:
-    """``text`` without the folders of this machine, since it goes into a result file.
+    """Return ``text`` without the folders of this machine, since it goes into a result file.
 
     >>> without_folders("error: cannot write /tmp/x/run/model.pt: no")
     'error: cannot write model.pt: no'

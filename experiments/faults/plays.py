@@ -1,4 +1,4 @@
-"""How faults are done: each function here makes a play, which starts a run, harms it, and waits for what comes."""
+"""Plays of all faults: a play starts a run, harms it, and waits for the outcome."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Play = Callable[[Stage], None]
 Harm = Callable[[Stage, Job], None]
 
 EVERY = 20
-"""Iterations between two checkpoints, and so the most that may be lost but for the one that is under way."""
+"""Iterations between two checkpoints, and so the most that may be lost besides the current one."""
 LONG = f"--hidden-sizes 300 300 --batch-size 32 --iterations 100000 --checkpoint-iterations {EVERY}"
 TO_RESUME = f"--hidden-sizes 100 --batch-size 32 --iterations 100 --checkpoint-iterations {EVERY} --keep-checkpoints 20"
 CLOCK = Path(__file__).with_name("clock.c")
@@ -70,7 +70,7 @@ def stop_for(seconds: float, rank: int) -> Harm:
 
 
 def signal_agent(number: signal.Signals, *, group: bool = False, stopped_rank: int | None = None) -> Harm:
-    """Send a signal to torchrun, or to its process ``group`` as a terminal does; a rank may be stopped before."""
+    """Send a signal to torchrun, or to its process ``group`` as a terminal does; a rank may be stopped first."""
 
     def harm(stage: Stage, job: Job) -> None:
         agent = job.processes[0].pid
@@ -128,7 +128,7 @@ def resumes_after(harm: Harm, *, torchrun: str) -> Play:
 
 
 def broken(fault: str, *, words: str, at: int = 0, rank: int = 1, ranks: int = 3, ends: bool = True) -> Play:
-    """A run whose fault comes from inside, see ``broken_training``; ``ends`` says whether it is to end by itself."""
+    """Start a run with a fault inside, see ``broken_training``; ``ends`` says whether it is to end by itself."""
 
     def play(stage: Stage) -> None:
         env = {"FAULT": fault, "AT": str(at), "WHO": str(rank)}
@@ -156,7 +156,7 @@ def served(harm: Harm, words: str, ranks: int) -> Play:
 
 
 def start_only(words: str, *, ranks: int = 2, torchrun: str = "--standalone", within: float = START_SECONDS) -> Play:
-    """A run that cannot begin."""
+    """Start a run that cannot begin."""
 
     def play(stage: Stage) -> None:
         stage.fault()
@@ -170,7 +170,7 @@ def start_only(words: str, *, ranks: int = 2, torchrun: str = "--standalone", wi
 
 
 def cut_link(node: int, *, seconds: float | None = None, times: int = 1, pause: float = 0.5) -> Play:
-    """Cut a node's link, for some seconds or for ever, maybe several times."""
+    """Cut a node's link, for some seconds or forever, perhaps several times."""
 
     def harm(stage: Stage, job: Job) -> None:
         assert stage.testbed is not None
@@ -199,7 +199,7 @@ def cut_link(node: int, *, seconds: float | None = None, times: int = 1, pause: 
 
 @contextlib.contextmanager
 def disk(folder: Path, options: str) -> Iterator[None]:
-    """A file system in memory at ``folder``, as ``mount`` takes its options."""
+    """Mount a file system in memory at ``folder``; ``options`` are those of ``mount``."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
@@ -212,7 +212,7 @@ def disk(folder: Path, options: str) -> Iterator[None]:
 
 
 def full_disk(size: str, words: str, *, goes_on: bool = False, resumed: bool = False) -> Play:
-    """A run on a disk that becomes full. When it has said so it is resumed, or there is room again."""
+    """Start a run on a disk that becomes full. Once it has said so, it may be resumed, or get more room."""
 
     def play(stage: Stage) -> None:
         folder = stage.folder / "disk"
@@ -236,7 +236,7 @@ def full_disk(size: str, words: str, *, goes_on: bool = False, resumed: bool = F
 
 
 def read_only_disk(stage: Stage) -> None:
-    """A run that is to write to a disk that cannot be written to."""
+    """Start a run whose output is on a read-only disk."""
     stage.cleanup.enter_context(disk(stage.folder / "disk", "size=5m,ro"))
     stage.fault()
     stage.start(LONG, ranks=2, output=stage.folder / "disk" / "run")
@@ -244,7 +244,7 @@ def read_only_disk(stage: Stage) -> None:
 
 
 def file_instead_of_folder(stage: Stage, job: Job) -> None:
-    """Put a file where the checkpoints were, and take it away once the run has said so."""
+    """Put a file where the checkpoints were, and remove it once the run has reported it."""
     folder = job.outputs[0] / CHECKPOINTS
     folder.rename(job.outputs[0] / "away")
     folder.write_text("x", encoding="utf-8")
@@ -253,7 +253,7 @@ def file_instead_of_folder(stage: Stage, job: Job) -> None:
         folder.unlink()
 
 
-# ---- faults of what is resumed from ----
+# ---- faults of the folders that runs resume from ----
 
 
 def resume(damage: Callable[[Path], None], *, ranks: int = 2, newest_may_go: bool = False) -> Play:
@@ -284,7 +284,7 @@ def _stopped(stage: Stage, job: Job) -> None:
 
 
 def resume_machines(damage: Callable[[Path, Path], None], node_ranks: Sequence[int] = (0, 1)) -> Play:
-    """Stop a run on two machines with disks of their own, damage them, and resume it with these node ranks."""
+    """Stop a run on two machines with a disk each, damage the disks, and resume the run with these node ranks."""
 
     def play(stage: Stage) -> None:
         outputs = [stage.folder / "first", stage.folder / "second"]
@@ -301,18 +301,18 @@ def resume_machines(damage: Callable[[Path, Path], None], node_ranks: Sequence[i
 
 
 def iteration_folders(output: Path) -> dict[int, Path]:
-    """The folders of all checkpoints, by iteration."""
+    """Return the folders of all checkpoints, by iteration."""
     return {int(path.name.partition("-")[2]): path for path in (output / CHECKPOINTS).glob("iteration-*")}
 
 
 def empty(first: Path, second: Path) -> None:
-    """The second machine comes back with an empty disk."""
+    """Bring the second machine back with an empty disk."""
     shutil.rmtree(second)
     second.mkdir()
 
 
 def newest_file(output: Path, name: str) -> Path:
-    """A file of the newest checkpoint."""
+    """Return a file of the newest checkpoint."""
     folders = iteration_folders(output)
     return folders[max(folders)] / name
 
@@ -345,7 +345,7 @@ def without_checksums(output: Path) -> None:
 
 
 def nuls_in_metrics(output: Path) -> None:
-    """Let the metrics end as a file system leaves them that lost power."""
+    """Let the metrics end as a file system leaves them after losing power."""
     path = output / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-20] + bytes(400))
 
@@ -402,7 +402,7 @@ def into_a_live_run(option: str) -> Play:
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
+    """Return a port on which nobody listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""All faults, each with what must come of it."""
+"""All faults, each with the outcome that it must have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHORT = f"--hidden-sizes 100 --batch-size 32 --iterations 200 --checkpoint-itera
 RESTART = "--standalone --max-restarts 1"
 SECOND_MACHINE = "--nnodes 2 --node-rank 1 --rdzv-conf timeout=5"
 UNDER_WAY = EVERY + 1
-"""Iterations that a rank may lose that ends without warning: those since the last checkpoint, and the one at hand."""
+"""Iterations that a rank may lose if it ends without warning: those since the last checkpoint, and the current one."""
 SKIPPED = r"warning: .*checkpoint skipped, since"
 REFUSED = r"^(\[\S+\]: ?)?error: "
 kill, stop = (partial(plays.signal_rank, number=number) for number in (signal.SIGKILL, signal.SIGSTOP))
@@ -433,4 +433,4 @@ STARTS = (
 
 SCENARIOS = (*PROCESSES, *NETWORK, *DISKS, *RESUMED, *INSIDE, *SERVERS, *STARTS)
 QUICK = ("S1", "S9a", "S22a")
-"""A few that take seconds."""
+"""A few faults that take seconds."""

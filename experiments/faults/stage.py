@@ -1,4 +1,4 @@
-"""Where a fault takes place: the jobs that it hits, every line that they print, and what is left of them."""
+"""Stage of a fault: the jobs that it hits, every line that they print, and what is left of them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from pipesgd.errors import RunError
 from pipesgd.run.output import CHECKPOINTS, METRICS_FILE
 
 START_SECONDS = 150.0
-"""A job must be under way within this; starting takes some seconds, on a busy machine many."""
+"""Seconds within which a job must be under way; starting takes some seconds, on a busy machine many."""
 END_SECONDS = 60.0
-"""A job that must end has this long: torchrun waits for 30 s before it kills a rank that does not react."""
+"""Seconds that a job has to end: torchrun waits for 30 s before it kills a rank that does not react."""
 POLL_SECONDS = 0.02
 MARK = "PIPESGD_FAULTS_STAGE"
-"""Variable of the environment that all processes of a stage inherit."""
+"""Environment variable that all processes of a stage inherit."""
 ITERATION = re.compile(r"\bin iteration (\d+)")
 FOLDER = re.compile(r"iteration-(\d+)")
 
 
 class Job:
-    """The torchruns of one job, one for each machine, and their output folders, one for each as well."""
+    """The torchruns of one job, one for each machine, and the output folder of each."""
 
     def __init__(self, processes: list[subprocess.Popen[str]], outputs: list[Path], clock: Callable[[], float]):
         self.processes = processes
@@ -52,7 +52,7 @@ class Job:
             self.lines.append((self._clock(), line.rstrip()))
 
     def kill(self) -> None:
-        """Kill its torchruns, and read what is left to read of what they printed."""
+        """Kill the job's torchruns, and read the rest of their output."""
         for process, reader in zip(self.processes, self._readers, strict=True):
             process.kill()
             process.wait()
@@ -62,24 +62,24 @@ class Job:
 
     @property
     def running(self) -> bool:
-        """True while any of its torchruns is."""
+        """True while any of the job's torchruns is running."""
         return any(process.poll() is None for process in self.processes)
 
     def has(self, pattern: str) -> bool:
-        """True if a line that matches was printed."""
+        """Return True if a line that matches ``pattern`` was printed."""
         return any(re.search(pattern, text) for _, text in list(self.lines))
 
     def newest(self) -> int:
-        """The newest checkpoint that has all files of a machine in all output folders; 0 if there is none."""
+        """Return the newest checkpoint that has all files of a machine in all output folders; 0 if there is none."""
         return min(max(checkpoints(output), default=0) for output in self.outputs)
 
     def done(self) -> int:
-        """How many iterations were done, as far as metrics and last words say."""
+        """Return how many iterations were done, as far as the metrics and the printed lines say."""
         named = [int(found[1]) for _, text in list(self.lines) for found in ITERATION.finditer(text)]
         return max([*named, *(logged_iterations(output) for output in self.outputs)], default=0)
 
     def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until ``condition()``; False if it is not true in time, or when the job has ended."""
+        """Wait until ``condition()``; return False if it is not true in time, or when the job has ended."""
         end = time.monotonic() + seconds
         while not condition():
             if not self.running or time.monotonic() > end:
@@ -88,12 +88,12 @@ class Job:
         return True
 
     def until_under_way(self, iterations: int = 40) -> None:
-        """Wait until a checkpoint of so many iterations is there. Raises ``RunError`` if none comes."""
+        """Wait until there is a checkpoint of this many iterations. Raises ``RunError`` if none comes."""
         if not self.until(lambda: self.newest() >= iterations, START_SECONDS):
             raise RunError(f"the run did not get under way; it said: {' | '.join(self.last_lines())}")
 
     def last_lines(self) -> list[str]:
-        """The last few lines that were printed."""
+        """Return the last few lines that were printed."""
         return [text for _, text in self.lines[-5:]]
 
     def signal(self, number: signal.Signals) -> None:
@@ -104,7 +104,7 @@ class Job:
 
 
 def checkpoints(output: Path) -> list[int]:
-    """The iterations of the checkpoints in an output folder that are published: their parts have their names."""
+    """Return the iterations of the published checkpoints in an output folder, whose parts have their names."""
     with contextlib.suppress(OSError):
         folders = [path for path in (output / CHECKPOINTS).iterdir() if FOLDER.fullmatch(path.name)]
         return [int(path.name.partition("-")[2]) for path in folders if len(list(path.glob("*.pt.sha256"))) >= 2]
@@ -112,7 +112,7 @@ def checkpoints(output: Path) -> list[int]:
 
 
 def logged_iterations(output: Path) -> int:
-    """How many iterations the metrics of a run tell of."""
+    """Return how many iterations the metrics of a run report."""
     last = 0
     with contextlib.suppress(OSError):
         for line in (output / METRICS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -125,9 +125,9 @@ class Stage:
     """A folder, the jobs that were started in it, and the moment of the fault.
 
     Args:
-        folder: is there, and empty.
+        folder: an empty folder.
         deadline: ``--timeout`` of every job, in seconds.
-        testbed: where jobs run; on loopback without one.
+        testbed: testbed on which jobs run; loopback without one.
     """
 
     def __init__(self, folder: Path, deadline: float, testbed: Testbed | None = None):
@@ -137,7 +137,7 @@ class Stage:
         self.jobs: list[Job] = []
         self.went_on = False
         self.cleanup = contextlib.ExitStack()
-        """What must be undone when everything has been observed."""
+        """Contexts to leave when everything has been observed."""
         self._mark = uuid.uuid4().hex
         self._begin = time.monotonic()
         self._fault: float | None = None
@@ -145,7 +145,7 @@ class Stage:
         self._kept: dict[Path, dict[str, str]] = {}
 
     def clock(self) -> float:
-        """Seconds since the stage was made."""
+        """Return the seconds since the stage was made."""
         return time.monotonic() - self._begin
 
     # ---- jobs ----
@@ -165,7 +165,7 @@ class Stage:
         return self._job([self._popen(words, ranks, torchrun, program, output, env or {})], [output])
 
     def start_machines(self, words: str, outputs: list[Path], node_ranks: Sequence[int], port: int) -> Job:
-        """Start a job on as many machines as there are outputs, one rank each, all at this host's loopback."""
+        """Start a job on as many machines as there are outputs, one rank each, all on this host's loopback."""
         processes = [
             self._popen(
                 words,
@@ -180,7 +180,7 @@ class Stage:
         return self._job(processes, outputs)
 
     def start_on_testbed(self, words: str) -> Job:
-        """Start a job with a rank on every node of the testbed, whose disk is common to all nodes."""
+        """Start a job with a rank on every node of the testbed, whose nodes share one disk."""
         assert self.testbed is not None
         output = self.folder / "run"
         job = self.testbed.torchrun(
@@ -212,7 +212,7 @@ class Stage:
         )
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a process of this stage: that of this process, its mark, and ``env``."""
+        """Return the environment of a process of this stage: that of this process, the stage's mark, and ``env``."""
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
         own = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths, MARK: self._mark}
         return {**os.environ, **own, **env}
@@ -225,7 +225,7 @@ class Stage:
     # ---- processes ----
 
     def alive(self) -> dict[int, dict[str, str]]:
-        """Every process of the stage that has not ended, with its environment; without those that are spared."""
+        """Return every process of the stage that has not ended and is not spared, with its environment."""
         found = {}
         mark = f"{MARK}={self._mark}".encode()
         for entry in Path("/proc").iterdir():
@@ -238,30 +238,30 @@ class Stage:
         return found
 
     def rank(self, rank: int) -> int:
-        """The process of a rank: the first that has its number, others are its children."""
+        """Return the process of a rank: the first that has its number, since others are its children."""
         pids = [pid for pid, env in self.alive().items() if env.get("RANK") == str(rank)]
         if not pids:
             raise RunError(f"rank {rank} is not there")
         return min(pids)
 
     def spare(self, pid: int) -> None:
-        """Count this process not among those that must end: it is stopped on purpose."""
+        """Do not count this process among those that must end, since it is stopped on purpose."""
         self._spared.add(pid)
 
     # ---- the fault, and after ----
 
     def fault(self) -> None:
-        """The fault is done now."""
+        """Note that the fault happens now."""
         self._fault = self.clock()
 
     def fault_said(self, job: Job, pattern: str) -> None:
-        """The fault was done when a line that matches was printed. Raises ``RunError`` if none comes."""
+        """Note that the fault happened when a matching line was printed. Raises ``RunError`` if none comes."""
         if not job.until(lambda: job.has(pattern), START_SECONDS):
             raise RunError(f"the fault was not done; the run said: {' | '.join(job.last_lines())}")
         self._fault = next(at for at, text in job.lines if re.search(pattern, text))
 
     def keep(self, output: Path, *, but: int | None = None) -> None:
-        """From now on, the content of all checkpoints below ``output`` must stay, but those of iteration ``but``."""
+        """Require that all checkpoints below ``output`` keep their content from now on, but for iteration ``but``."""
         files = (output / CHECKPOINTS).rglob("*.pt")
         self._kept[output] = {
             f"{path.parent.name}/{path.name}": _digest(path) for path in files if path.parent.name != f"iteration-{but}"
@@ -272,20 +272,20 @@ class Stage:
         end = time.monotonic() + seconds
         while (self.alive() or any(job.running for job in self._unspared())) and time.monotonic() < end:
             time.sleep(5 * POLL_SECONDS)
-        # A run that has trained to its end after the fault has gone on, too.
+        # A run that has trained to its end after the fault has continued, too.
         self.went_on |= bool(self.jobs) and all(one.poll() == 0 for one in self.jobs[-1].processes)
 
     def _unspared(self) -> Iterator[Job]:
         return (job for job in self.jobs if not self._spared.intersection(one.pid for one in job.processes))
 
     def see_progress(self, job: Job, seconds: float = START_SECONDS) -> None:
-        """Note whether a newer checkpoint than now appears; then stop the job."""
+        """Note whether a newer checkpoint than the current one appears; then stop the job."""
         before = job.newest()
         self.went_on = job.until(lambda: job.newest() > before, seconds)
         job.signal(signal.SIGTERM)
 
     def observe(self, problem: str = "") -> Observation:
-        """What came of the fault, or the ``problem`` that kept it from being done. Kills the processes left."""
+        """Kill the processes left; return the outcome of the fault, or the ``problem`` that prevented it."""
         left = self.alive()
         ended = self.clock()
         self.kill()
@@ -303,11 +303,11 @@ class Stage:
         )
 
     def lost_files(self) -> list[str]:
-        """The files that must stay, and whose content is nowhere below their folder."""
+        """Return the files that must stay, but whose content is nowhere below their folder."""
         return [name for output, kept in self._kept.items() for name in _missing(output, kept)]
 
     def kill(self) -> None:
-        """Kill what is left."""
+        """Kill the processes that are left."""
         self._spared.clear()
         for pid in self.alive():
             with contextlib.suppress(ProcessLookupError):
@@ -319,7 +319,7 @@ class Stage:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """Kill what is left, and undo what was done to the machine."""
+        """Kill the processes that are left, and undo the changes to the machine."""
         self.kill()
         self.cleanup.close()
 

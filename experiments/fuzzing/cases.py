@@ -1,4 +1,4 @@
-"""A kind of input to fuzz, and what came of one case: accepted, refused in a line, or a failure."""
+"""Kinds of input to fuzz, and the outcome of one case: accepted, refused in a line, or a failure."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any
 
 DEADLINE_SECONDS = 30.0
-"""A case that takes longer hangs."""
+"""Seconds after which a case counts as hung."""
 
 LONGEST_LINE = 2000
-"""Characters of a message; a longer one is no help."""
+"""Most characters of a message; a longer one is no help."""
 
 OUTCOMES = ("accepted", "refused", "absurd", "traceback", "hang")
 FAILURES = OUTCOMES[2:]
@@ -34,7 +34,7 @@ class Target:
 
     name: str
     cases: int
-    """How many a full run has."""
+    """Number of cases in a full run."""
     make: Callable[[random.Random, Path], Any]
     attempt: Callable[[Any, Path], str | None]
     refusals: tuple[type[Exception], ...]
@@ -42,7 +42,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case."""
+    """The outcome of a case."""
 
     outcome: str
     """One of ``OUTCOMES``."""
@@ -51,11 +51,11 @@ class Verdict:
 
 
 class _HangError(BaseException):
-    """The deadline has passed; nothing that catches ``Exception`` keeps it."""
+    """Raised when the deadline has passed; code that catches ``Exception`` does not stop it."""
 
 
 def draw(target: Target, seed: int, index: int, folder: Path) -> Any:
-    """Case ``index`` of ``target``: the same one for the same seed, whatever else runs."""
+    """Draw case ``index`` of ``target``: the same one for the same seed, whatever else runs."""
     return target.make(random.Random(f"{seed}/{target.name}/{index}"), folder)
 
 
@@ -78,7 +78,7 @@ def judge(target: Target, case: Any, folder: Path, seconds: float = DEADLINE_SEC
 
 
 def complaint_about_line(line: str) -> str | None:
-    """What is wrong with the text of an error, which should be one line that helps."""
+    """Return what is wrong with the text of an error, which should be one helpful line; None if nothing is."""
     if not line.strip() or "\n" in line:
         return f"an error must be one line; got {line[:200]!r}"
     if len(line) > LONGEST_LINE:
@@ -87,7 +87,7 @@ def complaint_about_line(line: str) -> str | None:
 
 
 def absurd_number(value: Any, most: float) -> Any:
-    """A number in nested lists and mappings that is not from 0 to ``most``; None if there is none."""
+    """Return a number in nested lists and mappings that is not from 0 to ``most``; None if there is none."""
     if isinstance(value, dict | list | tuple):
         inner = value.values() if isinstance(value, dict) else value
         return next((found for found in (absurd_number(one, most) for one in inner) if found is not None), None)
@@ -102,7 +102,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         raise _HangError
 
     before = signal.signal(signal.SIGALRM, stop)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # a test's own deadline, maybe
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # perhaps a test's own deadline
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ JOBS = (
 
 @functools.cache
 def whole_profile(folder: Path) -> str:
-    """The file of a cluster that nobody has."""
+    """Return the text of a cluster.toml, of a cluster that nobody has."""
 
     def about(value: float) -> Estimate:
         return Estimate(value, 0.95 * value, 1.1 * value)
@@ -131,7 +131,7 @@ def make_profile(chance: random.Random, folder: Path) -> tuple[Path, list[str]]:
 
 
 def try_profile(case: tuple[Path, list[str]], folder: Path) -> str | None:
-    """Ask the timing model."""
+    """Ask the timing model the question."""
     return try_timing_model(case[1])
 
 
@@ -141,7 +141,7 @@ FOREIGN: tuple[Any, ...] = ([], {}, 1, "x", None, {"parameters": {}}, {"a": torc
 
 
 class _Evil:
-    """A pickle that would run a function, if anybody let it."""
+    """A pickle that would run a function if anybody let it."""
 
     def __init__(self, proof: Path):
         self._proof = proof
@@ -152,7 +152,7 @@ class _Evil:
 
 @functools.cache
 def run_state() -> RunState:
-    """A run without communication."""
+    """Return the state of a run without communication."""
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -164,7 +164,7 @@ def run_state() -> RunState:
 
 @functools.cache
 def whole_checkpoints(folder: Path) -> Path:
-    """A folder with checkpoints of iterations 10 and 20."""
+    """Return a folder with checkpoints of iterations 10 and 20."""
     place = folder / "whole-checkpoints"
     checkpoints = Checkpoints(place, alone(), keep=100)
     for iteration in (10, 20):
@@ -173,7 +173,7 @@ def whole_checkpoints(folder: Path) -> Path:
 
 
 def make_checkpoint(chance: random.Random, folder: Path) -> tuple[Path, bool]:
-    """A folder in which a file of the newer checkpoint is damaged or forged; whether its checksum is right."""
+    """Damage or forge a file of the newer checkpoint; return the folder, and True if the file's checksum is right."""
     place = folder / "checkpoints"
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(whole_checkpoints(folder), place)
@@ -198,7 +198,7 @@ def make_checkpoint(chance: random.Random, folder: Path) -> tuple[Path, bool]:
 
 
 def try_checkpoint(case: tuple[Path, bool], folder: Path) -> str | None:
-    """Find the newest one; the older one is whole."""
+    """Load the newest checkpoint that can be used; the older one is whole."""
     place, forged = case
     with contextlib.redirect_stderr(io.StringIO()):
         found = Checkpoints(place, alone(), keep=100).load_newest(run_state().what_is_wrong_with)
@@ -217,7 +217,7 @@ def try_checkpoint(case: tuple[Path, bool], folder: Path) -> str | None:
 
 
 def make_run(chance: random.Random, folder: Path) -> Path:
-    """The folder of a run whose run.json is damaged."""
+    """Write a damaged run.json; return the folder of its run."""
     place = folder / "run"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
@@ -238,7 +238,7 @@ def make_run(chance: random.Random, folder: Path) -> Path:
 
 
 def try_run(case: Path, folder: Path) -> str | None:
-    """Read it as a run does that continues."""
+    """Read the folder as a run does that continues."""
     config = TrainConfig()
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, output=case, resume=True))
     earlier = output.earlier_run(config, alone())
@@ -264,7 +264,7 @@ LINE = {
 
 
 def make_metrics(chance: random.Random, folder: Path) -> Path:
-    """A metrics.jsonl with a damaged line, or more."""
+    """Write a metrics.jsonl with one or more damaged lines."""
     lines = [json.dumps({**LINE, "iteration": iteration}) for iteration in range(4)]
     if chance.random() < 0.5:
         name = chance.choice(list(LINE))
@@ -282,7 +282,7 @@ def make_metrics(chance: random.Random, folder: Path) -> Path:
 
 
 def try_metrics(case: Path, folder: Path) -> str | None:
-    """Read it; what is damaged is left out."""
+    """Read the metrics; damaged lines are left out."""
     with contextlib.redirect_stderr(io.StringIO()):
         lines = read_metrics(case)
     for line in lines:
@@ -297,7 +297,7 @@ def try_metrics(case: Path, folder: Path) -> str | None:
 
 
 def make_data(chance: random.Random, folder: Path) -> Path:
-    """A damaged file of images: IDX, plain or zipped, CIFAR-100's format, or a picture."""
+    """Write a damaged file of images: IDX, plain or zipped, CIFAR-100's format, or a picture."""
     place = folder / "pictures" / "class"
     place.mkdir(parents=True, exist_ok=True)
     for old in place.iterdir():
@@ -321,7 +321,7 @@ def make_data(chance: random.Random, folder: Path) -> Path:
 
 
 def try_data(case: Path, folder: Path) -> str | None:
-    """Read it as training does."""
+    """Read the file as training does."""
     if ".idx" in case.name:
         images = read_idx(case, item_shape=(28, 28))
         return None if images.shape[1:] == (28, 28) and len(images) else f"shape {tuple(images.shape)}"

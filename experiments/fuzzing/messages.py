@@ -1,4 +1,4 @@
-"""Fuzzed messages of other ranks: values in the store, and what parameter servers and workers tell each other."""
+"""Fuzzed messages of other ranks: values in the store, and messages between parameter servers and workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ATTEMPTS = ("exchange", "agree", "options", "ranks on each node")
 
 
 def make_store_value(chance: random.Random, folder: Path) -> tuple[str, bytes]:
-    """What ranks do together, and rank 1's part of it."""
+    """Draw an operation of both ranks, and rank 1's part of it."""
     attempt = chance.choice(ATTEMPTS)
     honest = {"agree": "null", "options": json.dumps(OPTIONS), "ranks on each node": "[1, 0]"}.get(attempt, "[1, 2.5]")
     if chance.random() < 0.5:
@@ -36,7 +36,7 @@ def make_store_value(chance: random.Random, folder: Path) -> tuple[str, bytes]:
 
 
 def try_store_value(case: tuple[str, bytes], folder: Path) -> str | None:
-    """Read it as rank 0 does."""
+    """Read the value as rank 0 does."""
     attempt, value = case
     names = {"options": "configuration"}
     store = dist.HashStore()
@@ -74,7 +74,7 @@ NUMBERS = (
 
 
 def make_message(chance: random.Random, folder: Path) -> tuple[str, Any]:
-    """A request, a reply, or a server's state."""
+    """Draw a request, a reply, or a server's state."""
     kind = chance.choices(["request", "reply", "state"], [4, 2, 4])[0]
     shard, optimizer = _shard()
     if kind == "state":
@@ -104,7 +104,7 @@ def _state(chance: random.Random, shard: Shard) -> bytes:
 
 
 def try_message(case: tuple[str, Any], folder: Path) -> str | None:
-    """Read it as a server or a worker does; what a server has loaded must be a state that it can save again."""
+    """Read the message as a server or a worker does; a server must be able to save again a state that it has loaded."""
     kind, content = case
     if kind == "reply":
         reply = Reply.unpack(content, ranks=2, most_state_bytes=1000)

@@ -26,7 +26,7 @@ NASTY_JSON = (
 
 
 def damaged(chance: random.Random, content: bytes) -> bytes:
-    """``content`` cut, with bits or bytes changed, with a part twice or missing, or something else altogether."""
+    """Return ``content`` cut, with bits or bytes changed, a part repeated or missing, or other content altogether."""
     way = chance.randrange(7)
     if way == 0 or not content:
         return chance.randbytes(chance.choice([0, 1, 16, 1000]))
@@ -48,7 +48,7 @@ def damaged(chance: random.Random, content: bytes) -> bytes:
 
 
 def damaged_text(chance: random.Random, text: str, characters: str) -> str:
-    """``text`` as ``damaged`` leaves it, or with some of ``characters`` in it."""
+    """Return ``text`` as ``damaged`` leaves it, or with some of ``characters`` in it."""
     if chance.random() < 0.4:
         return damaged(chance, text.encode()).decode("latin-1")
     changed = list(text)
@@ -58,6 +58,6 @@ def damaged_text(chance: random.Random, text: str, characters: str) -> str:
 
 
 def nested(chance: random.Random, opening: str, closing: str) -> str:
-    """Deep nesting, closed or not."""
+    """Return deep nesting, closed or not."""
     depth = chance.choice([10, 500, 5_000, 50_000])
     return opening * depth + closing * chance.choice([0, depth])

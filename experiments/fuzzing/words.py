@@ -1,4 +1,4 @@
-"""Fuzzed words of the commands: command lines, TOML files of options, and quantities with units."""
+"""Fuzzed arguments of the commands: command lines, TOML files of options, and quantities with units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from timing_model import units
 from timing_model.cli import main as timing_model
 
 MOST = 1e18
-"""Larger than any option of a run that somebody could want."""
+"""Number larger than anybody could want for an option of a run."""
 SEEDS = ("seed", "data-seed")
 DEFAULTS = TrainConfig().options()
 CALIBRATE_DEFAULTS = CalibrateConfig().options()
@@ -54,7 +54,7 @@ def _words(chance: random.Random, defaults: dict[str, Any]) -> list[str]:
 
 
 def make_command_line(chance: random.Random, folder: Path) -> tuple[str, list[str]]:
-    """Words of one of the commands."""
+    """Draw the arguments of one of the commands."""
     command = chance.choices(["train", "calibrate", "timing-model"], [6, 2, 2])[0]
     if command != "timing-model":
         return command, _words(chance, DEFAULTS if command == "train" else CALIBRATE_DEFAULTS)
@@ -77,7 +77,7 @@ def make_command_line(chance: random.Random, folder: Path) -> tuple[str, list[st
 
 
 def try_command_line(case: tuple[str, list[str]], folder: Path) -> str | None:
-    """Read them, as far as to the options; the timing model also answers."""
+    """Read the arguments, as far as the options; the timing model also answers."""
     command, words = case
     if command == "timing-model":
         return try_timing_model(words)
@@ -90,7 +90,7 @@ def try_command_line(case: tuple[str, list[str]], folder: Path) -> str | None:
 
 
 def try_timing_model(words: list[str]) -> str | None:
-    """Ask the timing model; it must answer with numbers that can be, or refuse in a line."""
+    """Ask the timing model, which must answer with possible numbers or refuse in one line."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -121,7 +121,7 @@ def _absurd_option(options: dict[str, Any]) -> str | None:
 
 
 def _round_trip(config: TrainConfig, folder: Path) -> str | None:
-    """What ``--dry-run`` prints must read back the same."""
+    """Check that the output of ``--dry-run`` reads back the same."""
     path = folder / "printed.toml"
     path.write_text(as_toml(config), encoding="utf-8")
     try:
@@ -134,7 +134,7 @@ def _round_trip(config: TrainConfig, folder: Path) -> str | None:
 
 
 def make_toml(chance: random.Random, folder: Path) -> Path:
-    """A file for ``--config``."""
+    """Write a file for ``--config``."""
     whole = as_toml(TrainConfig())
     names = [*DEFAULTS] * 5 + ["x", "Config", "help", "config", "__class__"]
     way = chance.random()
@@ -153,7 +153,7 @@ def make_toml(chance: random.Random, folder: Path) -> Path:
 
 
 def try_toml(case: Path, folder: Path) -> str | None:
-    """Read it as training does."""
+    """Read the file as training does."""
     config = parse(["--config", str(case)])
     return _absurd_option(config.options()) or _round_trip(config, folder)
 
@@ -177,7 +177,7 @@ UNITS = ("\u00b5s", "Gb", "foo", "s", "B", "%", "\uff11", "\0", "\u216f")
 
 
 def make_quantity(chance: random.Random, folder: Path) -> tuple[str, str]:
-    """Which kind of quantity, and its text."""
+    """Draw a kind of quantity, and its text."""
     kind = chance.choice(list(QUANTITIES))
     known = QUANTITIES[kind][1]
     number = chance.choice(NUMBERS)
@@ -186,7 +186,7 @@ def make_quantity(chance: random.Random, folder: Path) -> tuple[str, str]:
 
 
 def try_quantity(case: tuple[str, str], folder: Path) -> str | None:
-    """Read it; digits must be those of ASCII."""
+    """Read the quantity, whose digits must be those of ASCII."""
     kind, text = case
     value = QUANTITIES[kind][0](text)
     if (found := absurd_number(value, MOST)) is not None:

@@ -1,4 +1,4 @@
-"""An emulated cluster of network namespaces with real links, on one Linux machine."""
+"""An emulated cluster on one Linux machine, made of network namespaces with real links."""
 
 from .cluster import Measured, Testbed, Traffic
 from .errors import InvalidInputError, TestbedError, TestbedFailedError

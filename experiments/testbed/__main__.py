@@ -3,8 +3,8 @@
     python -m experiments.testbed --nodes 4 --rate 200mbit [--latency 5ms] [--loss 0.1%] [--slow-node 3:100mbit]
         [--nproc-per-node 2] -- [torchrun's options] -m pipesgd.train ...
 
-Before the run it measures the links and prints what it found. Needs Linux, and root or a user who may make
-namespaces. Whatever ends it, nothing of the cluster is left.
+Before the run it measures the links and prints the result. It needs Linux, and root or a user who may make
+namespaces. However it ends, nothing of the cluster is left.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from .links import (
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 FAR = 0.2
-"""A measured rate or latency that differs by more than this share from what was asked is worth a warning."""
+"""Share by which a measured rate or latency may differ from what was asked without a warning."""
 OVERHEAD_SECONDS = 1e-3
-"""What the machine itself may add to a latency."""
+"""Seconds that the machine itself may add to a latency."""
 
 
 class Terminated(BaseException):
-    """SIGTERM came. Like KeyboardInterrupt it is no error of the program's."""
+    """Raised when SIGTERM comes; like KeyboardInterrupt, it is no error of the program's."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises what is wrong, so that it is said in one line."""
+    """An argument parser that raises its errors, so that each is printed as one line."""
 
     def error(self, message: str) -> NoReturn:
         raise InvalidInputError(message.removeprefix("argument "))
 
 
 def _at_least(least: int) -> Callable[[str], int]:
-    """The type of an option that is a whole number, not below ``least``."""
+    """Return the type of an option that is a whole number, not below ``least``."""
 
     def number(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and len(text) < 19) or int(text) < least:
@@ -60,7 +60,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the words of the command ask for."""
+    """The options of the command."""
 
     nodes: int
     link: Link
@@ -70,7 +70,7 @@ class Options:
 
 
 def parse(words: Sequence[str]) -> Options:
-    """The options; raises ``InvalidInputError``; prints the help and exits for ``--help``."""
+    """Return the options. Raises ``InvalidInputError``; prints the help and exits for ``--help``."""
     split = words.index("--") if "--" in words else len(words)
     options = Parser(
         prog="python -m experiments.testbed",
@@ -114,7 +114,7 @@ def parse(words: Sequence[str]) -> Options:
 
 
 def show(testbed: Testbed, measured: Sequence[Measured]) -> None:
-    """Print what was asked and what was measured, and a warning where they are far apart."""
+    """Print the links as asked and as measured, with a warning where the two are far apart."""
     link = testbed.link
     title = f"{testbed.nodes} nodes, TCP with {measured[0].congestion_control}; what each sees of the way to the next"
     if testbed.delays_by is not None:
@@ -138,14 +138,14 @@ def show(testbed: Testbed, measured: Sequence[Measured]) -> None:
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    """The rows below their keys, each column as wide as it needs to be."""
+    """Return the rows below their keys, each column as wide as it needs to be."""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
 def differences(measured: Measured, link: Link) -> list[str]:
-    """What is far from what was asked."""
+    """Return a text for each measured value that is far from what was asked."""
     rate, asked = measured.rate_with_headers, measured.rate_asked
     texts = []
     if rate is None or abs(rate - asked) > FAR * asked:
@@ -156,7 +156,7 @@ def differences(measured: Measured, link: Link) -> list[str]:
 
 
 def run(words: Sequence[str]) -> None:
-    """The command; raises what went wrong."""
+    """Run the command; raises an exception if something goes wrong."""
     options = parse(words)
     with Testbed(nodes=options.nodes, link=options.link, slow_nodes=options.slow_nodes) as testbed:
         show(testbed, testbed.measure())
@@ -168,12 +168,12 @@ def run(words: Sequence[str]) -> None:
 
 
 def exit_text(code: int) -> str:
-    """An exit code for people."""
+    """Return an exit code as a text for people."""
     return f"exit code {code}" if code > 0 else signal.Signals(-code).name
 
 
 def main(words: Sequence[str]) -> int:
-    """The command's exit code: that of training, but 1 if a node failed, whatever it said."""
+    """Run the command and return its exit code: that of training, but 1 if a node failed, whatever its own code."""
     try:
         run(words)
     except KeyboardInterrupt:

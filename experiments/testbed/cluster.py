@@ -33,33 +33,33 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What ``node`` sees of the way to the next node (the last node's next is node 0)."""
+    """The path from ``node`` to the next node, as measured there (the last node's next is node 0)."""
 
     node: int
     address: str
     rate_asked: float
-    """bit/s: the lower one of the two links on the way."""
+    """Rate asked for in bit/s: the lower one of the two links on the path."""
     rate: float | None
-    """bit/s of payload of one TCP stream; None if too little arrived to tell."""
+    """Rate of one TCP stream's payload in bit/s; None if too little arrived to tell."""
     latency: float
-    """Seconds, one way: half of the median round trip of a small message."""
+    """Latency in seconds, one way: half of the median round trip of a small message."""
     congestion_control: str
-    """That TCP uses there."""
+    """Congestion control that TCP uses on ``node``."""
 
     @property
     def rate_with_headers(self) -> float | None:
-        """bit/s on the link, to compare with what was asked."""
+        """Rate on the link in bit/s, to compare with what was asked."""
         return None if self.rate is None else self.rate / PAYLOAD_SHARE
 
 
 class Testbed:
-    """``nodes`` nodes, numbered from 0, at one switch; ``slow_nodes`` have links of another rate (bit/s).
+    """A cluster of ``nodes`` nodes, numbered from 0, at one switch; ``slow_nodes`` have another link rate (bit/s).
 
-    A token bucket at both ends of each link limits what its node sends, and what all others together send to it.
-    Nothing of it is on the host, and it does not outlive this process: see ``namespaces``.
+    A token bucket at both ends of each link limits what its node sends, and what all others together send to the node.
+    Nothing of the cluster is on the host, and it does not outlive this process: see ``namespaces``.
 
     Raises:
-        InvalidInputError: it cannot be made of these values, on this system, or by this user.
+        InvalidInputError: the testbed cannot be made of these values, on this system, or by this user.
         TestbedFailedError: the kernel refused a link.
     """
 
@@ -71,12 +71,12 @@ class Testbed:
         self.nodes = nodes
         self.link = link
         self.rates = [link.rate] * nodes
-        """bit/s, of each node's link."""
+        """Rate of each node's link, in bit/s."""
         for node, rate in (slow_nodes or {}).items():
             self._check_node("slow-node", node)
             self.rates[node] = Link(rate=rate).rate
         self.delays_by: str | None = None
-        """What makes latency and loss: "netem", a "delay line", or nothing."""
+        """Maker of latency and loss: "netem" or "delay line"; None if there are none."""
         self._processes: list[Process] = []
         self._jobs: list[Job] = []
         self._inside = Namespaces()
@@ -102,7 +102,7 @@ class Testbed:
 
     @staticmethod
     def address(node: int) -> str:
-        """The IPv4 address of ``node``."""
+        """Return the IPv4 address of ``node``."""
         return wiring.address(node)
 
     def _has_netem(self) -> bool:
@@ -124,12 +124,12 @@ class Testbed:
         if not 0 <= node < self.nodes:
             raise InvalidInputError(f"{name} must be from 0 to {self.nodes - 1}, the numbers of the nodes; got {node}")
 
-    # ---- what runs on it ----
+    # ---- processes on the nodes ----
 
     def start(self, node: int, words: Sequence[str], **options: Any) -> Process:
-        """A process on ``node``: a ``subprocess.Popen`` with these ``options``, whose signals reach the process.
+        """Start a process on ``node``: a ``subprocess.Popen`` with these ``options``, whose signals reach the process.
 
-        A Ctrl-C on the terminal does not reach it, and it ends with the testbed at the latest.
+        A Ctrl-C on the terminal does not reach the process, and it ends with the testbed at the latest.
         """
         self._check_node("node", node)
         return self._start(node, words, **options)
@@ -170,14 +170,14 @@ class Testbed:
         return job
 
     def _python(self, node: int | None, script: str, *arguments: object) -> Process:
-        """One of our own scripts, without site-packages: it starts in a quarter of the time."""
+        """Start one of our own scripts, without site-packages, which takes a quarter of the time."""
         words = [sys.executable, "-I", "-S", str(FOLDER / script), *map(str, arguments)]
         return self._start(node, words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
 
-    # ---- what becomes of the links ----
+    # ---- links ----
 
     def measure(self) -> list[Measured]:
-        """What every node sees of the way to the next: one after the other, 0.4 s each and 17 times the round trip.
+        """Measure each node's path to the next, one after the other, in 0.4 s and 17 times the round trip each.
 
         Raises:
             TestbedFailedError: a node cannot be reached.
@@ -210,7 +210,7 @@ class Testbed:
         )
 
     def set_rate(self, node: int, rate: float) -> None:
-        """Let the link of ``node`` have ``rate`` bit/s from now on."""
+        """Set the link of ``node`` to ``rate`` bit/s from now on."""
         self._check_node("node", node)
         self.rates[node] = Link(rate=rate).rate
         self._run(wiring.limits(node, self.link, self.rates[node], self.delays_by, "change"))
@@ -221,18 +221,18 @@ class Testbed:
         self._run([f"ip link set n{node} nomaster"])
 
     def restore(self, node: int) -> None:
-        """Mend what ``cut`` cut."""
+        """Restore the link that ``cut`` cut."""
         self._check_node("node", node)
         self._run([f"ip link set n{node} master switch"])
 
     def traffic(self) -> list[Traffic]:
-        """What has passed through each node's link since it was made."""
+        """Return the bytes that have passed through each node's link since it was made."""
         commands = (
             command
             for node in range(self.nodes)
             for command in (f"tc -n {node} -s -j qdisc show dev eth0", f"tc -s -j qdisc show dev n{node}")
         )
-        # Not the counters of the interfaces: they count the headers of many packets handed over in one piece once.
+        # The interfaces' own counters count headers only once for many packets that are handed over in one piece.
         ends = [_bytes(line) for line in self._run(commands).splitlines()]
         return [Traffic(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
 
@@ -251,7 +251,7 @@ class Testbed:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the jobs as torchrun ends, then everything else at once."""
+        """End the jobs through their torchruns, then everything else at once."""
         try:
             for job in self._jobs:
                 job.terminate(signal.SIGINT if isinstance(value, KeyboardInterrupt) else signal.SIGTERM)
@@ -260,7 +260,7 @@ class Testbed:
 
 
 def _line(script: Process, node: int | None) -> str:
-    """The next line that our ``script`` prints; raises ``TestbedFailedError`` if it ends without one."""
+    """Return the next line that our ``script`` prints; raises ``TestbedFailedError`` if it ends without one."""
     assert script.stdout is not None
     line: str = script.stdout.readline()
     if not line:
@@ -272,5 +272,5 @@ def _line(script: Process, node: int | None) -> str:
 
 
 def _bytes(line: str) -> int:
-    """What the token bucket has let through, of what ``tc`` says about an interface."""
+    """Return the bytes that the token bucket has let through, from ``tc``'s report about an interface."""
     return next(int(entry["bytes"]) for entry in json.loads(line) if entry["kind"] == "tbf")

@@ -1,13 +1,14 @@
-"""Links with latency and loss where the kernel has no ``netem``: frames between pairs of TAP devices, held on the way.
+"""Links with latency and loss where the kernel has no ``netem``: frames are held on their way between TAP devices.
 
     python delay_line.py NODES LATENCY LOSS      makes node<i> and n<i> for every node, says "ready", and works
 
-What the kernel sends into ``node<i>`` (which becomes the node's eth0) comes out of ``n<i>``, a port of the switch,
-LATENCY seconds later; of its packets each is lost with the probability LOSS. The other direction passes at once.
+Frames that the kernel sends into ``node<i>`` (which becomes the node's eth0) come out of ``n<i>``, a port of the
+switch, LATENCY seconds later; each of their packets is lost with the probability LOSS. The other direction passes at
+once.
 
-As through a veth pair, many packets of a TCP stream pass in one piece, which is what makes this fast enough: a frame
-has a virtio header that says how to cut it into packets, and the kernel counts it as those. Only where a packet
-in it is lost is it cut. One process for all links, and only the standard library, so that it starts fast.
+As through a veth pair, many packets of a TCP stream pass in one piece, which makes this fast enough: a frame has a
+virtio header that says how to cut it into packets, and the kernel counts it as those. A frame is cut only where a
+packet in it is lost. One process serves all links, with only the standard library, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from time import monotonic
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 CHECKSUM_AND_TCP_SEGMENTS = 0x01 | 0x02 | 0x08
-"""What we take from the kernel unfinished: no checksum yet; TCP over IPv4 in large pieces, ECN among it."""
+"""Flags for frames that we take from the kernel unfinished: without a checksum, and TCP over IPv4 (with ECN) uncut."""
 LARGEST_FRAME = 10 + 14 + 4 + 65535
 BATCH = 16
 """Frames read from one device before the others, and those that are due, have their turn."""
 
 VIRTIO = struct.Struct("=BBHHHH")
-"""flags, gso_type, hdr_len, gso_size, csum_start, csum_offset; 0 as gso_type: this is one packet."""
+"""Header: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset; a gso_type of 0 means one packet."""
 IP = VIRTIO.size + 14
 FIN_AND_PUSH, CWR = 0x09, 0x80
 
 
 class Loss:
-    """Which packets of one node are lost: seeded with the node's number, so the same in every run."""
+    """The losses among one node's packets: seeded with the node's number, so the same in every run."""
 
     def __init__(self, probability: float, seed: int):
         self._probability = probability
         self._random = random.Random(seed)
         self._passing = self._draw()
-        """Packets that pass before the next is lost."""
+        """Packets that pass before the next one is lost."""
 
     def _draw(self) -> float:
         if self._probability in (0.0, 1.0):
@@ -53,7 +54,7 @@ class Loss:
         return passing if passing == math.inf else int(passing)
 
     def lost(self, count: int) -> list[int]:
-        """Which of the next ``count`` packets are lost."""
+        """Return the indices of the lost ones among the next ``count`` packets."""
         indices = []
         while self._passing < count:
             indices.append(int(self._passing))
@@ -63,13 +64,13 @@ class Loss:
 
 
 def packet_count(frame: bytes) -> int:
-    """How many packets ``frame`` is on a real cable."""
+    """Return how many packets ``frame`` is on a real cable."""
     _, kind, _, size, transport, _ = VIRTIO.unpack_from(frame)
     return 1 if kind == 0 else -(-(len(frame) - _payload_at(frame, transport)) // size)
 
 
 def without(frame: bytes, lost: list[int]) -> Iterator[bytes]:
-    """The frames that are left of ``frame`` without those packets of it, as the kernel would have cut it."""
+    """Yield the frames that are left of ``frame`` without its ``lost`` packets, as the kernel would have cut it."""
     first = 0
     count = packet_count(frame)
     for end in (*lost, count):
@@ -84,7 +85,7 @@ def _payload_at(frame: bytes, transport: int) -> int:
 
 
 def _cut(frame: bytes, first: int, end: int, count: int) -> bytes:
-    """Packets ``first`` to ``end`` (not included) of the ``count`` in ``frame``."""
+    """Return packets ``first`` to ``end`` (not included) of the ``count`` in ``frame``."""
     if first == 0 and end == count:
         return frame
     flags, kind, length, size, transport, checksum = VIRTIO.unpack_from(frame)
@@ -109,13 +110,13 @@ def _cut(frame: bytes, first: int, end: int, count: int) -> bytes:
 
 
 def _sum(words: bytes | bytearray) -> int:
-    """The ones' complement sum of 16-bit words, as in RFC 1071."""
+    """Return the ones' complement sum of 16-bit words, as in RFC 1071."""
     total = sum(struct.unpack(f"!{len(words) // 2}H", words))
     return (total - 1) % 0xFFFF + 1 if total else 0
 
 
 def open_tap(name: str) -> int:
-    """The file of a new TAP device."""
+    """Return the file descriptor of a new TAP device."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR))
     fcntl.ioctl(device, TUNSETOFFLOAD, CHECKSUM_AND_TCP_SEGMENTS)
@@ -123,7 +124,7 @@ def open_tap(name: str) -> int:
 
 
 def send(device: int, frame: bytes) -> None:
-    """Hand ``frame`` to the kernel; one that it does not take (the interface is down) is lost, as on a cable."""
+    """Hand ``frame`` to the kernel; a frame that it refuses (the interface is down) is lost, as on a cable."""
     try:  # noqa: SIM105 (this is called for every frame, and a context manager takes as long as the rest)
         os.write(device, frame)
     except OSError:
@@ -131,7 +132,7 @@ def send(device: int, frame: bytes) -> None:
 
 
 def work(ends: list[tuple[int, int]], latency: float, probability: float) -> None:
-    """Move frames for ever between the two ends, the node's and the switch's, of every link."""
+    """Move frames forever between the two ends, the node's and the switch's, of every link."""
     other = dict(ends) | {switch: node for node, switch in ends}
     losses = {node: Loss(probability, index) for index, (node, _) in enumerate(ends)}
     held: deque[tuple[float, int, bytes]] = deque()  # all are held equally long: first in, first out

@@ -1,4 +1,4 @@
-"""What the testbed raises on purpose: each is one line for the person who asked."""
+"""Exceptions that the testbed raises on purpose, each one line for the person who asked."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class InvalidInputError(TestbedError, ValueError):
 
 
 class TestbedFailedError(TestbedError, RuntimeError):
-    """A testbed or a job on it could not go on."""
+    """A testbed or a job on it could not continue."""

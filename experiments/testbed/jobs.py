@@ -15,24 +15,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from .namespaces import Process
 
 PORT = 29500
-"""Of the rendezvous, on node 0: a testbed's ports are its own, so it may be the same in every job."""
+"""Port of the rendezvous, on node 0: a testbed has its own ports, so every job may use the same one."""
 GRACE_SECONDS = 20.0
-"""When one node has failed, the others have so long to notice it themselves."""
+"""Seconds that the other nodes have to notice by themselves that one has failed."""
 TERMINATE_SECONDS = 10.0
-"""A torchrun that is told to end, and its ranks, have so long to do so."""
+"""Seconds that a torchrun and its ranks have to end once they are asked to."""
 
 
 def torchrun_words(
     words: Sequence[str], *, node: int, nodes: int, nproc_per_node: int, address: str, options: Sequence[str]
 ) -> list[str]:
-    """What a person types on host ``node`` of ``nodes``; ``address`` is host 0's. Later ``options`` win."""
+    """Return the command for host ``node`` of ``nodes``; ``address`` is host 0's. Later ``options`` win."""
     start = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={node}"]
     start += [f"--nproc-per-node={nproc_per_node}", f"--rdzv-endpoint={address}:{PORT}"]
     return [*start, *options, *words]
 
 
 def torchrun_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment`` with every library's traffic on the node's link; one thread a rank, as torchrun does too."""
+    """Return ``environment`` with every library's traffic on the node's link, and one thread a rank as in torchrun."""
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "eth0")
     return {"OMP_NUM_THREADS": "1", **environment, **interfaces}
 
@@ -44,12 +44,12 @@ class Job:
         self.processes = processes
 
     def wait(self, timeout: float | None = None) -> list[int]:
-        """The exit code of each node's torchrun, once all have ended.
+        """Wait until all have ended; return the exit code of each node's torchrun.
 
         When one fails, the others have some seconds to end by themselves, and are then terminated.
 
         Raises:
-            subprocess.TimeoutExpired: they did not end within ``timeout`` seconds; the job goes on.
+            subprocess.TimeoutExpired: they did not end within ``timeout`` seconds; the job continues.
         """
         deadline = math.inf if timeout is None else time.perf_counter() + timeout
         given_up = math.inf
@@ -63,11 +63,11 @@ class Job:
         return [process.wait() for process in self.processes]
 
     def running(self) -> list[Process]:
-        """The processes that have not ended."""
+        """Return the processes that have not ended."""
         return [process for process in self.processes if process.poll() is None]
 
     def terminate(self, number: int = signal.SIGTERM) -> None:
-        """Send signal ``number`` to each torchrun, which ends its ranks; who is left after some seconds is killed."""
+        """Send signal ``number`` to each torchrun, which ends its ranks; those left after some seconds are killed."""
         for process in self.running():
             process.send_signal(number)
         deadline = time.perf_counter() + TERMINATE_SECONDS
@@ -80,7 +80,7 @@ class Job:
 
 
 def ends_by(deadline: float, processes: Iterable[Process]) -> bool:
-    """Wait until one of ``processes`` has ended; whether it has before ``deadline`` of ``time.perf_counter``."""
+    """Wait until one of ``processes`` ends; return True if it does before ``deadline`` of ``time.perf_counter``."""
     with contextlib.ExitStack() as stack:
         poll = select.poll()
         for process in processes:

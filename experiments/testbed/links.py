@@ -1,4 +1,4 @@
-"""What a link is, and how its rate, latency and loss are written: ``200mbit``, ``5ms``, ``0.1%``."""
+"""Links, and the notation for their rate, latency and loss: ``200mbit``, ``5ms``, ``0.1%``."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 from .errors import InvalidInputError
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-"""bit/s."""
+"""Units of a rate, in bit/s."""
 LATENCY_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 LOWEST_RATE, HIGHEST_RATE = 1e3, 1e12
-"""bit/s. At the lowest a full packet takes 12 s; no machine comes near the highest."""
+"""Bounds of a rate in bit/s. At the lowest, a full packet takes 12 s; no machine comes near the highest."""
 LONGEST_LATENCY = 10.0
 
 MTU, ETHERNET = 1500, 14
-"""Bytes: of the largest IP packet, and of the header in front of it."""
+"""Bytes of the largest IP packet, and of the header in front of it."""
 PAYLOAD_SHARE = (MTU - 20 - 20 - 12) / (MTU + ETHERNET)
 """Share of a link's rate that is left for TCP's payload in full packets; the 12 bytes are TCP's timestamps."""
 
 BURST_SECONDS, SMALLEST_BURST, LARGEST_BURST = 1e-3, 3100, 1 << 17
-"""A link may catch up on a pause of a millisecond, with at least two packets and at most what the kernel needs.
+"""Burst with which a link may catch up on a pause of a millisecond: at least two packets, at most the kernel's need.
 
-One TCP stream, or three into one node, get 95.6 % of the rate as payload with this, which is all that headers leave,
-at 10, 200 and 1000 Mbit/s, with cubic and with bbr. A larger burst at 10 Mbit/s (5000 to 20000 bytes) is no faster
-but is seen by small messages.
+With it, one TCP stream, or three into one node, get 95.6 % of the rate as payload, which is all that headers leave,
+at 10, 200 and 1000 Mbit/s, with cubic and with bbr. A larger burst at 10 Mbit/s (5000 to 20000 bytes) is no faster,
+but small messages notice it.
 """
 QUEUE_SECONDS, SMALLEST_QUEUE, LARGEST_QUEUE = 0.1, 1 << 20, 1 << 30
-"""What waits at a link before packets are lost, in seconds of its rate, and in bytes.
+"""Queue at a link before packets are lost, in seconds of its rate, and its bounds in bytes.
 
-With 128 KiB at 10 Mbit/s bbr lost so much as it started that nothing arrived for half a second; 256 KiB were enough.
+With 128 KiB at 10 Mbit/s, bbr lost so much at its start that nothing arrived for half a second; 256 KiB were enough.
 """
 
 
@@ -41,7 +41,7 @@ class Link:
     """The cable between a node and the switch, the same in both directions."""
 
     rate: float
-    """bit/s, headers included."""
+    """Rate in bit/s, headers included."""
     latency: float = 0.0
     """Seconds that every packet takes longer from one node to another, in one direction."""
     loss: float = 0.0
@@ -59,36 +59,36 @@ class Link:
 
     @property
     def delays(self) -> bool:
-        """Whether a token bucket alone does not make this link."""
+        """True if a token bucket alone does not make this link, since it has latency or loss."""
         return self.latency > 0 or self.loss > 0
 
 
 def burst(rate: float) -> int:
-    """The bytes that a link may send at once after a pause."""
+    """Return the bytes that a link may send at once after a pause."""
     return round(min(max(rate / 8 * BURST_SECONDS, SMALLEST_BURST), LARGEST_BURST))
 
 
 def token_bucket(rate: float) -> str:
-    """The words for ``tc`` that limit what an interface sends to ``rate`` bit/s."""
+    """Return the arguments of ``tc`` that limit what an interface sends to ``rate`` bit/s."""
     queue = min(max(rate / 8 * QUEUE_SECONDS, SMALLEST_QUEUE), LARGEST_QUEUE)
     return f"tbf rate {rate:.0f}bit burst {burst(rate)} limit {queue:.0f}"
 
 
 def packets_at_once(rate: float) -> int:
-    """How many packets TCP may hand over in one piece: half a burst.
+    """Return how many packets TCP may hand over in one piece: half a burst.
 
-    A piece larger than the burst is cut, which costs a lot of time. One as large as the burst needs a full bucket,
-    and what flows into a full bucket until the kernel's timer fires is lost: 1 to 2 % of the rate.
+    A piece larger than the burst is cut, which costs a lot of time. A piece as large as the burst needs a full bucket,
+    and the tokens that flow into a full bucket until the kernel's timer fires are lost: 1 to 2 % of the rate.
     """
     return burst(rate) // 2 // (MTU + ETHERNET)
 
 
 MOST = 1e18
-"""The largest rate in bit/s, or latency in seconds: what is larger is a mistake."""
+"""Largest rate in bit/s, or latency in seconds; anything larger is a mistake."""
 
 
 def parse_rate(text: str) -> float:
-    """bit/s. Raises ``InvalidInputError``."""
+    """Return a rate in bit/s. Raises ``InvalidInputError``."""
     value = _quantity("rate", text.lower().removesuffix("/s"), RATE_UNITS, "200mbit", text)
     if value <= 0:
         raise InvalidInputError(f"rate must be above 0, e.g. 200mbit; got {text!r}")
@@ -96,12 +96,12 @@ def parse_rate(text: str) -> float:
 
 
 def parse_latency(text: str) -> float:
-    """Seconds. Raises ``InvalidInputError``."""
+    """Return a latency in seconds. Raises ``InvalidInputError``."""
     return _quantity("latency", text.lower(), LATENCY_UNITS, "5ms", text)
 
 
 def parse_loss(text: str) -> float:
-    """A probability, from ``0.1%`` or ``0.001``. Raises ``InvalidInputError``."""
+    """Return a probability, from ``0.1%`` or ``0.001``. Raises ``InvalidInputError``."""
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)", text.strip())
     value = math.nan if match is None else float(match[1]) / (100 if match[2] else 1)
     if not 0 <= value <= 1:
@@ -110,7 +110,7 @@ def parse_loss(text: str) -> float:
 
 
 def parse_slow_node(text: str) -> tuple[int, float]:
-    """A node's number and the rate of its link in bit/s, from ``3:100mbit``. Raises ``InvalidInputError``."""
+    """Return a node's number and its link's rate in bit/s, from ``3:100mbit``. Raises ``InvalidInputError``."""
     node, colon, rate = text.partition(":")
     if not colon or not (node.isascii() and node.isdecimal()):
         raise InvalidInputError(f"slow-node must be the number of a node and a rate, e.g. 3:100mbit; got {text!r}")
@@ -133,7 +133,7 @@ def _quantity(name: str, text: str, units: Mapping[str, float], example: str, gi
 
 
 def rate_text(rate: float) -> str:
-    """``rate`` in bit/s for people: "200 Mbit/s"."""
+    """Return ``rate`` in bit/s as a text for people: "200 Mbit/s"."""
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
         if rate >= size:
             return f"{rate / size:.4g} {unit}"
@@ -141,12 +141,12 @@ def rate_text(rate: float) -> str:
 
 
 def rate_name(rate: float) -> str:
-    """``rate`` in bit/s as ``parse_rate`` reads it, for options and the names of files: "200mbit"."""
+    """Return ``rate`` in bit/s as ``parse_rate`` reads it, for options and file names: "200mbit"."""
     return rate_text(rate).lower().removesuffix("/s").replace(" ", "")
 
 
 def time_text(seconds: float) -> str:
-    """``seconds`` for people: "5.12 ms"."""
+    """Return ``seconds`` as a text for people: "5.12 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

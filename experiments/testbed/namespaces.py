@@ -1,11 +1,11 @@
-"""A tree of processes with network, process and mount namespaces of its own, which cannot outlive the one who made it.
+"""A tree of processes with network, process and mount namespaces of its own, which cannot outlive its maker.
 
 A tiny process, the holder, is the first process of a new PID namespace, in a new network namespace (the
 *switch*); the nodes are further network namespaces, which ``ip netns`` names in a ``/run`` that only this tree
-sees. Nothing of it exists on the host. If the thread that made the tree ends, by ``kill -9`` even, the kernel
-kills ``unshare`` (``PR_SET_PDEATHSIG``), with it the holder (``--kill-child``), with it everything in its PID
-namespace; the interfaces vanish with the namespaces that held them. So there are no leftovers that a next start
-would have to look for. (The signal is bound to the *thread*: make a tree in a thread that lives as long as it.)
+sees. Nothing of the tree exists on the host. If the thread that made it ends, even by ``kill -9``, the kernel
+kills ``unshare`` (``PR_SET_PDEATHSIG``), and with it the holder (``--kill-child``) and everything in its PID
+namespace; the interfaces vanish with the namespaces that held them. So there are no leftovers that the next start
+would have to look for. (The signal is bound to the *thread*: make a tree in a thread that lives as long as the tree.)
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TOOLS = {
     "setpriv": "util-linux",
     "mount": "util-linux",
 }
-"""And the packages that have them."""
+"""Tools that are needed, and the packages that have them."""
 
 START_SECONDS = 10.0
-"""A namespace takes milliseconds to make, even on a busy machine."""
+"""Seconds to wait for a namespace, which takes milliseconds to make even on a busy machine."""
 
-# The shell that waits for "sleep" waits for every orphan inside, too: none stays as a zombie.
+# The shell that waits for "sleep" waits for every orphan inside, too, so that none stays a zombie.
 HOLDER = """
 mount -t tmpfs tmpfs /run && mount -t tmpfs tmpfs /var/run && mkdir -p /var/run/netns && ip link set lo up || exit 1
 echo ready
@@ -45,11 +45,11 @@ sleep infinity & wait
 
 
 class Process(subprocess.Popen[Any]):
-    """A process inside. Signals go to it, and not to the ``nsenter`` that waits for it and ends as it ends."""
+    """A process inside. Signals go to it, not to the ``nsenter`` that waits for it and ends the way it does."""
 
     def __init__(self, words: Sequence[str], **options: Any):
         super().__init__(words, **options)
-        # Only when the process inside exists is there somebody to send a signal to.
+        # A signal can only be sent once the process inside exists.
         deadline = time.perf_counter() + START_SECONDS
         while not children(self.pid) and self.poll() is None and time.perf_counter() < deadline:
             time.sleep(0.0005)
@@ -66,7 +66,7 @@ class Process(subprocess.Popen[Any]):
 
     def kill_tree(self) -> None:
         """End the process inside and everything that it started, at once."""
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # who is stopped starts nobody while we look
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # a stopped process starts no others while we look
             for pid in descendants(self.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -75,7 +75,7 @@ class Process(subprocess.Popen[Any]):
 
 
 def children(pid: int) -> list[int]:
-    """The processes that process ``pid`` started and that have not been waited for."""
+    """Return the processes that process ``pid`` started and that have not been waited for."""
     found: list[int] = []
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -84,12 +84,12 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """``children``, theirs, and so on."""
+    """Return the children of process ``pid``, their children, and so on."""
     return [one for child in children(pid) for one in (child, *descendants(child))]
 
 
 class Namespaces:
-    """The tree; close it, or use it as a context manager.
+    """The tree of processes and namespaces; ``close`` ends it.
 
     Raises:
         InvalidInputError: this system, or this user, cannot have namespaces, or tools are missing.
@@ -119,10 +119,10 @@ class Namespaces:
         self._enter = [self._tools["nsenter"], "--target", str(self._first), *own, "--mount", "--net", "--pid", "--"]
 
     def _hold(self, user: Sequence[str]) -> subprocess.Popen[str]:
-        """Start the holder; raises ``OSError`` with what ``unshare`` or the holder says if it does not come up."""
+        """Start the holder. Raises ``OSError`` with the message of ``unshare`` or the holder if it does not come up."""
         words = [self._tools["setpriv"], "--pdeathsig", "KILL", self._tools["unshare"], *user, "--net", "--pid"]
         words += ["--mount", "--mount-proc", "--fork", "--kill-child=SIGKILL", "sh", "-c", HOLDER]
-        # In a session of its own, since a Ctrl-C would reach it. Its input and output are pipes that only we hold.
+        # In its own session, so that a Ctrl-C does not reach it. Its outputs are pipes that only we hold.
         holder = subprocess.Popen(
             words,
             env=self.environment,
@@ -140,13 +140,13 @@ class Namespaces:
 
     @property
     def environment(self) -> dict[str, str]:
-        """That of this process, with the folders in which an ordinary user's shell does not look for ``tc``."""
+        """Environment of this process, plus the folders in which an ordinary user's shell does not look for ``tc``."""
         return {**os.environ, "PATH": search_path()}
 
     def start(self, node: int | None, words: Sequence[str], **options: Any) -> Process:
-        """A process on ``node``, or at the switch if that is None; ``options`` are those of ``Popen``.
+        """Start a process on ``node``, or at the switch if that is None; ``options`` are those of ``Popen``.
 
-        It dies with the ``nsenter`` that waits for it. A Ctrl-C on the terminal does not reach it.
+        The process dies with the ``nsenter`` that waits for it. A Ctrl-C on the terminal does not reach it.
         """
         folder = Path(options.pop("cwd", None) or ".").resolve()  # entering a mount namespace leads to its root
         where = [] if node is None else [self._tools["ip"], "netns", "exec", str(node)]
@@ -168,18 +168,18 @@ class Namespaces:
     def close(self) -> None:
         """End everything inside, at once; nothing of it is left when this returns."""
         if self._holder.poll() is None:
-            # The first process inside ends when all others have ended, and unshare when that has.
+            # The first process inside ends when all others have ended, and unshare ends after it.
             os.kill(self._first, signal.SIGKILL)
             self._holder.communicate()
 
 
 def search_path() -> str:
-    """Where tools are looked for."""
+    """Return the folders where tools are looked for, joined as in PATH."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
 def find_tools() -> dict[str, str]:
-    """The path of each of ``TOOLS``; raises ``InvalidInputError`` naming those that are missing."""
+    """Return the path of each of ``TOOLS``. Raises ``InvalidInputError`` naming those that are missing."""
     paths = {tool: shutil.which(tool, path=search_path()) for tool in TOOLS}
     missing = [tool for tool, path in paths.items() if path is None]
     if missing:

@@ -1,9 +1,9 @@
-"""What a link really does: a round trip of a small message, and the rate of one TCP stream. Runs on the nodes.
+"""Measure a link: a round trip of a small message, and the rate of one TCP stream. This runs on the nodes.
 
-    python probe.py serve                 prints the port that it listens at; then one line of JSON: {"rate": ...}
+    python probe.py serve                 prints the port that it listens on; then one line of JSON: {"rate": ...}
     python probe.py ask ADDRESS PORT      prints one line of JSON, {"round_trip": ..., ...}, and sends until stopped
 
-Only the standard library, so that it starts fast. Rates are bit/s of payload, times are seconds.
+It uses only the standard library, so that it starts fast. Rates are bit/s of payload, times are seconds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FEWEST_ROUND_TRIPS, ROUND_TRIPS_SECONDS = 5, 0.05
 STREAM_SECONDS = 0.2
 SLOW_START_ROUND_TRIPS = 12
 PATIENCE_SECONDS = 30.0
-"""For anything that must come from the other side."""
+"""Seconds to wait for anything that must come from the other side."""
 FEWEST_ARRIVALS, LONGEST_STREAM_SECONDS = 12, 5.0
-"""A slow link is watched until so many pieces have come, but not for ever."""
+"""Pieces that must arrive before a slow link has been watched enough, and the most seconds to wait for them."""
 
 
 def serve() -> None:
@@ -40,12 +40,12 @@ def serve() -> None:
         with connection:
             connection.settimeout(PATIENCE_SECONDS)
             print(json.dumps({"rate": receive(connection)}), flush=True)
-            # Whoever sends is cut off: what it has queued would keep the link busy for seconds.
+            # The sender is cut off, since the data that it has queued would keep the link busy for seconds.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def receive(connection: socket.socket) -> float | None:
-    """The rate of the stream, after as many seconds as it says in front; None if too little comes."""
+    """Return the rate of the stream, after the seconds that it announces in front; None if too little arrives."""
     (skipped,) = struct.unpack("d", connection.recv(8, socket.MSG_WAITALL))
     buffer = bytearray(1 << 20)
     begin = time.perf_counter()
@@ -67,7 +67,7 @@ def receive(connection: socket.socket) -> float | None:
 
 
 def ask(address: str, port: int) -> None:
-    """Measure round trips, then send without end."""
+    """Measure round trips, then send until stopped."""
     times: list[float] = []
     with socket.create_connection((address, port), PATIENCE_SECONDS) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

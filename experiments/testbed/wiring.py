@@ -1,4 +1,4 @@
-"""The shell's commands that make the switch, the nodes and the cables between them. Nothing is run here."""
+"""Shell commands that make the switch, the nodes and the cables between them. Nothing is run here."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from .links import MTU, Link, packets_at_once, token_bucket
 
 NETWORK, MOST_NODES = "10.77.0", 254
 NETEM, DELAY_LINE = "netem", "delay line"
-"""What can make latency and loss."""
+"""Two ways to make latency and loss."""
 
 QUIET = "conf=/proc/sys/net/ipv6/conf; [ ! -e $conf ] || echo 1 > $conf/default/disable_ipv6"
-"""No IPv6 on the interfaces to come, so that they carry what processes send and nothing else."""
+"""Command that disables IPv6 on the interfaces to come, so that they carry only what processes send."""
 
 CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 CONGESTION_CONTROLS = ("cubic", "reno")
-"""What TCP on the nodes uses: the first of these that the kernel lets a namespace choose, else that of this machine.
+"""TCP congestion controls for the nodes: the first that the kernel lets a namespace choose, else this machine's.
 
-cubic is what hosts have unless somebody changed it; reno is in every kernel. bbr, which some machines default to, loses
+Hosts have cubic unless somebody changed it; reno is in every kernel. bbr, which some machines default to, loses
 5 to 15 % of a link between two all-reduces, since it probes for a rate while there is nothing to send.
 """
 
 
 def address(node: int) -> str:
-    """The IPv4 address of ``node``."""
+    """Return the IPv4 address of ``node``."""
     return f"{NETWORK}.{node + 1}"
 
 
 def names(nodes: int) -> Iterator[str]:
-    """Give the addresses their names, as they are seen inside."""
+    """Yield commands that give the addresses their names inside the testbed."""
     # torch asks for the name of every peer, often as an IPv6 address. No name server can be reached, and waiting
     # for one can take 5 s each.
     yield "cat /etc/hosts > /run/hosts"
@@ -40,17 +40,17 @@ def names(nodes: int) -> Iterator[str]:
 
 
 def switch() -> Iterator[str]:
-    """Make the switch."""
+    """Yield commands that make the switch."""
     yield QUIET
     yield "ip link add switch type bridge mcast_snooping 0"
     yield "ip link set switch up"
 
 
 def cable(node: int, link: Link, rate: float, delays_by: str | None) -> Iterator[str]:
-    """Make ``node`` and connect its eth0 to the port n<node> of the switch, by a link with another ``rate``."""
+    """Yield commands that make ``node`` and connect its eth0 to port n<node> of the switch, at another ``rate``."""
     yield f"ip netns add {node}"
     yield f"ip netns exec {node} sh -c '{QUIET}'"
-    if delays_by == DELAY_LINE:  # it has made both devices
+    if delays_by == DELAY_LINE:  # the delay line has made both devices
         yield f"ip link set node{node} name eth0 netns {node}"
     else:
         yield f"ip link add n{node} type veth peer name eth0 netns {node}"
@@ -61,15 +61,15 @@ def cable(node: int, link: Link, rate: float, delays_by: str | None) -> Iterator
     yield f"ip -n {node} address add {address(node)}/24 dev eth0"
     yield f"ip link set n{node} mtu {MTU} master switch up"
     if delays_by == NETEM:
-        held = 1000 + rate * link.latency / 8 / 64  # packets, small ones: more would be dropped
+        held = 1000 + rate * link.latency / 8 / 64  # small packets; more would be dropped
         delay = f"delay {link.latency * 1e6:.0f}us loss {100 * link.loss:.6f}%"
         yield f"tc -n {node} qdisc add dev eth0 root handle 1: netem limit {held:.0f} {delay}"
     yield from limits(node, link, rate, delays_by, "add")
 
 
 def limits(node: int, link: Link, rate: float, delays_by: str | None, verb: str) -> Iterator[str]:
-    """``add`` the token buckets to both ends of the link of ``node``, or ``change`` them."""
-    # netem loses what TCP hands over in one piece as if it were one packet.
+    """Yield commands that ``add`` the token buckets to both ends of the link of ``node``, or ``change`` them."""
+    # netem drops a piece that TCP hands over as if it were one packet.
     pieces = 1 if delays_by == NETEM and link.loss else packets_at_once(rate)
     place = "parent 1:1 handle 10:" if delays_by == NETEM else "root"
     yield f"ip -n {node} link set eth0 gso_max_segs {pieces}"
