@@ -158,7 +158,7 @@ def _reached(row: Row) -> str:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What the table does not say, a line each."""
+    """Return notes that the table does not contain, one per line."""
     lines = ["seconds of training, without evaluations; the crossing of the target is interpolated between two of them"]
     return lines + [
         f"{row['contender']}, seed {row['seed']} failed: {row['failure']}" for row in rows if row["failure"]

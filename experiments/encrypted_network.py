@@ -203,7 +203,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     command.show("What a listener gets", shown)
     leaks = [row for row in rows if row["network"] == TUNNEL and (row["tcp_packets"] or row["keys_in_clear"])]
     if leaks:
-        raise RunError(f"nothing may pass beside the tunnel; got {leaks[0]}")
+        raise RunError(f"all traffic must pass through the tunnel; got {leaks[0]}")
     pairs = zip(rows[::2], rows[1::2], strict=True)
     ratio = statistics.median(tunnel["iteration_median_s"] / plain["iteration_median_s"] for plain, tunnel in pairs)
     say(

@@ -85,8 +85,8 @@ class Cut(Piped):
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, parts: int):
         super().__init__(model, ranks, width=width, all_reduce="ring")
-        exchange: Any = self._pipeline._exchange
-        exchange._all_reduce = InParts(exchange._all_reduce, parts)
+        reducer: Any = self._pipeline._reducer
+        reducer._all_reduce = InParts(reducer._all_reduce, parts)
 
 
 class LayerWise(Plain):

@@ -3,7 +3,7 @@
     python -m experiments.first_screen        first_screen.csv, .png
 
 Drawn from the results of experiments.compare. A bar ends at the median iteration of the slowest rank, which is the
-number beside it; how many times as fast as DDP that is comes from iterations of the same rounds.
+number next to it; how many times as fast as DDP that is comes from iterations of the same rounds.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def _server_times(contender: Contender, cluster: Cluster, nbytes: int) -> Row:
     synchronous = pipeline.strategy == "ps-sync" or pipeline.staleness_bound == 0
     times: Row = {"server_time_s": None, "textbook_server_time_s": None}
     if synchronous:
-        beside = pipeline.server_placement == "colocated"
-        times["server_time_s"] = server_time(cluster, nbytes, servers=pipeline.servers, beside=beside)
+        colocated = pipeline.server_placement == "colocated"
+        times["server_time_s"] = server_time(cluster, nbytes, servers=pipeline.servers, colocated=colocated)
         times["textbook_server_time_s"] = textbook_server_time(cluster, nbytes, servers=pipeline.servers)
     return times
 

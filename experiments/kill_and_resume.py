@@ -37,7 +37,7 @@ POLL_SECONDS = 0.01
 DEADLINE_SECONDS = 300.0
 """Seconds after which a run counts as hung."""
 
-RESUMED = re.compile(r"continuing after iteration (\d+) of|no checkpoint yet: starting anew")
+RESUMED = re.compile(r"continuing after iteration (\d+) of|no checkpoint yet: starting from the beginning")
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def ring_limit(cluster: Cluster, nbytes: float) -> float:
     return wire_seconds(ring_all_reduce_bytes(nbytes, cluster.nodes), min(cluster.rates))
 
 
-def server_time(cluster: Cluster, nbytes: float, *, servers: int, beside: bool) -> float | None:
+def server_time(cluster: Cluster, nbytes: float, *, servers: int, colocated: bool) -> float | None:
     """Return the seconds of one round of a synchronous parameter server: all gradients in, then all weights out.
 
     Dedicated ``servers`` are the last nodes, and each takes n/s from w = p - s workers: max(1, w/s) n beta each way.
@@ -98,7 +98,7 @@ def server_time(cluster: Cluster, nbytes: float, *, servers: int, beside: bool) 
         return None
     rates = cluster.rates
     share = nbytes / servers
-    if beside:
+    if colocated:
         # Bytes that node i's NIC receives as a server, or sends as a worker, while gradients travel.
         loads = [share * (cluster.nodes - 1) if node < servers else nbytes for node in range(cluster.nodes)]
     else:

@@ -14,7 +14,7 @@ def faults() -> str:
 
 def _fault(row: Row) -> list[str]:
     line = str(row["line"] or "").replace("|", "\\|").replace("`", "'")
-    seen = f"`{line}`" if line else "nothing; it goes on" if row["goes_on"] else "nothing"
+    seen = f"`{line}`" if line else "nothing; it continues" if row["goes_on"] else "nothing"
     missed = f"<br>**not as expected:** {row['missed']}" if row["missed"] else ""
     after = "" if row["seconds"] is None else f"{row['seconds']:.1f}"
     lost = "" if row["iterations_lost"] is None else str(row["iterations_lost"])

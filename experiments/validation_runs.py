@@ -321,7 +321,7 @@ def _turned(values: list[T], number: int) -> list[T]:
 
 
 def choose(answers: Mapping[str, Answer]) -> str:
-    """What the planner would choose among them."""
+    """Return the configuration that the planner would choose among ``answers``."""
     group = Group(lambda job: True)
     for answer in answers.values():
         iteration, collective = answer.iteration, answer.collective

@@ -76,13 +76,13 @@ class Ranks:
     by_torchrun: bool = True
     standing: Standing = field(default_factory=Standing)
     before_gather: Callable[[str], None] | None = field(default=None, init=False, repr=False)
-    """Function called with the name of each ``all_gather_object`` before it, unless it is ``close_by``; it waits for ranks that may
-    legitimately be far behind."""
+    """Function called before an ``all_gather_object`` that is not ``close_by``, with its name; it waits for ranks that
+    may legitimately be far behind."""
     job_store: dist.Store | None = None
     """Store that all attempts of the job share, whereas ``store`` is the part of this attempt."""
     job_size: int = 0
     """Number of all ranks of the job, of which these may be only the ``first``; by default ``world_size``."""
-    _exchanges: int = field(default=0, init=False)
+    _gathers: int = field(default=0, init=False)
     _process_groups: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
     _first: dict[int, Ranks] = field(default_factory=dict, init=False, repr=False)

@@ -44,8 +44,8 @@ from pipesgd.errors import CommunicationError, DisagreementError, PeerFailed, Ru
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
-from pipesgd.planning.plan_run import plan_run
 from pipesgd.planning.drift import Drift
+from pipesgd.planning.plan_run import plan_run
 from pipesgd.planning.planned import Planned
 from pipesgd.ranks import Ranks, check_same_options, network_address
 from pipesgd.replicas import check_replicas, hashes_of_ranks
@@ -241,7 +241,9 @@ class Run:
         """
         workers = self.job.workers
         if (found := self.checkpoints.load_newest(self.state.what_is_wrong_with)) is not None:
-            workers.raise_together("a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own))
+            workers.raise_together(
+                "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
+            )
         self.start = self.strategy.iteration
         self.job.ranks.standing.newest_checkpoint = self.checkpoints.newest
 

@@ -18,10 +18,10 @@ from pipesgd.comm.all_reduce import Finish, leave
 from pipesgd.config import PREDICTIONS
 from pipesgd.flat_buffer import FlatBuffer, on_device
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.base import Exchange
-from pipesgd.reducers.dense import DenseExchange
-from pipesgd.reducers.powersgd import PowerSgdExchange
-from pipesgd.reducers.topk import TopKExchange
+from pipesgd.reducers.base import Reducer
+from pipesgd.reducers.dense import DenseReducer
+from pipesgd.reducers.powersgd import PowerSgdReducer
+from pipesgd.reducers.topk import TopKReducer
 
 pytestmark = pytest.mark.slow
 
@@ -86,10 +86,10 @@ class OneRankOfTwo:
         return flat.nbytes
 
 
-EXCHANGES: dict[str, Callable[[], Exchange]] = {
-    "dense": lambda: DenseExchange(OneRankOfTwo(), exact=False, error_feedback=True),
-    "topk": lambda: TopKExchange(OneRankOfTwo(), rank=1, world_size=2, density=0.1, momentum=0.5),
-    "powersgd": lambda: PowerSgdExchange(OneRankOfTwo(), world_size=2, low_rank=2),
+REDUCERS: dict[str, Callable[[], Reducer]] = {
+    "dense": lambda: DenseReducer(OneRankOfTwo(), exact=False, error_feedback=True),
+    "topk": lambda: TopKReducer(OneRankOfTwo(), rank=1, world_size=2, density=0.1, momentum=0.5),
+    "powersgd": lambda: PowerSgdReducer(OneRankOfTwo(), world_size=2, low_rank=2),
 }
 
 
@@ -98,9 +98,9 @@ def _exchange_and_resume(ranks: Ranks) -> dict[tuple[str, torch.dtype], set[str]
     pretend_cuda(mode)
     devices = {}
     with mode:
-        for name, dtype in itertools.product(EXCHANGES, (torch.float32, torch.bfloat16, torch.complex64)):
+        for name, dtype in itertools.product(REDUCERS, (torch.float32, torch.bfloat16, torch.complex64)):
             buffer = FlatBuffer([torch.zeros(shape, dtype=dtype, device="cuda") for shape in ((20, 30), (7,))])
-            first, second = EXCHANGES[name](), EXCHANGES[name]()
+            first, second = REDUCERS[name](), REDUCERS[name]()
             first.sum(buffer, 0)
             second.load_state_dict(on_device(as_loaded(first.state_dict()), buffer.flats[0].device))
             second.sum(buffer, 1)

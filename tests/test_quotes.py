@@ -27,7 +27,7 @@ FIGURE = re.compile(
 @pages
 def test_quotes_are_those_of_the_results(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert requoted(text, page) == text, "python -m experiments.quotes writes them anew"
+    assert requoted(text, page) == text, "python -m experiments.quotes writes them"
 
 
 @pages

@@ -16,7 +16,7 @@ from pipesgd.ranks import Ranks, current, join, network_address
 pytestmark = pytest.mark.slow
 
 
-def _exchange(ranks: Ranks) -> tuple[list[Any], int]:
+def _gather(ranks: Ranks) -> tuple[list[Any], int]:
     values = [ranks.all_gather_object("a value", [ranks.rank, i, math.nan]) for i in range(20)]
     return values, sum(
         ranks.store.check([f"exchange of {ranks.world_size}/{n}/a value/{ranks.rank}"]) for n in range(1, 21)
@@ -25,7 +25,7 @@ def _exchange(ranks: Ranks) -> tuple[list[Any], int]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_everybody_gets_everybodys_value_and_old_ones_are_forgotten(world_size: int) -> None:
-    for values, kept in run_ranks(world_size, _exchange, process_group=False):
+    for values, kept in run_ranks(world_size, _gather, process_group=False):
         assert [[rank, i] for i, row in enumerate(values) for rank, *_ in row] == [
             [rank, i] for i in range(20) for rank in range(world_size)
         ]
@@ -119,7 +119,9 @@ def test_without_torchrun_there_is_one_rank() -> None:
 def _first(ranks: Ranks) -> Any:
     first = ranks.first(2)
     assert first.first(2) is first
-    everybody = ranks.all_gather_object("a value", first.all_gather_object("a value", ranks.rank) if ranks.rank < 2 else None)
+    everybody = ranks.all_gather_object(
+        "a value", first.all_gather_object("a value", ranks.rank) if ranks.rank < 2 else None
+    )
     if ranks.rank == 2:
         ranks.report("the third has failed")
         return None

@@ -258,7 +258,7 @@ def _evaluate_with(ranks: Ranks, strategy: str, how: str) -> None:
     found = evaluate(model, made, dataset, ranks, torch.device("cpu"), buffers=how)
     assert found.loss == pytest.approx(mean(parts).loss, rel=1e-6)
     assert found.accuracy == mean(parts).accuracy
-    assert all(torch.equal(a, b) for a, b in zip(held, model.parameters(), strict=True)), "training goes on as before"
+    assert all(torch.equal(a, b) for a, b in zip(held, model.parameters(), strict=True)), "training continues as before"
     made.flush()
     made.close()
 
@@ -448,7 +448,7 @@ def test_a_missing_gradient_is_zero_and_groups_frozen_and_shared_parameters_are_
                 parameter.grad = torch.zeros_like(parameter)
         plain.step()
     assert torch.equal(model.frozen, torch.ones(4))
-    assert not torch.equal(model.unused, torch.ones(3)), "weight decay goes on"
+    assert not torch.equal(model.unused, torch.ones(3)), "weight decay continues"
     assert_same_weights(train_odd_parameters(optimizer, width), model.state_dict(), rtol=0.0)
 
 

@@ -270,9 +270,9 @@ def test_trained_weights_that_cannot_be_written_are_in_the_last_checkpoint(tmp_p
     assert succeed(1, f"{SHORT} --resume", tmp_path)["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_resume_without_a_checkpoint_starts_anew_and_says_so(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_from_the_beginning_and_says_so(tmp_path: Path) -> None:
     results = run(2, SHORT + " --resume", tmp_path)
-    assert "no checkpoint yet: starting anew" in results[0][1]
+    assert "no checkpoint yet: starting from the beginning" in results[0][1]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

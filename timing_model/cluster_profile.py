@@ -79,7 +79,7 @@ class Profile:
     codecs: dict[str, CodecProfile] = field(default_factory=dict)
     """Codecs by name, without fp32, which costs the link's gamma."""
     sharing: Estimate | None = None
-    """Value of ``sharing`` in ``servers.parameter_server_time``."""
+    """Value of ``sharing`` in ``parameter_server.parameter_server_time``."""
     compute: tuple[ComputeProfile, ...] = ()
     provenance: dict[str, Scalar] = field(default_factory=dict)
     """Origin of the profile, for people; the model does not read it."""

@@ -152,7 +152,7 @@ def layerwise_iteration_time(
 def server_iteration_time(
     times: ComputeTimes, traffic: CollectiveTime, *, world_size: int = 1, noise: Noise = NO_NOISE
 ) -> IterationTime:
-    r"""Iteration time with synchronous parameter servers: ``servers.parameter_server_time`` after the slowest worker.
+    r"""Iteration time with synchronous parameter servers: ``parameter_server_time`` after the slowest worker.
 
     .. math:: T = E[\max_i X_i] + T_{traffic}
 

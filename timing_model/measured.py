@@ -1,4 +1,4 @@
-"""Measurements of a cluster, with intervals: the parts of a ``profile.Profile``."""
+"""Measurements of a cluster, with intervals: the parts of a ``cluster_profile.Profile``."""
 
 from __future__ import annotations
 

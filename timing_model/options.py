@@ -40,9 +40,7 @@ def add_job(options: Parser) -> None:
     group.add_argument(
         "--compute", type=quantity(parse_seconds, "compute"), metavar="0.3s", help="forward and backward, by hand"
     )
-    group.add_argument(
-        "--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="of the optimizer (0s)"
-    )
+    group.add_argument("--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="of the optimizer (0s)")
     group.add_argument("--batch-size", type=whole(), metavar="B", help="of a rank")
     group.add_argument("--samples", type=whole(), metavar="N", help="of the data set: an epoch")
     group.add_argument("--epochs", type=whole(), metavar="N", help="of the job")

@@ -90,7 +90,7 @@ def plot_timeline(spans: Sequence[Span], axes: Axes, *, title: str = "", end: fl
     The server's upper row shows what comes in, its lower row what goes out: its NIC does both at once.
 
     Args:
-        spans: result of ``spans.timeline``; at least one.
+        spans: result of ``trace.timeline``; at least one.
         axes: axes to draw on.
         title: title of the axes.
         end: end of the time axis, in s, so that several plots can be compared; by default the last span's.

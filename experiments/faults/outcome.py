@@ -122,7 +122,7 @@ def _misses_of_words(scenario: Scenario, seen: Observation) -> Iterator[str]:
 
 def _misses_of_ends(scenario: Scenario, seen: Observation) -> Iterator[str]:
     if scenario.goes_on and not seen.went_on:
-        yield "the run did not go on"
+        yield "the run did not continue"
     if seen.ended is None:
         yield "the run did not end"
     if seen.orphans:

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 class Traffic(NamedTuple):
-    """What has passed through a node's network interface, all headers included."""
+    """Bytes that have passed through a node's network interface, headers included."""
 
     bytes_sent: int
     bytes_received: int

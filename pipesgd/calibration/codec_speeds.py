@@ -18,7 +18,7 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import Finish, leave
 from pipesgd.flat_buffer import FlatBuffer
-from pipesgd.reducers.topk import NUMBERS_PER_VALUE, TopKExchange
+from pipesgd.reducers.topk import NUMBERS_PER_VALUE, TopKReducer
 from timing_model.measured import Estimate
 from timing_model.schedules import SEGMENT_BYTES
 
@@ -168,15 +168,15 @@ def _round(found: Times, codec: Codec, values: Tensor, residual: Tensor | None, 
 class _TopK:
     """Cost of selecting the largest values, and of adding what one rank selected, in s per value of the gradient.
 
-    An exchange with one rank selects and adds once; one with many gets the same part from each, and adds each.
+    A reduction with one rank selects and adds once; one with many gets the same part from each, and adds each.
     """
 
     def __init__(self) -> None:
         self._gradient = torch.randn(TOPK_NUMEL, generator=torch.Generator().manual_seed(0))
         self._buffer = FlatBuffer([self._gradient])
         density = CodecOptions(codec=TOPK).density
-        self._exchanges = [
-            TopKExchange(_Repeat(parts), rank=0, world_size=parts, density=density) for parts in (1, ADDED)
+        self._reducers = [
+            TopKReducer(_Repeat(parts), rank=0, world_size=parts, density=density) for parts in (1, ADDED)
         ]
         self._times: dict[str, list[float]] = {"encode": [], "add": []}
         self._seconds()  # allocates residuals and memory
@@ -191,10 +191,10 @@ class _TopK:
 
     def _seconds(self) -> list[float]:
         taken = []
-        for exchange in self._exchanges:
+        for reducer in self._reducers:
             self._buffer.fill_from([self._gradient])
             begin = time.thread_time()
-            exchange.sum(self._buffer, 0)
+            reducer.sum(self._buffer, 0)
             taken.append(time.thread_time() - begin)
         return taken
 

@@ -196,7 +196,7 @@ def summarize(
         everybody: each rank's laps, in each of the ways of ``ways``.
         t_comms: seconds that each all-reduce of the gradient takes while no computation runs.
         t_compressed: the same for the first all-reduce with a codec.
-        late_iteration: ``profile.LateIteration``.
+        late_iteration: a ``LateIteration``.
         shared_cores: True if there are more ranks than cores.
     """
     synchronous, *late = (

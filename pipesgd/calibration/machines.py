@@ -48,7 +48,10 @@ def machines_of(ranks: Ranks) -> list[Machine]:
     except OSError:  # not Linux
         kernel = host
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return [Machine(**one) for one in ranks.all_gather_object("machine", asdict(Machine(host=host, kernel=kernel, cores=cores)))]
+    return [
+        Machine(**one)
+        for one in ranks.all_gather_object("machine", asdict(Machine(host=host, kernel=kernel, cores=cores)))
+    ]
 
 
 def ranks_per_core(machines: Sequence[Machine]) -> float:

@@ -176,7 +176,9 @@ def measure(
             advance=partial(shown.advance, TRAINING),
         )
         cells += swept
-    every_lap = ranks.all_gather_object("times of training", [[of_way[lap] for lap in laps] for of_way in training.laps])
+    every_lap = ranks.all_gather_object(
+        "times of training", [[of_way[lap] for lap in laps] for of_way in training.laps]
+    )
     if ranks.rank != 0:
         return None
 
@@ -214,7 +216,5 @@ def describe(ranks: Ranks, ranks_per_core: float, addresses: Sequence[str], seco
     here = f"all at {addresses[0]}" if len(set(addresses)) == 1 else "at " + ", ".join(addresses)
     text = f"calibrating {ranks.world_size} ranks, {here}, for about {seconds:.0f} s"
     if ranks_per_core > 1:
-        text += (
-            f"\n{ranks_per_core:g} ranks share a core: what is measured holds for so many ranks on this machine alone"
-        )
+        text += f"\n{ranks_per_core:g} ranks share a core: the measurements hold for this number of ranks on this machine only"
     return text

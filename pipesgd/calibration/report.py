@@ -55,10 +55,10 @@ def show(
     for name, part in computation.parts.items():
         table.add_row(name.replace("_", " "), f"{_ms(part)}")
     table.add_row("spread", f"{computation.cv:.1%} between iterations (cv)")
-    table.add_row("beside a collective", f"{computation.compute_slowdown.value:.1%} slower")
-    table.add_row("beside a compressed one", f"{computation.codec_compute_slowdown.value:.1%} slower")
+    table.add_row("during a collective", f"{computation.compute_slowdown.value:.1%} slower")
+    table.add_row("during a compressed one", f"{computation.codec_compute_slowdown.value:.1%} slower")
     for name, comm_slowdown in computation.comm_slowdowns.items():
-        table.add_row(f"{name} beside it", f"{comm_slowdown.value:.1%} slower")
+        table.add_row(f"{name} meanwhile", f"{comm_slowdown.value:.1%} slower")
     console.print(table)
 
 

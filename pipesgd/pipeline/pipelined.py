@@ -40,7 +40,7 @@ from pipesgd.pipeline.sameness import (
 )
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.base import real
-from pipesgd.reducers.make import check_exchange, make_exchange
+from pipesgd.reducers.make import check_reducer, make_reducer
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
@@ -178,7 +178,7 @@ class Pipelined(Strategy):
             guard=guard,
             clip=clip,
         )
-        check_exchange(options, optimizer, self._parameters, seed)
+        check_reducer(options, optimizer, self._parameters, seed)
         device = self._parameters[0].device
         self.iteration = 0
         self.replicated = True
@@ -230,10 +230,10 @@ class Pipelined(Strategy):
         self._thread = CommunicationThread(device)
         self._stop_watching: Callable[[], None] = lambda: None
         try:
-            # Watch before making the exchange, in which a rank may wait long for others that compile a codec.
+            # Watch before making the reducer, in which a rank may wait long for others that compile a codec.
             self._stop_watching = self._ranks.watch(self._thread.fail)
             self._exact = self._connections.all_reduce()
-            self._exchange = make_exchange(options, self._connections, device=device.type, seed=seed)
+            self._reducer = make_reducer(options, self._connections, device=device.type, seed=seed)
             share_rank_0s_values(
                 model, self._parameters, self._ranks.rank, functools.partial(self._sum_over_ranks, "Pipelined")
             )
@@ -283,7 +283,7 @@ class Pipelined(Strategy):
         self._ranks.enter("all-reduce", waiting=True)
         report = self._apply_until(self._updates.width_after(self.iteration) - 1)
         self._ranks.enter("compute")
-        wire_bytes = self._exchange.wire_bytes(buffer, pack.iteration)
+        wire_bytes = self._reducer.wire_bytes(buffer, pack.iteration)
         return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
@@ -355,11 +355,11 @@ class Pipelined(Strategy):
             }
             for gradient in self._in_flight
         ]
-        # Only now is the communication thread idle, and with it the exchange.
+        # Only now is the communication thread idle, and with it the reducer.
         return {
             "iteration": self.iteration,
             "in_flight": in_flight,
-            "exchange": self._exchange.state_dict(),
+            "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
             **self._updates.state_dict(),
             "agreement": self._agreement.state_dict(),
             "loss_scale": self._loss_scale.state_dict(),
@@ -376,7 +376,7 @@ class Pipelined(Strategy):
             self._pool.append(self._in_flight.popleft().buffer)
         self.iteration = state["iteration"]
         device = self._parameters[0].device
-        self._exchange.load_state_dict(on_device(state["exchange"], device))
+        self._reducer.load_state_dict(on_device(state["exchange"], device))
         self._updates.load_state_dict(on_device({name: state[name] for name in ("prediction", "guard")}, device))
         self._agreement.load_state_dict(on_device(state["agreement"], device))
         self._loss_scale.load_state_dict(state["loss_scale"])
@@ -497,7 +497,7 @@ class Pipelined(Strategy):
             self._parameters, self._identities = new, identities
             self._updates.follow(new)
             self._agreement.missed = []
-            self._exchange.rearrange(old, new)
+            self._reducer.rearrange(old, new)
             self._pool.clear()
             self.buffers_allocated = 0
             drop_gradients_of_frozen(self._optimizer)
@@ -561,7 +561,7 @@ class Pipelined(Strategy):
             for flat in buffer.flats:
                 if flat.dtype == torch.float16:  # their sum overflows earlier than that of longer floats
                     take_mean(flat, self._ranks.world_size)
-            self._exchange.sum(buffer, iteration, finish)
+            self._reducer.sum(buffer, iteration, finish)
             norm = self._agreed_norm(buffer) if self._updates.wants_norms else None
             comparison = self._updates.compare(buffer.views, unapplied)
             return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)

@@ -80,9 +80,9 @@ def decide(
     """
     try:
         base = Job(cluster=profile, compute=compute, world_size=world_size, iterations=iterations)
-        job = support_of(base)
-        if job.kind == OUTSIDE and not own:
-            raise UserInputError(f"cluster must be near what is to be run; got {job.reasons[0]}")
+        measured = support_of(base)
+        if measured.kind == OUTSIDE and not own:
+            raise UserInputError(f"cluster must be near what is to be run; got {measured.reasons[0]}")
         # Options that are not auto may be outside of what was measured; the answer reports that.
         found = plan(base, space_of(profile, config), extrapolate=True)
         answer = predict(found.best.job, extrapolate=True)

@@ -78,7 +78,9 @@ def plan_run(
 
     tensors = [one.numel() for one in model.parameters() if one.requires_grad]
     if given:
-        found = ranks.raise_together("cluster", lambda: of_file(path, config, tensors) if ranks.rank == 0 and path else None)
+        found = ranks.raise_together(
+            "cluster", lambda: of_file(path, config, tensors) if ranks.rank == 0 and path else None
+        )
         source = str(path)
     else:
         found = calibrate_briefly(config, ranks, model, batches, console, samples=samples)

@@ -12,7 +12,7 @@ from pipesgd.comm.all_reduce import Finish, leave
 from pipesgd.flat_buffer import FlatBuffer
 
 
-class Exchange(Protocol):
+class Reducer(Protocol):
     """Replaces the gradients of all ranks by their sum, or an approximation of it, with the same bytes on every rank.
 
     It runs on the communication thread, once per iteration, and may remember what it has not sent.

@@ -14,7 +14,7 @@ from pipesgd.flat_buffer import FlatBuffer, rearranged
 from pipesgd.reducers.base import Float32Places, real
 
 
-class DenseExchange:
+class DenseReducer:
     """One all-reduce for each flat tensor of the buffer.
 
     With ``error_feedback``, what a rank's encodings leave out of the sum in one iteration is added to its own gradient

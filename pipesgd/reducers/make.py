@@ -1,4 +1,4 @@
-"""Construction of the exchange that options name."""
+"""Construction of the reducer that options name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import UserInputError
-from pipesgd.reducers.base import Exchange
-from pipesgd.reducers.dense import DenseExchange
+from pipesgd.reducers.base import Reducer
+from pipesgd.reducers.dense import DenseReducer
 
 COMPILE_SECONDS = 900.0
 """Seconds that ranks wait for one that compiles a codec's loops for the first time, on a busy machine."""
 
 
-def check_exchange(
+def check_reducer(
     options: CodecOptions, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], seed: int
 ) -> None:
     """Raise ``UserInputError`` unless ``options`` allow exchanging gradients of ``parameters`` for ``optimizer``."""
@@ -35,13 +35,13 @@ def check_exchange(
             count_of(sum(p.numel() * (1 + p.is_complex()) for p in parameters if p.dtype == dtype), options.density)
 
 
-def make_exchange(options: CodecOptions, connections: Connections, *, device: str, seed: int) -> Exchange:
-    """Return the exchange that sums gradients on ``device`` ("cpu" or "cuda") over ``connections``."""
+def make_reducer(options: CodecOptions, connections: Connections, *, device: str, seed: int) -> Reducer:
+    """Return the reducer that sums gradients on ``device`` ("cpu" or "cuda") over ``connections``."""
     ranks = connections.ranks
     if options.codec == "topk":
-        from pipesgd.reducers.topk import TopKExchange
+        from pipesgd.reducers.topk import TopKReducer
 
-        return TopKExchange(
+        return TopKReducer(
             connections.all_gather(),
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -50,16 +50,16 @@ def make_exchange(options: CodecOptions, connections: Connections, *, device: st
             momentum=options.momentum_correction,
         )
     if options.codec == "powersgd":
-        from pipesgd.reducers.powersgd import PowerSgdExchange
+        from pipesgd.reducers.powersgd import PowerSgdReducer
 
-        return PowerSgdExchange(
+        return PowerSgdReducer(
             connections.all_reduce(), world_size=ranks.world_size, low_rank=options.low_rank, seed=seed
         )
     codec = make_codec(options, device)
     ranks.enter("compilation of the codec")
     _compile(codec, device)
     ranks.all_gather_object("a compiled codec", None, within=COMPILE_SECONDS)
-    return DenseExchange(
+    return DenseReducer(
         connections.all_reduce(codec),
         exact=codec.name == "fp32",
         error_feedback=options.gives_back,

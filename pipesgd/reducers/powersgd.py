@@ -30,7 +30,7 @@ class _Matrix:
     """Random right factor to begin with."""
 
 
-class PowerSgdExchange:
+class PowerSgdReducer:
     """Sums matrices by one step of a power iteration (Vogels, Karimireddy & Jaggi, NeurIPS 2019, algorithms 1 and 2).
 
     A parameter of two or more dimensions is treated as a matrix, its first dimension by the others, if its factors are

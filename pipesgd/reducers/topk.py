@@ -21,8 +21,8 @@ NUMBERS_PER_VALUE = 2
 """Numbers sent per value: an index and the value, of 4 bytes each."""
 
 
-class TopKExchange:
-    """An exchange in which every rank sends its k largest values of each flat tensor, and keeps the others for later.
+class TopKReducer:
+    """Reducer in which every rank sends its k largest values of each flat tensor, and keeps the others for later.
 
     Lin, Han, Mao, Wang & Dally, "Deep Gradient Compression", ICLR 2018, sections 3.1 to 3.3. Each ``sum``, with the
     rank's gradient g, is

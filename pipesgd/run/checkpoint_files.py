@@ -72,7 +72,7 @@ def read_checkpoint(folder: Path, iteration: int, ranks: Ranks) -> Checkpoint:
         if own.get(name) != expected:
             raise UnusableCheckpointError(f"{path} is of {name.replace('_', ' ')} {own.get(name)}, not {expected}")
     if shared["save"] != own["save"]:
-        raise UnusableCheckpointError(f"{path} is of another save than the {SHARED} beside it")
+        raise UnusableCheckpointError(f"{path} is of another save than {SHARED} in the same folder")
     return Checkpoint(iteration, own["save"], shared["state"], own["state"])
 
 
@@ -139,7 +139,7 @@ def what_is_wrong_with(path: Path) -> str | None:
         return f"not whole ({Path(missing.filename).name} is missing)"
     except OSError as failure:
         return f"unreadable ({reason(failure, path)})"
-    return None if meant == [found.encode()] else "truncated or corrupt (its SHA-256 is not the one beside it)"
+    return None if meant == [found.encode()] else "truncated or corrupt (its SHA-256 differs from the recorded one)"
 
 
 def _checksum_of(path: Path) -> Path:

@@ -57,7 +57,9 @@ def earlier_run(config: TrainConfig, ranks: Ranks) -> dict[str, Any] | None:
     def read() -> dict[str, Any] | None:
         return _read(folder / RUN_FILE) if resume and (folder / RUN_FILE).exists() else None
 
-    earlier: dict[str, Any] | None = ranks.all_gather_object("earlier run", ranks.raise_together("reading an earlier run", read))[0]
+    earlier: dict[str, Any] | None = ranks.all_gather_object(
+        "earlier run", ranks.raise_together("reading an earlier run", read)
+    )[0]
     return earlier
 
 

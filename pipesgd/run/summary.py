@@ -57,7 +57,7 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[
 
 def _where_it_resumes(start: int, total: int) -> str:
     if start == 0:
-        return "no checkpoint yet: starting anew"
+        return "no checkpoint yet: starting from the beginning"
     if start == total:
         return f"all {total} iterations are done: evaluating, and writing the results again"
     return f"continuing after iteration {start} of {total}"

@@ -90,7 +90,7 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
     assert compute.comm_slowdowns.keys() == set(others)
     assert profile.links["ps-sync"].alpha == profile.link.alpha
     assert "parameter server" in text
-    assert "halving-doubling beside it" in text
+    assert "halving-doubling meanwhile" in text
     assert 0 < float(str(profile.provenance["product_seconds"])) < 1
     assert 0 <= float(str(profile.provenance["stolen_share"])) < 1
     compute = profile.compute[0]

@@ -159,7 +159,7 @@ def test_the_limit_of_the_wire_is_that_of_a_ring_at_the_slowest_link() -> None:
 
 
 @pytest.mark.parametrize(
-    ("servers", "beside", "gradients"),
+    ("servers", "colocated", "gradients"),
     [
         (1, True, 3.0),  # times 7.2 MB through the busiest NIC, each way: the server's, from three workers
         (2, True, 1.5),
@@ -169,18 +169,18 @@ def test_the_limit_of_the_wire_is_that_of_a_ring_at_the_slowest_link() -> None:
         (3, False, 1.0),
     ],
 )
-def test_the_traffic_of_servers_is_that_of_the_busiest_card(servers: int, beside: bool, gradients: float) -> None:
-    seconds = server_time(CLUSTER, NBYTES, servers=servers, beside=beside)
+def test_the_traffic_of_servers_is_that_of_the_busiest_card(servers: int, colocated: bool, gradients: float) -> None:
+    seconds = server_time(CLUSTER, NBYTES, servers=servers, colocated=colocated)
     assert seconds == pytest.approx(2 * gradients * 7.2 / 25 * HEADERS)
 
 
 def test_a_slow_server_and_a_slow_worker_cost_what_their_cards_carry() -> None:
     for node, seconds in ((0, 3 * 7.2 / 6.25), (3, 3 * 7.2 / 25)):  # worker 3 needs 7.2 / 6.25, which is less
         slow = Cluster(nodes=4, link=Link(rate=200e6), slow_nodes={node: 50e6} if node == 0 else {node: 100e6})
-        assert server_time(slow, NBYTES, servers=1, beside=True) == pytest.approx(2 * seconds * HEADERS)
+        assert server_time(slow, NBYTES, servers=1, colocated=True) == pytest.approx(2 * seconds * HEADERS)
     assert textbook_server_time(CLUSTER, NBYTES, servers=1) == pytest.approx(2 * 4 * 7.2 / 25 * HEADERS)
     several = Cluster(nodes=4, link=Link(rate=200e6), nproc_per_node=2)
-    assert server_time(several, NBYTES, servers=1, beside=True) is None
+    assert server_time(several, NBYTES, servers=1, colocated=True) is None
 
 
 @pytest.mark.parametrize("module", [limits, accuracies])

@@ -42,7 +42,7 @@ def test_a_file_is_waited_for_while_the_process_lives(waiting: subprocess.Popen[
 
 @pytest.mark.parametrize(
     ("line", "iteration"),
-    [("continuing after iteration 475 of 1500", "475"), ("no checkpoint yet: starting anew", None)],
+    [("continuing after iteration 475 of 1500", "475"), ("no checkpoint yet: starting from the beginning", None)],
 )
 def test_what_a_restarted_run_says_is_understood(line: str, iteration: str | None) -> None:
     found = RESUMED.search(f"mlp on digits\n{line}\n")

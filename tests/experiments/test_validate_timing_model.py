@@ -166,7 +166,7 @@ def test_errors_coverage_regret_and_whether_a_codec_helps() -> None:
     assert int8["repeatability"] == pytest.approx(0.25)
     assert [row["raw_covered"] for row in rows] == [2, 0, 2, 2, 0, 2, 0]
     decisions = {row["setting"]: row for row in decide(found)}
-    assert [decisions[name]["regret"] for name in found] == [0.0, 0.0, pytest.approx(0.1)], "of what was measured anew"
+    assert [decisions[name]["regret"] for name in found] == [0.0, 0.0, pytest.approx(0.1)], "of what was measured again"
     assert decisions["helps"]["codec_gain_measured"] == pytest.approx(1 / 0.9 - 1)
     assert decisions["helps"]["codec_gain_predicted"] == pytest.approx(1 / 1.1 - 1)
     summary = summarize(rows, list(decisions.values()))

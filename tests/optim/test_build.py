@@ -178,7 +178,7 @@ def test_a_deep_copy_holds_the_same_parameters_and_a_state_of_its_own(load: str)
     assert owned[0].isdisjoint(owned[1])
     assert len(owned[0]) == len(owned[1]) == 2 + 6 * 3, "a matrix has a momentum, another parameter three tensors"
 
-    assert same(train(model, copied.step, range(2, ITERATIONS)), expected), "the copy goes on as the original would"
+    assert same(train(model, copied.step, range(2, ITERATIONS)), expected), "the copy continues as the original would"
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), now, strict=True):
             parameter.copy_(value)

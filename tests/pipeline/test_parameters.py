@@ -14,8 +14,8 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.make import check_exchange
-from pipesgd.reducers.powersgd import PowerSgdExchange
+from pipesgd.reducers.make import check_reducer
+from pipesgd.reducers.powersgd import PowerSgdReducer
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +44,9 @@ def test_topk_refuses_more_values_than_its_indices_can_count() -> None:
     with pytest.raises(
         UserInputError, match=r"parameters must be at most 2\*\*31 - 1 with --codec topk; got 2147483648"
     ):
-        check_exchange(CodecOptions(codec="topk"), optimizer, parameters, 0)
-    check_exchange(CodecOptions(codec="topk"), optimizer, parameters[:1], 0)
-    check_exchange(CodecOptions(codec="int8"), optimizer, parameters, 0)
+        check_reducer(CodecOptions(codec="topk"), optimizer, parameters, 0)
+    check_reducer(CodecOptions(codec="topk"), optimizer, parameters[:1], 0)
+    check_reducer(CodecOptions(codec="int8"), optimizer, parameters, 0)
 
 
 def _buffers_of_8_bits(ranks: Ranks) -> list[float]:
@@ -92,11 +92,11 @@ class Alone:
 
 
 def test_powersgd_begins_with_the_same_factors_on_every_processor() -> None:
-    exchange = PowerSgdExchange(Alone(), world_size=2, low_rank=1, seed=3)
+    reducer = PowerSgdReducer(Alone(), world_size=2, low_rank=1, seed=3)
     buffer = FlatBuffer([torch.zeros(30, 40)])
     buffer.views[0].fill_(torch.nan)  # the next sum starts from the first factors again
-    exchange.sum(buffer, 0)
-    first = exchange.state_dict()["right"]
+    reducer.sum(buffer, 0)
+    first = reducer.state_dict()["right"]
     assert torch.equal(first * 2**23, (first * 2**23).round()), "integers, which every processor draws alike"
     assert first.unique().numel() == 40
     assert first.abs().max() <= 1.0

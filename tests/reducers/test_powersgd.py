@@ -19,7 +19,7 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.powersgd import PowerSgdExchange
+from pipesgd.reducers.powersgd import PowerSgdReducer
 from pipesgd.replicas import weights_sha256
 from timing_model.schedules import ALL_REDUCES, SCHEDULES
 
@@ -43,18 +43,18 @@ def exchanged(
     def run(transport: MemoryTransport) -> tuple[list[Gradients], State]:
         schedule = SCHEDULES[name](transport.rank, world_size)
         all_reduce = ScheduledAllReduce(transport, schedule, Uncompressed(), segment_bytes=64)
-        exchange = PowerSgdExchange(all_reduce, world_size=world_size, low_rank=low_rank, seed=3)
+        reducer = PowerSgdReducer(all_reduce, world_size=world_size, low_rank=low_rank, seed=3)
         if states is not None:
-            exchange.load_state_dict(states[transport.rank])
+            reducer.load_state_dict(states[transport.rank])
         sums = []
         for iteration, of_ranks in enumerate(gradients):
             buffer = FlatBuffer(of_ranks[transport.rank])
             buffer.fill_from(of_ranks[transport.rank])
-            before, announced = transport.bytes_sent, exchange.wire_bytes(buffer, iteration)
-            exchange.sum(buffer, iteration)
-            assert transport.bytes_sent - before == announced == exchange.wire_bytes(buffer, iteration)
+            before, announced = transport.bytes_sent, reducer.wire_bytes(buffer, iteration)
+            reducer.sum(buffer, iteration)
+            assert transport.bytes_sent - before == announced == reducer.wire_bytes(buffer, iteration)
             sums.append(buffer.views)
-        return sums, exchange.state_dict()
+        return sums, reducer.state_dict()
 
     results, _ = run_threads(world_size, run)
     for sums, _ in results[1:]:
@@ -210,12 +210,12 @@ def test_a_residual_that_overflows_does_not_stay() -> None:
     def with_two_that_have_the_opposite(flat: Tensor) -> None:
         flat.neg_()
 
-    exchange = PowerSgdExchange(with_two_that_have_the_opposite, world_size=3, low_rank=1)
+    reducer = PowerSgdReducer(with_two_that_have_the_opposite, world_size=3, low_rank=1)
     buffer = FlatBuffer([torch.zeros(30, 20)])
     buffer.views[0][4, 2] = 3e38
-    exchange.sum(buffer, 0)
+    reducer.sum(buffer, 0)
     assert buffer.views[0][4, 2] == pytest.approx(-3e38)
-    assert exchange.state_dict()["residuals"].isfinite().all()
+    assert reducer.state_dict()["residuals"].isfinite().all()
 
 
 def test_a_state_continues_bit_for_bit() -> None:

@@ -21,7 +21,7 @@ from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.topk import SAMPLE, TopKExchange, count_of, density_in, largest
+from pipesgd.reducers.topk import SAMPLE, TopKReducer, count_of, density_in, largest
 from pipesgd.replicas import weights_sha256
 from timing_model.schedules import gather_ring
 
@@ -39,19 +39,19 @@ def exchanged(
     def run(transport: MemoryTransport) -> tuple[list[Tensor], Kept]:
         schedule = gather_ring(transport.rank, world_size)
         all_gather = ScheduledAllReduce(transport, schedule, Uncompressed(), segment_bytes=64)
-        exchange = TopKExchange(all_gather, rank=transport.rank, world_size=world_size, **options)
+        reducer = TopKReducer(all_gather, rank=transport.rank, world_size=world_size, **options)
         if states is not None:
-            exchange.load_state_dict(states[transport.rank])
+            reducer.load_state_dict(states[transport.rank])
         sums = []
         for iteration, of_ranks in enumerate(gradients, first):
             own = of_ranks[transport.rank]
             buffer = FlatBuffer([own])
             buffer.fill_from([own])
-            before, announced = transport.bytes_sent, exchange.wire_bytes(buffer, iteration)
-            exchange.sum(buffer, iteration)
-            assert transport.bytes_sent - before == announced == exchange.wire_bytes(buffer, iteration)
+            before, announced = transport.bytes_sent, reducer.wire_bytes(buffer, iteration)
+            reducer.sum(buffer, iteration)
+            assert transport.bytes_sent - before == announced == reducer.wire_bytes(buffer, iteration)
             sums.append(buffer.flats[0])
-        return sums, exchange.state_dict()
+        return sums, reducer.state_dict()
 
     results, _ = run_threads(world_size, run)
     for sums, _ in results[1:]:
@@ -214,14 +214,14 @@ def test_a_state_continues_bit_for_bit_also_in_a_warm_up() -> None:
 def test_the_state_of_one_that_has_summed_nothing_is_that_of_the_start() -> None:
     def run(transport: MemoryTransport) -> list[Tensor]:
         all_gather = ScheduledAllReduce(transport, gather_ring(transport.rank, 1), Uncompressed())
-        exchange = TopKExchange(all_gather, rank=0, world_size=1, density=0.1, momentum=0.5)
-        start, sums = exchange.state_dict(), []
+        reducer = TopKReducer(all_gather, rank=0, world_size=1, density=0.1, momentum=0.5)
+        start, sums = reducer.state_dict(), []
         for _ in range(2):
             buffer = FlatBuffer([torch.empty(100)])
             buffer.fill_from(noise(100, 1, 1)[0])
-            exchange.sum(buffer, 0)
+            reducer.sum(buffer, 0)
             sums.append(buffer.flats[0])
-            exchange.load_state_dict(start)
+            reducer.load_state_dict(start)
         return sums
 
     (sums,), _ = run_threads(1, run)

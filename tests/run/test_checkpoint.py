@@ -66,7 +66,7 @@ def test_a_file_without_its_checksum_is_not_whole(tmp_path: Path) -> None:
 def test_no_meeting_at_a_parameter_server_ends_a_slow_write(tmp_path: Path) -> None:
     """A meeting waits for gradients; while a rank writes a checkpoint, its heartbeats make an exchange itself wait."""
     ranks, meetings = join(), []
-    ranks.before_exchange = meetings.append
+    ranks.before_gather = meetings.append
     checkpoints = Checkpoints(tmp_path, ranks, keep=1)
     assert checkpoints.save(1, {}, {})
     assert meetings == ["a checkpoint's name"]

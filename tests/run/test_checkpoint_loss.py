@@ -140,7 +140,7 @@ def test_files_of_two_saves_are_never_one_checkpoint(tmp_path: Path, capsys: pyt
     for name in ("shared.pt", "shared.pt.sha256"):
         shutil.copy(tmp_path / "once" / "iteration-40" / name, once / "iteration-40" / name)
     assert [found[0] for found in run_rank_threads(1, load, tmp_path)] == [20]
-    assert "rank-0.pt is of another save than the shared.pt beside it" in capsys.readouterr().err
+    assert "rank-0.pt is of another save than shared.pt in the same folder" in capsys.readouterr().err
 
 
 def _old_format(path: Path) -> None:

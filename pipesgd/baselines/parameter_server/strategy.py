@@ -144,7 +144,7 @@ class ParameterServers(Strategy):
         for thread in self._threads:
             thread.start()
         if ranks.rank < workers:
-            self._workers.before_exchange = self._meet
+            self._workers.before_gather = self._meet
 
     @property
     def bytes_sent(self) -> int:
@@ -262,7 +262,7 @@ class ParameterServers(Strategy):
 
     def close(self) -> None:
         """Say goodbye to the servers; one in this process continues until all workers have, or for some seconds."""
-        self._workers.before_exchange = None
+        self._workers.before_gather = None
         byes: list[Pending] = []
         for server in self._servers:
             with contextlib.suppress(CommunicationError):  # the server is gone
@@ -351,4 +351,4 @@ class ParameterServers(Strategy):
         # The group's name distinguishes these exchanges from those of another strategy of the same job.
         self._workers.all_gather_object(f"workers at {what} (group {self._group.group_name})", None)
         yield
-        self._workers.all_gather_object(f"workers going on (group {self._group.group_name})", None)
+        self._workers.all_gather_object(f"workers continuing (group {self._group.group_name})", None)
