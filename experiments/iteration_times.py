@@ -221,7 +221,7 @@ def _interval(row: Row, name: str, digits: int) -> str:
 
 
 def notes(rows: Sequence[Row], cells: Sequence[Cell], cluster: Cluster) -> list[str]:
-    """Return lines for everything that the table leaves out: limits, targets, formulas, failures."""
+    """Return what the table leaves out, a line each: limits, targets, formulas, failures."""
     lines = []
     for wire, limit in dict.fromkeys((row["wire_limit_s"], row.get("limit_median_s")) for row in rows):
         names = ", ".join(row["contender"] for row in rows if row["wire_limit_s"] == wire)

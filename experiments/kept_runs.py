@@ -11,7 +11,7 @@ Run = TypeVar("Run", bound=Any)
 
 
 class KeptRuns(Generic[Run]):
-    """Runs in a JSON file, by a text that identifies each; a run is saved as soon as it has finished.
+    """Runs in a JSON file, each under a text that identifies it; a run is saved as soon as it has finished.
 
     Args:
         path: the file.

@@ -42,7 +42,7 @@ RESUMED = re.compile(r"continuing after iteration (\d+) of|no checkpoint yet: st
 
 @contextlib.contextmanager
 def training(folder: Path, iterations: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run torchrun in ``folder``: its output goes to ``log``, the run's files to ``run``."""
+    """Start torchrun, yield it and end it; output goes to ``folder/log``, the run's files to ``folder/run``."""
     words = f"--max-restarts=3 -m pipesgd.train --dataset digits --model mlp --width 2 --iterations {iterations}"
     words += " --momentum 0.9 --checkpoint-iterations 25 --timeout 60 --output"
     arguments = command.torchrun(WORLD_SIZE, *words.split(), str(folder / "run"))
@@ -117,7 +117,7 @@ def pids_of_ranks(torchrun: int) -> dict[int, int]:
     pids: dict[int, int] = {}
     for children in Path(f"/proc/{torchrun}/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
                 pids |= {int(entry[5:]): pid for entry in environment if entry.startswith(b"RANK=")}
     return pids

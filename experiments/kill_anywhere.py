@@ -61,7 +61,7 @@ class Killed:
     """Index of the call of the phase's function, from 0."""
     seconds_into_call: float
     resumed_after_iteration: int | None
-    """Iteration after which the last attempt resumed; None if it started from scratch, or there was none."""
+    """Iteration after which the last restart resumed; None if it began from scratch, or if there was no restart."""
     identical: bool
     """True if weights and losses are those of the undisturbed run."""
     wall_s: float
@@ -122,7 +122,7 @@ def kills_of(run: int, seed: int, durations: Mapping[str, Sequence[float]]) -> l
 
 
 def killed(run: int, kills: Sequence[Kill], expected: Trained, output: Path) -> Killed | None:
-    """Do one run and keep its output in ``output`` if it ends differently. Return None if a kill came too late."""
+    """Make one run; keep its log in ``output`` if the run ends differently. Return None if a kill came too late."""
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -84,7 +84,7 @@ def namespaces_of(pids: Iterable[int]) -> set[str]:
     """Return the network and process namespaces that these processes are in."""
     found = set()
     for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             found |= {str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in ("net", "pid")}
     return found
 

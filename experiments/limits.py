@@ -63,7 +63,7 @@ class Cluster:
 
 
 def wire_seconds(nbytes: float, rate: float) -> float:
-    """Return the seconds of ``nbytes`` at ``rate`` bit/s in full packets, with headers of Ethernet, IP and TCP.
+    """Return the seconds that ``nbytes`` take at ``rate`` bit/s in full packets, with Ethernet, IP and TCP headers.
 
     >>> round(wire_seconds(1448, rate=8.0))
     1514
@@ -72,7 +72,7 @@ def wire_seconds(nbytes: float, rate: float) -> float:
 
 
 def ring_limit(cluster: Cluster, nbytes: float) -> float:
-    """Return the least seconds of an uncompressed all-reduce of ``nbytes``: 2(p-1)/p n / rate, headers counted.
+    """Return the least time of an uncompressed all-reduce of ``nbytes``, in seconds: 2(p-1)/p n / rate with headers.
 
     p is the number of nodes, since ranks of one node can add up their gradients first. The slowest link decides.
 
@@ -91,8 +91,8 @@ def server_time(cluster: Cluster, nbytes: float, *, servers: int, colocated: boo
     p - 1 remote workers, and its node's worker exchanges with the s - 1 other servers. One server next to worker 0
     takes 2 (p-1) n beta. Headers are counted. Returns None for several ranks a node, whose placement would matter.
 
-    Not a limit: a worker that has its weights early sends its next gradient while others still wait for theirs, and
-    NICs are full-duplex. If all do so in turn, p n beta remain of 2 (p-1) n beta.
+    The time is not a limit: a worker that has its weights early sends its next gradient while others still wait for
+    theirs, and NICs are full-duplex. If all do so in turn, p n beta remain of 2 (p-1) n beta.
     """
     if cluster.nproc_per_node > 1:
         return None

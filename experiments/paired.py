@@ -102,7 +102,7 @@ def interquartile_range(seconds: Sequence[float] | Seconds) -> float:
 def paired_ratio(seconds: Sequence[float] | Seconds, baseline: Sequence[float] | Seconds) -> Ratio:
     """Return the median over rounds of ``seconds / baseline``, with a percentile bootstrap interval.
 
-    Rounds are resampled with replacement, from a fixed seed. Raises ``ValueError`` unless both have as many rounds.
+    Rounds are resampled with replacement, from a fixed seed. Raises ``ValueError`` unless both have equally many.
     """
     times, against = np.asarray(seconds, float), np.asarray(baseline, float)
     if times.shape != against.shape or times.ndim != 1 or not times.size:

@@ -151,7 +151,7 @@ def _question(cluster: Profile, workload: str, seconds: float, **options: Any) -
 
 
 def answers(rows: Sequence[Row]) -> list[Row]:
-    """Return for every network how much faster width 2 is than a parameter server, and where it reaches the claim."""
+    """Return, by network, width 2's best speed-ups, the ratios up to which they reach the claim, and width 3's gain."""
     found = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
         own = [row for row in rows if row["workload"] == workload]
@@ -185,7 +185,7 @@ def order(rows: Sequence[Row], workload: str, ratio: float) -> list[Row]:
 
 
 def jitter_answers(rows: Sequence[Row]) -> list[Row]:
-    """Return for every number of ranks and spread the width that is enough, and the most that width 3 gains."""
+    """Return, for every number of ranks and spread, the width that is enough, and the most that width 3 gains."""
     found = []
     for world_size, cv in dict.fromkeys((row["world_size"], row["cv"]) for row in rows):
         own = [row for row in rows if (row["world_size"], row["cv"]) == (world_size, cv)]
@@ -200,7 +200,7 @@ def jitter_answers(rows: Sequence[Row]) -> list[Row]:
 
 
 def gains(rows: Iterable[Row], source: str) -> dict[float, float]:
-    """Return by ratio the share by which width 2 takes longer than width 3."""
+    """Return, by ratio, the share by which width 2 takes longer than width 3."""
     periods: dict[float, dict[int, float]] = {}
     for row in rows:
         periods.setdefault(row["ratio"], {})[row["width"]] = row[source]

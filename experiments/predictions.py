@@ -77,10 +77,10 @@ class Previous(_Remembers, Replayed):
 
 @final
 class SpecTrain(_Remembers):
-    """A prediction that repeats the last update for each gradient in flight, without a second step."""
+    """A repeat of the last update for each gradient in flight: it takes no second step and copies only weights."""
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        self._remember([parameter.data for parameter in self._parameters])  # only the weights before this update
+        self._remember([parameter.data for parameter in self._parameters])  # the weights before this update
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         before = self._memory

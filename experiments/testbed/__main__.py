@@ -37,7 +37,7 @@ OVERHEAD_SECONDS = 1e-3
 
 
 class Terminated(BaseException):
-    """Raised when SIGTERM comes; like KeyboardInterrupt, it is no error of the program's."""
+    """Raised when SIGTERM comes; like KeyboardInterrupt, it is not an error of the program."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -173,7 +173,7 @@ def exit_text(code: int) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command and return its exit code: that of training, but 1 if a node failed, whatever its own code."""
+    """Run the command and return its exit code, one of training's: always 1 if a node failed, whatever code it had."""
     try:
         run(words)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The emulated cluster: nodes, each with one network interface, on cables of a given rate, at one switch."""
+"""The emulated cluster: nodes, each with one NIC, on cables of a given rate, at one switch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 class Traffic(NamedTuple):
-    """Bytes that have passed through a node's network interface, headers included."""
+    """Bytes that have passed through a node's NIC, all headers included."""
 
     bytes_sent: int
     bytes_received: int
@@ -216,12 +216,12 @@ class Testbed:
         self._run(wiring.limits(node, self.link, self.rates[node], self.delays_by, "change"))
 
     def cut(self, node: int) -> None:
-        """Lose everything to and from ``node`` from now on, in silence; its network interface notices nothing."""
+        """Drop everything to and from ``node`` from now on, silently; its NIC notices nothing."""
         self._check_node("node", node)
         self._run([f"ip link set n{node} nomaster"])
 
     def restore(self, node: int) -> None:
-        """Restore the link that ``cut`` cut."""
+        """Reconnect a node that ``cut`` has cut off."""
         self._check_node("node", node)
         self._run([f"ip link set n{node} master switch"])
 
@@ -242,7 +242,7 @@ class Testbed:
         """End everything at once."""
         self._inside.close()
         for process in self._processes:
-            with process:  # its pipes too
+            with process:  # this closes its pipes too
                 pass
 
     def __enter__(self) -> Self:

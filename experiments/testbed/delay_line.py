@@ -30,7 +30,7 @@ CHECKSUM_AND_TCP_SEGMENTS = 0x01 | 0x02 | 0x08
 """Flags for frames that we take from the kernel unfinished: without a checksum, and TCP over IPv4 (with ECN) uncut."""
 LARGEST_FRAME = 10 + 14 + 4 + 65535
 BATCH = 16
-"""Frames read from one device before the others, and those that are due, have their turn."""
+"""Frames read from one device before the other devices, and the frames that are due, get their turn."""
 
 VIRTIO = struct.Struct("=BBHHHH")
 """Header: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset; a gso_type of 0 means one packet."""

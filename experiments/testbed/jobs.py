@@ -44,12 +44,12 @@ class Job:
         self.processes = processes
 
     def wait(self, timeout: float | None = None) -> list[int]:
-        """Wait until all have ended; return the exit code of each node's torchrun.
+        """Wait until every torchrun has ended; return the exit codes in the nodes' order.
 
         When one fails, the others have some seconds to end by themselves, and are then terminated.
 
         Raises:
-            subprocess.TimeoutExpired: they did not end within ``timeout`` seconds; the job continues.
+            subprocess.TimeoutExpired: some did not end within ``timeout`` seconds; the job continues.
         """
         deadline = math.inf if timeout is None else time.perf_counter() + timeout
         given_up = math.inf

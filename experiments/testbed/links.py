@@ -23,7 +23,7 @@ PAYLOAD_SHARE = (MTU - 20 - 20 - 12) / (MTU + ETHERNET)
 """Share of a link's rate that is left for TCP's payload in full packets; the 12 bytes are TCP's timestamps."""
 
 BURST_SECONDS, SMALLEST_BURST, LARGEST_BURST = 1e-3, 3100, 1 << 17
-"""Burst with which a link may catch up on a pause of a millisecond: at least two packets, at most the kernel's need.
+"""Burst with which a link catches up on a pause of a millisecond: two packets at least, the kernel's needs at most.
 
 With it, one TCP stream, or three into one node, get 95.6 % of the rate as payload, which is all that headers leave,
 at 10, 200 and 1000 Mbit/s, with cubic and with bbr. A larger burst at 10 Mbit/s (5000 to 20000 bytes) is no faster,
@@ -88,7 +88,7 @@ MOST = 1e18
 
 
 def parse_rate(text: str) -> float:
-    """Return a rate in bit/s. Raises ``InvalidInputError``."""
+    """Return the rate in bit/s, from ``200mbit``. Raises ``InvalidInputError``."""
     value = _quantity("rate", text.lower().removesuffix("/s"), RATE_UNITS, "200mbit", text)
     if value <= 0:
         raise InvalidInputError(f"rate must be above 0, e.g. 200mbit; got {text!r}")
@@ -96,7 +96,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_latency(text: str) -> float:
-    """Return a latency in seconds. Raises ``InvalidInputError``."""
+    """Return the latency in seconds, from ``5ms``. Raises ``InvalidInputError``."""
     return _quantity("latency", text.lower(), LATENCY_UNITS, "5ms", text)
 
 

@@ -45,7 +45,7 @@ sleep infinity & wait
 
 
 class Process(subprocess.Popen[Any]):
-    """A process inside. Signals go to it, not to the ``nsenter`` that waits for it and ends the way it does."""
+    """A process in the namespaces. Signals go to it, not to the ``nsenter`` that waits for it and ends as it does."""
 
     def __init__(self, words: Sequence[str], **options: Any):
         super().__init__(words, **options)
@@ -78,7 +78,7 @@ def children(pid: int) -> list[int]:
     """Return the processes that process ``pid`` started and that have not been waited for."""
     found: list[int] = []
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             found += map(int, tasks.read_text().split())
     return found
 

@@ -23,7 +23,7 @@ SLOW_START_ROUND_TRIPS = 12
 PATIENCE_SECONDS = 30.0
 """Seconds to wait for anything that must come from the other side."""
 FEWEST_ARRIVALS, LONGEST_STREAM_SECONDS = 12, 5.0
-"""Pieces that must arrive before a slow link has been watched enough, and the most seconds to wait for them."""
+"""Number of pieces to watch on a slow link, and the most seconds to wait for them."""
 
 
 def serve() -> None:
@@ -45,7 +45,7 @@ def serve() -> None:
 
 
 def receive(connection: socket.socket) -> float | None:
-    """Return the rate of the stream, after the seconds that it announces in front; None if too little arrives."""
+    """Return the stream's rate, measured after the seconds that its first 8 bytes say; None if too little arrives."""
     (skipped,) = struct.unpack("d", connection.recv(8, socket.MSG_WAITALL))
     buffer = bytearray(1 << 20)
     begin = time.perf_counter()

@@ -47,7 +47,7 @@ def switch() -> Iterator[str]:
 
 
 def cable(node: int, link: Link, rate: float, delays_by: str | None) -> Iterator[str]:
-    """Yield commands that make ``node`` and connect its eth0 to port n<node> of the switch, at another ``rate``."""
+    """Yield commands that make ``node`` and connect its eth0 to port n<node> of the switch, at ``rate`` bit/s."""
     yield f"ip netns add {node}"
     yield f"ip netns exec {node} sh -c '{QUIET}'"
     if delays_by == DELAY_LINE:  # the delay line has made both devices
@@ -69,7 +69,7 @@ def cable(node: int, link: Link, rate: float, delays_by: str | None) -> Iterator
 
 def limits(node: int, link: Link, rate: float, delays_by: str | None, verb: str) -> Iterator[str]:
     """Yield commands that ``add`` the token buckets to both ends of the link of ``node``, or ``change`` them."""
-    # netem drops a piece that TCP hands over as if it were one packet.
+    # netem drops the whole of a piece that TCP hands over, as if it were one packet.
     pieces = 1 if delays_by == NETEM and link.loss else packets_at_once(rate)
     place = "parent 1:1 handle 10:" if delays_by == NETEM else "root"
     yield f"ip -n {node} link set eth0 gso_max_segs {pieces}"

@@ -216,5 +216,5 @@ def describe(ranks: Ranks, ranks_per_core: float, addresses: Sequence[str], seco
     here = f"all at {addresses[0]}" if len(set(addresses)) == 1 else "at " + ", ".join(addresses)
     text = f"calibrating {ranks.world_size} ranks, {here}, for about {seconds:.0f} s"
     if ranks_per_core > 1:
-        text += f"\n{ranks_per_core:g} ranks share a core: the measurements hold for this number of ranks on this machine only"
+        text += f"\n{ranks_per_core:g} ranks share a core: the results hold for this many ranks on this machine only"
     return text
