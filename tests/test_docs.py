@@ -85,7 +85,8 @@ ELSEWHERE = {
     *("nproc-per-node", "nnodes", "node-rank", "master-addr", "master-port", "max-restarts"),  # torchrun's
     *("rdzv-backend", "rdzv-conf", "rdzv-endpoint", "local-addr"),
     *("nodes", "rate", "loss", "slow-node", "workload"),  # of experiments
-    *("help", "config", "logdir"),  # of all; TensorBoard's
+    *("help", "help-all", "config", "logdir"),  # of all; TensorBoard's
+    *("streams", "cards"),  # former names
 }
 
 
