@@ -1,6 +1,6 @@
 """Exact simulation of ranks in one process, for results that do not depend on time.
 
-All ranks' true weights are the same at all times, so one model and one optimizer stand for them; the ranks compute one
+All ranks' true weights are the same at all times, so one model and one optimizer serve them all; the ranks compute one
 after the other, each on its own batch and predicted weights, with the trainer's own predictions, updates and codecs.
 Sums are taken in the order of the ring. ``tests/experiments/test_simulation.py`` shows that weights and losses are
 those of real ranks, bit for bit.

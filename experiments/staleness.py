@@ -54,7 +54,7 @@ MOST_LOST = {"eager": 0.2, "eager, width 3": 0.4, "eager, int8": 0.3, "eager, in
 """Points of accuracy that the default may lose, in the mean over seeds, at the best learning rate of synchronous
 training."""
 LOSS_PERCENT_PER_POINT = 2.5
-"""Percent of the loss that count as a point of accuracy where the loss is judged: 0.2 points are half a percent."""
+"""Percent of the loss that counts as a point of accuracy where the loss is judged: 0.2 points are half a percent."""
 CONVERGED = 0.9
 """Share of the best synchronous accuracy; a learning rate at which a seed ends below it has failed."""
 STABILITY = 0.5
@@ -287,7 +287,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     runs = KeptRuns(arguments.output / "staleness.runs.json", Run)
     if arguments.fresh:

@@ -99,8 +99,8 @@ WORKLOADS = {
         words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", iterations=100, optimizers={"sgd": 0.1}
     ),
 }
-"""Workloads: first those that people train, at one rate; then everything on short ones; the last is for trying out.
-Muon's products in bfloat16 take most of an iteration of an mlp on a CPU."""
+"""Workloads: first those that people train, at one rate; then short ones, most with everything; the last is for
+trying out. Muon's products in bfloat16 take most of an iteration of an mlp on a CPU."""
 OPTIMIZERS = {
     "sgd": "--optimizer sgd --momentum 0.9",
     "adamw": "--optimizer adamw",

@@ -44,7 +44,7 @@ SCALER = torch.amp.GradScaler("cpu", enabled=False)
 def mean_iteration(
     config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
 ) -> float:
-    """Return the mean seconds of this many iterations in the steady state, on a copy of the model. Collective.
+    """Return the mean seconds of this many steady iterations on a copy of the model, the median of ranks. Collective.
 
     Before those, two iterations fill the memory and make the connections, and others fill the pipeline.
     """

@@ -47,7 +47,7 @@ def read_trace(path: Path) -> list[Traced]:
 def breakdown(spans: Sequence[Traced], iterations: range) -> dict[str, float]:
     """Return the mean seconds of an iteration's parts over ranks and ``iterations``; they sum to "iteration".
 
-    "other" is time that no span covers, such as loading data and recording figures; "communication" is in no sum. An
+    "other" is time outside these parts, such as loading data and recording metrics; "communication" is in no sum. An
     iteration of a rank lasts from one batch of data to the next. A wait belongs to the iteration that waits, not to
     that of the gradient waited for, so spans are sorted by their start. A wait within another part, such as that for
     buckets at the end of a backward pass, does not count as time of that part.

@@ -316,7 +316,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     kept = KeptRuns(arguments.output / "validate_timing_model.runs.json", Measured)
     if arguments.fresh:

@@ -196,7 +196,7 @@ def known_of(profile: Profile, setting: Setting) -> ComputeProfile:
 
 
 def crowding(profile: Profile, setting: Setting) -> float:
-    """Return how many times more nodes of a setting share a core than of the calibrated ones, where nodes share one."""
+    """Return the ratio of nodes per core in the setting to that in the calibration, each taken as at least 1."""
     crowd = profile.calibrated.ranks_per_core
     return max(1.0, crowd * setting.nodes / (setting.calibrated_nodes or setting.nodes)) / max(1.0, crowd)
 

@@ -124,7 +124,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
-    """The command."""
+    """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
     if arguments.list:
         rows = [{"": one.id, "fault": one.fault, "line": one.says[:50]} for one in SCENARIOS]

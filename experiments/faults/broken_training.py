@@ -53,7 +53,7 @@ def faulty_forward_backward(strategy: Any, samples: Iterator[Any], config: Any, 
 
 
 def slow_load(config: Any, ranks: Any) -> Any:
-    """Load data, which takes the chosen rank two and a half deadlines."""
+    """Load the data; with FAULT=load, the chosen rank first waits for two and a half deadlines."""
     if CHOSEN and FAULT == "load":
         announce()
         time.sleep(LOAD_SECONDS)

@@ -145,7 +145,7 @@ def broken(fault: str, *, words: str, at: int = 0, rank: int = 1, ranks: int = 3
 
 
 def served(harm: Harm, words: str, ranks: int) -> Play:
-    """Harm a run with parameter servers, which reports no checkpoints, as soon as it trains."""
+    """Harm a run with parameter servers once it has written its first checkpoint."""
 
     def play(stage: Stage) -> None:
         job = stage.start(f"{SERVED} --checkpoint-iterations {EVERY} {words}", ranks=ranks)

@@ -35,7 +35,7 @@ FOLDER = re.compile(r"iteration-(\d+)")
 
 
 class Job:
-    """The torchruns of one job, one for each machine, and the output folder of each."""
+    """The torchruns of one job, one for each machine, and the job's output folders, one for each disk."""
 
     def __init__(self, processes: list[subprocess.Popen[str]], outputs: list[Path], clock: Callable[[], float]):
         self.processes = processes

@@ -111,7 +111,7 @@ def whole_profile(folder: Path) -> str:
 
 
 def make_profile(chance: random.Random, folder: Path) -> tuple[Path, list[str]]:
-    """A damaged cluster.toml, and a job to predict with it."""
+    """Write a damaged cluster.toml; return its path and the arguments of a question about it."""
     text = whole_profile(folder)
     way = chance.random()
     if way < 0.4:  # an extreme cluster whose intervals are whole
