@@ -24,6 +24,13 @@ RATES = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 SLOW = ("100mbit", "200mbit")
 PROGRESS = re.compile(r"iteration \d+/|calibrating: |.* s left$")
 """A line of it."""
+PAPERS = {
+    "ps-sync": "parameter server",
+    "D-Sync": "synchronous (width 1)",
+    "pipelined": "pipelined, no prediction",
+    "ours": "**pipesgd**",
+}
+"""Methods of the paper's figures, by the first word of their name, and what users call them."""
 RACES = {"mlp": "MLP", "small-convnet": "convnet"}
 """Workloads whose time to an accuracy was measured, and their names in a heading."""
 
@@ -147,7 +154,9 @@ def convergence() -> str:
     lines = []
     for method, (seconds, finals) in ends.items():
         reached = f"{100 * mean(finals):.2f} ({100 * min(finals):.2f} to {100 * max(finals):.2f})"
-        lines.append([method, f"{mean(seconds):.0f}", f"{mean(seconds) / shortest:.1f}", reached])
+        name, _, codec = method.partition(", ")
+        titled = PAPERS[name] + (f", {codec}" if codec else "")
+        lines.append([titled, f"{mean(seconds):.0f}", f"{mean(seconds) / shortest:.1f}", reached])
     return table(["", "s of training", "times the shortest", "final accuracy, %"], lines)
 
 

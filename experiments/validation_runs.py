@@ -118,7 +118,7 @@ ROUNDS, PASSES = 2, (0, 1, 1, 0)
 The difference between two rounds shows how far a measurement can be trusted."""
 SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.5, 0.2, 4, 100
 """Seconds of a cell in a pass, for which as many iterations are timed as are predicted to take this long."""
-FINAL_PASSES = 10
+FINAL_PASSES, QUICK_FINAL_PASSES = 10, 2
 """Passes over two cells: the least of thirty varying measurements is too low for its cell, which is measured again."""
 CALIBRATIONS = 2
 """Most calibrations of a setting: a second one if the first was disturbed, as pipesgd.calibrate advises."""
@@ -284,7 +284,7 @@ def judge(setting: Setting, measured: Measured, folder: Path, *, quick: bool = F
     if setting.extrapolated or len(finalists) == 1:
         return dataclasses.replace(measured, final={})
     predicted = {words: measured.cells[words]["predicted_s"] for words in finalists}
-    turned = timed(setting, predicted, FINAL_PASSES, folder, quick=quick)
+    turned = timed(setting, predicted, QUICK_FINAL_PASSES if quick else FINAL_PASSES, folder, quick=quick)
     seconds = ([cell["seconds"] for cell in passes] for passes in zip(*turned, strict=True))
     return dataclasses.replace(measured, final=dict(zip(finalists, seconds, strict=True)))
 

@@ -26,7 +26,7 @@ def describe(job: Job) -> str:
     codec = "no codec" if job.codec == UNCOMPRESSED else job.codec
     if job.strategy == "ddp":
         return f"ddp, {codec}"
-    name = "D-Sync" if job.width == 1 else f"pipelined, width {job.width}"
+    name = "synchronous" if job.width == 1 else f"pipelined, width {job.width}"
     segment = "" if job.segment_bytes == 1 << 20 else f", segments of {job.segment_bytes >> 10} KiB"
     return f"{name}, {codec}, {job.all_reduce}{segment}"
 

@@ -40,19 +40,19 @@ from timing_model.simulate_job import plot_simulated_job, simulate_job
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-HELP = """What a training job will cost, and how to run it, before it runs.
+HELP = """Predict what a training job will cost, and how to run it, before it runs.
 
-  predict    the time of an iteration, an epoch and the job, by parts, and what limits it
-  plan       the best strategy, width, codec and all-reduce, and why
-  simulate   the same iterations one by one, with jitter and slow ranks
-  fit        a profile that agrees with runs that were made
+  predict    time of an iteration, an epoch and the job, by parts, and what limits it
+  plan       best strategy, width, codec and all-reduce, and why
+  simulate   the iterations one by one, with jitter and slow ranks
+  fit        adjust a profile to runs of pipesgd.train
 
-Ask of a cluster that was measured (torchrun ... -m pipesgd.calibrate --out cluster.toml):
+For a measured cluster (torchrun ... -m pipesgd.calibrate --out cluster.toml):
   timing-model plan --cluster cluster.toml --model resnet18 --batch-size 64 --world-size 8
-or of one that is written by hand:
+With numbers you type in:
   timing-model predict --latency 50us --bandwidth 10Gbit/s --world-size 4 --compute 0.3s --parameters 61.1M
 
-timing-model COMMAND --help lists a command's options; timing-model --version says which version this is."""
+timing-model COMMAND --help lists a command's options; timing-model --version prints the version."""
 PLOTTED_WIDTHS = (1, 2, 3, 4)
 
 
@@ -117,29 +117,32 @@ def _plot_widths(answer: Answer, axes: Axes) -> Axes:
 
 def _add_plan(options: Parser) -> None:
     add_job(options)
-    searched = options.add_argument_group("what is searched")
-    searched.add_argument("--strategies", nargs="+", metavar="NAME", help=f"({' '.join(STRATEGIES)})")
+    searched = options.add_argument_group("search space")
     searched.add_argument(
-        "--widths", nargs="+", type=whole(), metavar="K", help=f"of pipelines ({' '.join(map(str, WIDTHS))})"
+        "--strategies", nargs="+", metavar="NAME", help=f"strategies to search ({' '.join(STRATEGIES)})"
+    )
+    searched.add_argument(
+        "--widths", nargs="+", type=whole(), metavar="K", help=f"widths to search ({' '.join(map(str, WIDTHS))})"
     )
     searched.add_argument(
         "--codecs",
         nargs="+",
         metavar="NAME",
-        help=f"or {ALL}; some cost accuracy (those that cost next to none: {' '.join(ACCURATE)})",
+        help=f"codecs to search, or {ALL}, which includes those that cost accuracy ({' '.join(ACCURATE)})",
     )
     searched.add_argument(
         "--all-reduces",
         nargs="+",
         metavar="NAME",
-        help=f"(those that were measured; by hand all, all-to-all up to {LARGEST_ALL_TO_ALL} ranks)",
+        help="all-reduces to search (those that were measured; with numbers typed in all, "
+        f"all-to-all up to {LARGEST_ALL_TO_ALL} ranks)",
     )
     searched.add_argument(
         "--segments",
         nargs="+",
         type=whole(),
         metavar="N",
-        help=f"bytes of the largest message ({' '.join(map(str, SEGMENTS))})",
+        help=f"sizes of the largest message to search, in bytes ({' '.join(map(str, SEGMENTS))})",
     )
     add_nodes(searched)
     searched.add_argument(
@@ -147,9 +150,9 @@ def _add_plan(options: Parser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=SHARE",
-        help="by how much more iterations are needed to the same accuracy: width=1%% for each one above 1, int4=3%%",
+        help="share of iterations needed in addition for the same accuracy: width=1%% for each one above 1, int4=3%%",
     )
-    options.add_argument("--top", type=whole(), default=8, metavar="N", help="how many to show (8)")
+    options.add_argument("--top", type=whole(), default=8, metavar="N", help="number of configurations to show (8)")
 
 
 def _plan(given: Namespace) -> str:
@@ -210,7 +213,7 @@ def _accuracy_cost(text: str) -> tuple[str, float]:
 
 def _add_simulate(options: Parser) -> None:
     _add_predict(options)
-    options.add_argument("--seed", type=whole(0), default=0, help="of the jitter (0)")
+    options.add_argument("--seed", type=whole(0), default=0, help="seed of the jitter (0)")
 
 
 def _simulate(given: Namespace) -> str:

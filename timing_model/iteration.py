@@ -45,7 +45,7 @@ def pipelined_iteration_time(
     .. math:: T = \max(c,\; m,\; (c + m) / K)
 
     c is ``times.total`` and m is ``collective.total``, each slowed down by the other if K > 1
-    (``ComputeTimes.at_width``). Width 1 is synchronous and takes c + m (D-Sync). Width 2 is the smallest that reaches
+    (``ComputeTimes.at_width``). Width 1 is synchronous and takes c + m. Width 2 is the smallest that reaches
     max(c, m). Noise replaces the maximum by ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
 
     Raises ``ValueError`` if ``width < 1``.

@@ -66,7 +66,7 @@ class Job:
     strategy: str = "pipelined"
     """Strategy, one of ``STRATEGIES``."""
     width: int = 1
-    """Width of the pipeline; 1 is synchronous (D-Sync)."""
+    """Width of the pipeline; 1 is synchronous."""
     codec: str = UNCOMPRESSED
     all_reduce: str | None = "ring"
     """All-reduce, one of ``ALL_REDUCES``; native with ddp, None with ps-sync."""

@@ -23,65 +23,84 @@ NOTHING = Calibrated(world_sizes=(), smallest_bytes=0, largest_bytes=0, residual
 
 def add_job(options: Parser) -> None:
     """Add the options for cluster, model and job, which all commands have."""
-    cluster = options.add_argument_group("cluster, as it was measured, or by hand")
-    cluster.add_argument("--cluster", type=Path, metavar="FILE", help="profile that pipesgd.calibrate wrote")
-    cluster.add_argument("--network", metavar="NAME", help=f"a typical one: {', '.join(NETWORKS)}")
-    cluster.add_argument("--latency", type=quantity(parse_seconds, "latency"), metavar="50us", help="of a message")
+    cluster = options.add_argument_group("cluster: a measured one, or numbers you type in")
+    cluster.add_argument("--cluster", type=Path, metavar="FILE", help="profile written by pipesgd.calibrate")
+    cluster.add_argument("--network", metavar="NAME", help=f"typical network: {', '.join(NETWORKS)}")
+    cluster.add_argument(
+        "--latency", type=quantity(parse_seconds, "latency"), metavar="50us", help="latency of a message"
+    )
     cluster.add_argument(
         "--bandwidth",
         type=quantity(parse_bandwidth, "bandwidth"),
         metavar="10Gbit/s",
-        help="of each rank's link, headers included",
+        help="rate of each rank's link, packet headers included",
     )
-    cluster.add_argument("--world-size", type=whole(), required=True, metavar="P", help="ranks")
+    cluster.add_argument("--world-size", type=whole(), required=True, metavar="P", help="number of ranks")
     group = options.add_argument_group("model and job")
-    group.add_argument("--model", metavar="NAME", help=f"one of the profile's; by hand, its size: {', '.join(MODELS)}")
-    group.add_argument("--parameters", type=quantity(parse_count, "parameters"), metavar="61.1M", help="by hand")
+    group.add_argument("--model", metavar="NAME", help=f"model of the profile, or a known size: {', '.join(MODELS)}")
     group.add_argument(
-        "--compute", type=quantity(parse_seconds, "compute"), metavar="0.3s", help="forward and backward, by hand"
+        "--parameters", type=quantity(parse_count, "parameters"), metavar="61.1M", help="number of parameters"
     )
-    group.add_argument("--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="of the optimizer (0s)")
-    group.add_argument("--batch-size", type=whole(), metavar="B", help="of a rank")
-    group.add_argument("--samples", type=whole(), metavar="N", help="of the data set: an epoch")
-    group.add_argument("--epochs", type=whole(), metavar="N", help="of the job")
-    group.add_argument("--iterations", type=whole(), metavar="N", help="of the job, instead")
-    group.add_argument("--cv", type=number_of(0), help="spread of a rank's computation: standard deviation over mean")
-    group.add_argument("--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="factors of ranks always slow")
-    options.add_argument("--extrapolate", action="store_true", help="also answer far from what was measured")
+    group.add_argument(
+        "--compute",
+        type=quantity(parse_seconds, "compute"),
+        metavar="0.3s",
+        help="time of a forward and a backward pass",
+    )
+    group.add_argument(
+        "--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="time of the optimizer (0s)"
+    )
+    group.add_argument("--batch-size", type=whole(), metavar="B", help="samples of a rank in an iteration")
+    group.add_argument("--samples", type=whole(), metavar="N", help="samples of the data set")
+    group.add_argument("--epochs", type=whole(), metavar="N", help="length of the job in epochs")
+    group.add_argument("--iterations", type=whole(), metavar="N", help="length of the job in iterations, instead")
+    group.add_argument(
+        "--cv", type=number_of(0), help="spread of a rank's computation: standard deviation divided by mean"
+    )
+    group.add_argument(
+        "--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="slowdown factors of ranks that are always slow"
+    )
+    options.add_argument("--extrapolate", action="store_true", help="also answer far outside of what was measured")
     add_output(options)
 
 
 def add_output(options: Parser) -> None:
-    options.add_argument("--json", action="store_true", help="for programs; times in s, sizes in bytes")
-    options.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture (needs matplotlib)")
+    options.add_argument("--json", action="store_true", help="print JSON; times in s, sizes in bytes")
+    options.add_argument("--plot", type=Path, metavar="FILE", help="also save a picture (needs matplotlib)")
 
 
 def add_configuration(options: Parser) -> None:
     """Add the options for one way to run the job."""
-    one = options.add_argument_group("configuration, as pipesgd.train has it")
+    one = options.add_argument_group("configuration: options of pipesgd.train")
     one.add_argument("--strategy", default="pipelined", help=f"{', '.join(STRATEGIES)} (pipelined)")
-    one.add_argument("--width", type=whole(), metavar="K", help="of the pipeline (2); 1 is synchronous")
-    one.add_argument("--codec", default=UNCOMPRESSED, help="of the profile (fp32)")
+    one.add_argument("--width", type=whole(), metavar="K", help="iterations in flight (2); 1 is synchronous")
+    one.add_argument("--codec", default=UNCOMPRESSED, help="codec, one of the profile's (fp32)")
     one.add_argument("--all-reduce", metavar="NAME", help=f"{', '.join(ALL_REDUCES)} (ring; native with ddp)")
     one.add_argument(
-        "--segment-bytes", type=whole(), default=SEGMENT_BYTES, metavar="N", help="largest message (1 MiB)"
+        "--segment-bytes", type=whole(), default=SEGMENT_BYTES, metavar="N", help="bytes of the largest message (1 MiB)"
     )
-    one.add_argument("--servers", type=whole(), default=1, metavar="S", help="of ps-sync (1)")
+    one.add_argument("--servers", type=whole(), default=1, metavar="S", help="number of servers of ps-sync (1)")
     one.add_argument(
-        "--server-placement", default="colocated", help="colocated with workers, or dedicated ranks (colocated)"
+        "--server-placement",
+        default="colocated",
+        help="placement of the servers: colocated with workers, or dedicated (colocated)",
     )
     add_nodes(one)
 
 
 def add_nodes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--ranks-per-node", type=whole(), default=1, metavar="G", help="for hierarchical; no effect on ring, native (1)"
+        "--ranks-per-node",
+        type=whole(),
+        default=1,
+        metavar="G",
+        help="ranks that share a node, for hierarchical; no effect on ring and native (1)",
     )
-    group.add_argument("--nics", type=whole(), default=1, metavar="R", help="of a node, for hierarchical (1)")
+    group.add_argument("--nics", type=whole(), default=1, metavar="R", help="NICs of a node, for hierarchical (1)")
 
 
 def base_of(given: Namespace) -> Job:
-    """Return the job that the options of ``add_job`` name, at width 1 (D-Sync). Raises ``ValueError``."""
+    """Return the job that the options of ``add_job`` name, at width 1. Raises ``ValueError``."""
     for name in ("latency", "compute", "update"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")

@@ -26,6 +26,7 @@ from experiments.validation_runs import (
     PRIVATE,
     QUICK,
     QUICK_CONFIGURATIONS,
+    QUICK_FINAL_PASSES,
     SETTINGS,
     Measured,
     Setting,
@@ -223,9 +224,10 @@ def test_a_real_setting_is_predicted_and_then_measured(tmp_path: Path) -> None:
     assert "runs are there" not in judged.stdout
     [once_more] = json.loads(kept.read_text()).values()
     assert once_more["cells"] == run["cells"]
-    assert {words: len(seconds) for words, seconds in once_more["final"].items()} == dict.fromkeys(run["cells"], 10)
+    passes = {words: len(seconds) for words, seconds in once_more["final"].items()}
+    assert passes == dict.fromkeys(run["cells"], QUICK_FINAL_PASSES)
     [decision] = load(tmp_path / "validate_timing_model_decisions.csv")
-    means = {words: sum(seconds) / 10 for words, seconds in once_more["final"].items()}
+    means = {words: sum(seconds) / QUICK_FINAL_PASSES for words, seconds in once_more["final"].items()}
     assert decision["regret"] == pytest.approx(means[decision["chosen"]] / min(means.values()) - 1)
     again = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert "1 of 1 runs are there" in again.stdout

@@ -38,7 +38,7 @@ def said(capsys: pytest.CaptureFixture[str], words: str) -> str:
 def test_predict_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, f"predict {HAND} --width 1 --batch-size 64 --samples 50000 --epochs 10")
     assert "pipelined" not in out
-    assert "D-Sync, no codec, ring" in out
+    assert "synchronous, no codec, ring" in out
     assert (
         "a model of 61.1 M parameters (244 MB), batch of 64 a rank, on 4 ranks: 9.56 Gbit/s of payload, 50.0 us latency"
         in out

@@ -281,5 +281,5 @@ def test_configurations_in_words() -> None:
     assert (describe(ddp), training_arguments(ddp)) == ("ddp, bf16", "--strategy ddp --ddp-hook bf16")
     servers = dataclasses.replace(base, strategy="ps-sync", all_reduce=None)
     assert (describe(servers), training_arguments(servers)) == ("ps-sync", "--strategy ps-sync --servers 1")
-    assert describe(base) == "D-Sync, no codec, ring"
+    assert describe(base) == "synchronous, no codec, ring"
     assert isinstance(plan(base, SPACE), Plan)
