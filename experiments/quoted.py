@@ -155,8 +155,8 @@ def convergence() -> str:
     for method, (seconds, finals) in ends.items():
         reached = f"{100 * mean(finals):.2f} ({100 * min(finals):.2f} to {100 * max(finals):.2f})"
         name, _, codec = method.partition(", ")
-        titled = PAPERS[name] + (f", {codec}" if codec else "")
-        lines.append([titled, f"{mean(seconds):.0f}", f"{mean(seconds) / shortest:.1f}", reached])
+        shown = PAPERS[name] + (f", {codec}" if codec else "")
+        lines.append([shown, f"{mean(seconds):.0f}", f"{mean(seconds) / shortest:.1f}", reached])
     return table(["", "s of training", "times the shortest", "final accuracy, %"], lines)
 
 

@@ -115,7 +115,7 @@ def check_file(name: str, path: Path, *, overwrite: bool) -> None:
     if path.is_dir():
         raise UserInputError(f"{name} must be a file; got the folder {path}")
     if path.exists() and not overwrite:
-        raise UserInputError(f"{name} must not be there yet; got {path} (--overwrite replaces it)")
+        raise UserInputError(f"{name} must not exist yet; got {path} (--overwrite replaces it)")
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK | os.X_OK)):
         raise UserInputError(f"{name} must be in a folder to write to; got {path}")
 

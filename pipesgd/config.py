@@ -452,11 +452,11 @@ class TrainConfig:
         correction, optimization = self.compression.momentum_correction, self.optimization
         if correction > 0 and optimization.optimizer == "nesterov":
             raise UserInputError(
-                "optimizer must be sgd with --momentum-correction, which takes the place of its momentum; got nesterov"
+                "optimizer must be sgd with --momentum-correction, which replaces its momentum; got nesterov"
             )
         if correction > 0 and optimization.optimizer == "sgd" and optimization.momentum > 0:
             raise UserInputError(
-                f"momentum must be 0 with --momentum-correction, which takes its place; got {optimization.momentum}"
+                f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"
             )
         if optimization.optimizer == "muon" and strategy in SERVER_STRATEGIES:
             raise UserInputError(

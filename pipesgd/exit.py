@@ -203,7 +203,7 @@ def _explain(failure: BaseException, ranks: Ranks | None) -> int:
         sys.stderr.write(trace)  # a bug of ours: the line alone would not help to fix it
     text = reason_of(failure, ranks)
     silent = {} if ranks is None else ranks.silent()
-    if ranks is not None and silent and not isinstance(failure, PeerFailed) and "no word from" not in text:
+    if ranks is not None and silent and not isinstance(failure, PeerFailed) and "no heartbeat from" not in text:
         text += f"; {no_word_from(silent, ranks.job_size)}"
     say(f"error: {text}")  # before asking the store, which may hang
     write_error_file(text, trace, cause=not isinstance(failure, CommunicationError | Terminated))
@@ -224,4 +224,4 @@ def _hear_the_others(ranks: Ranks, text: str, failure: BaseException, *, known: 
         say(f"error: rank {ranks.rank}: nobody can be told (the store that the ranks share is gone or hangs)")
         return
     if silent and not is_victim and silent != known:
-        say(f"error: rank {ranks.rank}: no word from {named(silent)}")
+        say(f"error: rank {ranks.rank}: no heartbeat from {named(silent)}")

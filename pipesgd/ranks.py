@@ -258,7 +258,7 @@ class Ranks:
         beats = self._beats(missing)
         silent = self.silent()
         alive = [f"rank {rank} is alive: {beat.place()}" for rank, beat in beats.items() if rank not in silent]
-        text = f"no word within {seconds:g} s from {named(missing)}" + "".join(f"; {one}" for one in alive)
+        text = f"no message within {seconds:g} s from {named(missing)}" + "".join(f"; {one}" for one in alive)
         if cause is None and self._job._failure is not None:
             raise self._job._failure
         raise (PeerFailed if cause else DeadlineExceeded)(
@@ -524,7 +524,7 @@ def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float)
         return not missing
 
     if not _poll(answer, timeout):
-        reason = f"no word within {timeout:g} s from ranks {missing}"
+        reason = f"no message within {timeout:g} s from ranks {missing}"
         raise DeadlineExceeded(rank=rank, peer=missing[0], operation="start", reason=reason)
     return dist.PrefixStore(me, store)
 

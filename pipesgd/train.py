@@ -69,12 +69,12 @@ FELL_BACK = (
     f"Width 1 for the next {SYNCHRONOUS_ITERATIONS} iterations (--guard); a lower --lr or --clip-norm may avoid it"
 )
 LEFT_OUT = (
-    "warning: the gradient of iteration {iteration} is not finite on {ranks}: the update is left out "
+    "warning: the gradient of iteration {iteration} is not finite on {ranks}: the update is skipped "
     "(--on-nonfinite skip); summary.json counts them by rank"
 )
 
 DRIFTS = (
-    "warning: the ranks' processors compute other bits, so replicas drift apart: all get rank 0's weights at every "
+    "warning: the ranks' processors compute different bits, so replicas drift apart: all get rank 0's weights at every "
     "evaluation and checkpoint (--allow-drift)"
 )
 
@@ -413,7 +413,7 @@ class Run:
             if failures:
                 raise RunError(
                     f"rank {rank}: training is done, but {'; '.join(failures)}. The newest checkpoint is that of "
-                    f"iteration {self.checkpoints.newest or 0} of {job.iterations}: --resume ends the run once there "
+                    f"iteration {self.checkpoints.newest or 0} of {job.iterations}: --resume finishes it once there "
                     "is room"
                 )
         if job.lock is not None:

@@ -171,11 +171,11 @@ from timing_model.schedules import ALL_REDUCES
         ("--codec topk --momentum-correction 1", "momentum-correction must be below 1; got 1.0"),
         (
             "--codec topk --momentum-correction 0.9",
-            "momentum must be 0 with --momentum-correction, which takes its place; got 0.9",
+            "momentum must be 0 with --momentum-correction, which replaces it; got 0.9",
         ),
         (
             "--codec topk --momentum-correction 0.9 --optimizer nesterov",
-            "optimizer must be sgd with --momentum-correction, which takes the place of its momentum; got nesterov",
+            "optimizer must be sgd with --momentum-correction, which replaces its momentum; got nesterov",
         ),
         (
             "--codec topk --all-reduce all-to-all",
@@ -184,8 +184,7 @@ from timing_model.schedules import ALL_REDUCES
         ("--codec powersgd --low-rank 0", "low-rank must be at least 1; got 0"),
         (
             "--codec int8 --all-reduce native",
-            "codec must be one of fp32, bf16, fp16, powersgd with --all-reduce native, in which torch adds up; "
-            "got int8",
+            "codec must be one of fp32, bf16, fp16, powersgd with --all-reduce native, in which torch sums; got int8",
         ),
         (
             "--codec bf16 --all-reduce native --error-feedback on",

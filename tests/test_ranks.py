@@ -71,7 +71,7 @@ def test_a_missing_rank_is_named_when_the_deadline_has_passed() -> None:
         if rank != 1:
             text, peer, seconds = answer
             assert peer == 1
-            assert text == (f"rank {rank}: exchange of a value with rank 1 failed: no word within 1 s from rank 1")
+            assert text == (f"rank {rank}: exchange of a value with rank 1 failed: no message within 1 s from rank 1")
             assert 1.0 <= seconds < 5.0
 
 

@@ -123,7 +123,7 @@ def farewells_of(job: Job) -> list[str]:
 def silent_ranks(job: Job) -> set[str]:
     """Return the ranks that any other rank's last line calls silent."""
     said = " ".join([*errors_of(job), *farewells_of(job)])
-    return set(re.findall(r"no word from (ranks? [\d, ]*\d)", said))
+    return set(re.findall(r"no heartbeat from (ranks? [\d, ]*\d)", said))
 
 
 def gone(pid: int) -> bool:
@@ -181,7 +181,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_deadline(job: Any, all_reduce
     pids = running.rank_pids()
     os.kill(pids[2], signal.SIGSTOP)
     begin = time.monotonic()
-    running.wait_for("no word from rank 2")
+    running.wait_for("no heartbeat from rank 2")
     assert time.monotonic() - begin < 15
     os.kill(pids[2], signal.SIGCONT)  # torchrun's SIGTERM takes effect; its SIGKILL would come after 30 s
     assert running.finish() == 1

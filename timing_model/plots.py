@@ -30,7 +30,7 @@ def check_plot(path: Path | None) -> None:
     if path.suffix not in FORMATS:
         raise ValueError(f"plot must end in one of {', '.join(FORMATS)}; got {path}")
     if not path.parent.is_dir() or path.is_dir():
-        raise ValueError(f"plot must be a file in a folder that is there; got {path}")
+        raise ValueError(f"plot must be a file in an existing folder; got {path}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             f"plot must be left out where matplotlib is not installed (pip install matplotlib does it); got {path}"

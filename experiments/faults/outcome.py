@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SLACK_SECONDS = 3.0
 """Seconds after the run's deadline within which a permanent fault must be named."""
-ACCUSED = re.compile(r"no word from ranks? ([\d, ]*\d)")
+ACCUSED = re.compile(r"no heartbeat from ranks? ([\d, ]*\d)")
 """Pattern for the ranks that a line takes for dead or hung."""
 RANK_EXIT = re.compile(r"exitcode\s*: (-?\d+)")
 """Pattern of a rank's exit code in torchrun's report."""

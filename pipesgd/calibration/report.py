@@ -81,14 +81,14 @@ def warnings(computation: Computation, fits: Mapping[str, CollectiveFit], stolen
         for rank, factor in computation.slow_ranks.items()
     ]
     lines += [
-        f"poor fit: {titled(name)} on this cluster is not what the model says; held-out cells are {held_out(one)}"
+        f"poor fit: {titled(name)} on this cluster does not follow the model; held-out cells are {held_out(one)}"
         for name, one in fits.items()
         if one.residual > POOR
     ]
     if stolen > machines.DISTURBED:
         lines.append(
-            f"busy host: its hypervisor gave {stolen:.1%} of a machine's cores to other guests meanwhile; "
-            "calibrate again when it gives less"
+            f"busy host: its hypervisor gave {stolen:.1%} of a machine's cores to other guests during the calibration; "
+            "calibrate again when the host is quieter"
         )
     return lines
 
@@ -104,7 +104,7 @@ def check_plot(path: Path | None) -> None:
             "plot must be left out where matplotlib is not installed (pip install matplotlib)"
         ) from None
     if not path.parent.is_dir():
-        raise UserInputError(f"plot must be a file in a folder that is there; got {path}")
+        raise UserInputError(f"plot must be a file in an existing folder; got {path}")
 
 
 def save_plot(fits: Mapping[str, CollectiveFit], path: Path) -> None:

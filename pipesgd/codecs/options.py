@@ -107,8 +107,7 @@ class CodecOptions:
         """Raise ``UserInputError`` unless the codec works with this all-reduce."""
         if all_reduce == "native" and self.codec not in NATIVE_CODECS:
             raise UserInputError(
-                f"codec must be {one_of(NATIVE_CODECS)} with --all-reduce native, in which torch adds up; "
-                f"got {self.codec}"
+                f"codec must be {one_of(NATIVE_CODECS)} with --all-reduce native, in which torch sums; got {self.codec}"
             )
         if all_reduce == "native" and self.error_feedback == "on":
             raise UserInputError("error-feedback must be off with --all-reduce native, in which torch rounds; got on")

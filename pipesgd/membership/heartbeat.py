@@ -157,7 +157,7 @@ class Liveness:
             return None
         self._said_stall = now
         silent = self.silent(now)
-        awaited = [f"rank {rank} (no word for {seconds:.0f} s)" for rank, seconds in sorted(silent.items())]
+        awaited = [f"rank {rank} (no heartbeat for {seconds:.0f} s)" for rank, seconds in sorted(silent.items())]
         for rank, beat in enumerate(self.beats):
             if beat is not None and not beat.waiting and rank not in silent and beat.phase != LEFT:
                 awaited.append(f"rank {rank} ({beat.place()})")
@@ -249,5 +249,5 @@ def no_word_from(silent: Mapping[int, float], world_size: int) -> str:
     """
     seconds = min(silent.values())
     if 1 < len(silent) == world_size - 1:
-        return f"no word from any other rank for {seconds:.0f} s: this machine may be cut off from the network"
-    return f"no word from {named(sorted(silent))} for {seconds:.0f} s"
+        return f"no heartbeat from any other rank for {seconds:.0f} s: this machine may be cut off from the network"
+    return f"no heartbeat from {named(sorted(silent))} for {seconds:.0f} s"

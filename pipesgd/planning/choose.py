@@ -82,14 +82,14 @@ def decide(
         base = Job(cluster=profile, compute=compute, world_size=world_size, iterations=iterations)
         measured = support_of(base)
         if measured.kind == OUTSIDE and not own:
-            raise UserInputError(f"cluster must be near what is to be run; got {measured.reasons[0]}")
+            raise UserInputError(f"cluster must have been measured near this job; got {measured.reasons[0]}")
         # Options that are not auto may be outside of what was measured; the answer reports that.
         found = plan(base, space_of(profile, config), extrapolate=True)
         answer = predict(found.best.job, extrapolate=True)
     except UserInputError:
         raise
     except ValueError as failure:
-        raise UserInputError(f"cluster must be one that can tell of this run; got {failure}") from None
+        raise UserInputError(f"cluster must allow a prediction of this run; got {failure}") from None
     assert answer.total is not None
     job, auto = found.best.job, config.planning.auto
     chosen = {

@@ -70,7 +70,7 @@ def plan_run(
     if ranks.world_size == 1:
         say(
             console,
-            f"one rank has no network, so that there is nothing to plan: {words(choices_of(config))}, the defaults",
+            f"one rank has no network, so there is nothing to plan: {words(choices_of(config))}, the defaults",
         )
         return config.with_choices({}), None
 
@@ -180,4 +180,4 @@ def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig
         config = config.with_choices({name: options[name] for name in config.planning.auto})
         return config, None if planned is None else Planned(**planned)
     except (KeyError, TypeError, UserInputError) as failure:
-        raise CheckpointError(f"the run to resume must tell its choices; got {failure!r}") from None
+        raise CheckpointError(f"the run to resume must record its choices; got {failure!r}") from None

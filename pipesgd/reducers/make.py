@@ -27,7 +27,7 @@ def check_reducer(
     check_at_least("seed", seed, 0)
     momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
     if options.momentum_correction and momenta:
-        raise UserInputError(f"momentum must be 0 with momentum_correction, which takes its place; got {momenta[0]}")
+        raise UserInputError(f"momentum must be 0 with momentum_correction, which replaces it; got {momenta[0]}")
     if options.codec == "topk":
         from pipesgd.reducers.topk import count_of
 

@@ -52,7 +52,7 @@ class Checkpoints:
         """
         save: str = self._ranks.all_gather_object("a checkpoint's name", uuid.uuid4().hex)[0]
         place = self._folder.place_for(iteration, save)
-        newest = "none is whole yet" if self.newest is None else f"the newest is that of iteration {self.newest}"
+        newest = "none is complete yet" if self.newest is None else f"the newest is that of iteration {self.newest}"
         warning = f"the checkpoint of iteration {iteration} could not be written ({{}}); training continues, {newest}"
 
         def write() -> None:

@@ -96,7 +96,7 @@ class Appender:
     def _attempt(self, *, sync: bool) -> None:
         try:
             if self._descriptor is not None and sync and os.fstat(self._descriptor).st_nlink == 0:
-                warn(f"{self._path} was removed; it is made again, without what was in it")
+                warn(f"{self._path} was removed; it is created again, without its former content")
                 self._close_file()
             if self._descriptor is None:
                 self._path.parent.mkdir(exist_ok=True)
@@ -110,6 +110,4 @@ class Appender:
             self._close_file()
             if not self._warned:
                 self._warned = True
-                warn(
-                    f"{reason(failure, self._path)}; training continues, and what is missing is written once it can be"
-                )
+                warn(f"{reason(failure, self._path)}; training continues, and the rest is written as soon as possible")

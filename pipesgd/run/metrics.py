@@ -104,7 +104,7 @@ class MetricsWriter:
                 warn(f"{path} could not be read in full; it is kept as {_keep_aside(path).name}")
             write_text_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
         except OSError as failure:
-            warn(f"{reason(failure, path)}; training continues, and lines of iterations run again are there twice")
+            warn(f"{reason(failure, path)}; training continues, and lines of repeated iterations appear twice")
         self._lines = Appender(path)
         self._events = EventFile(output / "tensorboard", start=start)
 

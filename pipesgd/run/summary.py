@@ -49,7 +49,7 @@ def describe(config: TrainConfig, ranks: Ranks, model: nn.Module, network: list[
         here = f"all ranks at {network[0]}" if len(set(network)) == 1 else "ranks at " + ", ".join(network)
         text += f"\nnetwork: {here}"
     if not ranks.by_torchrun:
-        text += f"\nnot started by torchrun, hence one rank; for four: {HOW_TO_START}"
+        text += f"\nnot started by torchrun, so there is one rank; for four: {HOW_TO_START}"
     if config.run.resume or ranks.restart_count:
         text += "\n" + _where_it_resumes(start, total)
     return text

@@ -115,7 +115,7 @@ def test_an_existing_file_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) ->
     out = tmp_path / "cluster.toml"
     out.write_text("mine")
     found = run(2, f"{SHORT} --out {out}")
-    expected = f"UserInputError: rank 0: out must not be there yet; got {out} (--overwrite replaces it)"
+    expected = f"UserInputError: rank 0: out must not exist yet; got {out} (--overwrite replaces it)"
     assert found == [(expected, "")] * 2
     assert out.read_text() == "mine"
     assert run(2, f"{SHORT} --out {out} --overwrite")[0][0] == ""

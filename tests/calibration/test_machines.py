@@ -44,4 +44,4 @@ def test_this_machine_tells() -> None:
 def test_a_busy_host_is_named_and_a_quiet_one_is_not() -> None:
     assert report.warnings(COMPUTATION, {}, 0.005) == []
     [line] = report.warnings(COMPUTATION, {}, 0.043)
-    assert line.startswith("busy host: its hypervisor gave 4.3% of a machine's cores to other guests meanwhile; ")
+    assert line.startswith("busy host: its hypervisor gave 4.3% of a machine's cores to other guests during the ")

@@ -30,8 +30,8 @@ KILLED = Scenario(
 )
 GOOD = Observation(
     lines=[
-        [-3.0, "error: an old line about rank 1; no word from rank 2"],
-        [2.0, "error: rank 0: receive with rank 1 in iteration 43 failed; no word from rank 1"],
+        [-3.0, "error: an old line about rank 1; no heartbeat from rank 2"],
+        [2.0, "error: rank 0: receive with rank 1 in iteration 43 failed; no heartbeat from rank 1"],
         [2.1, "    exitcode  : 1 (pid: 7)"],
     ],
     ended=3.0,
@@ -56,8 +56,8 @@ def test_what_is_as_expected_is_no_miss() -> None:
     ("change", "miss"),
     [
         ({"lines": []}, "the expected line did not appear"),
-        ({"lines": [[13.5, "error: rank 0: no word from rank 1"]]}, "the line came after 13.5 s instead of 13"),
-        ({"lines": [[1.0, "error: rank 1: no word from ranks 0, 1"]]}, "named as silent: 0, 1 instead of 1"),
+        ({"lines": [[13.5, "error: rank 0: no heartbeat from rank 1"]]}, "the line came after 13.5 s instead of 13"),
+        ({"lines": [[1.0, "error: rank 1: no heartbeat from ranks 0, 1"]]}, "named as silent: 0, 1 instead of 1"),
         ({"lines": [[1.0, "error: rank 1 is gone"]]}, "named as silent: nobody instead of 1"),
         (
             {"lines": [[1.0, '  File "/a/pipesgd/train.py", line 7, in train'], *GOOD.lines]},

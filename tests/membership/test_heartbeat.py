@@ -125,7 +125,7 @@ def test_a_stall_line_names_who_is_awaited_and_what_it_does() -> None:
     waiting = beat(1, "all-reduce", waiting=True, seconds=31)
     start = "stalled: rank 0 waits in all-reduce of iteration 7 for 31 s, for "
     assert stalled([waiting, beat(1, seconds=32), waiting]) == start + "rank 1 (compute of iteration 7 for 32 s)"
-    assert stalled([waiting, beat(1), waiting], silent=True) == start + "rank 1 (no word for 40 s)"
+    assert stalled([waiting, beat(1), waiting], silent=True) == start + "rank 1 (no heartbeat for 40 s)"
     assert stalled([waiting] * 3) == start + "the network: no rank is silent, and all of them wait"
     assert stalled([beat(1, seconds=31)] * 3) is None, "it computes, and waits for nobody"
     assert stalled([beat(1, "all-reduce", waiting=True, seconds=29)] * 3) is None
@@ -183,11 +183,11 @@ def test_a_standing_counts_its_heartbeats_and_returns_to_the_phase_before() -> N
 
 
 def test_silent_ranks_are_named_with_the_seconds_that_all_of_them_have_been_silent_for() -> None:
-    assert no_word_from({1: 4.4}, 2) == "no word from rank 1 for 4 s"
-    assert no_word_from({3: 9.0, 1: 6.0}, 4) == "no word from ranks 1, 3 for 6 s"
+    assert no_word_from({1: 4.4}, 2) == "no heartbeat from rank 1 for 4 s"
+    assert no_word_from({3: 9.0, 1: 6.0}, 4) == "no heartbeat from ranks 1, 3 for 6 s"
 
 
 def test_a_rank_that_hears_nobody_suspects_its_own_network() -> None:
     assert no_word_from({1: 9.0, 2: 6.0}, 3) == (
-        "no word from any other rank for 6 s: this machine may be cut off from the network"
+        "no heartbeat from any other rank for 6 s: this machine may be cut off from the network"
     )

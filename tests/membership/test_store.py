@@ -149,7 +149,7 @@ def test_ranks_among_the_first_have_the_same_deadline_and_iteration() -> None:
 @pytest.mark.parametrize("command", [train, calibrate])
 def test_the_first_exchange_waits_for_as_long_as_timeout_says(command: Any) -> None:
     ranks = Ranks(rank=0, world_size=2, store=dist.HashStore(), standing=Standing(timeout=30.0))
-    with pytest.raises(DeadlineExceeded, match=r"exchange of options .* no word within 0\.3 s from rank 1"):
+    with pytest.raises(DeadlineExceeded, match=r"exchange of options .* no message within 0\.3 s from rank 1"):
         command(["--timeout", "0.3"], ranks, Console(file=io.StringIO()))
 
 
@@ -165,7 +165,7 @@ def test_an_exchange_may_wait_for_longer_than_the_deadline() -> None:
     assert other.all_gather_object("a compiled codec", 2, within=60.0) == [1, 2]
     waiting.join(20.0)
     assert found == [[1, 2]]
-    with pytest.raises(DeadlineExceeded, match=r"no word within 0\.2 s from rank 1"):
+    with pytest.raises(DeadlineExceeded, match=r"no message within 0\.2 s from rank 1"):
         one.all_gather_object("another one", 1)
 
 

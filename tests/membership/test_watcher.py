@@ -117,7 +117,7 @@ def test_a_rank_without_heartbeats_is_named_by_all_the_others(watching: Any) -> 
     for rank in (0, 1):
         error = job.error(rank)
         assert (type(error), error.peer) == (DeadlineExceeded, 2)
-        assert "no word from rank 2 for" in str(error)
+        assert "no heartbeat from rank 2 for" in str(error)
         assert set(job.ranks[rank].silent()) == {2}
 
 
@@ -141,7 +141,7 @@ def test_a_rank_that_has_left_is_not_missed(watching: Any) -> None:
 def test_an_exchange_that_may_take_long_ends_when_the_watcher_finds_a_rank_lost(watching: Any) -> None:
     job = watching(2)
     job.watch(0)
-    with pytest.raises(DeadlineExceeded, match="no word from rank 1 for") as caught:
+    with pytest.raises(DeadlineExceeded, match="no heartbeat from rank 1 for") as caught:
         job.ranks[0].all_gather_object("a compiled codec", None, within=DEADLINE)
     assert caught.value.peer == 1
 
@@ -170,7 +170,7 @@ def _lost_while_it_compiles(ranks: Ranks) -> str:
 
 def test_a_rank_that_is_lost_while_it_compiles_is_not_waited_for_as_one_that_compiles() -> None:
     """Rank 0 used to wait for 900 s, since it began to watch only afterwards."""
-    assert "no word from rank 1 for" in run_ranks(2, _lost_while_it_compiles, timeout=2.0)[0]
+    assert "no heartbeat from rank 1 for" in run_ranks(2, _lost_while_it_compiles, timeout=2.0)[0]
 
 
 def test_a_rank_that_left_and_watches_again_is_missed_again(watching: Any) -> None:
@@ -206,7 +206,7 @@ def test_a_rank_that_hears_nobody_accuses_nobody(watching: Any) -> None:
     job.watch(0)
     error = job.error(0)
     assert error.peer is None
-    assert "no word from any other rank for" in str(error)
+    assert "no heartbeat from any other rank for" in str(error)
 
 
 def told_to_stop(job: Watching, rank: int) -> None:
@@ -239,7 +239,7 @@ def test_a_rank_that_stays_silent_ends_the_farewell(watching: Any, monkeypatch: 
     job.watch(0)
     error = job.error(0)
     assert isinstance(error, StoppedBySignal)
-    assert "without a farewell checkpoint, since no word from rank 1 for" in str(error)
+    assert "without a farewell checkpoint, since no heartbeat from rank 1 for" in str(error)
 
 
 def test_a_place_in_the_store_that_is_none_is_as_if_it_were_not_there(watching: Any) -> None:
@@ -324,7 +324,7 @@ def test_a_wait_for_a_rank_that_gets_on_is_longer_than_the_timeout_and_one_for_a
     other.join()
     job.ranks[1].iteration = 50
     job.ranks[1].enter("last all-reduce", waiting=True)
-    with pytest.raises(DeadlineExceeded, match=r"no word within 0\.5 s from rank 1; rank 1 is alive: last all-"):
+    with pytest.raises(DeadlineExceeded, match=r"no message within 0\.5 s from rank 1; rank 1 is alive: last all-"):
         job.ranks[0].all_gather_object("another value", 0)
 
 

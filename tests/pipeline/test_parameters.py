@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
     [
         (
             {"codec": CodecOptions(codec="topk", momentum_correction=0.9)},
-            "momentum must be 0 with momentum_correction, which takes its place; got 0.5",
+            "momentum must be 0 with momentum_correction, which replaces it; got 0.5",
         ),
         ({"seed": -1, "codec": "int8"}, "seed must be at least 0; got -1"),
         ({"seed": 2**64}, "seed must be at most 1e+15; got 18446744073709551616"),

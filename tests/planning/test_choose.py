@@ -121,7 +121,8 @@ def test_numbers_typed_in_are_said_to_be_only_that() -> None:
 
 
 def test_a_cluster_far_from_the_job_is_refused_unless_it_is_the_runs_own() -> None:
-    with pytest.raises(UserInputError, match=r"^cluster must be near what is to be run; got 64 ranks; measured: 2, 3"):
+    message = r"^cluster must have been measured near this job; got 64 ranks; measured: 2, 3"
+    with pytest.raises(UserInputError, match=message):
         choose(cluster(), world_size=64)
     assert choose(cluster(), world_size=64, own=True).support == "outside"
 

@@ -172,7 +172,7 @@ def test_without_a_cluster_it_calibrates_and_the_training_is_none_the_worse(tmp_
 def test_one_rank_has_nothing_to_plan(tmp_path: Path) -> None:
     result, text = succeed(1, f"{SHORT} {AUTOS}", tmp_path)
     assert text.startswith(
-        "one rank has no network, so that there is nothing to plan: --width 2 --codec fp32 --all-reduce ring "
+        "one rank has no network, so there is nothing to plan: --width 2 --codec fp32 --all-reduce ring "
     )
     assert (result["width"], result["codec"], result["all_reduce"]) == (2, "fp32", "ring")
     assert "planned" not in result
@@ -290,4 +290,4 @@ def test_a_plan_that_is_no_plan_is_not_continued(tmp_path: Path) -> None:
     earlier = json.loads(path.read_text())
     path.write_text(json.dumps(earlier | {"planned": {"width": 2}}))
     for error, _ in run(2, f"{words} --resume --output {tmp_path / 'run'}"):
-        assert error.startswith("the run to resume must tell its choices; got TypeError(")
+        assert error.startswith("the run to resume must record its choices; got TypeError(")

@@ -147,7 +147,7 @@ def test_metrics_that_cannot_be_written_are_written_when_there_is_room(
         writer.flush()
         warned = sorted(capsys.readouterr().err.splitlines())
         ballast.unlink()
-    rest = "training continues, and what is missing is written once it can be"
+    rest = "training continues, and the rest is written as soon as possible"
     assert len(warned) == 2
     assert warned[0] == f"warning: {small_disk}/metrics.jsonl: {os.strerror(errno.ENOSPC)}; {rest}"
     assert warned[1].startswith(f"warning: {small_disk}/tensorboard/events.out.tfevents.")
@@ -184,7 +184,7 @@ def test_a_file_that_is_removed_under_a_run_is_made_again(tmp_path: Path, capsys
     file.write(b"newer\n")
     file.close()
     assert path.read_bytes() == b"new\nnewer\n"
-    assert capsys.readouterr().err == f"warning: {path} was removed; it is made again, without what was in it\n"
+    assert capsys.readouterr().err == f"warning: {path} was removed; it is created again, without its former content\n"
 
 
 def test_a_file_that_a_server_no_longer_knows_is_opened_again(

@@ -238,7 +238,7 @@ BAD = {
     "predict --cluster {cluster} --world-size 4 --model resnet18": "model must be one of mlp; got resnet18",
     "predict --cluster {cluster} --world-size 64 --model mlp": "extrapolate must be asked for outside of what",
     f"predict {HAND} --plot {{folder}}/a.xyz": "plot must end in one of .pdf, .png, .svg; got ",
-    f"predict {HAND} --plot {{folder}}/none/a.png": "plot must be a file in a folder that is there; got ",
+    f"predict {HAND} --plot {{folder}}/none/a.png": "plot must be a file in an existing folder; got ",
     f"plan {HAND} --codecs int9": "codec must be one of ",
     f"plan {HAND} --widths 0": "widths must be a whole number of at least 1; got '0'",
     f"plan {HAND} --strategies dpp": "strategy must be one of ",
