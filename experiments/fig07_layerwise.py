@@ -37,7 +37,7 @@ from experiments.loops import Batch, Loop, Piped, Plain, sgd
 from experiments.results import REPOSITORY, Row, load, save
 from experiments.style import BLACK, METHODS
 from experiments.testbed import Link, Testbed
-from pipesgd.comm.all_reduce import AllReduce, Finish, leave
+from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.config import DEFAULT_TIMEOUT
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
@@ -71,7 +71,7 @@ class InParts:
         self._all_reduce = all_reduce
         self._parts = parts
 
-    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = no_op) -> None:
         assert residual is None
         for start, stop in split(flat.numel(), self._parts):
             self._all_reduce(flat[start:stop], None, key, finish)
@@ -154,7 +154,7 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     """Open torch's process group for one configuration: threads of idle groups would take time from later ones."""
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     yield
-    ranks.leave()
+    ranks.no_op()
 
 
 def _named(forward: float | None = None, backward: float | None = None, update: float | None = None) -> Row:

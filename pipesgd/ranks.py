@@ -404,7 +404,7 @@ class Ranks:
                 return []
             missing = [rank for rank, one in enumerate(keys) if not check([one])]
             if until_a_failure:
-                patience.saw(self._beats(missing), time.monotonic())
+                patience.observe(self._beats(missing), time.monotonic())
             if time.monotonic() >= patience.end or (until_a_failure and self._knows_a_failure()):
                 return missing
 

@@ -289,7 +289,7 @@ class Run:
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
             if checkpoint_schedule.is_due(done, (time.perf_counter() - self._begin) / done) or done == job.iterations:
                 self.save_checkpoint(done)
-            if drift is not None and (line := drift.saw(metrics.seconds["iteration"])):
+            if drift is not None and (line := drift.observe(metrics.seconds["iteration"])):
                 job.say(line)
             self._last = time.perf_counter()
         farewell.is_open = False

@@ -16,7 +16,7 @@ from pipesgd.calibration.sweep import finish_part
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.comm.all_reduce import Finish, leave
+from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.reducers.topk import NUMBERS_PER_VALUE, TopKReducer
 from timing_model.measured import Estimate
@@ -205,7 +205,7 @@ class _Repeat:
 
     parts: int
 
-    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = no_op) -> None:
         own, *others = flat.chunk(self.parts)
         for other in others:
             other.copy_(own)

@@ -75,7 +75,7 @@ class Computation:
     """Share by which each all-reduce is slower while the computation runs, by name."""
 
 
-class Way(NamedTuple):
+class TrainingMode(NamedTuple):
     """One way of training a model to time it."""
 
     width: int
@@ -100,7 +100,7 @@ class Training:
         model: nn.Module,
         batches: ShardedBatches,
         prediction: str,
-        ways: Sequence[Way],
+        training_modes: Sequence[TrainingMode],
         ranks: Ranks,
     ):
         self._config = config
@@ -110,7 +110,7 @@ class Training:
             "cpu", init_scale=config.optimization.loss_scale, enabled=config.optimization.precision == "fp16"
         )
         self._strategies = []
-        for way in ways:
+        for way in training_modes:
             own = copy.deepcopy(model).train()
             optimizer = build_optimizer(config.optimization, own)
             self._strategies.append(
@@ -165,18 +165,18 @@ class Training:
         return times
 
 
-def ways(all_reduces: Sequence[str], codecs: Sequence[str]) -> list[Way]:
+def training_modes(all_reduces: Sequence[str], codecs: Sequence[str]) -> list[TrainingMode]:
     """Return the ways to train: synchronous with the first all-reduce, late with each, and late with the first one and
     a codec, if any is measured: next to that the computation is the limit more often, and slower than where it waits.
 
-    >>> [tuple(way) for way in ways(["ring", "native"], ["bf16", "int8"])]
+    >>> [tuple(way) for way in training_modes(["ring", "native"], ["bf16", "int8"])]
     [(1, 'ring', 'fp32'), (2, 'ring', 'fp32'), (2, 'native', 'fp32'), (2, 'ring', 'int8')]
     """
     compressed = [TYPICAL_CODEC] if TYPICAL_CODEC in codecs else codecs[:1]
     return [
-        Way(SYNCHRONOUS, all_reduces[0], UNCOMPRESSED),
-        *(Way(LATE, name, UNCOMPRESSED) for name in all_reduces),
-        *(Way(LATE, all_reduces[0], name) for name in compressed),
+        TrainingMode(SYNCHRONOUS, all_reduces[0], UNCOMPRESSED),
+        *(TrainingMode(LATE, name, UNCOMPRESSED) for name in all_reduces),
+        *(TrainingMode(LATE, all_reduces[0], name) for name in compressed),
     ]
 
 
@@ -193,7 +193,7 @@ def summarize(
     With ``shared_cores``, ranks are compared by CPU time: chance decides which of them waits longest for a core.
 
     Args:
-        everybody: each rank's laps, in each of the ways of ``ways``.
+        everybody: each rank's laps, in each of the ways of ``training_modes``.
         t_comms: seconds that each all-reduce of the gradient takes while no computation runs.
         t_compressed: the same for the first all-reduce with a codec.
         late_iteration: a ``LateIteration``.

@@ -15,7 +15,7 @@ MOST_IN_TURN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Placement:
     """Location of a rank."""
 
     node: int
@@ -23,26 +23,26 @@ class Place:
     local_rank: int
 
 
-def places_of(ranks: Ranks) -> list[Place]:
+def places_of(ranks: Ranks) -> list[Placement]:
     """Return the place of every rank. Collective."""
     return places([local_rank for _, local_rank in ranks.all_gather_object("places", [ranks.rank, ranks.local_rank])])
 
 
-def places(local_ranks: Sequence[int]) -> list[Place]:
+def places(local_ranks: Sequence[int]) -> list[Placement]:
     """Return the places of ranks with these local ranks; torchrun gives the ranks of a node consecutive numbers.
 
     >>> [place.node for place in places([0, 1, 0, 1])]
     [0, 0, 1, 1]
     """
-    found: list[Place] = []
+    found: list[Placement] = []
     node = -1
     for local_rank in local_ranks:
         node += local_rank == 0
-        found.append(Place(node=max(node, 0), local_rank=local_rank))
+        found.append(Placement(node=max(node, 0), local_rank=local_rank))
     return found
 
 
-def groups_to_measure(where: Sequence[Place], slow: Sequence[int] = ()) -> list[list[int]]:
+def groups_to_measure(where: Sequence[Placement], slow: Sequence[int] = ()) -> list[list[int]]:
     """Return the ranks of each group, smallest first, all ranks last.
 
     Smaller groups have no two ranks on one node, unless all are on the same one: they are meant to show the network.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipesgd.calibration.groups import Place
+from pipesgd.calibration.groups import Placement
 from pipesgd.ranks import Ranks, network_address
 
 FASTER = 2.0
@@ -40,7 +40,7 @@ def interfaces_of(ranks: Ranks) -> list[Interface]:
     return [Interface(**one) for one in ranks.all_gather_object("network interface", asdict(own))]
 
 
-def wrong_interfaces(interfaces: Sequence[Interface], where: Sequence[Place]) -> list[str]:
+def wrong_interfaces(interfaces: Sequence[Interface], where: Sequence[Placement]) -> list[str]:
     """Return a line for every rank that other nodes cannot reach, or that they could reach faster."""
     several = where[-1].node > 0
     lines = []

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipesgd.calibration.groups import Place
+from pipesgd.calibration.groups import Placement
 from pipesgd.calibration.robust_fit import Floats
 from pipesgd.comm.transport import TorchTransport
 from pipesgd.ranks import Ranks
@@ -122,7 +122,7 @@ class SlowLink(NamedTuple):
     """Message to the user."""
 
 
-def slow_links(probes: Probes, where: Sequence[Place]) -> list[SlowLink]:
+def slow_links(probes: Probes, where: Sequence[Placement]) -> list[SlowLink]:
     """Find every rank, or else link, that is much slower or later than the others of its kind.
 
     The kinds are links inside a node and links between nodes. With two ranks there is nothing to compare with except

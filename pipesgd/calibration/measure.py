@@ -15,7 +15,7 @@ from torch import nn
 from pipesgd.calibration import codec_speeds, fit_cluster, interfaces, links, machines, report
 from pipesgd.calibration import servers as server_rounds
 from pipesgd.calibration.codec_speeds import CodecSpeed
-from pipesgd.calibration.computation import Computation, Training, summarize, ways
+from pipesgd.calibration.computation import Computation, Training, summarize, training_modes
 from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
@@ -148,7 +148,7 @@ def measure(
             )
         ranks.start_process_group("cpu", timeout)
         names = [RING, *(name for name in all_reduces if name != RING)]
-        trained = ways(names, codecs)
+        trained = training_modes(names, codecs)
         training = Training(config, model, batches, prediction, trained, ranks)
         stack.callback(training.close)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from pipesgd.baselines.parameter_server.strategy import ParameterServers
-from pipesgd.calibration.groups import Place, groups_to_measure
+from pipesgd.calibration.groups import Placement, groups_to_measure
 from pipesgd.calibration.options import LEAST_LARGEST_BYTES
 from pipesgd.calibration.sweep import GROWTH, Cell
 from pipesgd.ranks import Ranks
@@ -23,14 +23,14 @@ LEAST_BLOCKS, MOST_BLOCKS, MOST_ROUNDS = 3, 6, 20
 """Fewest and most blocks of a cell, and most rounds of a block: workers served in turn find their pace within it."""
 
 
-def world_sizes(where: Sequence[Place]) -> list[int]:
+def world_sizes(where: Sequence[Placement]) -> list[int]:
     """Return the measured numbers of ranks: sizes of the groups of the first ranks, which can have a server alone."""
     return [len(group) for group in groups_to_measure(where) if group == list(range(len(group)))]
 
 
 def measure(
     ranks: Ranks,
-    where: Sequence[Place],
+    where: Sequence[Placement],
     *,
     largest_bytes: int,
     seconds: float,

@@ -27,7 +27,7 @@ Finish = Callable[[Tensor], None]
 """Function that is called with a part of a sum as soon as it is ready."""
 
 
-def leave(part: Tensor) -> None:
+def no_op(part: Tensor) -> None:
     """Leave ``part`` as it is."""
 
 
@@ -37,7 +37,7 @@ class AllReduce(Protocol):
     One instance serves one thread. It never takes a mean, which only ``flat_buffer.take_mean`` does.
     """
 
-    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = no_op) -> None:
         """Replace ``flat`` (numel,) by its sum over the ranks, as exactly as the codec on the wire allows.
 
         Args:
@@ -68,7 +68,7 @@ class _Segment:
 @dataclass(frozen=True, slots=True)
 class _Encoding:
     holders: int
-    salt: int
+    nonce: int
     """Salt for random numbers that no other encoding in this all-reduce draws."""
     keep: bool
     """True if this rank continues with the encoded values, since it receives nothing in their place."""
@@ -132,7 +132,7 @@ class ScheduledAllReduce:
         self._segment_bytes = segment_bytes
         self._plans: dict[tuple[int, torch.dtype, torch.device], _Plan] = {}
 
-    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = no_op) -> None:
         transport, codec = self._transport, self._codec
         plan = self._plan(flat)
         wire = flat.view(torch.uint8) if codec.in_place else plan.wire
@@ -199,7 +199,7 @@ class ScheduledAllReduce:
         codec = self._codec
         shared = residual is not None and encoding.holders > 1  # the residual has been added to the values before
         own = plan.shared_residual[: values.numel()].zero_() if shared else residual
-        key = mixed(key, encoding.salt)
+        key = mixed(key, encoding.nonce)
         if received is None:
             codec.encode(values, own, wire, key)
         else:
@@ -270,8 +270,8 @@ class ScheduledAllReduce:
         arrival, encoding = event.arrival, None
         if event.encode is not None:
             holders = event.encode.holders
-            salt = mixed(self._transport.rank // holders * holders, holders, segment.values.start)
-            encoding = _Encoding(holders=holders, salt=salt, keep=event.keeps_encoded)
+            nonce = mixed(self._transport.rank // holders * holders, holders, segment.values.start)
+            encoding = _Encoding(holders=holders, nonce=nonce, keep=event.keeps_encoded)
         return _Event(
             segment=segment,
             arrival=None if arrival is None else _message(arrival, segment),

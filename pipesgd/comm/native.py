@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipesgd.comm.all_reduce import Finish, leave
+from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.ranks import lost
 from timing_model.schedules import ring, split
 
@@ -42,7 +42,7 @@ class NativeAllReduce:
         self._dtype = NATIVE_DTYPES[codec]
         self._rounded: dict[tuple[int, torch.device], Tensor] = {}
 
-    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = no_op) -> None:
         if self._dtype is None:
             self._sum(flat)
             finish(flat)

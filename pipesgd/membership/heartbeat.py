@@ -89,9 +89,9 @@ class News:
 class Liveness:
     """Knowledge of one rank about the others' heartbeats.
 
-    Rank 0 reads all heartbeats (``saw``) and reports to the others which ranks are silent (``news``). They read only
-    that (``saw_news``), and it is rank 0's heartbeat to them. Each rank begins its round with ``wake``. All times are
-    seconds of one clock of the caller's.
+    Rank 0 reads all heartbeats (``observe``) and reports to the others which ranks are silent (``news``). They read
+    only these reports (``observe_news``), which are rank 0's heartbeat to them. Each rank begins its round with
+    ``wake``. All times are seconds of one clock of the caller's.
     """
 
     def __init__(self, rank: int, world_size: int, now: float):
@@ -112,14 +112,14 @@ class Liveness:
             self._heard = [heard + absent for heard in self._heard]
             self._said_stall += absent
 
-    def saw(self, rank: int, beat: Beat | None, now: float) -> None:
+    def observe(self, rank: int, beat: Beat | None, now: float) -> None:
         """Record the heartbeat of ``rank`` that was found."""
         before = self.beats[rank]
         if beat is not None and (before is None or beat.count != before.count):
             self.beats[rank] = beat
             self._heard[rank] = now
 
-    def saw_news(self, news: News | None, now: float) -> None:
+    def observe_news(self, news: News | None, now: float) -> None:
         """Record the news from rank 0."""
         if news is not None and news.count != self._news:
             self._news = news.count
@@ -179,7 +179,7 @@ class Patience:
 
     >>> patience = Patience(timeout=5.0, longest=50.0, now=100.0)
     >>> for count in (1, 2, 3):
-    ...     patience.saw({1: Beat(count, 7, "checkpoint", waiting=False, seconds=0.0)}, now=100.0 + count)
+    ...     patience.observe({1: Beat(count, 7, "checkpoint", waiting=False, seconds=0.0)}, now=100.0 + count)
     >>> patience.end
     108.0
     """
@@ -192,7 +192,7 @@ class Patience:
         self._longest = longest
         self._seen: dict[int, tuple[Beat, float]] = {}
 
-    def saw(self, beats: Mapping[int, Beat], now: float) -> None:
+    def observe(self, beats: Mapping[int, Beat], now: float) -> None:
         """Record the newest heartbeats of ranks that are still missing."""
         for rank, beat in beats.items():
             before, since = self._seen.get(rank, (beat, self._begin))

@@ -148,11 +148,11 @@ class Watcher:
             beats = present(store, [f"beat/{rank}" for rank in range(self._world_size)])
             now = time.monotonic()
             for rank in range(self._world_size):
-                self._liveness.saw(rank, Beat.decode(beats.get(f"beat/{rank}", b"")), now)
+                self._liveness.observe(rank, Beat.decode(beats.get(f"beat/{rank}", b"")), now)
             store.set("news", self._liveness.news(beat.count, now).encode())
         else:
             news = present(store, ["news"])
-            self._liveness.saw_news(News.decode(news.get("news", b"")), time.monotonic())
+            self._liveness.observe_news(News.decode(news.get("news", b"")), time.monotonic())
         self._say_farewell(store)
         if not store.check([FAILURE]):
             return None

@@ -59,7 +59,7 @@ class LossScale:
         if self.scale != before:
             _divide(parameters, before / self.scale)
 
-    def saw(self, finite: bool, scale: float) -> None:
+    def observe(self, finite: bool, scale: float) -> None:
         """Record the arrival of a mean of gradients that were computed at ``scale``."""
         if self._scaler is None:
             return

@@ -134,7 +134,7 @@ class SynchronousUpdate:
         scale = self.loss_scale.divide(self.parameters)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         finite = are_finite(gradients)
-        self.loss_scale.saw(finite, scale)
+        self.loss_scale.observe(finite, scale)
         if finite:
             self._clip(gradients)
             self._optimizer.step()

@@ -121,7 +121,7 @@ class DelayedUpdate:
         Returns:
             True if the guard has found that staleness hurts, so that a period at width 1 begins.
         """
-        fell_back = self._guard is not None and norm is not None and self._guard.saw(norm, iteration)
+        fell_back = self._guard is not None and norm is not None and self._guard.observe(norm, iteration)
         for one in guessed:
             self._prediction.learn(mean, one.unapplied.kept, one.comparison, one.agreement)
         late = guessed[0].unapplied

@@ -32,7 +32,7 @@ class Guard:
         """Return True if ``iteration`` runs at width 1."""
         return iteration < self._synchronous_until
 
-    def saw(self, norm: float, iteration: int) -> bool:
+    def observe(self, norm: float, iteration: int) -> bool:
         """Note the ``norm`` of a gradient applied in ``iteration``; return True if a fallback begins with it.
 
         No norm is judged before a mean above zero has settled. Only finite norms enter the mean. During a fallback

@@ -39,7 +39,7 @@ from pipesgd.pipeline.sameness import (
     plain,
 )
 from pipesgd.ranks import Ranks, current
-from pipesgd.reducers.base import real
+from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_reducer, make_reducer
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
@@ -604,7 +604,7 @@ class Pipelined(Strategy):
         fell_back = False
         culprits = () if reduction.finite else self._who_is_not_finite(gradient)
         with self._whole(f"the update of iteration {gradient.iteration}"):
-            self._loss_scale.saw(reduction.finite, gradient.scale)
+            self._loss_scale.observe(reduction.finite, gradient.scale)
             if reduction.finite:
                 guessed = Guessed(gradient.unapplied, reduction.comparison, self._agreement)
                 fell_back = self._updates.arrived(
@@ -634,7 +634,7 @@ class Pipelined(Strategy):
 
     def _agreed_norm(self, buffer: FlatBuffer) -> float:
         """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""
-        norms = [torch.linalg.vector_norm(real(flat), dtype=torch.float64) for flat in buffer.flats]
+        norms = [torch.linalg.vector_norm(as_real(flat), dtype=torch.float64) for flat in buffer.flats]
         total = torch.stack(norms).square().sum().reshape(1)
         self._exact(total)
         return math.sqrt(total.item() / self._ranks.world_size)

@@ -70,7 +70,7 @@ class Agreement:
         self.missed: list[Tensor] = []
         """Decaying sum of the errors of this rank's guesses; empty until a prediction uses it."""
 
-    def saw(self, comparison: Comparison | None) -> None:
+    def observe(self, comparison: Comparison | None) -> None:
         """Take note of a mean that has arrived."""
         if comparison is not None and comparison.cosine is not None:
             # Written like this, cosines of exactly 1 leave it at exactly 1.
@@ -194,7 +194,7 @@ class Prediction(abc.ABC):
         self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
     ) -> None:
         """Update this rank's ``agreement`` when a finite ``mean`` has arrived; ``comparison`` is from ``compare``."""
-        agreement.saw(comparison)
+        agreement.observe(comparison)
 
     def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
         """Change the ``mean`` of a gradient before it is applied, if needed; ``kept`` is what was kept of it."""

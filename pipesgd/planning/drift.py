@@ -24,7 +24,7 @@ class Drift:
         self._sides: list[int] = []
         self._told = False
 
-    def saw(self, seconds: float) -> str | None:
+    def observe(self, seconds: float) -> str | None:
         """Record the time of an iteration; return what is to be reported, if anything."""
         self._seen += 1
         if self._told or self._seen <= SETTLING:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipesgd.comm.all_reduce import Finish, leave
+from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer
 
 
@@ -18,7 +18,7 @@ class Reducer(Protocol):
     It runs on the communication thread, once per iteration, and may remember what it has not sent.
     """
 
-    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
         """Replace the values in ``buffer``, the gradients of ``iteration``, by their sum over the ranks. Collective.
 
         ``finish`` is called once with each part of the buffer when its sum is ready.
@@ -58,10 +58,10 @@ class Float32Places:
         if flat.dtype == torch.float32:
             return flat
         if number not in self._places:
-            self._places[number] = torch.empty_like(real(flat), dtype=torch.float32)
+            self._places[number] = torch.empty_like(as_real(flat), dtype=torch.float32)
         return self._places[number]
 
 
-def real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
     """Return a one-dimensional view of a contiguous tensor; complex values become their real and imaginary parts."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pipesgd.codecs.base import mixed
-from pipesgd.comm.all_reduce import AllReduce, Finish, leave
+from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer, rearranged
-from pipesgd.reducers.base import Float32Places, real
+from pipesgd.reducers.base import Float32Places, as_real
 
 
 class DenseReducer:
@@ -38,18 +38,18 @@ class DenseReducer:
         self._residuals: list[Tensor] = []
         self._places = Float32Places()
 
-    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
         values = [self._float32(number, flat) for number, flat in enumerate(buffer.flats)]
         if self._error_feedback and not self._residuals:
             self._residuals = [torch.zeros_like(flat) for flat in values]
         for number, (flat, own) in enumerate(zip(buffer.flats, values, strict=True)):
             if own is not flat:
-                own.copy_(real(flat))
+                own.copy_(as_real(flat))
             residual = self._residuals[number] if self._error_feedback else None
             key = mixed(self._seed, iteration, number)
-            self._all_reduce(own, residual, key, finish if own is flat else leave)
+            self._all_reduce(own, residual, key, finish if own is flat else no_op)
             if own is not flat:
-                real(flat).copy_(own)
+                as_real(flat).copy_(own)
                 finish(flat)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd.comm.all_reduce import AllReduce, Finish, leave
+from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer, are_finite
-from pipesgd.reducers.base import real
+from pipesgd.reducers.base import as_real
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class PowerSgdReducer:
         self._uncompressed: list[tuple[int, Tensor]] = []  # the parameter's index, and its place in ``_left``
         self._ready = False
 
-    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
         if self._world_size > 1:
             self._sum(buffer)
         for flat in buffer.flats:
@@ -86,10 +86,10 @@ class PowerSgdReducer:
             matrix.residual.add_(_as_matrix(buffer, matrix))
             torch.mm(matrix.residual, matrix.right, out=matrix.left)
         for index, place in self._uncompressed:
-            place.copy_(real(buffer.views[index]))
+            place.copy_(as_real(buffer.views[index]))
         self._all_reduce(self._left)
         for index, place in self._uncompressed:
-            real(buffer.views[index]).copy_(place)
+            as_real(buffer.views[index]).copy_(place)
         # 3.
         for matrix in self._matrices:
             if are_finite([matrix.left]):
@@ -139,7 +139,7 @@ class PowerSgdReducer:
 
     def _shape(self, view: Tensor) -> tuple[int, int]:
         """Return rows and columns of a parameter's matrix; for one that is not compressed, its numel and 0."""
-        numel = real(view).numel()
+        numel = as_real(view).numel()
         if view.dim() >= 2 and numel:
             rows = len(view)
             columns = numel // rows
@@ -191,4 +191,4 @@ class PowerSgdReducer:
 
 def _as_matrix(buffer: FlatBuffer, matrix: _Matrix) -> Tensor:
     """Return the parameter's gradient in ``buffer`` as a matrix, which is a view."""
-    return real(buffer.views[matrix.index]).view(matrix.residual.shape)
+    return as_real(buffer.views[matrix.index]).view(matrix.residual.shape)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipesgd.comm.all_reduce import AllReduce, Finish, leave
+from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer, rearranged
-from pipesgd.reducers.base import Float32Places, real
+from pipesgd.reducers.base import Float32Places, as_real
 
 WARMUP_DENSITY = 0.25
 """Density at which a warm-up begins, as in the paper."""
@@ -71,15 +71,15 @@ class TopKReducer:
         self._sums = Float32Places()
         self._message = torch.empty(0, dtype=torch.int32)
 
-    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = leave) -> None:
+    def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
         if not self._residuals:
-            self._residuals = [torch.zeros_like(real(flat), dtype=torch.float32) for flat in buffer.flats]
+            self._residuals = [torch.zeros_like(as_real(flat), dtype=torch.float32) for flat in buffer.flats]
         if self._momentum and not self._velocities:
             self._velocities = [torch.zeros_like(residual) for residual in self._residuals]
         counts = self._counts(buffer, iteration)
         message = self._message_of(NUMBERS_PER_VALUE * sum(counts), self._residuals[0].device)
         for number, (indices, values) in enumerate(_parts(message[self._rank], counts)):
-            self._accumulate(number, real(buffer.flats[number]))
+            self._accumulate(number, as_real(buffer.flats[number]))
             self._take(number, indices, values)
         self._all_gather(message.view(-1))
         sums = [self._sums.place(number, flat).zero_() for number, flat in enumerate(buffer.flats)]
@@ -88,7 +88,7 @@ class TopKReducer:
                 total.index_add_(0, indices, values)
         for flat, total in zip(buffer.flats, sums, strict=True):
             if total is not flat:
-                real(flat).copy_(total)
+                as_real(flat).copy_(total)
             finish(flat)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
@@ -112,7 +112,7 @@ class TopKReducer:
     def _counts(self, buffer: FlatBuffer, iteration: int) -> list[int]:
         """Return the number of values of each flat tensor that are sent in ``iteration``."""
         density = density_in(iteration, self._density, self._density_warmup)
-        return [count_of(real(flat).numel(), density) for flat in buffer.flats]
+        return [count_of(as_real(flat).numel(), density) for flat in buffer.flats]
 
     def _message_of(self, numbers: int, device: torch.device) -> Tensor:
         """Return int32 (world_size, ``numbers``) to be overwritten, the same memory while the density is the same."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from _ranks import run_ranks
 
-from pipesgd.calibration.groups import Place, groups_to_measure, places
+from pipesgd.calibration.groups import Placement, groups_to_measure, places
 from pipesgd.calibration.interfaces import Interface, wrong_interfaces
 from pipesgd.calibration.links import Probes, probe, rounds_of_pairs, slow_links
 from pipesgd.comm.transport import TorchTransport, communication_group
@@ -29,7 +29,7 @@ def made(world_size: int, seed: int = 0) -> Probes:
     )
 
 
-def one_a_node(world_size: int) -> list[Place]:
+def one_a_node(world_size: int) -> list[Placement]:
     return places([0] * world_size)
 
 

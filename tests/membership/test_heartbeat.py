@@ -19,7 +19,7 @@ def rank_0(rounds: int, *, missing: int | None = None, since: int = 0) -> Livene
     for now in range(rounds + 1):
         liveness.wake(now)
         for rank in range(3):
-            liveness.saw(rank, beat(since if rank == missing and now > since else now), now)
+            liveness.observe(rank, beat(since if rank == missing and now > since else now), now)
     return liveness
 
 
@@ -36,16 +36,16 @@ def test_a_rank_that_never_gave_a_heartbeat_is_missed_from_the_start() -> None:
     liveness = Liveness(0, 2, now=100.0)
     for now in range(100, 111):
         liveness.wake(now)
-        liveness.saw(1, None, now)
+        liveness.observe(1, None, now)
     assert liveness.lost(110, timeout=10) == {1: 10}
 
 
 def test_a_rank_that_has_ended_as_it_should_is_not_missed() -> None:
     liveness = rank_0(4)
-    liveness.saw(1, beat(5, LEFT), 5)
+    liveness.observe(1, beat(5, LEFT), 5)
     for now in range(5, 100):
         liveness.wake(now)
-        liveness.saw(2, beat(now), now)
+        liveness.observe(2, beat(now), now)
     assert liveness.silent(99) == {}
 
 
@@ -55,7 +55,7 @@ def test_a_rank_that_was_stopped_itself_accuses_nobody() -> None:
     assert liveness.silent(200) == {}
     for now in range(201, 207):
         liveness.wake(now)
-        liveness.saw(1, beat(now), now)
+        liveness.observe(1, beat(now), now)
     assert list(liveness.silent(206)) == [2], "who is dead then is found as ever"
 
 
@@ -64,12 +64,12 @@ def test_the_others_hear_from_rank_0_who_is_silent_and_notice_when_rank_0_is() -
     for now in range(10):
         rank_2.wake(now)
         told = News.decode(rank_0(now, missing=1, since=2).news(now, now).encode().encode())
-        rank_2.saw_news(told, now)
+        rank_2.observe_news(told, now)
     assert rank_2.silent(9) == {1: 7.0}
     assert rank_2.lost(9, timeout=6) == {1: 7.0}
     for now in range(10, 20):
         rank_2.wake(now)
-        rank_2.saw_news(told, now)
+        rank_2.observe_news(told, now)
     assert rank_2.lost(19, timeout=10) == {0: 10.0}
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_heartbeat_and_no_news_counts_as_none(value: bytes) -> None:
 
 def test_news_of_ranks_that_do_not_exist_are_left_out() -> None:
     liveness = Liveness(1, 3, now=0.0)
-    liveness.saw_news(News(1, {7: 100.0, -4: 50.0, 2: 8.0, 1: 99.0}, last=False), 0.5)
+    liveness.observe_news(News(1, {7: 100.0, -4: 50.0, 2: 8.0, 1: 99.0}, last=False), 0.5)
     assert liveness.silent(1.0) == {2: 8.0}
 
 
@@ -101,13 +101,13 @@ def test_rank_0_is_not_missed_once_it_has_ended_as_it_should() -> None:
     """The other ranks used to take rank 0 for hung if they continued for longer than the timeout."""
     standing, first, second = Standing(), Liveness(0, 2, now=0.0), Liveness(1, 2, now=0.0)
     standing.enter(LEFT, 1.0)
-    first.saw(0, standing.beat(1.0), 1.0)
+    first.observe(0, standing.beat(1.0), 1.0)
     news = News.decode(first.news(1, 1.0).encode().encode())
-    second.saw_news(news, 1.0)
+    second.observe_news(news, 1.0)
     assert second.silent(1000.0) == {}
     standing.enter("start", 1001.0)
-    first.saw(0, standing.beat(1001.0), 1001.0)
-    second.saw_news(News.decode(first.news(2, 1001.0).encode().encode()), 1001.0)
+    first.observe(0, standing.beat(1001.0), 1001.0)
+    second.observe_news(News.decode(first.news(2, 1001.0).encode().encode()), 1001.0)
     assert second.silent(1010.0) == {0: 9.0}
 
 
@@ -117,7 +117,7 @@ def stalled(beats: list[Beat | None], *, silent: bool = False) -> str | None:
         liveness.wake(now)
         for rank, one in enumerate(beats):
             if one is not None and not (silent and rank == 1 and now):
-                liveness.saw(rank, Beat(now, one.iteration, one.phase, one.waiting, one.seconds), now)
+                liveness.observe(rank, Beat(now, one.iteration, one.phase, one.waiting, one.seconds), now)
     return liveness.stall(40, 30)
 
 
@@ -136,8 +136,8 @@ def test_a_stall_is_said_again_after_as_many_seconds_and_not_before() -> None:
     said = []
     for now in range(100):
         liveness.wake(now)
-        liveness.saw(0, beat(now, "all-reduce", waiting=True, seconds=now), now)
-        liveness.saw(1, beat(now, seconds=now), now)
+        liveness.observe(0, beat(now, "all-reduce", waiting=True, seconds=now), now)
+        liveness.observe(1, beat(now, seconds=now), now)
         said += [now] if liveness.stall(now, 30) else []
     assert said == [30, 60, 90]
 
@@ -146,7 +146,7 @@ def end_of_wait(beats: Callable[[int], dict[int, Beat]]) -> int:
     """Return the seconds until a wait with a timeout of 5 s and at most 50 s per phase ends; 1000 if it does not."""
     patience = Patience(timeout=5.0, longest=50.0, now=0.0)
     for now in range(1, 1000):
-        patience.saw(beats(now), now)
+        patience.observe(beats(now), now)
         if now >= patience.end:
             return now
     return 1000

@@ -131,7 +131,7 @@ def test_a_scale_that_was_backed_off_from_says_nothing_new_and_a_smaller_one_doe
     scale = LossScale(scaler, [torch.zeros(1)])
     seen = []
     for finite, of_gradient in [(False, 1024), (False, 1024), (True, 512), (False, 512), (False, 1024), (True, 256)]:
-        scale.saw(finite, float(of_gradient))
+        scale.observe(finite, float(of_gradient))
         seen.append(scaler.get_scale())
     assert seen == [512, 512, 1024, 256, 256, 512]
 
@@ -140,7 +140,7 @@ def test_a_scale_stays_finite_as_torchs_does() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=1)
     scale = LossScale(scaler, [torch.zeros(1)])
     for _ in range(3):
-        scale.saw(True, scaler.get_scale())
+        scale.observe(True, scaler.get_scale())
     assert scaler.get_scale() == 2.0**127
 
 
@@ -148,11 +148,11 @@ def test_a_state_dict_continues_in_a_scaler_that_has_scaled_nothing_yet() -> Non
     one, other = gradscaler(), gradscaler()
     saved = LossScale(one, [torch.zeros(1)])
     for finite in (False, True, True):
-        saved.saw(finite, one.get_scale())
+        saved.observe(finite, one.get_scale())
     continued = LossScale(other, [torch.zeros(1)])
     continued.load_state_dict(saved.state_dict())
     assert other.get_scale() == one.get_scale() == 512.0
-    continued.saw(True, 512.0)
+    continued.observe(True, 512.0)
     assert other.get_scale() == 1024.0, "the third finite one in a row"
     assert other.scale(torch.ones(1)).item() == 1024.0
 

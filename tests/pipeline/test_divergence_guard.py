@@ -22,27 +22,27 @@ pytestmark = pytest.mark.slow
 @given(norms=st.lists(st.floats(1.0, FACTOR), max_size=200))
 def test_norms_within_the_factor_are_nothing(norms: list[float]) -> None:
     guard = Guard()
-    assert not any(guard.saw(norm, iteration) for iteration, norm in enumerate(norms))
+    assert not any(guard.observe(norm, iteration) for iteration, norm in enumerate(norms))
     assert not any(guard.is_synchronous(iteration) for iteration in range(len(norms) + 1))
 
 
 def test_a_blow_up_begins_a_time_at_width_1_which_ends() -> None:
     guard = Guard()
     for iteration in range(SETTLE):
-        assert not guard.saw(1000.0 if iteration == 3 else 1.0, iteration), "the mean has not settled"
+        assert not guard.observe(1000.0 if iteration == 3 else 1.0, iteration), "the mean has not settled"
     mean = guard.state_dict()["mean"]
-    assert guard.saw(FACTOR * mean * 1.01, SETTLE)
-    assert not guard.saw(float("nan"), SETTLE + 1), "one fallback, not two"
+    assert guard.observe(FACTOR * mean * 1.01, SETTLE)
+    assert not guard.observe(float("nan"), SETTLE + 1), "one fallback, not two"
     assert guard.is_synchronous(SETTLE + SYNCHRONOUS_ITERATIONS - 1)
     assert not guard.is_synchronous(SETTLE + SYNCHRONOUS_ITERATIONS)
     other = Guard()
     other.load_state_dict(guard.state_dict())
-    assert other.saw(FACTOR * mean * 1.01, SETTLE + SYNCHRONOUS_ITERATIONS)
+    assert other.observe(FACTOR * mean * 1.01, SETTLE + SYNCHRONOUS_ITERATIONS)
 
 
 def _fallbacks(norms: list[float]) -> list[int]:
     guard = Guard()
-    return [iteration for iteration, norm in enumerate(norms) if guard.saw(norm, iteration)]
+    return [iteration for iteration, norm in enumerate(norms) if guard.observe(norm, iteration)]
 
 
 @pytest.mark.parametrize("level", [6.0, 100.0, 1000.0])
@@ -59,9 +59,9 @@ def test_zero_norms_at_the_start_say_nothing_about_the_level() -> None:
 def test_a_norm_that_is_not_finite_never_enters_the_mean(bad: float) -> None:
     guard = Guard()
     for iteration in range(SETTLE + 3):
-        assert not guard.saw(bad if iteration < 3 else 1.0, iteration)
-    assert guard.saw(bad, SETTLE + 3)
-    assert not guard.saw(bad, SETTLE + 4)
+        assert not guard.observe(bad if iteration < 3 else 1.0, iteration)
+    assert guard.observe(bad, SETTLE + 3)
+    assert not guard.observe(bad, SETTLE + 4)
     assert guard.state_dict()["mean"] == 1.0
 
 

@@ -15,9 +15,9 @@ def test_a_drift_is_told_once_and_only_when_it_lasts(factor: float, word: str) -
     planned = prediction()
     edge = planned.high * (1 + TOLERANCE) if word == "slower" else planned.low / (1 + TOLERANCE)
     within = Drift(planned)
-    assert not any(within.saw(edge / factor) for _ in range(10 * WINDOW * WINDOWS))
+    assert not any(within.observe(edge / factor) for _ in range(10 * WINDOW * WINDOWS))
     drift = Drift(planned)
-    said = [drift.saw(edge * factor) for _ in range(SETTLING + 10 * WINDOW * WINDOWS)]
+    said = [drift.observe(edge * factor) for _ in range(SETTLING + 10 * WINDOW * WINDOWS)]
     [line] = [one for one in said if one]
     assert said.index(line) == SETTLING + WINDOW * WINDOWS - 1
     assert f"the cluster is {word} than" in line
@@ -28,14 +28,14 @@ def test_medians_are_compared_with_the_median() -> None:
     planned = dataclasses.replace(prediction(low=0.99, high=1.01), median_share=0.8)
     as_predicted, at_the_mean = Drift(planned), Drift(planned)
     for _ in range(SETTLING + WINDOW * WINDOWS - 1):
-        assert as_predicted.saw(0.8) is None
-        assert at_the_mean.saw(1.0) is None
-    assert as_predicted.saw(0.8) is None
-    assert at_the_mean.saw(1.0) is not None
+        assert as_predicted.observe(0.8) is None
+        assert at_the_mean.observe(1.0) is None
+    assert as_predicted.observe(0.8) is None
+    assert at_the_mean.observe(1.0) is not None
 
 
 def test_a_hiccup_is_no_drift() -> None:
     drift = Drift(prediction())
     for _ in range(10):
         for seconds in [9.0] * (WINDOW * (WINDOWS - 1)) + [1.0] * WINDOW:
-            assert drift.saw(seconds) is None
+            assert drift.observe(seconds) is None
