@@ -154,7 +154,7 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     """Open torch's process group for one configuration: threads of idle groups would take time from later ones."""
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     yield
-    ranks.no_op()
+    ranks.leave()
 
 
 def _named(forward: float | None = None, backward: float | None = None, update: float | None = None) -> Row:
