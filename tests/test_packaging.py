@@ -1,0 +1,33 @@
+"""The distribution: its license and what a package index shows of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+
+from experiments.results import REPOSITORY
+
+
+def test_the_installed_package_names_its_license_and_authors() -> None:
+    metadata = importlib.metadata.metadata("pipesgd")
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Author"] == "the pipesgd authors"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    [license_file] = [path for path in importlib.metadata.files("pipesgd") or [] if path.name == "LICENSE"]
+    assert "Apache License" in license_file.read_text()
+
+
+def test_a_source_distribution_has_what_the_readme_names() -> None:
+    config = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    included = config["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert all((REPOSITORY / name).exists() for name in included)
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    linked = {link.split("/")[0].split("#")[0] for link in re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme)}
+    assert linked <= set(included)
+
+
+def test_the_citation_names_the_license_of_the_package() -> None:
+    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
+    assert "license: Apache-2.0" in citation
+    assert "arxiv.org/abs/1811.03619" in citation
