@@ -18,9 +18,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -52,6 +53,9 @@ BASIC = {
     "calibrate": (*WORKLOAD, "out", "overwrite", "seconds", "codecs", "all-reduces", "servers"),
 }
 """Options that ``--help`` shows, by command; ``--help-all`` shows all of them."""
+
+NARROWEST = 60
+"""Fewest columns that help is laid out for."""
 
 TYRO = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 """Markers for tyro: flags without a --no-..., and options without the name of their section."""
@@ -179,10 +183,24 @@ def _help(kind: type[Config], command: str, *, everything: bool) -> str:
         namespace={"__doc__": kind.__doc__},
     )
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit), _wide_enough():
         tyro.cli(shown, args=["--help"], prog=_program(command), config=TYRO)
     rest = "" if everything else f"\n--help-all lists all {len(kind().options())} options.\n"
     return out.getvalue() + rest + CONFIG_HELP
+
+
+@contextlib.contextmanager
+def _wide_enough() -> Iterator[None]:
+    """Make tyro lay out its help for at least ``NARROWEST`` columns; with very few it would never end."""
+    given = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(max(shutil.get_terminal_size().columns, NARROWEST))
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = given
 
 
 def _shown(section: type[Any], names: Collection[str]) -> type[Any]:

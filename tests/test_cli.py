@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import platform
 import re
 import runpy
@@ -418,6 +419,13 @@ def test_help_shows_the_options_that_people_need_first_and_help_all_every_one_wi
         assert f" {section} options" in text
     assert text.count("(default:") == sum(value is not None and value is not False for value in defaults.values())
     assert "None" not in text
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "20", "nonsense"])
+def test_help_fits_no_screen_that_is_too_narrow_but_ends(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "--hidden-sizes" in help_of("--help")
+    assert os.environ["COLUMNS"] == columns
 
 
 def test_help_shows_the_choices_of_an_option() -> None:
