@@ -23,14 +23,15 @@ LOWEST_SHOWN = 20
 def seconds_to(target: float, points: Sequence[Sequence[float]]) -> float | None:
     """Return the seconds at which the line through the ``points`` first reaches ``target``; None if it never does.
 
-    None, too, if the first point is above it already: nobody evaluated before, so the crossing is not known.
+    None, too, if the first point has reached it already: nobody evaluated before, so the crossing is not known.
 
     >>> seconds_to(0.75, [[10.0, 0.5], [20.0, 1.0], [30.0, 0.5]])
     15.0
     """
-    for (begin, low), (end, high) in itertools.pairwise(points):
-        if low < target <= high:
-            return begin + (end - begin) * (target - low) / (high - low)
+    if points and points[0][1] < target:
+        for (begin, low), (end, high) in itertools.pairwise(points):
+            if high >= target:
+                return begin + (end - begin) * (target - low) / (high - low)
     return None
 
 
@@ -94,7 +95,8 @@ def _plot_curves(rows: Sequence[Row], axes: Axes) -> None:
     medians_of = {row["contender"]: row["seconds_to_target_median"] for row in medians(rows)}
     for row in rows:
         points, name = row["seconds_and_accuracy"], row["contender"]
-        first = row is next(other for other in rows if other["contender"] == name)
+        own = [other for other in rows if other["contender"] == name]
+        first = row is next((other for other in own if other["seconds_and_accuracy"]), own[0])
         seconds = medians_of[name]
         label = TITLES.get(str(name), str(name)) + ("" if seconds is None else f": {seconds:.1f} s")
         axes.plot(

@@ -27,7 +27,10 @@ from pipesgd.run.metrics import SECONDS, read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
 AFTER_EVALUATION = 2
-"""Iterations after an evaluation whose own time does not count: what they wait for may have arrived meanwhile."""
+"""Iterations after an evaluation whose own time does not count: the gradients that they wait for arrived meanwhile. A
+pipeline of width 2 is as before then; a wider one would take many more iterations to fill again."""
+FEWEST_UNDISTURBED = 0.25
+"""Share of a run's iterations that must not follow an evaluation, for those that do to count as much as their mean."""
 UNTIMED_ITERATIONS = 2
 """Number of iterations at the start of a run that a cell leaves out of what it says of iterations."""
 
@@ -87,22 +90,24 @@ def read_run(folder: Path) -> dict[str, Any]:
 def undisturbed(seconds: Sequence[float], accuracies: Sequence[float | None]) -> list[float]:
     """Return the ``seconds`` of iterations, as if none of them had followed an evaluation (an accuracy).
 
-    A gradient in flight travels on during an evaluation, off the clock, so the next iterations wait less for it than
-    they would have: the ``AFTER_EVALUATION`` first ones count as much as the mean of the others. Without others, all
-    count as they are.
+    A gradient in flight travels on during an evaluation, off the clock, so the next ``AFTER_EVALUATION`` iterations
+    wait less for it than they would have: they count as much as the mean of the others, without the first
+    ``UNTIMED_ITERATIONS``. With fewer others than ``FEWEST_UNDISTURBED``, all count as they are.
 
-    >>> undisturbed([2.0, 4.0, 0.5, 0.5, 3.0], [None, 0.8, None, None, 0.9])
-    [2.0, 4.0, 3.0, 3.0, 3.0]
+    >>> undisturbed([2.0, 2.0, 4.0, 4.0, 0.5, 0.5, 4.0], [None, None, None, 0.8, None, None, 0.9])
+    [2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 4.0]
     """
     follows = [
         any(accuracy is not None for accuracy in accuracies[max(0, at - AFTER_EVALUATION) : at])
         for at in range(len(seconds))
     ]
-    others = [one for one, disturbed in zip(seconds, follows, strict=True) if not disturbed]
-    return [
-        sum(others) / len(others) if disturbed and others else one
-        for one, disturbed in zip(seconds, follows, strict=True)
+    others = [
+        one for one, after in zip(seconds[UNTIMED_ITERATIONS:], follows[UNTIMED_ITERATIONS:], strict=True) if not after
     ]
+    if len(others) < FEWEST_UNDISTURBED * len(seconds):
+        return list(seconds)
+    mean = sum(others) / len(others)
+    return [mean if after else one for one, after in zip(seconds, follows, strict=True)]
 
 
 class Cells:

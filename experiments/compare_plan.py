@@ -24,6 +24,8 @@ NODES, ROUNDS, ITERATIONS, EPOCHS = 4, 3, 16, 10
 QUICK_NODES, QUICK_ROUNDS, QUICK_ITERATIONS, QUICK_EPOCHS = 2, 1, 10, 2
 EVALUATIONS = 24
 """Evaluations during a run whose accuracy is compared: the crossing of the target is interpolated between two."""
+WIDEST_EVALUATED = 2
+"""Largest width whose time is not distorted by evaluations (``cells.undisturbed``)."""
 FEWEST_ROUNDS = 3
 """Least number of rounds; fewer would not show the spread."""
 FEWEST_ITERATIONS = 4
@@ -96,7 +98,10 @@ def parse(words: Sequence[str], by_torchrun: bool, description: str | None = Non
     timing = arguments.time_to_accuracy is None
     indices, length = _effort(arguments)
     cluster = _cluster(arguments)
-    chosen = contenders.choose(arguments.contenders, arguments.contender)
+    named = arguments.contenders or (
+        None if timing else [name for name in CONTENDERS if not name.startswith("width 3")]
+    )
+    chosen = contenders.choose(named, arguments.contender)
     workload = _workload(arguments, SMALL_LR if timing else None)
     base = contenders.config("workload", workload)
     gradient_bytes, iterations_per_epoch = _measures(base, cluster)
@@ -112,6 +117,11 @@ def parse(words: Sequence[str], by_torchrun: bool, description: str | None = Non
     made = contenders.make(chosen, workload, " ".join(rules))
     for one in made:
         _check_servers(one, cluster)
+        if not timing and one.config.pipeline.width > WIDEST_EVALUATED:
+            raise UserInputError(
+                f"contender {one.name}: width must be at most {WIDEST_EVALUATED} with --time-to-accuracy, since a "
+                f"wider pipeline takes many iterations to fill again after an evaluation; got {one.config.pipeline.width}"
+            )
     name = arguments.workload or f"{base.data.dataset}-{base.model.model}"
     return Plan(
         cluster=cluster,

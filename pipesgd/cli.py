@@ -77,7 +77,7 @@ C = TypeVar("C", bound=Config)
 def parse(argv: Sequence[str]) -> TrainConfig:
     """Return the training that ``argv`` ask for; see ``parse_as``."""
     defaults = TrainConfig().options()
-    argv = _with_current_names(_expand_config_file(list(argv), defaults))
+    argv = _with_current_names(_expand_config_file(list(argv), defaults), defaults)
     _check_names(argv, defaults)
     rest, auto = _take_autos(argv)
     config = parse_as(TrainConfig, "train", rest)
@@ -94,7 +94,7 @@ def parse_as(kind: type[C], command: str, argv: Sequence[str]) -> C:
     if "--version" in argv:
         raise HelpRequested(version())
     defaults = kind().options()
-    argv = _with_current_names(_expand_config_file(list(argv), defaults))
+    argv = _with_current_names(_expand_config_file(list(argv), defaults), defaults)
     _check_names(argv, defaults)
     for name, everything in (("-h", False), ("--help", False), ("--help-all", True)):
         if name in argv:
@@ -252,8 +252,9 @@ def _expand_config_file(argv: list[str], defaults: dict[str, Any]) -> list[str]:
                 raise UserInputError("config must be a TOML file; got nothing after --config")
             value = argv[index + 1]
         rest = argv[:index] + argv[index + (1 if equals else 2) :]
-        given = {other.partition("=")[0] for other in rest if other.startswith("--")}
-        return [w for option in _read_options(Path(value), defaults) if option[0] not in given for w in option] + rest
+        given = {_current_name(other.partition("=")[0]) for other in rest if other.startswith("--")}
+        options = _read_options(Path(value), defaults)
+        return [w for option in options if _current_name(option[0]) not in given for w in option] + rest
     return argv
 
 
@@ -299,18 +300,26 @@ def _as_words(name: str, value: Any, *, is_flag: bool) -> list[str]:
     return [f"--{name}", *(str(item) for item in (value if isinstance(value, list) else [value]))]
 
 
-def _with_current_names(argv: list[str]) -> list[str]:
-    """Return the arguments with former names of options and values replaced; rank 0 prints a hint for each."""
-    current = []
-    name = ""
+def _current_name(option: str) -> str:
+    """Return ``option``, "--name", as this version spells it."""
+    name = option.removeprefix("--").replace("_", "-")
+    return f"--{FORMER_NAMES.get(name, name)}"
+
+
+def _with_current_names(argv: list[str], defaults: dict[str, Any]) -> list[str]:
+    """Return the arguments with former names of options and values replaced; rank 0 prints a hint for each.
+
+    Names of options that the command does not have, by their ``defaults``, stay as they are.
+    """
+    current, name = [], ""
     for argument in argv:
         option, equals, value = argument.partition("=")
         if option.startswith("--"):
-            former = option[2:].replace("_", "-")
-            name = FORMER_NAMES.get(former, former)
-            if name != former:
-                _hint(f"--{former}", f"--{name}")
-                option = f"--{name}"
+            now = _current_name(option)
+            name = now[2:]
+            if now != "--" + option[2:].replace("_", "-") and name in defaults:
+                _hint(option, now)
+                option = now
             argument = option + equals + _current_value(name, value)
         else:
             argument = _current_value(name, argument)
@@ -340,7 +349,7 @@ def _check_names(argv: list[str], defaults: dict[str, Any]) -> None:
         if name not in known:
             other = OTHER_NAMES.get(name)
             hint = f" (did you mean {other}?)" if other in known else did_you_mean(name, known)
-            raise UserInputError(f"every option must be one that --help lists; got --{name}{hint}")
+            raise UserInputError(f"every option must be one that --help-all lists; got --{name}{hint}")
         if names.count(name) > 1:  # do not guess which of the values was meant
             raise UserInputError(f"{name} must be given once; got it {names.count(name)} times")
 
@@ -381,7 +390,7 @@ def _take_autos(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
                     queue.popleft()
                 continue
             if hint := did_you_mean(value, [AUTO]):
-                raise UserInputError(f"{name} must be auto, or a value that --help lists; got {value!r}{hint}")
+                raise UserInputError(f"{name} must be auto, or a value that --help-all lists; got {value!r}{hint}")
         rest.append(argument)
     if "codec" in auto:
         for item in dataclasses.fields(CodecOptions):

@@ -393,7 +393,8 @@ class RunConfig:
     check_replicas: int | None = None
     """Iterations between comparisons of a hash of all ranks' weights; by default only at the end."""
     evaluate_iterations: int | None = None
-    """Iterations between two evaluations on the test set; without it, one at the end of every epoch."""
+    """Iterations between two evaluations on the test set; by default one at the end of every epoch. Gradients in flight
+    arrive meanwhile, so frequent evaluations make the reported iterations look shorter."""
     checkpoint_seconds: float = 60.0
     """Approximate seconds between checkpoints."""
     checkpoint_iterations: int | None = None

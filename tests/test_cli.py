@@ -41,11 +41,14 @@ from timing_model.schedules import ALL_REDUCES
         ("--width two", "width must be a whole number or auto; got 'two'"),
         ("--width", "Missing value for argument '--width'. Expected 1 values."),
         ("--width 2 --width 3", "width must be given once; got it 2 times"),
-        ("--widht 2", "every option must be one that --help lists; got --widht (did you mean width?)"),
-        ("--learning-rate 0.1", "every option must be one that --help lists; got --learning-rate (did you mean lr?)"),
+        ("--widht 2", "every option must be one that --help-all lists; got --widht (did you mean width?)"),
+        (
+            "--learning-rate 0.1",
+            "every option must be one that --help-all lists; got --learning-rate (did you mean lr?)",
+        ),
         (
             "--num_workers 2",
-            "every option must be one that --help lists; got --num-workers (did you mean loader-workers?)",
+            "every option must be one that --help-all lists; got --num-workers (did you mean loader-workers?)",
         ),
         ("width", "Unrecognized options: width"),
         ("--warmup-iterations -5", "warmup-iterations must be at least 0; got -5"),
@@ -391,6 +394,26 @@ def test_former_names_work_and_say_what_they_are_called_now(
     file = tmp_path / "former.toml"
     file.write_text("streams = 3\n")
     assert parse(["--config", str(file)]).pipeline.connections == 3
+
+
+@pytest.mark.parametrize("in_file", ["streams", "connections"])
+@pytest.mark.parametrize("given", ["--streams", "--connections"])
+def test_the_command_line_wins_over_a_file_whatever_the_option_is_called(
+    in_file: str, given: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(f"{in_file} = 4\n")
+    assert parse(["--config", str(file), given, "2"]).pipeline.connections == 2
+    file.write_text("strategy = 'ps-sync'\nserver-placement = 'own'\n")
+    assert parse(["--config", str(file), "--server_placement", "beside"]).pipeline.server_placement == "colocated"
+
+
+def test_a_former_name_of_an_option_that_the_command_does_not_have_is_not_renamed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(UserInputError, match="got --streams"):
+        parse_as(CalibrateConfig, "calibrate", ["--streams", "2"])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_the_previous_version_recorded_has_current_names() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.comm.all_reduce import Finish, leave
+from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.config import PREDICTIONS
 from pipesgd.flat_buffer import FlatBuffer, on_device
 from pipesgd.ranks import Ranks
@@ -77,7 +77,7 @@ def _devices(state: Any) -> set[str]:
 class OneRankOfTwo:
     """The exact all-reduce, and all-gather, of one of two ranks, where the other contributes nothing."""
 
-    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = leave) -> None:
+    def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = no_op) -> None:
         if residual is not None:
             flat.add_(residual)
         finish(flat)

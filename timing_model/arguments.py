@@ -46,16 +46,20 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(joined)
 
     def _with_current_name(self, argument: str, before: str) -> str:
-        """Return the argument ``argument`` under its current name, with a hint on stderr if that is another one."""
+        """Return ``argument`` under its current name, with a hint on stderr if that is another one."""
         option, equals, value = argument.partition("=")
-        name, given = (option, value) if equals else (before, argument)
-        current = FORMER_VALUES.get((name, given))
-        new = argument if current is None else f"{option}={current}" if equals else current
         if option in FORMER_NAMES:
-            new = FORMER_NAMES[option] + equals + value
-        if new != argument:
-            print(f"warning: {argument} is now {new}; the former name works in this version only", file=sys.stderr)
-        return new
+            _hint(option, FORMER_NAMES[option])
+            return FORMER_NAMES[option] + equals + value
+        name, given = (option, value) if equals else (before, argument)
+        if (now := FORMER_VALUES.get((name, given))) is None:
+            return argument
+        _hint(f"{name} {given}", f"{name} {now}")
+        return f"{option}={now}" if equals else now
+
+
+def _hint(former: str, current: str) -> None:
+    print(f"warning: {former} is now {current}; the former name works in this version only", file=sys.stderr)
 
 
 def whole(least: int = 1) -> Callable[[str], int]:

@@ -128,7 +128,7 @@ def _add_plan(options: Parser) -> None:
         "--codecs",
         nargs="+",
         metavar="NAME",
-        help=f"codecs to search, or {ALL}, which includes those that cost accuracy ({' '.join(ACCURATE)})",
+        help=f"codecs to search ({' '.join(ACCURATE)}); {ALL} includes those that cost accuracy",
     )
     searched.add_argument(
         "--all-reduces",

@@ -40,13 +40,13 @@ __all__ = [
 
 FORMAT = 4
 """Version of the file's format; raised whenever an older reader would misunderstand a newer file."""
-OLDER_NAMES = {
-    "contention": "compute_slowdown",
-    "codec_contention": "codec_compute_slowdown",
-    "hindrance": "comm_slowdown",
-    "hindrances": "comm_slowdowns",
+FORMER_NAMES = {
+    "compute_slowdown": "contention",
+    "codec_compute_slowdown": "codec_contention",
+    "comm_slowdown": "hindrance",
+    "comm_slowdowns": "hindrances",
 }
-"""Fields of a computation in format 3, which this version still reads, and their names today."""
+"""Fields of a computation, and their names in format 3, which this version still reads."""
 RING = "ring"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
 """Names of the all-reduces, and of the parameter server, that may have a link of their own."""
@@ -105,7 +105,9 @@ class Profile:
             inner=_link(file.table("inner")) if "inner" in file else None,
             codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
             sharing=_estimate(servers, "sharing", most=1.0) if servers else None,
-            compute=tuple(_compute(table, OLDER_NAMES if version < FORMAT else {}) for table in file.tables("compute")),
+            compute=tuple(
+                _compute(table, FORMER_NAMES if version < FORMAT else {}) for table in file.tables("compute")
+            ),
         )
         if servers:
             servers.done()
@@ -224,10 +226,10 @@ def _calibrated(table: Table) -> Calibrated:
     return calibrated
 
 
-def _compute(table: Table, renamed: Mapping[str, str]) -> ComputeProfile:
-    for old, new in renamed.items():
-        table.rename(old, new)
-    others = table.table("comm_slowdowns") if "comm_slowdowns" in table else None
+def _compute(table: Table, names: Mapping[str, str]) -> ComputeProfile:
+    """Read a computation, whose fields are called by ``names`` in the file, or as they are here."""
+    slowdowns = names.get("comm_slowdowns", "comm_slowdowns")
+    others = table.table(slowdowns) if slowdowns in table else None
     compute = ComputeProfile(
         model=table.text("model"),
         batch_size=table.count("batch_size"),
@@ -236,7 +238,7 @@ def _compute(table: Table, renamed: Mapping[str, str]) -> ComputeProfile:
         cv=table.number("cv", most=MOST_CV),
         slow_ranks=table.numbers("slow_ranks", least=1.0),
         comm_slowdowns={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
-        **{name: _estimate(table, name) for name in ESTIMATES},
+        **{name: _estimate(table, names.get(name, name)) for name in ESTIMATES},
     )
     table.done()
     return compute

@@ -31,11 +31,6 @@ class Table:
     def __contains__(self, field: str) -> bool:
         return field in self._left
 
-    def rename(self, old: str, new: str) -> None:
-        """Read the field ``old``, if there is one, under the name ``new``."""
-        if old in self._left:
-            self._left[new] = self._left.pop(old)
-
     def number(self, field: str, *, least: float = 0.0, most: float = MOST) -> float:
         """Take a finite number from ``least`` to ``most``."""
         return self._as_number(field, self._take(field), least, most)

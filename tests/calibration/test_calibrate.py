@@ -137,7 +137,7 @@ def test_an_existing_file_is_kept_unless_it_is_to_be_replaced(tmp_path: Path) ->
         ("--epochs 3", "epochs must be left out of a calibration .see --seconds.; got 3"),
         ("--out a.png --plot a.png", "plot must be another file than --out; got a.png"),
         ("--batch-size 0", "batch-size must be at least 1; got 0"),
-        ("--width 3", "every option must be one that --help lists; got --width"),
+        ("--width 3", "every option must be one that --help-all lists; got --width"),
         ("--seconds soon", "seconds must be a number; got 'soon'"),
     ],
 )

@@ -98,6 +98,10 @@ def test_a_contenders_own_option_wins_over_the_workloads() -> None:
         (["--latency", "5"], "latency must be a number and a unit"),
         (["--time-to-accuracy", "88"], "must be a share of the test set above 0 and below 1; got '88'"),
         (["--time-to-accuracy", "0"], "above 0 and below 1"),
+        (
+            ["--time-to-accuracy", "0.8", "--contender", "w=--width 3"],
+            "contender w: width must be at most 2 with --time-to-accuracy, .*; got 3",
+        ),
         (["--time-to-accuracy", "0.8", "--rounds", "3"], "--rounds must be left out with --time-to-accuracy"),
         (["--seeds", "3"], "--seeds must be left out without --time-to-accuracy"),
         (["--time-to-accuracy", "0.8", "--epochs", "3", "--iterations", "9"], "must not both be given"),
@@ -232,15 +236,40 @@ def test_a_cell_is_read_from_a_run_without_its_first_iterations(tmp_path: Path) 
     assert got.iteration_s == 2.5
     assert got.medians_s == {"compute": 0.5, "communication": 0.5, "exposed": 0.5, "update": 0.5}
     assert (got.wire_bytes, got.loss) == (100, 0.25)
-    # On the clock of the slowest rank, which takes 1.25 times as long; all iterations after the first evaluation follow
-    # one, so each counts as much as the others' mean, 9 s.
-    assert got.points == [[18 * 1.25, 0.5], [36 * 1.25, 0.8], [45 * 1.25, 0.9]]
+    # On the clock of the slowest rank, which takes 1.25 times as long; nearly all iterations follow an evaluation.
+    assert got.points == [[18 * 1.25, 0.5], [21 * 1.25, 0.8], [24 * 1.25, 0.9]]
 
 
 def test_what_arrives_during_an_evaluation_gives_nobody_an_advantage() -> None:
-    accuracies_at = [None, 0.5, None, None, None, 0.8, None]
-    assert undisturbed([1.0, 2.0, 0.1, 0.1, 3.0, 2.0, 0.1], accuracies_at) == [1.0, 2.0, 2.0, 2.0, 3.0, 2.0, 2.0]
+    accuracies_at = [None, None, None, 0.5, None, None, None, 0.8, None]
+    seconds = [9.0, 9.0, 1.0, 2.0, 0.1, 0.1, 3.0, 2.0, 0.1]
+    assert undisturbed(seconds, accuracies_at) == [9.0, 9.0, 1.0, 2.0, 2.0, 2.0, 3.0, 2.0, 2.0]
     assert undisturbed([1.0, 2.0, 4.0], [None, None, 0.9]) == [1.0, 2.0, 4.0]
+    often = [9.0, *[1.0, 0.1] * 5]  # evaluated at every other iteration: too few others to tell
+    assert undisturbed(often, [None, *[0.5, None] * 5]) == often
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("communication", [0.03, 0.1, 0.5])
+def test_evaluations_leave_the_length_of_a_simulated_pipeline_as_it_is(width: int, communication: float) -> None:
+    """The recursion of a pipeline, in which communication continues while an evaluation stops the clock."""
+
+    def run(every: int) -> list[float]:
+        iterations, compute, evaluation = 240, 0.08, 5.0
+        now, free, arrived, seconds, done = 0.0, 0.0, [], [], []
+        for i in range(iterations):
+            begin = now
+            now += compute
+            free = max(free, now) + communication
+            arrived.append(free)
+            if i >= width - 1:
+                now = max(now, arrived[i - width + 1])
+            seconds.append(now - begin)
+            done.append(0.5 if (i + 1) % every == 0 else None)
+            now += evaluation if done[-1] else 0.0
+        return undisturbed(seconds, done)
+
+    assert sum(run(9)) == pytest.approx(sum(run(10_000)), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -476,6 +505,7 @@ def test_time_to_accuracy_is_interpolated_between_evaluations_or_not_known() -> 
         ("local", 1, None),
         ("local", 2, None),
     ]
+    assert accuracies.seconds_to(0.75, [[10, 0.8], [20, 0.7], [30, 0.9]]) is None, "crossed before anybody looked"
     assert [row["final_accuracy"] for row in accurate()] == [0.85, 0.7, 0.8, 0.9, 0.7, None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.timing_model._profiles import CORRECTIONS, MLP, PROFILE
 from timing_model import ComputeTimes, Noise
-from timing_model.cluster_profile import Estimate, Profile
+from timing_model.cluster_profile import FORMER_NAMES, Estimate, Profile
 
 
 @pytest.fixture
@@ -190,3 +191,17 @@ def test_a_file_that_is_cut_or_changed_is_read_or_refused_in_a_line(
     else:
         profile.save(path)
         assert Profile.load(path) == profile
+
+
+def test_a_file_of_the_previous_format_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    PROFILE.save(path)
+    text = path.read_text()
+    for name, former in FORMER_NAMES.items():
+        assert f"{name} = " in text or f".{name}]" in text
+        text = re.sub(rf"(?<!\w){name}(?!\w)", former, text)
+    path.write_text(text.replace("format = 4", "format = 3"))
+    assert Profile.load(path) == PROFILE
+    path.write_text(text.replace("format = 4", "format = 3").replace("contention", "attention", 1))
+    with pytest.raises(ValueError, match=r"compute\[0\]\.contention must be there"):
+        Profile.load(path)
