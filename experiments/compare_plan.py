@@ -117,10 +117,11 @@ def parse(words: Sequence[str], by_torchrun: bool, description: str | None = Non
     made = contenders.make(chosen, workload, " ".join(rules))
     for one in made:
         _check_servers(one, cluster)
-        if not timing and one.config.pipeline.width > WIDEST_EVALUATED:
+        width = one.config.pipeline.width
+        if not timing and width > WIDEST_EVALUATED:
             raise UserInputError(
                 f"contender {one.name}: width must be at most {WIDEST_EVALUATED} with --time-to-accuracy, since a "
-                f"wider pipeline takes many iterations to fill again after an evaluation; got {one.config.pipeline.width}"
+                f"wider pipeline takes many iterations to fill again after an evaluation; got {width}"
             )
     name = arguments.workload or f"{base.data.dataset}-{base.model.model}"
     return Plan(
