@@ -139,8 +139,8 @@ def speed_up() -> str:
     assert {row["rounds"] for row in found.values()} == {3}, "the interval of three rounds is their range"
     (slow, slow_fp16, slow_range), (fast, fast_fp16, fast_range) = times("200 Mbit/s"), times("1 Gbit/s")
     return (
-        f"**At 200 Mbit/s, an iteration with int4 is {slow} as fast as DDP's ({slow_fp16} if DDP uses its fp16 hook); at "
-        f"1 Gbit/s, {fast} ({fast_fp16}).** MLP 784-1000-1000-10, 512 samples a rank, on four *emulated* nodes: one "
+        f"**At 200 Mbit/s, an iteration with int4 is {slow} as fast as DDP's ({slow_fp16} if DDP uses its fp16 hook); "
+        f"at 1 Gbit/s, {fast} ({fast_fp16}).** MLP 784-1000-1000-10, 512 samples a rank, on four *emulated* nodes: one "
         "machine whose two cores compute for all four. Medians of three interleaved rounds, which range from "
         f"{slow_range} and from {fast_range}."
     )
