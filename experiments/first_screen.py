@@ -83,7 +83,7 @@ FIGURE = PaperFigure(
     "on four emulated nodes at 200 Mbit/s and 1 Gbit/s. Bars end at the median; the number behind it is the speed-up "
     "over DDP. MLP 784-1000-1000-10, 512 samples a rank; two cores compute for all four nodes.",
     plot=plot,
-    panel=(5.6, 2.7),
+    panel=(5.6, 2.2),
     abreast=1,
 )
 

@@ -55,7 +55,7 @@ SATURATED = 0.01
 SERVER = {"strategy": "ps-sync", "all_reduce": None}
 METHODS: dict[str, dict[str, Any]] = {
     "ps-sync": SERVER,
-    "ps-sync, server apart": {**SERVER, "world_size": NODES + 1, "placement": "own"},
+    "ps-sync, server apart": {**SERVER, "world_size": NODES + 1, "placement": "dedicated"},
     "ddp": {"strategy": "ddp", "all_reduce": "native"},
     "D-Sync": {},
     "D-Sync + T": {"codec": "truncate16"},

@@ -52,6 +52,7 @@ EXCEPTIONS = {
     "timing_model/arguments.py": "names the former values of an option",
     "tests/test_cli.py": "tests the former values of an option",
     "tests/test_docs.py": "names the former names of options",
+    "tests/timing_model/test_cli.py": "tests the former values of an option",
     "CHANGELOG.md": "names the former values of an option",
     "experiments/bench_timing_model.py": "has the name of a row of a result",
     "docs/tutorial.md": "shows what commands printed when they were measured",

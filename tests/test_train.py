@@ -264,7 +264,7 @@ def test_trained_weights_that_cannot_be_written_are_in_the_last_checkpoint(tmp_p
     (tmp_path / "model.pt").mkdir()  # at this moment, as good as a full disk
     assert run(1, f"{SHORT} --resume", tmp_path)[0][0] == (
         f"RunError: rank 0: training is done, but {tmp_path / 'model.pt'} could not be written: Is a directory. "
-        "The newest checkpoint is that of iteration 12 of 12: --resume finishes the run once there is room"
+        "The newest checkpoint is that of iteration 12 of 12: --resume finishes it once there is room"
     )
     (tmp_path / "model.pt").rmdir()
     assert succeed(1, f"{SHORT} --resume", tmp_path)["weights_sha256"] == whole["weights_sha256"]

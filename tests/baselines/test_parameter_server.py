@@ -599,7 +599,7 @@ def _resume_in_the_middle(ranks: Ranks, optimizer_name: str, options: Options, a
     "options", [{"servers": 1, "placement": "colocated"}, {"servers": 3}, {"servers": 2, "placement": "dedicated"}]
 )
 def test_a_state_dict_continues_bit_for_bit(optimizer: str, options: Options) -> None:
-    world_size = 4 if options.get("placement") == "own" else 3
+    world_size = 4 if options.get("placement") == "dedicated" else 3
     results = run_ranks(world_size, _resume_in_the_middle, optimizer, {**options, "staleness_bound": 0}, 4)
     for (uninterrupted, resumed), steps in filter(None, results):
         assert resumed == uninterrupted

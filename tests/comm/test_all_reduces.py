@@ -289,12 +289,12 @@ def test_one_ring_serves_buffers_of_many_sizes_and_dtypes() -> None:
 # --- Over gloo --------------------------------------------------------------------------------------------------------
 
 
-def _beside_torch(ranks: Ranks, sizes: tuple[int, ...], connections: int) -> list[tuple[str, bool, bool]]:
+def _beside_torch(ranks: Ranks, sizes: tuple[int, ...], number: int) -> list[tuple[str, bool, bool]]:
     ranks.local_world_size = 2 if ranks.world_size % 2 == 0 else ranks.world_size
     ranks.local_rank = ranks.rank % ranks.local_world_size
     outcomes = []
     for name in ALL_REDUCES:
-        extra = {} if name == "native" else {"segment_bytes": 1024, "connections": connections}
+        extra = {} if name == "native" else {"segment_bytes": 1024, "connections": number}
         connections = Connections(name, ranks, timeout=ranks.timeout, **extra)
         all_reduce = connections.all_reduce()
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):

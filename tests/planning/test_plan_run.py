@@ -32,11 +32,14 @@ SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--width auot", "width must be auto, or a value that --help lists; got 'auot' (did you mean auto?)"),
-        ("--codec=ato", "codec must be auto, or a value that --help lists; got 'ato' (did you mean auto?)"),
-        ("--all_reduce Auto", "all-reduce must be auto, or a value that --help lists; got 'Auto' (did you mean auto?)"),
+        ("--width auot", "width must be auto, or a value that --help-all lists; got 'auot' (did you mean auto?)"),
+        ("--codec=ato", "codec must be auto, or a value that --help-all lists; got 'ato' (did you mean auto?)"),
+        (
+            "--all_reduce Auto",
+            "all-reduce must be auto, or a value that --help-all lists; got 'Auto' (did you mean auto?)",
+        ),
         ("--width auto --width 2", "width must be given once; got it 2 times"),
-        ("--auto width", "every option must be one that --help lists; got --auto"),
+        ("--auto width", "every option must be one that --help-all lists; got --auto"),
         ("--width auto --strategy ddp", "strategy must be pipelined with --width auto; got ddp"),
         ("--codec auto --strategy local", "strategy must be pipelined with --codec auto; got local"),
         ("--cluster c.toml --strategy ps-sync", "strategy must be pipelined with --cluster; got ps-sync"),
@@ -219,7 +222,7 @@ def _file(tmp_path: Path, name: str) -> Path:
     if name == "truncated.toml":
         path.write_text(path.read_text()[:700])
     if name == "format.toml":
-        path.write_text(path.read_text().replace("format = 3", "format = 7"))
+        path.write_text(path.read_text().replace("format = 4", "format = 7"))
     if name == "binary.toml":
         path.write_bytes(bytes(range(256)))
     return path
@@ -234,7 +237,7 @@ def _file(tmp_path: Path, name: str) -> Path:
         (
             "format.toml",
             "",
-            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 3",
+            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 4",
         ),
         (
             "cluster.toml",
