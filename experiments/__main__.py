@@ -255,9 +255,9 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         allow_abbrev=False,
     )
     one_of = options.add_mutually_exclusive_group()
-    one_of.add_argument("--list", action="store_true", help="say what there is")
+    one_of.add_argument("--list", action="store_true", help="list the experiments")
     one_of.add_argument("--only", nargs="+", metavar="NAME", help="run these, done or not")
-    one_of.add_argument("--fresh", action="store_true", help="forget what is done")
+    one_of.add_argument("--fresh", action="store_true", help="repeat finished experiments")
     arguments = ranks.raise_together("options", lambda: options.parse_args(words))
     command.check_alone("experiments", ranks.by_torchrun, "it starts torchrun itself")
     by_name = {one.name: one for one in EXPERIMENTS}

@@ -299,13 +299,13 @@ def parse(words: Sequence[str]) -> Namespace:
     """Parse the options. Raises ``UserInputError``."""
     options = command.parser("bench_all_reduce", __doc__)
     add, number = options.add_argument, command.at_least
-    add("--rate", required=True, help="of every link, e.g. 200mbit")
-    add("--world-sizes", type=number(2), nargs="+", default=[4], metavar="P", help="nodes (4)")
-    add("--sizes", type=number(4), nargs="+", metavar="BYTES", help=f"of float32 ({' '.join(map(str, SIZES))})")
-    add("--algorithms", nargs="+", metavar="NAME", help=f"of {', '.join(ALGORITHMS)} (all)")
-    add("--codecs", nargs="+", metavar="NAME", help=f"of {', '.join(DENSE_CODECS)} ({' '.join(DEFAULT_CODECS)})")
-    add("--seconds", type=number(1), help=f"spent on each size, but for at least 5 rounds ({FULL.seconds_per_size:g})")
-    add("--name", help="of the result files (bench_all_reduce_RATE)")
+    add("--rate", required=True, help="rate of every link, e.g. 200mbit")
+    add("--world-sizes", type=number(2), nargs="+", default=[4], metavar="P", help="numbers of nodes (4)")
+    add("--sizes", type=number(4), nargs="+", metavar="BYTES", help=f"buffer sizes ({' '.join(map(str, SIZES))})")
+    add("--algorithms", nargs="+", metavar="NAME", help=f"all-reduces: {', '.join(ALGORITHMS)} (all)")
+    add("--codecs", nargs="+", metavar="NAME", help=f"any of {', '.join(DENSE_CODECS)} ({' '.join(DEFAULT_CODECS)})")
+    add("--seconds", type=number(1), help=f"time for each size, for at least 5 rounds ({FULL.seconds_per_size:g})")
+    add("--name", help="name of the result files (bench_all_reduce_RATE)")
     arguments = command.parse(options, words)
     quick = arguments.quick
     arguments.rate = parse_rate(arguments.rate)

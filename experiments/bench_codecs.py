@@ -275,8 +275,8 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Parse the options. Raises ``UserInputError``."""
     options = command.parser("bench_codecs", __doc__)
     add = options.add_argument
-    add("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"of {'; '.join(CODECS)} (all)")
-    add("--rivals", nargs="*", default=list(RIVALS), metavar="HOW", help=f"torch's, of {', '.join(RIVALS)} (both)")
+    add("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"any of {'; '.join(CODECS)} (all)")
+    add("--rivals", nargs="*", default=list(RIVALS), metavar="HOW", help=f"ways of torch: {', '.join(RIVALS)} (both)")
     arguments = command.parse(options, words)
     for name, known in (("codecs", list(CODECS)), ("rivals", RIVALS)):
         for one in getattr(arguments, name):

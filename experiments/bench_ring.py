@@ -237,14 +237,14 @@ def run_all(world_sizes: Sequence[int], rate: float | None, *, quick: bool) -> t
 def parse(words: Sequence[str], world_size: int) -> Namespace:
     """Parse the options. Raises ``UserInputError``."""
     options = command.parser("bench_ring", __doc__)
-    options.add_argument("--all", action="store_true", help="run every p, without torchrun before it")
-    options.add_argument("--rate", help="of the links that --all emulates, or that the ranks are on; e.g. 200mbit")
+    options.add_argument("--all", action="store_true", help="run every p; start it without torchrun")
+    options.add_argument("--rate", help="rate of the links that --all emulates, or that the ranks use, e.g. 200mbit")
     options.add_argument(
         "--world-sizes",
         type=command.at_least(2),
         nargs="+",
         metavar="P",
-        help="with --all (2 3 4; 3 4 5 with --rate)",
+        help="numbers of ranks with --all (2 3 4; 3 4 5 with --rate)",
     )
     arguments = command.parse(options, words)
     if arguments.all and world_size > 1:

@@ -304,9 +304,19 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Parse the options. Raises ``UserInputError``."""
     options = command.parser("codec_accuracy", __doc__)
     add, number = options.add_argument, command.at_least
-    add("--models", nargs="+", default=["mlp", "convnet"], metavar="NAME", help=f"of {', '.join(MODELS)} (mlp convnet)")
-    add("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"of {'; '.join(CODECS)} (all)")
-    add("--seeds", type=number(1), help=f"how many ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)")
+    add(
+        "--models",
+        nargs="+",
+        default=["mlp", "convnet"],
+        metavar="NAME",
+        help=f"any of {', '.join(MODELS)} (mlp convnet)",
+    )
+    add("--codecs", nargs="+", default=list(CODECS), metavar="NAME", help=f"any of {'; '.join(CODECS)} (all)")
+    add(
+        "--seeds",
+        type=number(1),
+        help=f"number of seeds ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)",
+    )
     add("--fresh", action="store_true", help="forget the finished runs in the output folder")
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"models": MODELS, "codecs": CODECS})

@@ -289,12 +289,14 @@ def show(rows: Sequence[Row]) -> None:
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Parse the options. Raises ``UserInputError``."""
     options = command.parser("compare_commits", __doc__)
-    options.add_argument("--baseline", required=True, metavar="COMMIT", help="the code to compare with")
-    options.add_argument("--rounds", type=command.at_least(2), help=f"of both codes ({ROUNDS}; quick: {QUICK_ROUNDS})")
+    options.add_argument("--baseline", required=True, metavar="COMMIT", help="version to compare with")
     options.add_argument(
-        "--only", nargs="+", choices=KINDS, metavar="KIND", help=f"these kinds of turns, of {', '.join(KINDS)} (all)"
+        "--rounds", type=command.at_least(2), help=f"rounds of both versions ({ROUNDS}; quick: {QUICK_ROUNDS})"
     )
-    options.add_argument("--fresh", action="store_true", help="forget turns that were kept")
+    options.add_argument(
+        "--only", nargs="+", choices=KINDS, metavar="KIND", help=f"kinds of turns: {', '.join(KINDS)} (all)"
+    )
+    options.add_argument("--fresh", action="store_true", help="repeat kept turns")
     arguments = command.parse(options, words)
     command.check_alone("compare_commits", by_torchrun, "it starts torchrun itself")
     return arguments

@@ -143,22 +143,42 @@ def _options(description: str | None) -> command.Parser:
     options = command.parser("compare", description)
     add, number = options.add_argument, command.at_least
     add("--nodes", type=number(2), help=f"nodes of the testbed ({NODES}; quick: {QUICK_NODES})")
-    add("--rate", required=True, metavar="RATE", help="of every link, both ways, e.g. 200mbit")
-    add("--latency", metavar="TIME", help="one way, from node to node, e.g. 5ms (none)")
-    add("--loss", metavar="SHARE", help="of a node's packets, e.g. 0.1%% (none)")
-    add("--slow-node", action="append", default=[], metavar="NODE:RATE", help="a link of another rate, e.g. 3:100mbit")
+    add("--rate", required=True, metavar="RATE", help="rate of every link, both ways, e.g. 200mbit")
+    add("--latency", metavar="TIME", help="latency from node to node, one way, e.g. 5ms (none)")
+    add("--loss", metavar="SHARE", help="share of packets that are lost, e.g. 0.1%% (none)")
+    add(
+        "--slow-node",
+        action="append",
+        default=[],
+        metavar="NODE:RATE",
+        help="node whose link has another rate, e.g. 3:100mbit",
+    )
     add("--nproc-per-node", type=number(1), default=1, metavar="RANKS", help="ranks on every node (1)")
-    add("--workload", help=f"{', '.join(WORKLOADS)} (mlp; quick: digits)")
-    add("--train", metavar="WORDS", help="any words of pipesgd.train, instead of --workload")
-    add("--contenders", nargs="+", metavar="NAME", help=f"which of: {'; '.join(CONTENDERS)} (all)")
-    add("--contender", action="append", default=[], metavar="NAME=WORDS", help='one more: "width 4=--width 4"')
-    add("--rounds", type=number(1), help=f"at least {FEWEST_ROUNDS} ({ROUNDS}; quick: {QUICK_ROUNDS})")
-    add("--iterations", type=number(FEWEST_ITERATIONS), help=f"of a run ({ITERATIONS}; quick: {QUICK_ITERATIONS})")
+    add("--workload", help=f"one of {', '.join(WORKLOADS)} (mlp; quick: digits)")
+    add("--train", metavar="WORDS", help="arguments of pipesgd.train, instead of --workload")
+    add("--contenders", nargs="+", metavar="NAME", help=f"any of {'; '.join(CONTENDERS)} (all)")
+    add(
+        "--contender",
+        action="append",
+        default=[],
+        metavar="NAME=WORDS",
+        help='another contender, e.g. "width 4=--width 4"',
+    )
+    add("--rounds", type=number(1), help=f"rounds, at least {FEWEST_ROUNDS} ({ROUNDS}; quick: {QUICK_ROUNDS})")
+    add(
+        "--iterations",
+        type=number(FEWEST_ITERATIONS),
+        help=f"length of a run ({ITERATIONS}; quick: {QUICK_ITERATIONS})",
+    )
     add("--time-to-accuracy", type=_share, metavar="TARGET", help="compare when a test accuracy is reached, e.g. 0.88")
-    add("--seeds", type=number(1), help=f"with it, instead of rounds ({ROUNDS}; quick: {QUICK_ROUNDS})")
-    add("--epochs", type=number(1), help=f"with it, or --iterations ({EPOCHS}; quick: {QUICK_EPOCHS})")
-    add("--name", help="of the result files, without an ending")
-    add("--fresh", action="store_true", help="throw earlier cells of this very comparison away")
+    add(
+        "--seeds",
+        type=number(1),
+        help=f"with --time-to-accuracy, instead of --rounds ({ROUNDS}; quick: {QUICK_ROUNDS})",
+    )
+    add("--epochs", type=number(1), help=f"with --time-to-accuracy, or --iterations ({EPOCHS}; quick: {QUICK_EPOCHS})")
+    add("--name", help="name of the result files, without an ending")
+    add("--fresh", action="store_true", help="repeat finished cells of this comparison")
     return options
 
 

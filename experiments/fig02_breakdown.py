@@ -181,7 +181,9 @@ FIGURE = PaperFigure(
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     options = command.parser(NAME, __doc__)
-    options.add_argument("--workloads", nargs="+", default=list(CHOSEN), metavar="NAME", help=f"of {', '.join(CHOSEN)}")
+    options.add_argument(
+        "--workloads", nargs="+", default=list(CHOSEN), metavar="NAME", help=f"any of {', '.join(CHOSEN)}"
+    )
     options.add_argument("--fresh", action="store_true", help="forget the finished workloads in the output folder")
     arguments = ranks.raise_together("options", lambda: figures.checked(NAME, options, words, ranks.by_torchrun))
     command.check_each_once(arguments, {"workloads": CHOSEN})

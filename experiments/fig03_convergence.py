@@ -185,8 +185,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     options = command.parser(NAME, __doc__)
     add: Any = options.add_argument
-    add("--methods", nargs="+", default=list(METHODS), metavar="NAME", help=f"of {'; '.join(METHODS)} (all)")
-    add("--seeds", type=command.at_least(1), help=f"how many ({SEEDS}; quick: 1)")
+    add("--methods", nargs="+", default=list(METHODS), metavar="NAME", help=f"any of {'; '.join(METHODS)} (all)")
+    add("--seeds", type=command.at_least(1), help=f"number of seeds ({SEEDS}; quick: 1)")
     add("--fresh", action="store_true", help="forget the finished runs in the output folder")
     arguments = ranks.raise_together("options", lambda: figures.checked(NAME, options, words, ranks.by_torchrun))
     command.check_each_once(arguments, {"methods": METHODS})

@@ -127,10 +127,12 @@ def show_case(name: str, seed: int, index: int, console: Console) -> None:
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Parse the options. Raises ``UserInputError``."""
     options = command.parser("fuzz", __doc__)
-    options.add_argument("--only", nargs="+", metavar="INPUT", help=f"some of {', '.join(TARGETS)}; needs --output")
-    options.add_argument("--show", nargs=2, metavar=("INPUT", "CASE"), help="print one case, and what comes of it")
+    options.add_argument(
+        "--only", nargs="+", metavar="INPUT", help=f"inputs to fuzz: {', '.join(TARGETS)}; needs --output"
+    )
+    options.add_argument("--show", nargs=2, metavar=("INPUT", "CASE"), help="print one case and its outcome")
     options.add_argument("--seed", type=command.at_least(0), default=0, help="seed of the cases (0)")
-    options.add_argument("--fresh", action="store_true", help="forget what is done")
+    options.add_argument("--fresh", action="store_true", help="repeat finished inputs")
     arguments = command.parse(options, words)
     command.check_alone("fuzz", by_torchrun, "it needs one process")
     command.check_each_once(arguments, {"only": TARGETS})

@@ -92,7 +92,7 @@ def namespaces_of(pids: Iterable[int]) -> set[str]:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     options = command.parser("kill_testbed", __doc__)
-    options.add_argument("--nodes", type=command.at_least(2), default=4, help="of every testbed (4)")
+    options.add_argument("--nodes", type=command.at_least(2), default=4, help="nodes of every testbed (4)")
     arguments = ranks.raise_together("options", lambda: command.parse(options, words))
     # Where this runs in the background of a shell, SIGINT is ignored, and what it starts would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -264,16 +264,22 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     add, number = options.add_argument, command.at_least
     default = [name for name in WORKLOADS if name != "digits"]
     own = "those of each workload"
-    add("--workloads", nargs="+", default=default, metavar="NAME", help=f"of {', '.join(WORKLOADS)}")
-    add("--optimizers", nargs="+", metavar="NAME", help=f"of {', '.join(OPTIMIZERS)}, where a workload has it (all)")
-    add("--methods", nargs="+", metavar="NAME", help=f"of {'; '.join(METHODS)} ({own})")
-    add("--multiples", nargs="+", type=_multiple, help=f"of the optimizer's learning rate ({own})")
-    add("--seeds", type=number(1), help=f"how many ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)")
+    add("--workloads", nargs="+", default=default, metavar="NAME", help=f"any of {', '.join(WORKLOADS)}")
+    add(
+        "--optimizers", nargs="+", metavar="NAME", help=f"any of {', '.join(OPTIMIZERS)}, where a workload has it (all)"
+    )
+    add("--methods", nargs="+", metavar="NAME", help=f"any of {'; '.join(METHODS)} ({own})")
+    add("--multiples", nargs="+", type=_multiple, help=f"factors of the optimizer's learning rate ({own})")
+    add(
+        "--seeds",
+        type=number(1),
+        help=f"number of seeds ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)",
+    )
     add("--processes", type=number(1), default=os.cpu_count(), help="runs at a time (all cores)")
     one_of = options.add_mutually_exclusive_group()
     one_of.add_argument("--fresh", action="store_true", help="forget the finished runs in the output folder")
     one_of.add_argument(
-        "--finished", action="store_true", help="make no runs: publish rows of which all seeds are there"
+        "--finished", action="store_true", help="run nothing; publish rows whose seeds are all finished"
     )
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"workloads": WORKLOADS, "optimizers": OPTIMIZERS, "methods": METHODS})

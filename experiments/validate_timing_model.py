@@ -305,10 +305,10 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Return the options; raises ``UserInputError``."""
     options = command.parser("validate_timing_model", __doc__)
     add = options.add_argument
-    add("--settings", nargs="+", metavar="NAME", default=list(SETTINGS), help=f"of {'; '.join(SETTINGS)} (all)")
+    add("--settings", nargs="+", metavar="NAME", default=list(SETTINGS), help=f"settings: {'; '.join(SETTINGS)} (all)")
     one_of = options.add_mutually_exclusive_group()
     one_of.add_argument("--fresh", action="store_true", help="forget the finished settings in the output folder")
-    one_of.add_argument("--finished", action="store_true", help="measure nothing: publish the settings that are there")
+    one_of.add_argument("--finished", action="store_true", help="measure nothing; publish the finished settings")
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"settings": SETTINGS})
     command.check_alone("validate_timing_model", by_torchrun, "it starts torchrun itself, on every node")

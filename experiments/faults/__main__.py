@@ -107,9 +107,9 @@ def publish(found: Sequence[tuple[Scenario, Observation]], deadline: float, fold
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Return the options; raises ``UserInputError``."""
     options = command.parser("faults", __doc__)
-    options.add_argument("--list", action="store_true", help="say what there is")
-    options.add_argument("--only", nargs="+", metavar="ID", help="do these faults, done or not; needs --output")
-    options.add_argument("--fresh", action="store_true", help="do all faults again")
+    options.add_argument("--list", action="store_true", help="list the faults")
+    options.add_argument("--only", nargs="+", metavar="ID", help="run these faults, done or not; needs --output")
+    options.add_argument("--fresh", action="store_true", help="run all faults again")
     options.add_argument(
         "--deadline",
         type=command.at_least(2),

@@ -80,15 +80,15 @@ def parse(words: Sequence[str]) -> Options:
         usage="%(prog)s --nodes N --rate RATE [options] -- [torchrun's options] -m pipesgd.train ...",
     )
     options.add_argument("--nodes", type=_at_least(2), required=True, help="hosts of the cluster")
-    options.add_argument("--rate", required=True, help="of every link, in each direction, e.g. 200mbit")
-    options.add_argument("--latency", default="0ms", help="from node to node, one way, e.g. 5ms (none)")
-    options.add_argument("--loss", default="0%", help="share of the packets, e.g. 0.1%% or 0.001 (none)")
+    options.add_argument("--rate", required=True, help="rate of every link in each direction, e.g. 200mbit")
+    options.add_argument("--latency", default="0ms", help="latency from node to node, one way, e.g. 5ms (none)")
+    options.add_argument("--loss", default="0%", help="share of packets that are lost, e.g. 0.1%% or 0.001 (none)")
     options.add_argument(
         "--slow-node",
         action="append",
         default=[],
         metavar="NODE:RATE",
-        help="this node's link has another rate, e.g. 3:100mbit; nodes count from 0; may be given again",
+        help="node whose link has another rate, e.g. 3:100mbit; nodes count from 0; may be repeated",
     )
     options.add_argument("--nproc-per-node", type=_at_least(1), default=1, help="ranks on each node (1)")
     arguments = options.parse_args(words[:split])

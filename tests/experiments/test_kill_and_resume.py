@@ -16,8 +16,11 @@ from experiments.kill_and_resume import RESUMED, appears, ends_within, pids_of_r
 @pytest.fixture
 def waiting() -> Iterator[subprocess.Popen[bytes]]:
     """Start a process with a rank that ends when its input does."""
-    words = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, env={**os.environ, "RANK": "3"}) as process:
+    words = [sys.executable, "-c", "print('started', flush=True); input()"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, env={**os.environ, "RANK": "3"}) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # its environment can be read from now on
         yield process
         process.kill()
 
