@@ -34,6 +34,11 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
 RACERS = 'ps-sync "D-Sync, ring" ddp "ddp fp16" "width 2, int8" "width 2, int4"'
+CODED = 'local ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4" "width 2, ternary"'
+LARGE_MLP = (
+    '--train "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 32 --lr 0.1 '
+    '--schedule one-cycle"'
+)
 STATE = Path("runs/experiments.json")
 """Record of finished experiments, relative to the folder that the command is started in (as in pipesgd.train)."""
 
@@ -116,13 +121,12 @@ EXPERIMENTS = (
     Experiment(
         name="compare_mlp_4x200mbit_codecs",
         words="compare --nodes 4 --rate 200mbit --iterations 16 --name compare_mlp_4x200mbit_codecs "
-        '--contenders local ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4" "width 2, ternary"',
+        f"--contenders {CODED}",
         minutes=10,
     ),
     Experiment(
         name="compare_mlp_4x1gbit_codecs",
-        words="compare --nodes 4 --rate 1gbit --iterations 16 --name compare_mlp_4x1gbit_codecs "
-        '--contenders local ddp "ddp fp16" "width 2, ring" "width 2, int8" "width 2, int4" "width 2, ternary"',
+        words=f"compare --nodes 4 --rate 1gbit --iterations 16 --name compare_mlp_4x1gbit_codecs --contenders {CODED}",
         minutes=8,
     ),
     Experiment(
@@ -134,9 +138,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         name="accuracy_mlp_4x200mbit",
-        words="compare --nodes 4 --rate 200mbit --name accuracy_mlp_4x200mbit --train "
-        '"--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 32 --lr 0.1 --schedule one-cycle" '
-        f"--time-to-accuracy 0.84 --iterations 234 --seeds 1 --contenders {RACERS}",
+        words="compare --nodes 4 --rate 200mbit --name accuracy_mlp_4x200mbit "
+        f"{LARGE_MLP} --time-to-accuracy 0.84 --iterations 234 --seeds 1 --contenders {RACERS}",
         minutes=15,
     ),
     *(
@@ -148,12 +151,7 @@ EXPERIMENTS = (
             minutes=minutes,
         )
         for workload, target, iterations, options, minutes in (
-            (
-                *("mlp", 0.84, 234),
-                '--train "--dataset fashion-mnist --model mlp --hidden-sizes 1000 1000 --batch-size 32 --lr 0.1 '
-                '--schedule one-cycle"',
-                35.0,
-            ),
+            ("mlp", 0.84, 234, LARGE_MLP, 35.0),
             ("small-convnet", 0.885, 468, "--workload small-convnet", 45.0),
         )
     ),

@@ -90,22 +90,22 @@ def plot(rows: Sequence[Row], axes: Axes, title: str) -> Axes:
 
 
 def _plot_curves(rows: Sequence[Row], axes: Axes) -> None:
-    """A line for every contender and seed, a colour for every contender; the target as a line across."""
+    """Draw a line for every contender and seed, a colour for every contender; the target as a line across."""
     styles = method_styles([row["contender"] for row in rows])
-    medians_of = {row["contender"]: row["seconds_to_target_median"] for row in medians(rows)}
-    for row in rows:
-        points, name = row["seconds_and_accuracy"], row["contender"]
-        own = [other for other in rows if other["contender"] == name]
-        first = row is next((other for other in own if other["seconds_and_accuracy"]), own[0])
-        seconds = medians_of[name]
-        label = TITLES.get(str(name), str(name)) + ("" if seconds is None else f": {seconds:.1f} s")
-        axes.plot(
-            [seconds for seconds, _ in points],
-            [100 * accuracy for _, accuracy in points],
-            linewidth=1,
-            label=(label if points else f"{TITLES.get(name, name)} (failed)") if first else "_",
-            **(styles[name] | {"marker": ""}),
-        )
+    for middle in medians(rows):
+        name, seconds = str(middle["contender"]), middle["seconds_to_target_median"]
+        curves = [row["seconds_and_accuracy"] for row in rows if row["contender"] == name]
+        label = TITLES.get(name, name) + ("" if seconds is None else f": {seconds:.1f} s")
+        if not any(curves):
+            label += " (failed)"
+        for number, points in enumerate(curves):
+            axes.plot(
+                [at for at, _ in points],
+                [100 * accuracy for _, accuracy in points],
+                linewidth=1,
+                label="_" if number else label,
+                **(styles[name] | {"marker": ""}),
+            )
     target = 100 * rows[0]["target_accuracy"]
     axes.axhline(target, color=BLACK, linestyle="--", linewidth=1, label="_")
     last = max((row["final_seconds"] for row in rows if row["final_seconds"] is not None), default=1.0)
@@ -117,7 +117,7 @@ def _plot_curves(rows: Sequence[Row], axes: Axes) -> None:
 
 
 def _plot_ends(rows: Sequence[Row], axes: Axes) -> None:
-    """A bar for every contender: the median length of its runs, with the median final accuracy at its end."""
+    """Draw a bar for every contender: the median length of its runs, with the median final accuracy at its end."""
     styles = method_styles([row["contender"] for row in rows])
     names = list(dict.fromkeys(row["contender"] for row in rows))
     for place, middle in enumerate(medians(rows)):

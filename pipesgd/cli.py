@@ -76,10 +76,7 @@ C = TypeVar("C", bound=Config)
 
 def parse(argv: Sequence[str]) -> TrainConfig:
     """Return the training that ``argv`` ask for; see ``parse_as``."""
-    defaults = TrainConfig().options()
-    argv = _with_current_names(_expand_config_file(list(argv), defaults), defaults)
-    _check_names(argv, defaults)
-    rest, auto = _take_autos(argv)
+    rest, auto = _take_autos(_prepared(argv, TrainConfig().options()))
     config = parse_as(TrainConfig, "train", rest)
     return dataclasses.replace(config, planning=dataclasses.replace(config.planning, auto=auto)) if auto else config
 
@@ -93,9 +90,7 @@ def parse_as(kind: type[C], command: str, argv: Sequence[str]) -> C:
     """
     if "--version" in argv:
         raise HelpRequested(version())
-    defaults = kind().options()
-    argv = _with_current_names(_expand_config_file(list(argv), defaults), defaults)
-    _check_names(argv, defaults)
+    argv = _prepared(argv, kind().options())
     for name, everything in (("-h", False), ("--help", False), ("--help-all", True)):
         if name in argv:
             raise HelpRequested(_help(kind, command, everything=everything))
@@ -240,6 +235,13 @@ def as_toml(config: TrainConfig) -> str:
         # Strings, numbers, booleans and lists of them are written alike in JSON and TOML.
         lines.append(f"# {name} =" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
+
+
+def _prepared(argv: Sequence[str], defaults: dict[str, Any]) -> list[str]:
+    """Return the arguments with a --config file in front, under current names, all of which are in ``defaults``."""
+    prepared = _with_current_names(_expand_config_file(list(argv), defaults), defaults)
+    _check_names(prepared, defaults)
+    return prepared
 
 
 def _expand_config_file(argv: list[str], defaults: dict[str, Any]) -> list[str]:
