@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +46,25 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of the tensors whose sums are compressed. Nobody who takes float64 wants it rounded."""
 VARIABLES = ("codec", "all_reduce", "least_bytes", "segment_bytes")
 """Fields of ``BackendOptions`` that are read from environment variables: ``PIPESGD_CODEC`` and so on."""
+
+HANDED_ON = (
+    "allgather",
+    "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "all_to_all_single",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "send",
+    "recv",
+)
+"""Methods of a process group that a Python class can replace (some in older versions of torch, some in newer ones), and
+that must be replaced: torch calls its own in a Python class with the interpreter's lock held. gloo's threads take that
+lock while they hold gloo's own, which those methods wait for, so that a program would hang now and then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +141,11 @@ class PipesgdGroup(dist.ProcessGroup):
         check_same_settings(ranks, plain(self._options), {})
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, world_size, timeout)
         gloo._set_sequence_number_for_group()
-        for device in DEVICES:
-            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._of_gloo = dist.ProcessGroup(store, rank, world_size)
+        for group in (self, self._of_gloo):
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            for device in DEVICES:
+                group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._new_sums = partial(_LargeSums, store, rank, world_size, timeout, self._options)
         self._sums: dict[str, _LargeSums] = {}
         self._lock = threading.Lock()  # a backward pass may call from a thread of its own
@@ -136,7 +158,7 @@ class PipesgdGroup(dist.ProcessGroup):
         match args:
             case ([tensor], dist.AllreduceOptions(reduceOp=operation)) if self._is_large(tensor, operation):
                 return self._sums_on(tensor.device.type).begin(tensor, mean=_is(operation, dist.ReduceOp.AVG))
-        return super().allreduce(*args, **kwargs)
+        return self._of_gloo.allreduce(*args, **kwargs)
 
     def shutdown(self) -> None:
         """End the threads and connections; ``destroy_process_group`` calls this."""
@@ -158,6 +180,20 @@ class PipesgdGroup(dist.ProcessGroup):
             if device not in self._sums:
                 self._sums[device] = self._new_sums(device)
             return self._sums[device]
+
+
+def _by_gloo(name: str) -> Callable[..., Any]:
+    """Return the method of this name that hands the call to gloo."""
+
+    def call(group: PipesgdGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(group._of_gloo, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in HANDED_ON:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(PipesgdGroup, _name, _by_gloo(_name))
 
 
 class _LargeSums:
