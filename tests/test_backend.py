@@ -25,7 +25,6 @@ from pipesgd.errors import CommunicationError, DeadlineExceeded, DisagreementErr
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import make_reducer
-from pipesgd.replicas import weights_sha256
 
 NUMEL = 30_011
 SMALL = 1 << 10
@@ -100,11 +99,11 @@ def _everything(rank: int, world_size: int, group: dist.ProcessGroup) -> dict[st
         return output
 
     def of_objects() -> list[Any]:
-        everybody = [None] * world_size
+        everybody: list[Any] = [None] * world_size
         dist.all_gather_object(everybody, {"rank": rank}, group=group)
         one = [f"from {rank}"]
         dist.broadcast_object_list(one, 1, group=group)
-        return [everybody, one]
+        return [torch.tensor([each["rank"] for each in everybody]), torch.tensor(int(one[0].split()[-1]))]
 
     def sparse() -> Tensor:
         return reduced(torch.sparse_coo_tensor([[rank, 5]], [1.0, 2.0], (6,))).to_dense()
@@ -115,7 +114,7 @@ def _everything(rank: int, world_size: int, group: dist.ProcessGroup) -> dict[st
         "small mean": lambda: reduced(row.clone(), dist.ReduceOp.AVG),
         "large sum of integers": lambda: reduced(large),
         "large sum of float64": lambda: reduced(large.double() / 3),
-        "large complex sum": lambda: reduced(torch.complex(large.float(), large / 3)),
+        "large sum of complex128": lambda: reduced(torch.complex(large.double(), large.double() / 3)),
         "large minimum": lambda: reduced(large / 3, dist.ReduceOp.MIN),
         "large maximum": lambda: reduced(large / 3, dist.ReduceOp.MAX),
         "large product": lambda: reduced(large / 3, dist.ReduceOp.PRODUCT),
@@ -167,6 +166,19 @@ def test_all_but_large_sums_is_what_gloo_does() -> None:
         for name, expected in of_gloo.items():
             assert not isinstance(expected, str), (name, expected)
             torch.testing.assert_close(ours[name], expected, rtol=0, atol=0, msg=name)
+
+
+def _in_quick_succession(ranks: Ranks) -> None:
+    join(ranks)
+    for _ in range(2000):
+        for work in [dist.broadcast(torch.zeros(5), 0, async_op=True) for _ in range(4)]:
+            work.wait()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_operations_in_quick_succession_do_not_hang() -> None:
+    run_ranks(2, _in_quick_succession, process_group=False)  # with torch's own methods it did, mostly within a second
 
 
 # --- Large sums -------------------------------------------------------------------------------------------------------
@@ -344,13 +356,23 @@ def test_new_memory_never_gets_the_residual_of_what_was_there_before() -> None:
 STEPS = 40
 
 
-def _train(ranks: Ranks, backend: str, codec: CodecOptions) -> tuple[float, str, Tensor]:
-    """Train with DDP; return the last loss, the hash of the weights, and the weights."""
-    join(ranks, BackendOptions(codec=codec, least_bytes=SMALL) if backend == "pipesgd" else None, backend=backend)
+PLAIN = "gloo"
+CONTENDERS: dict[str, CodecOptions | None] = {
+    PLAIN: None,
+    "fp32": CodecOptions(),
+    "int8": CodecOptions(codec="int8"),
+    "int4": CodecOptions(codec="int4"),
+    "int4 without error feedback": CodecOptions(codec="int4", error_feedback="off"),
+}
+
+
+def _train(ranks: Ranks, codec: CodecOptions | None) -> tuple[float, Tensor]:
+    """Train with DDP; return the last loss and the weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     teacher = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 1))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)  # three buckets, rebuilt after the first iteration
+    group = dist.new_group(backend="gloo") if codec is None else subgroup(codec)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)  # buckets are rebuilt after a step
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         inputs = torch.randn(32, 20, generator=torch.Generator().manual_seed(2 * step + ranks.rank))
@@ -359,30 +381,28 @@ def _train(ranks: Ranks, backend: str, codec: CodecOptions) -> tuple[float, str,
         loss.backward()
         optimizer.step()
     mean = loss.detach().clone()
-    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=group)
     del ddp
-    dist.destroy_process_group()
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return mean.item(), weights_sha256(model), weights
+    dist.destroy_process_group(group)
+    return mean.item(), torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def _train_all(ranks: Ranks) -> list[tuple[float, Tensor]]:
+    return [_train(ranks, codec) for codec in CONTENDERS.values()]
 
 
 @pytest.mark.slow
 def test_ddp_trains_with_compressed_sums() -> None:
-    plain = run_ranks(2, _train, "gloo", CodecOptions(), process_group=False)
-    assert torch.equal(run_ranks(2, _train, "pipesgd", CodecOptions(), process_group=False)[0][2], plain[0][2])
-    away = {}
-    for name, codec in {
-        "int8": CodecOptions(codec="int8"),
-        "int4": CodecOptions(codec="int4"),
-        "int4 without error feedback": CodecOptions(codec="int4", error_feedback="off"),
-    }.items():
-        losses, hashes, weights = zip(*run_ranks(2, _train, "pipesgd", codec, process_group=False), strict=True)
-        assert hashes[0] == hashes[1], name
-        assert losses[0] < 1.05 * plain[0][0], name
-        away[name] = float((weights[0] - plain[0][2]).norm() / plain[0][2].norm())
-    assert away["int8"] < 0.003
-    assert away["int4"] < 0.02
-    assert away["int4"] < 0.7 * away["int4 without error feedback"]  # it is in effect across iterations of DDP
+    of_0, of_1 = (dict(zip(CONTENDERS, found, strict=True)) for found in run_ranks(2, _train_all))
+    plain_loss, plain = of_0[PLAIN]
+    away = {name: float((weights - plain).norm() / plain.norm()) for name, (_, weights) in of_0.items()}
+    for name, (loss, weights) in of_0.items():
+        assert torch.equal(weights, of_1[name][1]), name
+        assert loss < 1.05 * plain_loss, name
+    assert away["fp32"] == 0  # two ranks leave no order in which to add up
+    assert away["int8"] < 0.01  # 0.0064 when this was written; int4: 0.027, and 0.049 without error feedback
+    assert away["int4"] < 0.04
+    assert away["int4"] < 0.7 * away["int4 without error feedback"]  # buckets keep their residuals between steps
 
 
 # --- Options, and what is printed -------------------------------------------------------------------------------------
@@ -470,7 +490,8 @@ def _lost_peer(ranks: Ranks, how: str) -> list[str]:
     for _ in range(2):
         dist.all_reduce(values(ranks.rank))
     if ranks.rank == 1 and how == "gone":
-        return []  # the process ends
+        dist.destroy_process_group()
+        return []
     errors: list[str] = []
     if ranks.rank == 0 or how == "another size":
         tensor = values(0, numel=NUMEL + ranks.rank)
@@ -532,14 +553,16 @@ def _in_ddp(ranks: Ranks) -> str:
     """Return the error of a backward pass whose peer is gone."""
     join(ranks, BackendOptions(codec="int8", least_bytes=SMALL))
     ddp = DistributedDataParallel(nn.Linear(100, 100))
+    message = ""
     for number in range(3):
         if ranks.rank == 1 and number == 2:
-            return ""
+            break
         try:
             ddp(torch.ones(2, 100)).sum().backward()
         except RuntimeError as failure:
-            return str(failure)
-    raise AssertionError("nothing failed")
+            message = str(failure)
+    dist.destroy_process_group()
+    return message
 
 
 @pytest.mark.slow
