@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -122,16 +123,16 @@ def test_class(world_size: int) -> type[unittest.TestCase]:
     for feature in ("ddp", "gpu", "cuda", "subgroup"):
         DistTestCases.backend_feature[feature].add(pipesgd.backend.NAME)
 
-    class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+    class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self) -> None:
-            super().setUp()
+            super().setUp()  # type: ignore[no-untyped-call]
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
         @classmethod
         def _run(cls, *args: Any, **kwargs: Any) -> None:
             pretend_gpus()
             with CudaIsTheCpu():
-                super()._run(*args, **kwargs)
+                super()._run(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return Tests
 
@@ -156,21 +157,22 @@ class Outcomes(unittest.TextTestResult):
 
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802 (unittest's name)
         super().addFailure(test, err)
-        self._keep(test, "failed", last_line(err))
+        self._keep(test, "failed", reason(err))
 
     def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802 (unittest's name)
         super().addError(test, err)
-        self._keep(test, "failed", last_line(err))
+        self._keep(test, "failed", reason(err))
 
 
-def last_line(error: Any) -> str:
-    """Return the line of the ranks' tracebacks that says what went wrong."""
+def reason(error: Any) -> str:
+    """Return the line of the ranks' tracebacks that says what went wrong, and how far off the values were."""
     text = "".join(traceback.format_exception_only(*error[:2]))
     lines = [line.strip() for line in text.splitlines()]
-    named = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exceeded", "Failed")) and ":" in line]
-    inner = [line for line in named if not line.startswith("RuntimeError: Process")]
-    inner.sort(key=lambda line: "gloo/transport" in line)  # the other rank's connection was only closed
-    return (inner or named or lines or [""])[0][:200]
+    named = [line for line in lines if re.match(r"\w+(Error|Exceeded|Failed): (?!Process \d)", line)]
+    named.sort(key=lambda line: "gloo/transport" in line)  # the other rank's connection was only closed
+    line = (named or lines or [""])[0][:150]
+    off = re.search(r"Greatest absolute difference: (\S+) .*\(up to (\S+) allowed\)", text)
+    return f"{line} off by {off[1]}, allowed {off[2]}" if off else line
 
 
 def main() -> None:

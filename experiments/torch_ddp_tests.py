@@ -51,9 +51,17 @@ def outcomes(contender: str, names: Sequence[str]) -> dict[str, list[str]]:
         words = [sys.executable, "-m", "experiments.torch_ddp_suite", backend, str(file), str(WORLD_SIZE), *names]
         environment = os.environ | CONTENDERS[contender]
         with log.open("wb") as stream:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
             try:
-                subprocess.run(words, cwd=REPOSITORY, env=environment, timeout=SUITE_SECONDS, check=False, **streams)
+                subprocess.run(
+                    words,
+                    cwd=REPOSITORY,
+                    env=environment,
+                    timeout=SUITE_SECONDS,
+                    check=False,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
             except subprocess.TimeoutExpired:
                 raise RunError(f"the tests with {contender} must end within {SUITE_SECONDS:g} s") from None
         if not file.exists():
@@ -69,7 +77,7 @@ def is_about_ddp(test: str) -> bool:
 
 
 def table(found: dict[str, dict[str, list[str]]]) -> list[Row]:
-    """Return a row for each test: its outcome with every contender, and the reason of the first that is not a pass."""
+    """Return a row for each test: its outcome with every contender, and why it did not pass with the first of them."""
     rows: list[Row] = []
     for test in found["gloo"]:
         of_test = {contender: outcome[test] for contender, outcome in found.items()}
