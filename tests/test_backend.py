@@ -224,7 +224,7 @@ def _kinds_of_tensors(ranks: Ranks) -> list[Tensor]:
     for tensor in (halves, of_halves):
         dist.all_reduce(tensor, group=group)
     strided = own.clone().view(-1, 1).expand(NUMEL, 2).contiguous()[:, 1]
-    leaf = own.clone().requires_grad_()
+    leaf = own.bfloat16().requires_grad_()
     version = leaf._version
     later = own.clone()
     for tensor in (strided, leaf):
@@ -240,8 +240,9 @@ def _kinds_of_tensors(ranks: Ranks) -> list[Tensor]:
     assert leaf._version == version  # as with gloo, autograd does not object
     dist.destroy_process_group()
     torch.testing.assert_close(mean, expected / ranks.world_size, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(halves, of_halves.bfloat16(), rtol=0, atol=0)
-    return [expected, strided, leaf.detach(), later]
+    assert torch.equal(halves, of_halves.bfloat16())
+    assert torch.equal(leaf, halves)
+    return [expected, strided, later]
 
 
 @pytest.mark.slow
@@ -570,3 +571,17 @@ def test_a_lost_peer_ends_a_backward_pass_of_ddp() -> None:
     message, _ = run_ranks(2, _in_ddp, timeout=2.0, process_group=False)
     assert "rank 0: " in message
     assert "with rank 1 failed" in message
+
+
+# --- The example ------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_is_a_ddp_program_with_another_backend_and_learns(tmp_path: Path) -> None:
+    before, after = (
+        (REPOSITORY / "examples" / name).read_text(encoding="utf-8").splitlines()[1:]
+        for name in ("ddp.py", "ddp_backend.py")
+    )
+    changed = [line for line in difflib.ndiff(before, after) if line[:2] in ("+ ", "- ") and line[2:].strip()]
+    assert [line[:2] for line in changed] == ["+ ", "- ", "+ "]  # the import; the line that makes the group
+    output = run_example("ddp_backend.py", tmp_path)
+    assert float(output.split()[-1]) > 0.85
