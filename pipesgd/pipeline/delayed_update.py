@@ -14,7 +14,7 @@ from pipesgd.optim import hyperparameters
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import count_as_stepped
 from pipesgd.pipeline.divergence_guard import Guard
-from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied, make_prediction
+from pipesgd.pipeline.prediction import Agreement, NoPrediction, Prediction, SwappedWeights, Unapplied, make_prediction
 from pipesgd.strategy import Comparison
 
 
@@ -71,6 +71,11 @@ class DelayedUpdate:
     def weights(self) -> SwappedWeights:
         """True and predicted weights, one of which the parameters hold."""
         return self._prediction.weights
+
+    @property
+    def predicts(self) -> bool:
+        """True if the parameters may hold predicted weights."""
+        return not isinstance(self._prediction, NoPrediction)
 
     @property
     def keeps_gradients(self) -> bool:

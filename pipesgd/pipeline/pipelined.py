@@ -38,6 +38,7 @@ from pipesgd.pipeline.sameness import (
     optimizer_settings,
     plain,
 )
+from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.base import as_real
 from pipesgd.reducers.make import check_reducer, make_reducer
@@ -88,7 +89,8 @@ class Pipelined(Strategy):
     5. predict: for the next forward pass, the parameters get the weights that are expected once all gradients
        in flight are applied (``pipesgd.pipeline.prediction``).
 
-    Between steps the parameters therefore hold predicted weights: evaluate, save, average and change weights in
+    Between steps the parameters therefore hold predicted weights. Hooks put the true ones in while the model is
+    evaluated, saved or loaded (``pipesgd.pipeline.true_weights_hooks``); average and change weights in
     ``true_weights()``, or after ``flush()``.
 
     A mean that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
@@ -189,8 +191,6 @@ class Pipelined(Strategy):
         self._pool: list[FlatBuffer] = []
         self.buffers_allocated = 0
         """Number of gradient buffers made so far for the parameters that are trained now: at most ``width``."""
-        self._true_weights_changed = 0
-        """Number of times that the true weights were changed, or may have been."""
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
         self._half_done: str | None = None
@@ -198,6 +198,7 @@ class Pipelined(Strategy):
         self._meeting: Future[None] | None = None
         """Meeting of the ranks for a flush that has begun and not ended."""
         self._closed = False
+        self._hooks: TrueWeightsHooks | None = None
         self._settings = {
             "width": width,
             "warmup_iterations": warmup_iterations,
@@ -240,6 +241,8 @@ class Pipelined(Strategy):
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
+        if self._updates.predicts:
+            self._hooks = TrueWeightsHooks(model, self._updates)
 
     @property
     def width(self) -> int:
@@ -306,16 +309,12 @@ class Pipelined(Strategy):
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
-        """Make the model hold the weights that all ranks agree on while the context is open; changes then are kept."""
-        predicted = self._updates.weights.are_predicted
-        changed = self._true_weights_changed
-        self._updates.weights.restore()
-        try:
+        """Make the model hold the weights that all ranks agree on while the context is open; changes then are kept.
+
+        Evaluating the model and its ``state_dict`` do so by themselves; whatever reads or changes parameters needs it.
+        """
+        with self._updates.weights.held_true():
             yield
-        finally:
-            # Keep the weights that a ``flush`` or a ``step`` in between has left.
-            if predicted and self._true_weights_changed == changed:
-                self._updates.weights.return_to_predicted()
 
     def share_weights(self) -> None:
         """Give all ranks rank 0's true weights and optimizer state, if replicas drift. Collective."""
@@ -369,7 +368,6 @@ class Pipelined(Strategy):
         """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped."""
         self._thread.check()
         self._error = self._half_done = self._meeting = None
-        self._true_weights_changed += 1
         self._updates.weights.adopt()
         while self._in_flight:
             self._in_flight[0].reduction.result()
@@ -425,6 +423,8 @@ class Pipelined(Strategy):
             self._closed = True
             self._stop_watching()
             self._drop_in_flight()
+            if self._hooks is not None:
+                self._hooks.remove()
             # Peers may still read what this rank has sent them: the connections end when all have come to this point.
             self._thread.close(at_the_end=self._connections.close, within=None if together else CLOSE_SECONDS)
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
@@ -570,7 +570,6 @@ class Pipelined(Strategy):
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
-        self._true_weights_changed += 1
         self._updates.weights.restore()
         arrivals: list[StepReport] = []
         try:
