@@ -1,0 +1,356 @@
+"""The method inside a program that trains with torch's DistributedDataParallel.
+
+``attach`` brings all of Pipe-SGD: late gradients, their compression, and the prediction. ``compress`` is for programs
+that refuse staleness: each bucket is summed in its own iteration, with a codec on the wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from pipesgd.checks import check_one_of
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.config import ON_NONFINITE
+from pipesgd.errors import UserInputError
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.optim import hyperparameters
+from pipesgd.optim.step import check_unchanged, set_aside_gradients, trainable_parameters
+from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.strategy import Span, StepReport
+
+
+def attach(
+    ddp_model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    width: int = 2,
+    codec: str | CodecOptions = "fp32",
+    scaler: torch.amp.GradScaler | None = None,
+    on_nonfinite: str = "stop",
+    **options: Any,
+) -> AttachedPipeline:
+    """Let the training loop of ``ddp_model`` and ``optimizer`` be Pipe-SGD of width K; the loop stays as it is.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ddp_model = DistributedDataParallel(nn.Linear(2, 1))
+        >>> optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
+        >>> pipeline = attach(ddp_model, optimizer, width=2, codec="int8")
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     ddp_model(torch.ones(4, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> pipeline.close()  # applies the last gradient
+        >>> dist.destroy_process_group()
+
+    Args:
+        ddp_model: a model in DistributedDataParallel without a communication hook.
+        optimizer: the optimizer of all of its parameters that require a gradient.
+        width: iterations in flight, K; 1 is synchronous.
+        codec: encoding of gradients, by name or as ``CodecOptions``.
+        scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
+        on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
+            ``scaler``, the loop's own GradScaler leaves it out.
+        options: further arguments of ``pipesgd.Pipelined``, except ``guard``. ``clip_norm`` and ``clip_value`` say how
+            the loop clips gradients, so that predictions and ``close`` clip them in the same way.
+
+    Raises:
+        UserInputError: the model has a communication hook, the optimizer does not hold all of its parameters, or a
+            value is out of range.
+        CommunicationError: a rank could not be reached.
+    """
+    return AttachedPipeline(
+        ddp_model, optimizer, width=width, codec=codec, loop_scaler=scaler, on_nonfinite=on_nonfinite, **options
+    )
+
+
+class AttachedPipeline(Pipelined):
+    """Pipe-SGD inside a DistributedDataParallel program. ``attach`` makes one.
+
+    An iteration of the loop is taken apart like this:
+
+    1. ``backward``: torch hands over its buckets, which are packed into a flat buffer. With the last bucket, the buffer
+       goes to the communication thread, and the mean that is due, that of iteration t-K+1, is waited for. It becomes
+       ``.grad``, where the loop clips or unscales it.
+    2. ``optimizer.step``: before it, the parameters get the true weights, and the optimizer the options (learning rate,
+       ...) with which the gradient was computed. While the pipeline fills, no gradient is due and nothing is updated.
+       After it, the parameters get the predicted weights.
+    3. A step that GradScaler leaves out changes nothing but the predicted weights.
+
+    ``state_dict``, ``load_state_dict``, ``flush``, ``true_weights`` and ``close`` are those of ``Pipelined``; all but
+    ``true_weights`` belong between ``optimizer.step`` and the next ``backward``.
+    """
+
+    report = StepReport()
+    """Report of the last iteration."""
+
+    def __init__(
+        self,
+        ddp_model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loop_scaler: torch.amp.GradScaler | None,
+        on_nonfinite: str,
+        **options: Any,
+    ):
+        for name in ("guard", "scaler"):
+            if options.get(name):
+                raise UserInputError(f"{name} must be left out: a loop with DistributedDataParallel has its own steps")
+        check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        check_model(ddp_model)
+        check_all_held(ddp_model, optimizer)
+        self._scaler = loop_scaler if loop_scaler is not None and loop_scaler.is_enabled() else None
+        self._due: StepReport | None = None
+        """What became due in the last backward pass, until the optimizer has stepped."""
+        self._hyperparameters: hyperparameters.Hyperparameters = []
+        self._buckets: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
+        """Parameters and gradients of the buckets of the present backward pass."""
+        self._update = contextlib.ExitStack()
+        """What the end of a step of the optimizer must undo."""
+        self._stepping_itself = False
+        self._started = False
+        super().__init__(
+            ddp_model, optimizer, on_nonfinite="skip" if self._scaler is not None else on_nonfinite, **options
+        )
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            ddp_model.register_forward_pre_hook(self._before_forward),
+        ]
+        try:
+            ddp_model.register_comm_hook(self.take_bucket, _hook)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def step(self) -> StepReport:
+        """Refuse: the loop's ``optimizer.step`` is the step."""
+        raise UserInputError("an attached pipeline must be left to the loop: call optimizer.step() instead of step()")
+
+    def flush(self) -> StepReport:
+        """Wait for and apply all gradients in flight; see ``Pipelined.flush``."""
+        self._settle("flush")
+        self._stepping_itself = True
+        try:
+            return super().flush()
+        finally:
+            self._stepping_itself = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the gradients in flight and the codec's state; see ``Pipelined.state_dict``."""
+        self._settle("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; see ``Pipelined.load_state_dict``."""
+        self._due = None
+        super().load_state_dict(state)
+
+    def close(self) -> None:
+        """Apply the gradients in flight and end the communication. The model can be trained by DDP no more."""
+        for handle in getattr(self, "_handles", ()):
+            handle.remove()
+        super().close()
+
+    # ---- 1. backward
+
+    def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+        """Take over a bucket of gradients; with the last, replace those of all buckets by the ones that are due."""
+        try:
+            self._check_usable()
+            self._buckets.append((bucket.parameters(), bucket.gradients()))
+            if bucket.is_last():
+                buckets, self._buckets = self._buckets, []
+                self._exchange(buckets)
+        except BaseException as error:
+            self._updates.weights.restore()
+            self._error = error
+            raise
+        return _done(bucket.buffer())  # torch reads it after the last bucket's hook
+
+    def _exchange(self, buckets: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+        check_unchanged(self._optimizer, self._identities, "an attached pipeline")
+        iteration = self.iteration
+        self._ranks.iteration = iteration
+        begin = time.perf_counter()
+        gradients = {self._places[id(p)]: g for bucket in buckets for p, g in zip(*bucket, strict=True)}
+        with self._whole(f"taking over the gradients of iteration {iteration}"):
+            buffer = self._free_buffer()
+            buffer.fill_from([gradients[place] for place in range(len(self._parameters))])
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            if scale != 1.0:
+                torch._foreach_div_(buffer.flats, scale)
+            # torch's buckets will hold the mean, so what a prediction keeps must be a copy.
+            keeps = self._updates.keeps_gradients or self.width == 1
+            self._hand_over(buffer, [view.clone() for view in buffer.views] if keeps else buffer.views, 1.0)
+        pack = Span("pack", iteration, begin, time.perf_counter())
+        self._ranks.enter("all-reduce", waiting=True)
+        wire_bytes = self._reducer.wire_bytes(buffer, iteration)
+        self._due = StepReport(wire_bytes=wire_bytes, spans=(pack,))
+        mean = None
+        if len(self._in_flight) >= self._updates.width_after(self.iteration):
+            gradient, report = self._wait_for_oldest()
+            with self._whole(f"the update of iteration {gradient.iteration}"):
+                if report.applied:
+                    self._updates.learn(gradient.buffer.views, [self._guess_of(gradient)])
+                self._hyperparameters = gradient.unapplied.hyperparameters
+                mean = gradient.buffer if report.applied or self._scaler is not None else None
+                self._take_out(gradient)
+            self._due = dataclasses.replace(report, wire_bytes=wire_bytes, spans=(pack, *report.spans))
+            self._check_finite(report)
+        self._ranks.enter("compute")
+        self._give(gradients, mean, scale)
+
+    def _give(self, gradients: dict[int, Tensor], mean: FlatBuffer | None, scale: float) -> None:
+        """Let torch's buckets hold ``mean`` at the loss scale of the present, or zeros."""
+        places = list(gradients)
+        if mean is None:
+            torch._foreach_zero_(list(gradients.values()))
+            return
+        torch._foreach_copy_(list(gradients.values()), [mean.views[place] for place in places])
+        if scale != 1.0:
+            torch._foreach_mul_(list(gradients.values()), scale)
+
+    # ---- 2. optimizer.step
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if self._stepping_itself:
+            return None
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            self._begin_update()
+            return None
+
+        def compute_first() -> Any:
+            with torch.enable_grad():
+                result = closure()
+            self._begin_update()
+            return result
+
+        return (args[0], compute_first), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _begin_update(self) -> None:
+        self._check_usable()
+        if self._due is None:
+            raise UserInputError("optimizer.step() must follow a backward pass; got a step without a new gradient")
+        if not self._started:
+            self._started = True
+            if self._scaler is None and is_called_by_grad_scaler(sys._getframe()):
+                raise UserInputError(
+                    "scaler must be the loop's GradScaler, whose steps reach this optimizer: attach(..., scaler=scaler)"
+                )
+        self._half_done = f"the update of iteration {self.iteration - 1}"
+        self._updates.weights.restore()
+        if self._due.applied:
+            self._update.enter_context(hyperparameters.set_to(self._optimizer, self._hyperparameters))
+        else:  # nothing is due: torch's optimizers leave parameters without a gradient alone
+            self._update.enter_context(set_aside_gradients(self._optimizer))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping_itself:
+            return
+        self._update.close()
+        self._half_done = None
+        self._finish_iteration()
+
+    def _finish_iteration(self) -> None:
+        assert self._due is not None
+        self.report, self._due = self._due, None
+        begin = time.perf_counter()
+        self._updates.weights.restore()
+        with set_aside_gradients(self._optimizer):
+            self._predict()
+        predict = Span("predict", self.iteration - 1, begin, time.perf_counter())
+        self.report = dataclasses.replace(self.report, spans=(*self.report.spans, predict))
+
+    # ---- 3. a step that is left out
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if self._due is None or not (module.training and torch.is_grad_enabled()):
+            return
+        if self._due.applied and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
+            raise UserInputError(
+                "gradients must be accumulated in ddp_model.no_sync(), all but the last backward pass of an update; got "
+                "a second one without optimizer.step() or zero_grad()"
+            )
+        self._finish_iteration()
+
+    def _settle(self, call: str) -> None:
+        if self._due is None:
+            return
+        if self._due.applied:
+            raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
+        self._finish_iteration()
+
+
+def check_model(ddp_model: DistributedDataParallel) -> None:
+    """Refuse what is not a DistributedDataParallel whose gradients can be taken over.
+
+    Raises:
+        UserInputError: it is another module, has a communication hook already, or reduces in mixed precision.
+    """
+    if not isinstance(ddp_model, DistributedDataParallel):
+        raise UserInputError(f"ddp_model must be a DistributedDataParallel; got {type(ddp_model).__name__}")
+    if ddp_model._comm_hooks:
+        hook = ddp_model._comm_hooks[0][0]
+        raise UserInputError(f"ddp_model must have no communication hook; got one with {hook.__qualname__}")
+    if ddp_model.mixed_precision is not None:
+        raise UserInputError("ddp_model must be made without mixed_precision=; use torch.autocast in the loop")
+
+
+def check_all_held(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that does not hold all parameters whose gradients torch reduces.
+
+    Raises:
+        UserInputError: it lacks some, or holds others.
+    """
+    held = {id(parameter) for parameter in trainable_parameters(optimizer)}
+    trained = {
+        id(parameter): name
+        for name, parameter in ddp_model._get_data_parallel_params(ddp_model.module, named_params=True)
+        if parameter.requires_grad
+    }
+    if missing := [name for key, name in trained.items() if key not in held]:
+        raise UserInputError(
+            "optimizer must hold all parameters of ddp_model that require a gradient; "
+            f"got one without {missing[0]} ({len(missing)} of {len(trained)} are missing)"
+        )
+    if others := len(held - trained.keys()):
+        raise UserInputError(f"optimizer must hold parameters of ddp_model alone; got {others} others")
+
+
+def _hook(take: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:
+    return take(bucket)
+
+
+def _done(buffer: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future(devices=[] if buffer.device.type == "cpu" else [buffer.device])
+    future.set_result(buffer)
+    return future
+
+
+# torch compares a hook's annotations with these types, and those above are strings.
+_hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
+
+
+def is_called_by_grad_scaler(frame: FrameType | None) -> bool:
+    """Return True if a GradScaler's method is among the callers of ``frame``, which nothing else tells."""
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+        frame = frame.f_back
+    return False
