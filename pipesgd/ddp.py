@@ -284,8 +284,8 @@ class AttachedPipeline(Pipelined):
             return
         if self._due.applied and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
             raise UserInputError(
-                "gradients must be accumulated in ddp_model.no_sync(), all but the last backward pass of an update; got "
-                "a second one without optimizer.step() or zero_grad()"
+                "gradients must be accumulated in ddp_model.no_sync(), in all backward passes but the last of an update; "
+                "got another forward pass without optimizer.step() or zero_grad()"
             )
         self._finish_iteration()
 
