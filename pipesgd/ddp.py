@@ -6,13 +6,14 @@ that refuse staleness: each bucket is summed in its own iteration, with a codec 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +21,24 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.checks import check_one_of
-from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import ON_NONFINITE
-from pipesgd.errors import UserInputError
+from pipesgd.checks import check_at_least, check_one_of, check_timeout
+from pipesgd.codecs.base import mixed
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.comm.connections import Connections
+from pipesgd.comm.thread import CommunicationThread
+from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages
+from pipesgd.errors import CommunicationError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.step import check_unchanged, set_aside_gradients, trainable_parameters
 from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.pipeline.sameness import check_same_settings, plain
+from pipesgd.ranks import current
+from pipesgd.reducers.base import mean_over_ranks
+from pipesgd.reducers.dense import DenseReducer
+from pipesgd.reducers.make import compiled_codec
 from pipesgd.strategy import Span, StepReport
+from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
 
 def attach(
@@ -77,6 +87,45 @@ def attach(
     )
 
 
+def compress(
+    ddp_model: DistributedDataParallel,
+    codec: str | CodecOptions = "int8",
+    *,
+    all_reduce: str = "ring",
+    timeout: float = DEFAULT_TIMEOUT,
+    segment_bytes: int = SEGMENT_BYTES,
+    connections: int = 1,
+    seed: int = 0,
+) -> CompressedBuckets:
+    """Compress the gradients of ``ddp_model`` on the wire; the loop stays as it is, and synchronous.
+
+    torch's buckets are summed during the backward pass, one after the other. Error feedback, where the codec has it,
+    belongs to the parameters: it stays when torch splits its buckets again, as it does after a first iteration.
+
+    Args:
+        ddp_model: a model in DistributedDataParallel without a communication hook.
+        codec: encoding of gradients, by name or as ``CodecOptions``: all but topk and powersgd.
+        all_reduce: the algorithm, by its name on the command line.
+        timeout: seconds that a rank waits for another one in any one message.
+        segment_bytes: largest message in bytes.
+        connections: connections to each rank, used in turn.
+        seed: seed of the random numbers of stochastic rounding.
+
+    Raises:
+        UserInputError: the model has a communication hook, or a value is out of range.
+        CommunicationError: a rank could not be reached.
+    """
+    return CompressedBuckets(
+        ddp_model,
+        CodecOptions(codec=codec) if isinstance(codec, str) else codec,
+        all_reduce=all_reduce,
+        timeout=timeout,
+        segment_bytes=segment_bytes,
+        connections=connections,
+        seed=seed,
+    )
+
+
 class AttachedPipeline(Pipelined):
     """Pipe-SGD inside a DistributedDataParallel program. ``attach`` makes one.
 
@@ -113,6 +162,7 @@ class AttachedPipeline(Pipelined):
         check_model(ddp_model)
         check_all_held(ddp_model, optimizer)
         self._scaler = loop_scaler if loop_scaler is not None and loop_scaler.is_enabled() else None
+        self._ddp_model = ddp_model
         self._due: StepReport | None = None
         """What became due in the last backward pass, until the optimizer has stepped."""
         self._hyperparameters: hyperparameters.Hyperparameters = []
@@ -217,13 +267,17 @@ class AttachedPipeline(Pipelined):
 
     def _give(self, gradients: dict[int, Tensor], mean: FlatBuffer | None, scale: float) -> None:
         """Let torch's buckets hold ``mean`` at the loss scale of the present, or zeros."""
-        places = list(gradients)
+        views = list(gradients.values())
         if mean is None:
-            torch._foreach_zero_(list(gradients.values()))
+            torch._foreach_zero_(views)
             return
-        torch._foreach_copy_(list(gradients.values()), [mean.views[place] for place in places])
+        torch._foreach_copy_(views, [mean.views[place] for place in gradients])
         if scale != 1.0:
-            torch._foreach_mul_(list(gradients.values()), scale)
+            torch._foreach_mul_(views, scale)
+        if self._ddp_model.find_unused_parameters:
+            # torch leaves parameters alone that no rank has used in this iteration; the mean is of an earlier one.
+            for place, view in gradients.items():
+                self._parameters[place].grad = view if self._ddp_model.gradient_as_bucket_view else view.clone()
 
     # ---- 2. optimizer.step
 
@@ -284,8 +338,8 @@ class AttachedPipeline(Pipelined):
             return
         if self._due.applied and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
             raise UserInputError(
-                "gradients must be accumulated in ddp_model.no_sync(), in all backward passes but the last of an update; "
-                "got another forward pass without optimizer.step() or zero_grad()"
+                "gradients must be accumulated in ddp_model.no_sync(), up to the last backward pass of an update; got "
+                "another forward pass without optimizer.step() or zero_grad()"
             )
         self._finish_iteration()
 
@@ -295,6 +349,178 @@ class AttachedPipeline(Pipelined):
         if self._due.applied:
             raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
         self._finish_iteration()
+
+
+class CompressedBuckets:
+    """Sums of torch's buckets with a codec on the wire, during the backward pass. ``compress`` makes one.
+
+    As a context manager it is closed at the end of the block.
+    """
+
+    report = StepReport()
+    """Report of the last backward pass: its communication, how long the end of it waited, and the bytes sent."""
+
+    def __init__(
+        self,
+        ddp_model: DistributedDataParallel,
+        options: CodecOptions,
+        *,
+        all_reduce: str,
+        timeout: float,
+        segment_bytes: int,
+        connections: int,
+        seed: int,
+    ):
+        check_model(ddp_model)
+        check_one_of("codec", options.codec, DENSE_CODECS)
+        check_one_of("all_reduce", all_reduce, ALL_REDUCES)
+        check_messages(all_reduce, segment_bytes, connections)
+        options.check_all_reduce(all_reduce)
+        check_timeout(timeout)
+        check_at_least("seed", seed, 0)
+        self.iteration = 0
+        self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
+        self._seed = seed
+        self._ranks = current(timeout)
+        settings = {"all_reduce": all_reduce, "segment_bytes": segment_bytes, "connections": connections, "seed": seed}
+        check_same_settings(self._ranks, settings | plain(options), {})
+        device = self._parameters[0].device
+        self._connections = Connections(
+            all_reduce,
+            self._ranks,
+            timeout=timeout,
+            segment_bytes=segment_bytes,
+            connections=connections,
+            device=device.type,
+        )
+        self._thread = CommunicationThread(device)
+        self._stop_watching = self._ranks.watch(self._thread.fail)
+        self._reducers: dict[int, tuple[list[int], DenseReducer]] = {}
+        """Parameters of each bucket, by their ids, and its reducer."""
+        self._residuals: dict[int, Tensor] = {}
+        """Residuals of parameters, by their ids, that wait for a reducer."""
+        self._sums: list[concurrent.futures.Future[Span]] = []
+        self._wire_bytes = 0
+        try:
+            self._codec = compiled_codec(options, self._ranks, device.type)
+            self._gives_back = options.gives_back
+            ddp_model.register_comm_hook(self.take_bucket, _hook)
+        except BaseException:
+            self._end()
+            raise
+
+    def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+        """Begin to replace a bucket's gradients by their mean; with the last bucket, wait for all of them."""
+        self._thread.check()
+        iteration, buffer = self.iteration, _Bucket(bucket)
+        self._ranks.iteration = iteration
+        reducer = self._reducer_of(bucket)
+        self._wire_bytes += reducer.wire_bytes(buffer, iteration)
+
+        def reduce() -> Span:
+            begin = time.perf_counter()
+            try:
+                self._connections.begin("step", iteration)
+                mean_over_ranks(reducer, buffer, iteration, self._ranks.world_size)
+                self._connections.check()
+            except CommunicationError as failure:
+                failure.iteration = iteration
+                raise
+            return Span("communication", iteration, begin, time.perf_counter())
+
+        self._sums.append(self._thread.submit(reduce))
+        if bucket.is_last():
+            self._finish()
+        return _done(bucket.buffer())  # torch reads it after the last bucket's hook
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of iterations and this rank's residuals, needed to continue after a restart.
+
+        torch splits its buckets again after the first iteration of a resumed run: sums may differ in their last bits.
+        """
+        residuals = self._residuals | self._residuals_in_use()
+        return {"iteration": self.iteration, "residuals": [residuals.get(id(p)) for p in self._parameters]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a ``state_dict`` of this rank, with the same model."""
+        self.iteration = state["iteration"]
+        self._reducers.clear()
+        loaded = zip(self._parameters, state["residuals"], strict=True)
+        self._residuals = {id(p): residual.to(p.device) for p, residual in loaded if residual is not None}
+
+    def close(self) -> None:
+        """End the communication, when all ranks have called it. The model can be trained by DDP no more."""
+        if not self._thread.failed:
+            with contextlib.suppress(UserInputError):  # closed before
+                self._thread.submit(self._connections.wait_for_all).result()
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        self._stop_watching()
+        self._thread.close(at_the_end=self._connections.close)
+
+    def _finish(self) -> None:
+        begin = time.perf_counter()
+        sums, self._sums = self._sums, []
+        self._ranks.enter("all-reduce", waiting=True)
+        spans = [one.result() for one in sums]
+        self._ranks.enter("compute")
+        wait = Span("wait", self.iteration, begin, time.perf_counter())
+        self.report = StepReport(applied=(self.iteration,), spans=(*spans, wait), wire_bytes=self._wire_bytes)
+        self._wire_bytes = 0
+        self.iteration += 1
+
+    def _reducer_of(self, bucket: GradBucket) -> DenseReducer:
+        index, parameters = bucket.index(), bucket.parameters()
+        known, reducer = self._reducers.get(index, (None, None))
+        if reducer is not None and known == [id(parameter) for parameter in parameters]:
+            return reducer
+        if reducer is not None:  # torch has split its buckets again
+            self._residuals = self._residuals_in_use()
+            self._reducers.clear()
+        reducer = DenseReducer(
+            self._connections.all_reduce(self._codec),
+            exact=self._codec.name == "fp32",
+            error_feedback=self._gives_back,
+            seed=mixed(self._seed, index),
+        )
+        waiting = [self._residuals.pop(id(parameter), None) for parameter in parameters]
+        if any(residual is not None for residual in waiting):
+            zeros = [torch.zeros(parameter.numel(), device=parameter.device) for parameter in parameters]
+            own = [zero if residual is None else residual for zero, residual in zip(zeros, waiting, strict=True)]
+            reducer.load_state_dict({"residuals": [torch.cat(own)]})
+        self._reducers[index] = [id(parameter) for parameter in parameters], reducer
+        return reducer
+
+    def _residuals_in_use(self) -> dict[int, Tensor]:
+        """Return copies of the residuals of all parameters that have one, by the parameters' ids."""
+        concurrent.futures.wait(self._sums)
+        found: dict[int, Tensor] = {}
+        sizes = {id(parameter): parameter.numel() for parameter in self._parameters}
+        for identities, reducer in self._reducers.values():
+            for flat in reducer.state_dict()["residuals"]:
+                parts = flat.split([sizes[identity] for identity in identities])
+                found |= dict(zip(identities, parts, strict=True))
+        return found
+
+
+class _Bucket(FlatBuffer):
+    """Gradients of a bucket of torch, in its own memory."""
+
+    def __init__(self, bucket: GradBucket):
+        self.flats = [bucket.buffer()]
+        self.views = bucket.gradients()
 
 
 def check_model(ddp_model: DistributedDataParallel) -> None:
@@ -348,9 +574,10 @@ _hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
 
 
 def is_called_by_grad_scaler(frame: FrameType | None) -> bool:
-    """Return True if a GradScaler's method is among the callers of ``frame``, which nothing else tells."""
+    """Return True if an enabled GradScaler's method is among the callers of ``frame``, which nothing else tells."""
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return True
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler):
+            return caller.is_enabled()
         frame = frame.f_back
     return False

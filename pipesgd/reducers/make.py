@@ -13,6 +13,7 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import UserInputError
+from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer
 
@@ -55,10 +56,7 @@ def make_reducer(options: CodecOptions, connections: Connections, *, device: str
         return PowerSgdReducer(
             connections.all_reduce(), world_size=ranks.world_size, low_rank=options.low_rank, seed=seed
         )
-    codec = make_codec(options, device)
-    ranks.enter("compilation of the codec")
-    _compile(codec, device)
-    ranks.all_gather_object("a compiled codec", None, within=COMPILE_SECONDS)
+    codec = compiled_codec(options, ranks, device)
     return DenseReducer(
         connections.all_reduce(codec),
         exact=codec.name == "fp32",
@@ -67,9 +65,16 @@ def make_reducer(options: CodecOptions, connections: Connections, *, device: str
     )
 
 
-def _compile(codec: Codec, device: str) -> None:
-    """Compile or load the codec's loops now, since in the first iteration other ranks would wait for it."""
+def compiled_codec(options: CodecOptions, ranks: Ranks, device: str) -> Codec:
+    """Return the codec for tensors on ``device`` once it is ready on all ``ranks``, which call this together.
+
+    Its loops are compiled, or loaded, here: in the first sum, other ranks would wait for it.
+    """
+    codec = make_codec(options, device)
+    ranks.enter("compilation of the codec")
     values = torch.zeros(1, device=device)
     wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
     codec.encode(values, None, wire, 0)
     codec.decode(wire, values)
+    ranks.all_gather_object("a compiled codec", None, within=COMPILE_SECONDS)
+    return codec
