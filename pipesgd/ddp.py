@@ -31,7 +31,7 @@ from pipesgd.errors import CommunicationError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.step import check_unchanged, set_aside_gradients, trainable_parameters
-from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.pipeline.pipelined import InFlight, Pipelined
 from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.ranks import current
 from pipesgd.reducers.base import mean_over_ranks
@@ -168,6 +168,9 @@ class AttachedPipeline(Pipelined):
         self._hyperparameters: hyperparameters.Hyperparameters = []
         self._buckets: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         """Parameters and gradients of the buckets of the present backward pass."""
+        self._copies: dict[int, FlatBuffer] = {}
+        """Copies of this rank's gradients in flight, by iteration."""
+        self._free_copies: list[FlatBuffer] = []
         self._update = contextlib.ExitStack()
         """What the end of a step of the optimizer must undo."""
         self._stepping_itself = False
@@ -208,6 +211,7 @@ class AttachedPipeline(Pipelined):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; see ``Pipelined.load_state_dict``."""
         self._due = None
+        self._copies.clear()
         super().load_state_dict(state)
 
     def close(self) -> None:
@@ -215,6 +219,11 @@ class AttachedPipeline(Pipelined):
         for handle in getattr(self, "_handles", ()):
             handle.remove()
         super().close()
+
+    def _take_out(self, gradient: InFlight) -> None:
+        super()._take_out(gradient)
+        if (copied := self._copies.pop(gradient.iteration, None)) is not None:
+            self._free_copies.append(copied)
 
     # ---- 1. backward
 
@@ -244,9 +253,12 @@ class AttachedPipeline(Pipelined):
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             if scale != 1.0:
                 torch._foreach_div_(buffer.flats, scale)
-            # torch's buckets will hold the mean, so what a prediction keeps must be a copy.
-            keeps = self._updates.keeps_gradients or self.width == 1
-            self._hand_over(buffer, [view.clone() for view in buffer.views] if keeps else buffer.views, 1.0)
+            local = buffer.views
+            if self._updates.keeps_gradients or self.width == 1:  # in a copy, since torch's buckets will hold the mean
+                self._copies[iteration] = self._free_copies.pop() if self._free_copies else FlatBuffer(buffer.views)
+                self._copies[iteration].fill_from(buffer.views)
+                local = self._copies[iteration].views
+            self._hand_over(buffer, local, 1.0)
         pack = Span("pack", iteration, begin, time.perf_counter())
         self._ranks.enter("all-reduce", waiting=True)
         wire_bytes = self._reducer.wire_bytes(buffer, iteration)

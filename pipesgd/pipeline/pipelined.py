@@ -62,7 +62,7 @@ class _Reduction:
 
 
 @dataclass(frozen=True)
-class _InFlight:
+class InFlight:
     """A gradient in flight, handed over in ``iteration``."""
 
     iteration: int
@@ -187,7 +187,7 @@ class Pipelined(Strategy):
         self._agreement = Agreement()
         self._loss_scale = LossScale(scaler, self._parameters)
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
-        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._in_flight: collections.deque[InFlight] = collections.deque()
         self._pool: list[FlatBuffer] = []
         self.buffers_allocated = 0
         """Number of gradient buffers made so far for the parameters that are trained now: at most ``width``."""
@@ -388,7 +388,7 @@ class Pipelined(Strategy):
             unapplied = Unapplied(on_device(entry["kept"], device), entry["hyperparameters"])
             own_is_finite = functools.partial(bool, entry["own_is_finite"])
             self._in_flight.append(
-                _InFlight(entry["iteration"], buffer, unapplied, entry["scale"], own_is_finite, arrived)
+                InFlight(entry["iteration"], buffer, unapplied, entry["scale"], own_is_finite, arrived)
             )
         self._predict()
 
@@ -561,7 +561,7 @@ class Pipelined(Strategy):
             return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)
 
         reduction = self._meet("step", reduce)
-        self._in_flight.append(_InFlight(iteration, buffer, unapplied, scale, own_is_finite, reduction))
+        self._in_flight.append(InFlight(iteration, buffer, unapplied, scale, own_is_finite, reduction))
         self._pool.pop()
         self.iteration += 1
 
@@ -610,7 +610,7 @@ class Pipelined(Strategy):
         update = Span("update", gradient.iteration, begin, time.perf_counter())
         return dataclasses.replace(report, spans=(*report.spans, update), fell_back=fell_back)
 
-    def _wait_for_oldest(self) -> tuple[_InFlight, StepReport]:
+    def _wait_for_oldest(self) -> tuple[InFlight, StepReport]:
         """Return the oldest gradient in flight when its mean has arrived, and a report of what is to become of it."""
         gradient = self._in_flight[0]
         begin = time.perf_counter()
@@ -629,15 +629,15 @@ class Pipelined(Strategy):
         if report.skipped and not self._skip_nonfinite:
             raise NonFiniteGradientError(report.skipped[0], report.nonfinite_ranks, self._ranks.world_size)
 
-    def _guess_of(self, gradient: _InFlight) -> Guessed:
+    def _guess_of(self, gradient: InFlight) -> Guessed:
         return Guessed(gradient.unapplied, gradient.reduction.result().comparison, self._agreement)
 
-    def _take_out(self, gradient: _InFlight) -> None:
+    def _take_out(self, gradient: InFlight) -> None:
         """Return the buffer of the oldest gradient in flight to the pool."""
         self._in_flight.popleft()
         self._pool.append(gradient.buffer)
 
-    def _who_is_not_finite(self, gradient: _InFlight) -> tuple[int, ...]:
+    def _who_is_not_finite(self, gradient: InFlight) -> tuple[int, ...]:
         """Return the ranks whose own gradients made a mean not finite. Collective, in the same step on all ranks."""
         finite = self._ranks.all_gather_object("finite gradients", gradient.own_is_finite())
         return tuple(rank for rank, own in enumerate(finite) if not own)
