@@ -161,7 +161,9 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
             for row in rows
         ],
     )
-    command.show("Targets", [{"ratio": name, **{key: str(value) for key, value in one.items()}} for name, one in found.items()])
+    command.show(
+        "Targets", [{"ratio": name, **{key: str(value) for key, value in one.items()}} for name, one in found.items()]
+    )
 
 
 if __name__ == "__main__":

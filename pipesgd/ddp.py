@@ -33,6 +33,7 @@ from pipesgd.optim import hyperparameters
 from pipesgd.optim.step import check_unchanged, set_aside_gradients, trainable_parameters
 from pipesgd.pipeline.pipelined import InFlight, Pipelined
 from pipesgd.pipeline.sameness import check_same_settings, plain
+from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.ranks import current
 from pipesgd.reducers.base import mean_over_ranks
 from pipesgd.reducers.dense import DenseReducer
@@ -346,7 +347,7 @@ class AttachedPipeline(Pipelined):
     # ---- 3. a step that is left out
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if self._due is None or not (module.training and torch.is_grad_enabled()):
+        if self._due is None or not (unwrapped(module).training and torch.is_grad_enabled()):
             return
         if self._due.applied and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
             raise UserInputError(

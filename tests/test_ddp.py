@@ -247,18 +247,20 @@ def _evaluates(ranks: Ranks) -> list[bool]:
         ddp_model.eval()
         with torch.no_grad():
             outputs = ddp_model(batch[0])
-        ddp_model.train()
+        ddp_model.module.train()  # as Lightning does, which leaves the wrapper in evaluation mode
         other = make_model()
         other.load_state_dict(ddp_model.module.state_dict())
         found.append(torch.equal(outputs, other.eval()(batch[0])))
         found += [same(snapshot(other), true), same(snapshot(ddp_model.module), predicted), not same(true, predicted)]
+        ddp_model(batch[0])
+        found.append(same(snapshot(ddp_model.module), predicted))
     pipeline.close()
     return found
 
 
 def test_evaluating_and_saving_use_the_true_weights() -> None:
     for found in run_ranks(2, _evaluates):
-        assert len(found) == 4 * ITERATIONS
+        assert len(found) == 5 * ITERATIONS
         assert all(found)
 
 

@@ -194,7 +194,8 @@ class SwappedWeights:
         self._hidden = False
 
     def _give_predicted(self) -> None:
-        self.true = [parameter.data for parameter in self._parameters]
+        with torch.inference_mode(False):  # these tensors outlive an evaluation in that mode
+            self.true = [parameter.data for parameter in self._parameters]
         _give_storage(self._parameters, self.predicted)
         self._hidden = False
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from pipesgd.pipeline.delayed_update import DelayedUpdate
@@ -33,7 +34,7 @@ class TrueWeightsHooks:
     """
 
     def __init__(self, model: nn.Module, updates: DelayedUpdate):
-        self._model = model
+        self._model = unwrapped(model)
         self._updates = updates
         self._computing = False
         """True while a forward pass of the whole model runs."""
@@ -96,6 +97,17 @@ class TrueWeightsHooks:
     def _begin_loading(self, module: nn.Module, *details: Any) -> None:
         if self._updates.weights.are_predicted:
             self._updates.weights.restore()  # the predicted weights are not those expected from the loaded ones
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module within wrappers of torch, which may be left in another mode than it is in."""
+    while isinstance(inner := getattr(model, "_orig_mod", None) or _module_of_ddp(model), nn.Module):
+        model = inner
+    return model
+
+
+def _module_of_ddp(model: nn.Module) -> nn.Module | None:
+    return model.module if isinstance(model, DistributedDataParallel) else None
 
 
 class _Hook:

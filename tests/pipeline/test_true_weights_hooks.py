@@ -280,6 +280,10 @@ def test_a_compiled_model_is_evaluated_with_true_weights_in_the_same_graphs(
                 with context:
                     torch.testing.assert_close(compiled(INPUTS), true(INPUTS))
             compiled.train()
+            if how == "compiled before":  # the mode is that of the model, whatever its wrapper says
+                model.eval()
+                torch.testing.assert_close(compiled(INPUTS), true(INPUTS))
+            model.train()
     assert counter.frame_count == 2, "one graph with gradients and one without"
 
 
