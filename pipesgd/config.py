@@ -50,7 +50,7 @@ FORMER_VALUES = {("server-placement", "beside"): "colocated", ("server-placement
 """Names and values of options in the previous version, which this one still accepts, and what they are called now."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "dataset": DATASETS,
+    "dataset": (*IMAGE_DATASETS, *TEXTS),  # with OWN, --help would break the line inside a word
     "model": MODELS,
     "loss": LOSSES,
     "optimizer": OPTIMIZERS,
