@@ -8,6 +8,7 @@ Run it in this folder. docs/own_model.md explains it.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -46,7 +47,7 @@ class Classifier(nn.Module):
     def __init__(self, num_classes: int, hidden_sizes: tuple[int, ...]) -> None:
         super().__init__()
         sizes = [2, *hidden_sizes]
-        hidden = [nn.Sequential(nn.Linear(n, m), nn.ReLU()) for n, m in zip(sizes, sizes[1:], strict=False)]
+        hidden = [nn.Sequential(nn.Linear(n, m), nn.ReLU()) for n, m in itertools.pairwise(sizes)]
         self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], num_classes))
 
     def forward(self, points: Tensor) -> Tensor:

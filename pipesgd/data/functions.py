@@ -28,14 +28,8 @@ SOURCES = {
 }
 """Sources of those offered values that may be missing."""
 
-_INSTALLED = [
-    str(folder) + os.sep
-    for folder in (
-        Path(__file__).resolve().parents[1],
-        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
-    )
-]
-"""Folders of code that is not the user's own."""
+_NOT_THE_USERS = [str(folder) + os.sep for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib"))]
+"""Folders of code that is not the user's own, in addition to those of installed packages."""
 
 
 @contextlib.contextmanager
@@ -58,8 +52,13 @@ def in_one_line(expected: str) -> Iterator[None]:
 def _place(error: BaseException) -> str:
     """Return the innermost line of the user's code that ``error`` came through, in brackets; empty if none is known."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<", *_INSTALLED))]
+    own = [frame for frame in frames if _is_the_users(frame.filename)]
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def _is_the_users(file: str) -> bool:
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not installed and not file.startswith(("<", *_NOT_THE_USERS))
 
 
 def function_of(option: str, name: str, built_in: Mapping[str, Function]) -> Function:

@@ -130,7 +130,7 @@ def _collated(samples: list[Any], what: str) -> Batch:
     for sample in samples:
         if not (isinstance(sample, tuple | list) and len(sample) == 2):
             raise DatasetError(f"every sample of the {what} must be a pair (input, target); got {_kind(sample)}")
-    with in_one_line(f"samples of the {what} must go together into a batch"):
+    with in_one_line(f"samples of the {what} must go together"):
         inputs, targets = default_collate(samples)
     return inputs, targets
 
