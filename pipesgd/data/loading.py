@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from itertools import count
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import torch
@@ -115,7 +116,8 @@ def _load(
         # notice its death; and it would be forked with the communication thread at work.
         multiprocessing_context="spawn" if loader_workers else None,
     )
-    with in_one_line("loader-workers must be 0 where the data cannot be sent to other processes"):
+    with in_one_line("loader-workers must be 0 where the data cannot be sent to other processes"), catch_warnings():
+        filterwarnings("ignore", "Got pickle error")  # the error itself follows
         items = iter(loader)
     for item in items:
         if isinstance(item, UserInputError):

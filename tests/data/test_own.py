@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import pickle
 import random
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -102,9 +104,17 @@ def words():
 def unreadable():
     class Samples(list):
         def __getitem__(self, index):
-            raise OSError(f"disk {index} is gone")
+            raise OSError(f"disk {index}")
 
     return Samples([1] * 5), Samples([1] * 5)
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 15
+
+    def __iter__(self):
+        return ((number, number) for number in range(15))
 
 
 def model(num_classes=2):
@@ -144,7 +154,7 @@ def constant_loss(outputs, targets):
 
 
 def wrong_loss(outputs, targets):
-    raise ValueError("no kl_loss")
+    raise ValueError("kl_loss")
 """
 
 
@@ -259,7 +269,7 @@ OWN = "--dataset own:points --model own:model"
         ),
         (
             "--dataset own:unreadable",
-            "sample 0 of the training data must be readable; got OSError: disk 0 is gone (FOLDER/own.py:<raise OSError>)",
+            "sample 0 of the training data must be readable; got OSError: disk 0 (FOLDER/own.py:<raise OSError>)",
         ),
         (
             "--model own:no_model",
@@ -272,7 +282,7 @@ OWN = "--dataset own:points --model own:model"
         (f"{OWN} --loss own:constant_loss", "loss must have a gradient; got RuntimeError: element 0 of tensors .*"),
         (
             f"{OWN} --loss own:wrong_loss",
-            "loss must accept the model's outputs and the targets; got ValueError: no kl_loss (FOLDER/own.py:<kl_loss>)",
+            "loss must accept the model's outputs and the targets; got ValueError: kl_loss (FOLDER/own.py:<kl_loss>)",
         ),
     ],
 )
@@ -388,6 +398,26 @@ def test_an_iterable_is_evaluated_once_and_sent_to_another_process_from_its_begi
     assert samples.begun == 2
     sent = pickle.loads(pickle.dumps(data))
     assert sent[torch.tensor([1, 4])][1].tolist() == [1, 4]
+
+
+@pytest.mark.slow
+def test_other_processes_load_an_iterable_in_the_same_order() -> None:
+    data = InOrder(importlib.import_module("own").Numbers(), "data")
+    with closing(
+        ShardedBatches(data, batch_size=2, rank=1, world_size=2, seed=0, loader_workers=2).from_iteration(1)
+    ) as batches:
+        assert labels_of(batches, 4) == [[6, 7], [10, 11], [2, 3], [6, 7]]
+
+
+def test_what_cannot_be_sent_to_other_processes_is_refused() -> None:
+    class Local(Counting):
+        """A class that no other process can import."""
+
+    batches = ShardedBatches(InOrder(Local(9), "data"), batch_size=2, rank=0, world_size=1, seed=0, loader_workers=1)
+    message = "^loader-workers must be 0 where the data cannot be sent to other processes; got AttributeError: .*Local"
+    with pytest.raises(UserInputError, match=message):
+        next(batches.from_iteration(0))
+    assert not multiprocessing.active_children()
 
 
 def test_an_iterable_must_begin_again() -> None:
