@@ -65,6 +65,7 @@ class Stream(IterableDataset):
 
 
 def digits():
+    torch.rand(3)  # must not change the model's weights
     data = load_dataset("digits", None, image_size=8)
     return Digits(data.train), Digits(data.test)
 
@@ -257,8 +258,8 @@ def test_every_rank_has_samples_of_its_own(tmp_path: Path, folder: Path) -> None
         ),
         (
             "--dataset own:ones --model own:unlike_models",
-            "DisagreementError: parameters (number 0) must be the same on all ranks; got 'weight 1x1 float32' on rank 0, "
-            "'weight 10x1 float32' on rank 1",
+            "DisagreementError: parameters (number 0) must be the same on all ranks; got 'weight 1x1 float32' on "
+            "rank 0, 'weight 10x1 float32' on rank 1",
         ),
         (
             "--dataset own:fails_on_one --model own:Scaled",
@@ -284,14 +285,16 @@ def _calibrate(ranks: Ranks, folder: str, words: list[str]) -> str:
     return out.getvalue()
 
 
-def test_a_workload_of_ones_own_is_calibrated(tmp_path: Path, folder: Path) -> None:
-    words = "--seconds 1 --largest-bytes 65536 --codecs int8 --batch-size 16 --dataset own:named --model own:Halves "
-    words += f"--loss own:cross_entropy --out {tmp_path / 'cluster.toml'}"
+def test_a_workload_of_ones_own_is_calibrated_and_planned(tmp_path: Path, folder: Path) -> None:
+    own = "--batch-size 16 --dataset own:named --model own:Halves --loss own:cross_entropy"
+    words = f"{own} --seconds 1 --largest-bytes 65536 --codecs int8 --out {tmp_path / 'cluster.toml'}"
     said, _ = run_ranks(2, _calibrate, str(folder), words.replace("own:", "own_workload:").split(), process_group=False)
     assert "--model own_workload:Halves" in said
     (computation,) = Profile.load(tmp_path / "cluster.toml").compute
     assert (computation.model, computation.batch_size, computation.samples) == ("own_workload:Halves", 16, 1497)
     assert computation.tensors == (64 * 20, 20, 20, 20, 200, 10)
+    words = f"{own} --iterations 5 --cluster {tmp_path / 'cluster.toml'} --width auto"
+    assert set(succeed(2, words, tmp_path / "run", folder)["planned"]["asked"]) == {"width"}
 
 
 # ---------------------------------------------------------------- examples
