@@ -1,0 +1,366 @@
+"""Backend "pipesgd" of torch.distributed: a program's large sums of floats are compressed, the rest goes through gloo.
+
+Importing this module registers the backend::
+
+    import pipesgd.backend
+    torch.distributed.init_process_group("pipesgd", pg_options=pipesgd.backend.BackendOptions(codec="int8"))
+
+The options may also be environment variables (``PIPESGD_CODEC=int8``), so that no other line of a program changes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipesgd.checks import check_at_least, check_one_of
+from pipesgd.codecs.base import mixed
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.comm.all_reduce import ScheduledAllReduce, no_op
+from pipesgd.comm.pinned import PinnedTransport
+from pipesgd.comm.thread import CommunicationThread
+from pipesgd.comm.transport import TorchTransport
+from pipesgd.errors import DeadlineExceeded, UserInputError
+from pipesgd.flat_buffer import take_mean
+from pipesgd.membership.heartbeat import Standing
+from pipesgd.pipeline.sameness import check_same_settings, plain
+from pipesgd.process import say
+from pipesgd.ranks import Ranks, lost
+from pipesgd.reducers.make import compiled_codec
+from timing_model.schedules import SCHEDULES, SEGMENT_BYTES, make_schedule
+
+NAME = "pipesgd"
+DEVICES = ("cpu", "cuda")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of the tensors whose sums are compressed. Nobody who takes float64 wants it rounded."""
+VARIABLES = ("codec", "all_reduce", "least_bytes", "segment_bytes")
+"""Fields of ``BackendOptions`` that are read from environment variables: ``PIPESGD_CODEC`` and so on."""
+
+HANDED_ON = (
+    "allgather",
+    "all_gather_single_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce_coalesced",
+    "all_to_all_single",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "send",
+    "recv",
+)
+"""Methods of a process group that a Python class can replace (some in older versions of torch, some in newer ones), and
+that must be replaced: torch calls its own in a Python class with the interpreter's lock held. gloo's threads take that
+lock while they hold gloo's own, which those methods wait for, so that a program would hang now and then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """Options of a process group of this backend, the same on all its ranks.
+
+    Raises:
+        UserInputError: a value is not allowed.
+    """
+
+    codec: str | CodecOptions = "fp32"
+    """Encoding of large sums on the wire, by name or with its options; one that encodes every value by itself or by
+    blocks (not topk, nor powersgd, which need to know the parameters)."""
+    all_reduce: str = "ring"
+    """Algorithm of large sums: ring, halving-doubling, recursive-doubling or all-to-all."""
+    least_bytes: int = 1 << 20
+    """Size in bytes of the smallest tensor whose sum counts as large."""
+    segment_bytes: int = SEGMENT_BYTES
+    """Size in bytes of the largest message."""
+
+    def __post_init__(self) -> None:
+        check_one_of("codec", self.codec_options.codec, DENSE_CODECS)
+        check_one_of("all-reduce", self.all_reduce, tuple(SCHEDULES))
+        check_at_least("least-bytes", self.least_bytes, 1)
+        check_at_least("segment-bytes", self.segment_bytes, 1)
+
+    @property
+    def codec_options(self) -> CodecOptions:
+        """Return the options of the codec."""
+        return self.codec if isinstance(self.codec, CodecOptions) else CodecOptions(codec=self.codec)
+
+    @classmethod
+    def from_environment(cls) -> BackendOptions:
+        """Return the options in ``PIPESGD_CODEC``, ``PIPESGD_ALL_REDUCE``, ``PIPESGD_LEAST_BYTES`` and
+        ``PIPESGD_SEGMENT_BYTES``; the default of each that is not set.
+
+        Raises:
+            UserInputError: a value is not allowed.
+        """
+        given: dict[str, Any] = {}
+        for name in VARIABLES:
+            variable = f"PIPESGD_{name.upper()}"
+            if (text := os.environ.get(variable)) is not None:
+                given[name] = _whole_number(variable, text) if name.endswith("_bytes") else text
+        return cls(**given)
+
+
+class PipesgdGroup(dist.ProcessGroup):
+    """Process group whose large sums run on a thread and connections of their own, and all else on gloo's.
+
+    An ``all_reduce`` with SUM or AVG of a float32, float16 or bfloat16 tensor of ``least_bytes`` is a large sum. It is
+    computed by the options' all-reduce, in float32 if there is a codec, and leaves the same bytes on every rank. torch
+    sends every other operation to the gloo group that is registered here, as it would without this backend.
+
+    As with gloo, operations that have not been waited for run in any order: a tensor must not be touched before. Large
+    sums alone run in the order of their calls.
+
+    Args:
+        store: the store of this group alone.
+        rank: rank of this process in the group.
+        world_size: number of ranks in the group.
+        timeout: time that a rank waits for another one, in any one message of a large sum or operation of gloo.
+        options: the options, or None for those in the environment.
+
+    Raises:
+        UserInputError: an option is not allowed on some rank, or differs between ranks.
+        CommunicationError: not every rank could be reached.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, options: Any = None):
+        super().__init__(rank, world_size)  # type: ignore[call-arg]  # torch's stubs know its other constructor alone
+        ranks = _ranks(dist.PrefixStore("options/", store), rank, world_size, timeout)
+        self._options = ranks.raise_together("options of the backend", partial(_checked, options))
+        check_same_settings(ranks, plain(self._options), {})
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, world_size, timeout)
+        gloo._set_sequence_number_for_group()
+        self._of_gloo = dist.ProcessGroup(store, rank, world_size)
+        for group in (self, self._of_gloo):
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            for device in DEVICES:
+                group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._new_sums = partial(_LargeSums, store, rank, world_size, timeout, self._options)
+        self._sums: dict[str, _LargeSums] = {}
+        self._lock = threading.Lock()  # a backward pass may call from a thread of its own
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch calls it by this name)
+        return NAME
+
+    def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
+        """Begin to sum tensors over the ranks, as ``torch.distributed.all_reduce`` asks for it."""
+        match args:
+            case ([tensor], dist.AllreduceOptions(reduceOp=operation)) if self._is_large(tensor, operation):
+                return self._sums_on(tensor.device.type).begin(tensor, mean=_is(operation, dist.ReduceOp.AVG))
+        return self._of_gloo.allreduce(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        """End the threads and connections; ``destroy_process_group`` calls this."""
+        for sums in self._sums.values():
+            sums.close()
+        super().shutdown()
+
+    def _is_large(self, tensor: Tensor, operation: dist.ReduceOp) -> bool:
+        return (
+            tensor.dtype in DTYPES
+            and tensor.layout == torch.strided
+            and tensor.nbytes >= self._options.least_bytes
+            and tensor.device.type in DEVICES
+            and (_is(operation, dist.ReduceOp.SUM) or _is(operation, dist.ReduceOp.AVG))
+        )
+
+    def _sums_on(self, device: str) -> _LargeSums:
+        with self._lock:
+            if device not in self._sums:
+                self._sums[device] = self._new_sums(device)
+            return self._sums[device]
+
+
+def _by_gloo(name: str) -> Callable[..., Any]:
+    """Return the method of this name that hands the call to gloo."""
+
+    def call(group: PipesgdGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(group._of_gloo, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in HANDED_ON:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(PipesgdGroup, _name, _by_gloo(_name))
+
+
+class _LargeSums:
+    """Large sums of tensors on one kind of device, one after the other, on a thread and connections of their own.
+
+    The ranks connect in the first sum, since a small group may never have one. Each sum has a tag made of its number
+    and of what is summed: ranks whose calls differ wait for each other until the deadline, and add up nothing.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, timeout: timedelta, options: BackendOptions, device: str
+    ):
+        self._store = dist.PrefixStore(f"sums on {device}/", store)
+        self._rank, self._world_size = rank, world_size
+        self._timeout = timeout
+        self._options = options
+        self._device = device
+        self._groups: list[dist.ProcessGroup] = []
+        self._number = 0
+        self._residuals = _Residuals()
+        self._thread = CommunicationThread(torch.device(device))
+
+    def begin(self, tensor: Tensor, *, mean: bool) -> dist.Work:
+        """Begin to replace ``tensor`` by its sum over the ranks, or by the mean."""
+        return _LargeSum(self._thread.submit(partial(self._sum, tensor.data, mean)), tensor, self._rank)
+
+    def close(self) -> None:
+        """End the thread, and the connections once nobody needs them any more."""
+        self._thread.close(self._groups.clear)
+
+    def _sum(self, tensor: Tensor, mean: bool) -> None:
+        if not self._groups:
+            self._connect()
+            self._say(tensor)
+        exact = self._options.codec_options.codec == "fp32"
+        values = tensor.reshape(-1) if exact else tensor.reshape(-1).float()  # the tensor's own memory, if it can be
+        self._number += 1
+        key = mixed(self._number, DTYPES.index(tensor.dtype), values.numel(), mean)
+        self._transport.tag = key >> 1  # gloo's tags have 31 bits
+        residual = self._residuals.of(tensor) if self._options.codec_options.gives_back else None
+        finish = partial(take_mean, world_size=self._world_size) if mean else no_op
+        self._all_reduce(values, residual, key, finish)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values.view_as(tensor))
+
+    def _connect(self) -> None:
+        options, seconds = self._options, self._timeout.total_seconds()
+        try:
+            group = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, self._timeout)
+        except RuntimeError as failure:
+            raise lost(failure, self._rank, None, "connection to all ranks", seconds) from failure
+        self._groups.append(group)  # type: ignore[arg-type]  # it has all that a transport needs
+        ranks = _ranks(self._store, self._rank, self._world_size, self._timeout)
+        codec = compiled_codec(options.codec_options, ranks, self._device)
+        self._transport = TorchTransport(self._groups, seconds)
+        self._all_reduce = ScheduledAllReduce(
+            PinnedTransport(self._transport) if self._device == "cuda" else self._transport,
+            make_schedule(options.all_reduce, self._rank, self._world_size),
+            codec,
+            segment_bytes=options.segment_bytes,
+        )
+
+    def _say(self, tensor: Tensor) -> None:
+        if self._rank == 0:
+            options = self._options
+            say(
+                f"{NAME}: summing {tensor.nbytes:,} bytes of {str(tensor.dtype).removeprefix('torch.')} with codec "
+                f"{options.codec_options.describe()} by {options.all_reduce}, and so all such sums of at least "
+                f"{options.least_bytes:,} bytes on {self._world_size} ranks"
+            )
+
+
+class _LargeSum(dist.Work):
+    """Handle of a large sum in progress; torch calls its methods."""
+
+    def __init__(self, done: Future[None], tensor: Tensor, rank: int):
+        super().__init__()
+        self._done = done
+        self._tensor = tensor
+        self._rank = rank
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return True when the sum is there; raise its error, or ``DeadlineExceeded`` after ``timeout`` if not 0."""
+        seconds = timeout.total_seconds()
+        try:
+            self._done.result(seconds or None)
+        except TimeoutError:
+            if self._done.done():
+                raise
+            raise DeadlineExceeded(
+                rank=self._rank, peer=None, operation="large sum", reason=f"it was not there within {seconds:g} s"
+            ) from None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def is_success(self) -> bool:
+        return self._done.done() and self._done.exception() is None
+
+    def exception(self) -> BaseException | None:
+        return self._done.exception() if self._done.done() else None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return [self._tensor]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """Return a future of the tensor, in a list; its error is a ``RuntimeError`` with the text of the sum's."""
+        devices: Any = [self._tensor.device] if self._tensor.is_cuda else None
+        ended: torch.futures.Future[None] = torch.futures.Future(devices=devices)
+        self._done.add_done_callback(lambda done: ended.set_result(None))
+        return ended.then(lambda ended: self.result())  # an error set directly would be a value to torch's C++ code
+
+
+class _Residuals:
+    """Residuals of error feedback for memory that is summed repeatedly, such as the buckets of DDP.
+
+    A tensor has no name by which to find the residual of its last sum. But it is the same quantity again if it has the
+    same place, size and dtype in a storage that has existed ever since: a gradient bucket, a parameter. The residual
+    begins with the second sum and ends with the storage, so tensors that are made for one sum neither get the residual
+    of another one, nor pay for one. Which sums have residuals need not be the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._residuals: dict[tuple[Any, ...], Tensor | None] = {}
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the residual of this memory, float32 (numel,); None if it has not been summed before."""
+        for key in [key for key in self._residuals if key[0].expired()]:
+            del self._residuals[key]
+        key = (StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.numel(), tensor.dtype)
+        if key not in self._residuals:
+            self._residuals[key] = None
+        elif self._residuals[key] is None:
+            self._residuals[key] = torch.zeros(tensor.numel(), device=tensor.device)
+        return self._residuals[key]
+
+
+def _is(operation: Any, kind: Any) -> bool:
+    """Return True if the operation is of this kind: torch can compare them, which its stubs do not say."""
+    return bool(operation == kind)
+
+
+def _ranks(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> Ranks:
+    return Ranks(rank=rank, world_size=world_size, store=store, standing=Standing(timeout.total_seconds()))
+
+
+def _checked(options: Any) -> BackendOptions:
+    """Return the options of a group that was given ``pg_options=options``."""
+    if options is None:
+        return BackendOptions.from_environment()
+    if not isinstance(options, BackendOptions):
+        raise UserInputError(f"pg_options must be pipesgd.backend.BackendOptions; got {options!r}")
+    return options
+
+
+def _whole_number(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserInputError(f"{variable} must be a whole number of bytes; got {text!r}") from None
+
+
+def _make(of_torch: Any, pg_options: Any) -> PipesgdGroup:
+    """Return the group that ``init_process_group`` or ``new_group`` asks for, with torch's description of it."""
+    return PipesgdGroup(of_torch.store, of_torch.group_rank, of_torch.group_size, of_torch.timeout, pg_options)
+
+
+dist.Backend.register_backend(NAME, _make, extended_api=True, devices=list(DEVICES))
