@@ -12,7 +12,6 @@ them, and DDP is not told ``device_ids``. A test that needs a real GPU fails the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -20,13 +19,13 @@ import sys
 import tempfile
 import traceback
 import unittest
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -179,7 +178,11 @@ def main() -> None:
         os.environ["TEMP_DIR"] = folder
         tests = test_class(int(world_size))
         use(backend)
-        names = [name for name in unittest.TestLoader().getTestCaseNames(tests) if name not in TOO_LONG and (not words or name in words)]
+        names = [
+            name
+            for name in unittest.TestLoader().getTestCaseNames(tests)
+            if name not in TOO_LONG and (not words or name in words)
+        ]
         runner = unittest.TextTestRunner(resultclass=Outcomes, verbosity=2)
         result: Any = runner.run(unittest.TestSuite(tests(name) for name in names))
         Path(file).write_text(json.dumps(result.of), encoding="utf-8")

@@ -165,7 +165,7 @@ class AttachedPipeline(Pipelined):
         self._scaler = loop_scaler if loop_scaler is not None and loop_scaler.is_enabled() else None
         self._ddp_model = ddp_model
         self._due: StepReport | None = None
-        """What became due in the last backward pass, until the optimizer has stepped."""
+        """Report of the last backward pass, until the optimizer has stepped."""
         self._hyperparameters: hyperparameters.Hyperparameters = []
         self._buckets: list[tuple[Sequence[Tensor], Sequence[Tensor]]] = []
         """Parameters and gradients of the buckets of the present backward pass."""
@@ -173,7 +173,7 @@ class AttachedPipeline(Pipelined):
         """Copies of this rank's gradients in flight, by iteration."""
         self._free_copies: list[FlatBuffer] = []
         self._update = contextlib.ExitStack()
-        """What the end of a step of the optimizer must undo."""
+        """Contexts that the end of a step of the optimizer closes."""
         self._stepping_itself = False
         self._started = False
         super().__init__(

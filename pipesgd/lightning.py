@@ -26,7 +26,7 @@ OLDEST = (2, 5)
 REFUSED = ("2.6.2", "2.6.3")
 """Versions that were published with malware (GHSA-w37p-236h-pfx3)."""
 MARK = "pipesgd"
-"""Entry of a checkpoint whose pipeline is in files beside it."""
+"""Entry of a checkpoint whose pipeline is in files next to it."""
 
 
 def check_version(distribution: str) -> None:
@@ -44,7 +44,7 @@ def check_version(distribution: str) -> None:
 
 
 def pipeline_file(checkpoint: str | Path, rank: int) -> Path:
-    """Return the file beside ``checkpoint`` with the gradients in flight and residuals of ``rank``."""
+    """Return the file next to ``checkpoint`` with the gradients in flight and residuals of ``rank``."""
     return Path(f"{checkpoint}.pipesgd-rank-{rank}")
 
 
@@ -57,7 +57,7 @@ def make_strategy(package: ModuleType) -> type[Any]:
         """Training with DistributedDataParallel whose gradients arrive late and compressed (``pipesgd.ddp.attach``).
 
         The Trainer does the rest: it clips gradients, accumulates them, scales losses, evaluates and saves. Validation
-        and checkpoints use the true weights. The pipeline's state is saved in a file of each rank beside a checkpoint.
+        and checkpoints use the true weights. The pipeline's state is saved in a file of each rank next to the checkpoint.
 
         Args:
             width: iterations in flight, K.
@@ -128,7 +128,7 @@ def make_strategy(package: ModuleType) -> type[Any]:
             path = pipeline_file(self._loaded_from, self.global_rank)
             if not path.is_file():
                 raise RunError(
-                    f"the checkpoint {self._loaded_from} must have its pipeline beside it; {path} is missing"
+                    f"the checkpoint {self._loaded_from} must have its pipeline next to it; {path} is missing"
                 )
             self.pipeline.load_state_dict(torch.load(path, weights_only=True))
 
