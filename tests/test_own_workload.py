@@ -286,13 +286,13 @@ def _calibrate(ranks: Ranks, folder: str, words: list[str]) -> str:
 
 
 def test_a_workload_of_ones_own_is_calibrated_and_planned(tmp_path: Path, folder: Path) -> None:
-    own = "--batch-size 16 --dataset own:named --model own:Halves --loss own:cross_entropy"
+    own = "--batch-size 16 --dataset own:digits --model own:mlp --hidden-sizes 150 --loss own:cross_entropy"
     words = f"{own} --seconds 1 --largest-bytes 65536 --codecs int8 --out {tmp_path / 'cluster.toml'}"
     said, _ = run_ranks(2, _calibrate, str(folder), words.replace("own:", "own_workload:").split(), process_group=False)
-    assert "--model own_workload:Halves" in said
+    assert "--model own_workload:mlp" in said
     (computation,) = Profile.load(tmp_path / "cluster.toml").compute
-    assert (computation.model, computation.batch_size, computation.samples) == ("own_workload:Halves", 16, 1497)
-    assert computation.tensors == (64 * 20, 20, 20, 20, 200, 10)
+    assert (computation.model, computation.batch_size, computation.samples) == ("own_workload:mlp", 16, 1497)
+    assert computation.tensors == (64 * 150, 150, 1500, 10)
     words = f"{own} --iterations 5 --cluster {tmp_path / 'cluster.toml'} --width auto"
     assert set(succeed(2, words, tmp_path / "run", folder)["planned"]["asked"]) == {"width"}
 

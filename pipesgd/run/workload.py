@@ -47,31 +47,32 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
 
 
 def check_fit(data: DataSplits, model: nn.Module, loss: Loss) -> None:
-    """Try ``model`` and ``loss`` on a few samples, as evaluation and training will use them; leave no trace.
+    """Try ``model`` and ``loss`` on a few samples, as evaluation and training will use them.
+
+    Weights and buffers stay as they are; random numbers are drawn.
 
     Raises:
         UserInputError: the model does not take the inputs, or the loss is not a scalar that has a gradient.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    with torch.random.fork_rng(devices=[]):
-        for split, training in ((data.test, False), (data.train, True)):
-            inputs, targets = split[torch.arange(min(TRIED, len(split)))]
-            model.train(training)
-            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            with torch.set_grad_enabled(training):
-                with in_one_line("model must accept the inputs of the data set"):
-                    outputs = outputs_of(model, inputs)
-                with in_one_line("loss must accept the model's outputs and the targets"):
-                    mean = loss(outputs, targets)
-            if not (isinstance(mean, torch.Tensor) and mean.dim() == 0):
-                got = f"shape {tuple(mean.shape)}" if isinstance(mean, torch.Tensor) else type(mean).__name__
-                raise UserInputError(f"loss must return a scalar tensor, the mean of a batch; got {got}")
-            if training:
-                with in_one_line("loss must have a gradient"):
-                    torch.autograd.grad(mean, parameters, allow_unused=True)
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(buffers[name])
+    for split, training in ((data.test, False), (data.train, True)):
+        inputs, targets = split[torch.arange(min(TRIED, len(split)))]
+        model.train(training)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with torch.set_grad_enabled(training):
+            with in_one_line("model must accept the inputs of the data set"):
+                outputs = outputs_of(model, inputs)
+            with in_one_line("loss must accept the model's outputs and the targets"):
+                mean = loss(outputs, targets)
+        if not (isinstance(mean, torch.Tensor) and mean.dim() == 0):
+            got = f"shape {tuple(mean.shape)}" if isinstance(mean, torch.Tensor) else type(mean).__name__
+            raise UserInputError(f"loss must return a scalar tensor, the mean of a batch; got {got}")
+        if training:
+            with in_one_line("loss must have a gradient"):
+                torch.autograd.grad(mean, parameters, allow_unused=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
 
 
 def agree_on_workload(

@@ -356,13 +356,13 @@ def labels_of(batches: Iterator[Any], count: int) -> list[list[int]]:
 
 def test_samples_by_index_are_collated_as_torch_does_it() -> None:
     rows = [({"x": np.float32(i), "y": torch.tensor([i, i])}, (i, i / 2)) for i in range(5)]
-    inputs, targets = MapStyle(rows, "data")[torch.tensor([3, 1])]
-    assert inputs["x"].tolist() == [3, 1]
-    assert inputs["y"].tolist() == [[3, 3], [1, 1]]
-    assert [one.tolist() for one in targets] == [[3, 1], [1.5, 0.5]]
+    inputs, targets = MapStyle(rows, "data")[torch.tensor([3, 1, 0, 4])]
+    assert inputs["x"].tolist() == [3, 1, 0, 4]
+    assert inputs["y"].tolist() == [[3, 3], [1, 1], [0, 0], [4, 4]]
+    assert [one.tolist() for one in targets] == [[3, 1, 0, 4], [1.5, 0.5, 0, 2]]
     parts = list(micro_batches_of((inputs, targets), 2))
-    assert [part["y"].tolist() for part, _ in parts] == [[[3, 3]], [[1, 1]]]
-    assert [[one.tolist() for one in part] for _, part in parts] == [[[3], [1.5]], [[1], [0.5]]]
+    assert [part["y"].tolist() for part, _ in parts] == [[[3, 3], [1, 1]], [[0, 0], [4, 4]]]
+    assert [[one.tolist() for one in part] for _, part in parts] == [[[3, 1], [1.5, 0.5]], [[0, 4], [0, 2]]]
 
 
 def test_a_batch_is_read_at_once_where_torch_would() -> None:
