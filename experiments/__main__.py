@@ -103,6 +103,7 @@ EXPERIMENTS = (
     Experiment(name="fuzz", words="fuzz", minutes=20),
     Experiment(name="kill_testbed", words="kill_testbed", minutes=3),
     Experiment(name="encrypted_network", words="encrypted_network", minutes=5),
+    Experiment(name="torch_ddp_tests", words="torch_ddp_tests", minutes=9),
     Experiment(name="bench_ring_200mbit", words="bench_ring --all --rate 200mbit", minutes=10),
     Experiment(name="bench_ring_1gbit", words="bench_ring --all --rate 1gbit", minutes=8),
     Experiment(name="bench_all_reduce_100mbit", words="bench_all_reduce --rate 100mbit", minutes=20),

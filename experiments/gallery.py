@@ -99,7 +99,7 @@ DRAWN: dict[str, Draw] = {
 """Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
     *("bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
-    *("paper_question_jitter", "staleness_summary", "tutorial"),
+    *("paper_question_jitter", "staleness_summary", "torch_ddp_tests", "tutorial"),
     "validate_timing_model_decisions",
 )
 """Results that have no figure, by the beginning of their names."""

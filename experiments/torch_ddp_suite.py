@@ -1,13 +1,13 @@
-"""torch's own tests of DDP and of collectives, run with one backend on the ranks of this machine; a part of torch_ddp_tests.
+"""torch's own tests of DDP and of collectives, run with one backend; ``torch_ddp_tests`` starts this and compares.
 
-    python -m experiments.torch_ddp_suite pipesgd outcomes.json        in an environment that names the codec
+    python -m experiments.torch_ddp_suite pipesgd outcomes.json 2       on two ranks
 
 The tests are those of ``torch.testing._internal.distributed.distributed_test``, which needs the package expecttest.
 They choose what to skip, and some branches, by the name of the backend. They are therefore told "gloo", and the
 functions that make groups get "pipesgd" in its place.
 
-Most tests of DDP ask for a GPU, which they only need to have a second device. Here "cuda" is another name of the CPU for
-them, and DDP is not told ``device_ids``. A test that needs a real GPU fails then, with any backend.
+Most tests of DDP ask for a GPU, though few need one. Here, "cuda" is another name of the CPU for them, and DDP is not
+told ``device_ids``. A test that does need a GPU fails then, with any backend.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ def last_line(error: Any) -> str:
     lines = [line.strip() for line in text.splitlines()]
     named = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exceeded", "Failed")) and ":" in line]
     inner = [line for line in named if not line.startswith("RuntimeError: Process")]
+    inner.sort(key=lambda line: "gloo/transport" in line)  # the other rank's connection was only closed
     return (inner or named or lines or [""])[0][:200]
 
 

@@ -47,6 +47,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 VARIABLES = ("codec", "all_reduce", "least_bytes", "segment_bytes")
 """Fields of ``BackendOptions`` that are read from environment variables: ``PIPESGD_CODEC`` and so on."""
 
+LEAST_BYTES = 8
+"""Smallest ``least_bytes``, so that a single value is never a large sum: DDP's ``join`` gives the handle of such a sum to
+C++ code and drops it, and that code waits forever once the part of the handle in Python is gone."""
 HANDED_ON = (
     "allgather",
     "all_gather_single_coalesced",
@@ -81,14 +84,14 @@ class BackendOptions:
     all_reduce: str = "ring"
     """Algorithm of large sums: ring, halving-doubling, recursive-doubling or all-to-all."""
     least_bytes: int = 1 << 20
-    """Size in bytes of the smallest tensor whose sum counts as large."""
+    """Size in bytes of the smallest tensor whose sum counts as large, at least 8."""
     segment_bytes: int = SEGMENT_BYTES
     """Size in bytes of the largest message."""
 
     def __post_init__(self) -> None:
         check_one_of("codec", self.codec_options.codec, DENSE_CODECS)
         check_one_of("all-reduce", self.all_reduce, tuple(SCHEDULES))
-        check_at_least("least-bytes", self.least_bytes, 1)
+        check_at_least("least-bytes", self.least_bytes, LEAST_BYTES)
         check_at_least("segment-bytes", self.segment_bytes, 1)
 
     @property

@@ -415,7 +415,7 @@ def test_ddp_trains_with_compressed_sums() -> None:
         ({"codec": "topk"}, "codec must be one of fp32, .*; got 'topk'"),
         ({"codec": CodecOptions(codec="powersgd")}, "codec must be one of fp32, .*; got 'powersgd'"),
         ({"all_reduce": "native"}, "all-reduce must be one of ring, .*; got 'native'"),
-        ({"least_bytes": 0}, "least-bytes must be at least 1; got 0"),
+        ({"least_bytes": 7}, "least-bytes must be at least 8; got 7"),
         ({"segment_bytes": 0}, "segment-bytes must be at least 1; got 0"),
     ],
 )
@@ -428,9 +428,9 @@ def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert BackendOptions.from_environment() == BackendOptions()
     monkeypatch.setenv("PIPESGD_CODEC", "int8")
     monkeypatch.setenv("PIPESGD_ALL_REDUCE", "all-to-all")
-    monkeypatch.setenv("PIPESGD_LEAST_BYTES", "5")
+    monkeypatch.setenv("PIPESGD_LEAST_BYTES", "8")
     monkeypatch.setenv("PIPESGD_SEGMENT_BYTES", "6")
-    expected = BackendOptions(codec="int8", all_reduce="all-to-all", least_bytes=5, segment_bytes=6)
+    expected = BackendOptions(codec="int8", all_reduce="all-to-all", least_bytes=8, segment_bytes=6)
     assert BackendOptions.from_environment() == expected
     monkeypatch.setenv("PIPESGD_LEAST_BYTES", "1 MiB")
     with pytest.raises(UserInputError, match=r"^PIPESGD_LEAST_BYTES must be a whole number of bytes; got '1 MiB'$"):
