@@ -122,16 +122,16 @@ def test_class(world_size: int) -> type[unittest.TestCase]:
     for feature in ("ddp", "gpu", "cuda", "subgroup"):
         DistTestCases.backend_feature[feature].add(pipesgd.backend.NAME)
 
-    class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
+    class Tests(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
         def setUp(self) -> None:
-            super().setUp()
+            super().setUp()  # type: ignore[no-untyped-call]
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
         @classmethod
         def _run(cls, *args: Any, **kwargs: Any) -> None:
             pretend_gpus()
             with CudaIsTheCpu():
-                super()._run(*args, **kwargs)
+                super()._run(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return Tests
 

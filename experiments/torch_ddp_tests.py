@@ -17,6 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -51,7 +52,7 @@ def outcomes(contender: str, names: Sequence[str]) -> dict[str, list[str]]:
         words = [sys.executable, "-m", "experiments.torch_ddp_suite", backend, str(file), str(WORLD_SIZE), *names]
         environment = os.environ | CONTENDERS[contender]
         with log.open("wb") as stream:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": subprocess.STDOUT}
             try:
                 subprocess.run(words, cwd=REPOSITORY, env=environment, timeout=SUITE_SECONDS, check=False, **streams)
             except subprocess.TimeoutExpired:

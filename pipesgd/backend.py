@@ -48,8 +48,8 @@ VARIABLES = ("codec", "all_reduce", "least_bytes", "segment_bytes")
 """Fields of ``BackendOptions`` that are read from environment variables: ``PIPESGD_CODEC`` and so on."""
 
 LEAST_BYTES = 8
-"""Smallest ``least_bytes``, so that a single value is never a large sum: DDP's ``join`` gives the handle of such a sum to
-C++ code and drops it, and that code waits forever once the part of the handle in Python is gone."""
+"""Smallest ``least_bytes``, so that a single value is never a large sum: DDP's ``join`` gives the handle of such a sum
+to C++ code and drops it, and that code waits forever once the part of the handle in Python is gone."""
 HANDED_ON = (
     "allgather",
     "all_gather_single_coalesced",

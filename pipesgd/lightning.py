@@ -57,7 +57,7 @@ def make_strategy(package: ModuleType) -> type[Any]:
         """Training with DistributedDataParallel whose gradients arrive late and compressed (``pipesgd.ddp.attach``).
 
         The Trainer does the rest: it clips gradients, accumulates them, scales losses, evaluates and saves. Validation
-        and checkpoints use the true weights. The pipeline's state is saved in a file of each rank next to the checkpoint.
+        and checkpoints use the true weights. Each rank saves its pipeline's state in a file next to the checkpoint.
 
         Args:
             width: iterations in flight, K.
