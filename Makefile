@@ -38,7 +38,7 @@ check: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 
 # The doors into other frameworks, with the real packages.
 test-integrations: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
-	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning]" lightning
+	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning,transformers]" lightning
 	$(BIN)/pytest $(WORKERS) tests/integrations
 
 # Every figure, from the results that are there: nothing is measured.
