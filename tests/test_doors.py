@@ -25,8 +25,8 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
         (
             "import sys; sys.modules['transformers'] = None",
             "transformers",
-            'transformers must be installed for pipesgd.transformers: pip install "pipesgd[transformers]"; got import of '
-            "transformers halted; None in sys.modules",
+            'transformers must be installed for pipesgd.transformers: pip install "pipesgd[transformers]"; got import '
+            "of transformers halted; None in sys.modules",
         ),
     ],
 )
