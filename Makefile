@@ -17,7 +17,7 @@ STAMPS := $(subst $(empty) $(empty),\ ,$(VENV))
 BIN := "$(VENV)/bin"
 SOURCES := $(shell find pipesgd timing_model -type f -not -name '*.pyc')
 
-.PHONY: train test check figures quotes docs experiments clean
+.PHONY: train test check test-integrations figures quotes docs experiments clean
 .NOTPARALLEL:
 
 train: $(STAMPS)/train.stamp $(STAMPS)/wheel.stamp
@@ -35,6 +35,11 @@ check: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest $(WORKERS) -m "not slow"
+
+# The doors into other frameworks, with the real packages.
+test-integrations: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
+	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning,transformers]" lightning
+	$(BIN)/pytest $(WORKERS) tests/integrations
 
 # Every figure, from the results that are there: nothing is measured.
 figures: $(STAMPS)/test.stamp

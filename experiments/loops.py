@@ -1,9 +1,10 @@
-"""Training loops that bench_pipelined compares, each with its own model and optimizer."""
+"""Training loops that bench_pipelined and bench_doors compare, each with its own model and optimizer."""
 
 from __future__ import annotations
 
 import copy
-from typing import Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,16 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd import Pipelined
+from pipesgd.ddp import AttachedPipeline
 from pipesgd.ranks import Ranks
 
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Images, float32 (B, C, H, W), and labels, int64 (B,)."""
+
+Door: TypeAlias = Callable[[Any, torch.optim.Optimizer], Any]
+"""Function of a model in DistributedDataParallel and its optimizer, which returns something to ``close``."""
 
 
 class Loop(Protocol):
@@ -35,11 +40,15 @@ class Loop(Protocol):
 
 
 class Plain:
-    """The usual training loop: with DDP, or without communication if ``model`` is not wrapped in DDP."""
+    """The usual training loop: with DDP, or without communication if ``model`` is not wrapped in DDP.
 
-    def __init__(self, model: nn.Module):
+    ``door`` lets the loop train in another way, and returns what ends that: ``pipesgd.ddp``'s functions.
+    """
+
+    def __init__(self, model: nn.Module, door: Door | None = None):
         self.model = model
         self._optimizer = sgd(model)
+        self._opened = None if door is None else door(model, self._optimizer)
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -47,18 +56,22 @@ class Plain:
         self._optimizer.step()
 
     def flush(self) -> None:
-        """Do nothing, since no gradient is in flight."""
+        """Apply the gradients in flight, if the loop is attached to a pipeline; else there are none."""
+        if isinstance(self._opened, AttachedPipeline):
+            self._opened.flush()
 
     def close(self) -> None:
-        """Do nothing, since there is no thread."""
+        """Close the door, if there is one."""
+        if self._opened is not None:
+            self._opened.close()
 
 
 class Piped:
     """The training loop with ``Pipelined``."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, all_reduce: str):
+    def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, all_reduce: str = "ring", codec: str = "fp32"):
         self.model = model
-        self._pipeline = Pipelined(model, sgd(model), width=width, all_reduce=all_reduce, ranks=ranks)
+        self._pipeline = Pipelined(model, sgd(model), width=width, all_reduce=all_reduce, codec=codec, ranks=ranks)
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         cross_entropy(self.model(images), labels).backward()

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from experiments.predictions import COMPARED
 from experiments.results import code_state
 from experiments.simulation import SimulatedRanks
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
-from pipesgd.data import DataSplits, ShardedBatches, evaluation_batches, make_workload
+from pipesgd.data import CROSS_ENTROPY, DataSplits, ShardedBatches, evaluation_batches, make_workload
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.prediction import Prediction
 from pipesgd.run import evaluation
@@ -262,7 +261,7 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, labels = batch
-    return cross_entropy(*evaluation.by_label(model(inputs), labels))
+    return CROSS_ENTROPY(model(inputs), labels)
 
 
 def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -35,7 +35,8 @@ from pipesgd.data import ShardedBatches
 from pipesgd.errors import UserInputError
 from pipesgd.optim.build import build_optimizer
 from pipesgd.ranks import Ranks
-from pipesgd.run.forward_backward import forward_backward, load
+from pipesgd.run.forward_backward import forward_backward
+from pipesgd.run.workload import load
 from pipesgd.strategies import make_strategy
 
 SCALER = torch.amp.GradScaler("cpu", enabled=False)

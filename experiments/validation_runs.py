@@ -22,7 +22,7 @@ from pipesgd.calibration.machines import DISTURBED
 from pipesgd.cli import parse as parse_training
 from pipesgd.errors import RunError
 from pipesgd.ranks import alone
-from pipesgd.run.forward_backward import load
+from pipesgd.run.workload import load
 from timing_model.choices import Choice
 from timing_model.cluster_profile import ComputeProfile, Profile
 from timing_model.job import OWN_ALL_REDUCE, WITH_BATCH, Job

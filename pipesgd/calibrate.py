@@ -34,7 +34,7 @@ from pipesgd.errors import UserInputError
 from pipesgd.exit import run_and_exit
 from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.run.console import say
-from pipesgd.run.forward_backward import load
+from pipesgd.run.workload import agree_on_workload, load
 
 HOW_TO_START = "torchrun --nproc-per-node 4 -m pipesgd.calibrate ..."
 
@@ -59,6 +59,7 @@ def calibrate(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
     ranks.raise_together("files", lambda: check_files(config, ranks.rank))
     ranks.raise_together("ranks", lambda: check_ranks(ranks.world_size))
     data, batches, model, _ = ranks.raise_together("data and model", lambda: load(training, ranks))
+    samples = agree_on_workload(training, data, batches, model, ranks)
 
     # 2. Measure.
     found = measure(
@@ -82,7 +83,7 @@ def calibrate(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
     def write() -> None:
         if found is None:
             return
-        made = found.profile(training, model, samples=len(data.train), command=["-m pipesgd.calibrate", *argv])
+        made = found.profile(training, model, samples=samples, command=["-m pipesgd.calibrate", *argv])
         if options.plot is not None:
             report.save_plot(found.fits, options.plot)
             say(console, f"wrote {options.plot}")

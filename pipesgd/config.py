@@ -7,6 +7,8 @@ known. The docstring under a field is the help text of its option.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +20,15 @@ from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
 from pipesgd.errors import UserInputError
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
+OWN = "module:function"
+"""Value of an option that names a function of the user's own by the module to import it from."""
 TEXTS = ("python-stdlib", "text:PATH")
 IMAGE_DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
-DATASETS = (*IMAGE_DATASETS, *TEXTS)
+DATASETS = (*IMAGE_DATASETS, *TEXTS, OWN)
 IMAGE_MODELS = ("mlp", "convnet", "resnet18", "alexnet")
 TEXT_MODELS = ("transformer",)
-MODELS = (*IMAGE_MODELS, *TEXT_MODELS)
+MODELS = (*IMAGE_MODELS, *TEXT_MODELS, OWN)
+LOSSES = ("cross-entropy", OWN)
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
 PREDICTIONS = ("eager", "local", "none")
@@ -45,8 +50,9 @@ FORMER_VALUES = {("server-placement", "beside"): "colocated", ("server-placement
 """Names and values of options in the previous version, which this one still accepts, and what they are called now."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "dataset": DATASETS,
+    "dataset": (*IMAGE_DATASETS, *TEXTS),  # with OWN, --help would break the line inside a word
     "model": MODELS,
+    "loss": LOSSES,
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
     "precision": PRECISIONS,
@@ -106,9 +112,29 @@ def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> Non
         raise UserInputError("connections and segment-bytes must be left out with --all-reduce native, torch's own")
 
 
+def kind(name: str) -> str:
+    """Return ``OWN`` for any name with a colon, otherwise ``name`` itself."""
+    return OWN if ":" in name else name
+
+
 def dataset_kind(name: str) -> str:
-    """Return the entry of ``DATASETS`` that ``name`` stands for: text:PATH for any path, otherwise ``name`` itself."""
-    return "text:PATH" if name.startswith("text:") and name != "text:" else name
+    """Return the entry of ``DATASETS`` that ``name`` stands for: text:PATH for any path, otherwise its ``kind``."""
+    if name.startswith("text:"):
+        return "text:PATH" if name != "text:" else name
+    return kind(name)
+
+
+_FUNCTION = re.compile(r"(?!.*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""Pattern of a module and a function in it. A file name is a common mistake."""
+
+
+def check_function(option: str, name: str, of_kind: str, choices: Sequence[str]) -> None:
+    """Raise ``UserInputError`` unless ``of_kind`` is one of ``choices``, and ``name`` written as that kind is."""
+    check_one_of(option, of_kind, choices)
+    if of_kind == OWN and not _FUNCTION.fullmatch(name):
+        raise UserInputError(
+            f"{option} must be {OWN}, with a module as Python imports it, such as package.file:make; got {name!r}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +143,8 @@ class DataConfig:
 
     dataset: str = "digits"
     """Data set: digits (embedded), mnist, fashion-mnist, cifar100, images (a folder per class), python-stdlib (source
-    text of the running Python) or text:PATH (a text file, or all files in a folder)."""
+    text of the running Python), text:PATH (a text file, or all files in a folder), or module:function (returns a
+    training and a test set)."""
     data_dir: Path | None = None
     """Folder of the data files; not needed for digits and text, nor for fashion-mnist from Debian's package."""
     batch_size: int = 32
@@ -130,11 +157,11 @@ class DataConfig:
     """Processes per rank that load and decode data during computation; by default 2 for --dataset images, else 0."""
 
     def __post_init__(self) -> None:
-        check_one_of("dataset", dataset_kind(self.dataset), DATASETS)
+        check_function("dataset", self.dataset, dataset_kind(self.dataset), DATASETS)
         check_at_least("batch-size", self.batch_size, 1)
         check_at_least("image-size", self.image_size, 1)
         check_at_least("context", self.context, 1)
-        check_read(self, "dataset", dataset_kind(self.dataset), {"context": TEXTS})
+        check_read(self, "dataset", dataset_kind(self.dataset), {"context": (*TEXTS, OWN)})
         if self.loader_workers is not None:
             check_at_least("loader-workers", self.loader_workers, 0)
 
@@ -148,10 +175,14 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Model."""
+    """Model and loss."""
 
     model: str = "mlp"
-    """Model: mlp, convnet, resnet18 or alexnet for images; transformer for text."""
+    """Model: mlp, convnet, resnet18 or alexnet for images; transformer for text; or module:function (returns a
+    torch.nn.Module)."""
+    loss: str = "cross-entropy"
+    """Loss: cross-entropy, whose evaluations also measure the accuracy; or module:function (called with the model's
+    outputs and the targets, returns their mean loss)."""
     hidden_sizes: tuple[int, ...] = (500, 500)
     """Widths of the hidden layers of --model mlp."""
     layers: int = 2
@@ -162,21 +193,22 @@ class ModelConfig:
     """Embedding size of a byte in --model transformer; a multiple of --heads."""
 
     def __post_init__(self) -> None:
-        check_one_of("model", self.model, MODELS)
+        check_function("model", self.model, kind(self.model), MODELS)
+        check_function("loss", self.loss, kind(self.loss), LOSSES)
         for size in self.hidden_sizes:
             check_at_least("hidden-sizes", size, 1)
         for name in ("layers", "heads", "embedding"):
             check_at_least(name, getattr(self, name), 1)
-        check_read(self, "model", self.model, _READ_BY_MODEL)
+        check_read(self, "model", kind(self.model), _READ_BY_MODEL)
         if self.embedding % self.heads:
             raise UserInputError(f"embedding must be a multiple of --heads {self.heads}; got {self.embedding}")
 
 
 _READ_BY_MODEL = {
-    "hidden_sizes": ("mlp",),
-    "layers": TEXT_MODELS,
-    "heads": TEXT_MODELS,
-    "embedding": TEXT_MODELS,
+    "hidden_sizes": ("mlp", OWN),
+    "layers": (*TEXT_MODELS, OWN),
+    "heads": (*TEXT_MODELS, OWN),
+    "embedding": (*TEXT_MODELS, OWN),
 }
 """Models that read an option of ``ModelConfig``, by option; those not listed are read by all models."""
 

@@ -39,8 +39,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipesgd.cli import as_toml, parse
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
-from pipesgd.data import DataSplits, ShardedBatches
-from pipesgd.errors import CommunicationError, DisagreementError, PeerFailed, RunError, StoppedBySignal, named
+from pipesgd.data import DataSplits, ShardedBatches, find_loss
+from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySignal, named
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
@@ -56,11 +56,12 @@ from pipesgd.run.console import ProgressBar, say, show_summary
 from pipesgd.run.evaluation import Evaluation, evaluate
 from pipesgd.run.files import write_text_atomically
 from pipesgd.run.folder_lock import FolderLock
-from pipesgd.run.forward_backward import forward_backward, load
+from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.run.state import RunState
 from pipesgd.run.summary import Result, describe, summarize
 from pipesgd.run.trace import Trace
+from pipesgd.run.workload import agree_on_workload, load
 from pipesgd.strategies import make_strategy, serve
 
 DEFAULT_EPOCHS = 3
@@ -154,13 +155,13 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     workers = ranks.raise_together("strategy", lambda: who_works(config, ranks))
     ranks.enter("loading of data and model")
     data, batches, model, device = ranks.raise_together("data and model", lambda: load(config, workers))
-    agree_on_data(data, ranks)
+    samples = agree_on_workload(config, data, batches, model, ranks)
     total = config.optimization.iterations or (
         (config.optimization.epochs or DEFAULT_EPOCHS) * batches.iterations_per_epoch
     )
     earlier = output.earlier_run(config, ranks)
     chosen, planned = plan_run(
-        config, ranks, model, batches, console, samples=len(data.train), iterations=total, earlier=earlier
+        config, ranks, model, batches, console, samples=samples, iterations=total, earlier=earlier
     )
     lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None)
     network: list[str] = ranks.all_gather_object("network address", network_address())
@@ -345,6 +346,8 @@ class Run:
             job.data.test,
             job.workers,
             job.device,
+            loss=find_loss(job.config.model.loss),
+            sharded=job.data.sharded,
             loader_workers=job.config.data.workers,
             buffers=job.config.pipeline.buffers,
         )
@@ -484,26 +487,6 @@ def who_works(config: TrainConfig, ranks: Ranks) -> Ranks:
 
         check_hook(config.pipeline.ddp_hook)
     return ranks.first(config.pipeline.workers(ranks.world_size))
-
-
-def agree_on_data(data: DataSplits, ranks: Ranks) -> None:
-    """Check that every rank has found data of the same size, or the same text, since machines have their own folders.
-
-    Raises:
-        DisagreementError: the data differ.
-    """
-    found = (
-        f"{len(data.train)} training samples and {len(data.test)} test samples of {data.num_classes} classes, "
-        f"{'x'.join(map(str, data.sample_shape))}"
-    )
-    if data.content:
-        found += f", {data.content}"
-    everybody = ranks.all_gather_object("size of the data", found)
-    for rank, other in enumerate(everybody):
-        if other != everybody[0]:
-            raise DisagreementError(
-                f"data must be the same on all ranks; got {everybody[0]} on rank 0, {other} on rank {rank}"
-            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Whole runs of the command in forked ranks, and their results."""
+"""Whole runs of the command in forked ranks, and of the programs in examples/, and their results."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 import io
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from _ranks import run_ranks
+from conftest import REPOSITORY
 
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
@@ -47,3 +50,12 @@ def succeed(world_size: int, words: str, output: Path, restart_count: int = 0) -
     results = run(world_size, words, output, restart_count)
     assert [error for error, _, _ in results] == [""] * world_size
     return summary(output)
+
+
+def run_example(name: str, folder: Path, world_size: int = 2, *arguments: str) -> str:
+    """Run the program ``name`` of examples/ by torchrun in ``folder``; return what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    command += [str(REPOSITORY / "examples" / name), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

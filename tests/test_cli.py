@@ -91,32 +91,44 @@ from timing_model.schedules import ALL_REDUCES
         ("--schedule linear", "schedule must be one of constant, cosine, one-cycle; got 'linear'"),
         (
             "--dataset fashion_mnist",
-            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images, python-stdlib, text:PATH; "
-            "got 'fashion_mnist' (did you mean fashion-mnist?)",
+            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images, python-stdlib, text:PATH, "
+            "module:function; got 'fashion_mnist' (did you mean fashion-mnist?)",
         ),
         (
             "--dataset text:",
-            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images, python-stdlib, text:PATH; "
-            "got 'text:' (did you mean text:PATH?)",
+            "dataset must be one of digits, mnist, fashion-mnist, cifar100, images, python-stdlib, text:PATH, "
+            "module:function; got 'text:' (did you mean text:PATH?)",
         ),
         ("--dataset python-stdlib --context 0", "context must be at least 1; got 0"),
         (
             "--context 128",
             "context must be left out with --dataset digits, which has no use for it "
-            "(it belongs to python-stdlib or text:PATH); got 128",
+            "(it belongs to one of python-stdlib, text:PATH, module:function); got 128",
         ),
         (
             "--model resnet",
-            "model must be one of mlp, convnet, resnet18, alexnet, transformer; got 'resnet' (did you mean resnet18?)",
+            "model must be one of mlp, convnet, resnet18, alexnet, transformer, module:function; "
+            "got 'resnet' (did you mean resnet18?)",
         ),
         (
             "--model alexnet --hidden-sizes 30",
             "hidden-sizes must be left out with --model alexnet, which has no use for it "
-            "(it belongs to mlp); got (30,)",
+            "(it belongs to mlp or module:function); got (30,)",
         ),
         (
             "--layers 4",
-            "layers must be left out with --model mlp, which has no use for it (it belongs to transformer); got 4",
+            "layers must be left out with --model mlp, which has no use for it "
+            "(it belongs to transformer or module:function); got 4",
+        ),
+        ("--loss mse", "loss must be cross-entropy or module:function; got 'mse'"),
+        *(
+            (
+                f"--{option} {name}",
+                f"{option} must be module:function, with a module as Python imports it, such as package.file:make; "
+                f"got {name!r}",
+            )
+            for option in ("dataset", "model", "loss")
+            for name in ("models.py:make", "folder/models:make", "models:", ":make", "models:make:other")
         ),
         ("--model transformer --layers 0", "layers must be at least 1; got 0"),
         ("--model transformer --heads 0", "heads must be at least 1; got 0"),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from pipesgd.checks import check_one_of
-from pipesgd.config import DATASETS, TEXTS, dataset_kind
+from pipesgd.config import DATASETS, check_function, dataset_kind
 from pipesgd.data.binary_files import read_cifar100, read_labelled_idx
+from pipesgd.data.functions import Function, call, function_of
 from pipesgd.data.image_folder import ImageFolder, class_names
-from pipesgd.data.samples import BatchedDataset, InMemoryImages, PixelScale
+from pipesgd.data.own import own_splits
+from pipesgd.data.samples import DataSplits, InMemoryImages, PixelScale
 from pipesgd.data.text import TextWindows, read_text
 from pipesgd.errors import DatasetError
 
@@ -37,46 +39,53 @@ _SCALES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataSplits:
-    """A data set: its splits for training and testing, and the shapes that a model for it takes and gives."""
-
-    train: BatchedDataset
-    test: BatchedDataset
-    num_classes: int
-    """Number of classes; labels are 0 to ``num_classes - 1``."""
-    sample_shape: tuple[int, ...]
-    """Channels, height and width of one image; or the bytes of one sample of text."""
-    content: str = ""
-    """Mark that tells the data set from others of the same size, where one is known: for text, a checksum."""
-
-
-def load_dataset(name: str, data_dir: Path | None, *, image_size: int, context: int = 64) -> DataSplits:
+def load_dataset(
+    name: str,
+    data_dir: Path | None,
+    *,
+    image_size: int,
+    context: int = 64,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> DataSplits:
     """Load the data set ``name``, one of ``DATASETS``.
 
     Args:
         name: ``digits`` (1797 images of 8x8, every 6th for testing), ``mnist``, ``fashion-mnist``,
             ``cifar100``, or ``images`` (any RGB images, ``data_dir/{train,test}/CLASS/FILE``); or, for text,
-            ``python-stdlib`` (source of the Python that runs) or ``text:`` and a file or a folder of files.
+            ``python-stdlib`` (source of the Python that runs) or ``text:`` and a file or a folder of files; or
+            ``module:function``, a function that returns ``DataSplits`` or a pair (training set, test set), see
+            ``own_splits``. Its parameters are among ``data_dir`` and those below.
         data_dir: folder of its files. ``digits`` comes with scikit-learn and takes none;
             ``fashion-mnist`` defaults to the folder of Debian's package; the other images need one.
         image_size: side in pixels to which ``images`` are resized; the others have a fixed size.
         context: bytes in a sample of text.
+        seed: seed of the training.
+        rank: number of this rank.
+        world_size: number of ranks.
 
     Raises:
-        UserInputError: the name is unknown.
+        UserInputError: the name is unknown, or the function cannot be found or called, or fails.
         DatasetError: files are missing, truncated or not what they should be.
     """
-    check_one_of("dataset", dataset_kind(name), DATASETS)
-    if dataset_kind(name) in TEXTS:
-        return _text(name, context)
-    if name == "digits":
-        return _digits()
-    if name == "images":
-        return _images(data_dir, image_size)
-    if name == "cifar100":
-        return _cifar100(data_dir)
-    return _mnist_like(name, data_dir)
+    check_function("dataset", name, dataset_kind(name), DATASETS)
+    function = dataset_function(name)
+    options = {"data_dir": data_dir, "image_size": image_size, "context": context}
+    made = call("dataset", name, function, {**options, "seed": seed, "rank": rank, "world_size": world_size})
+    splits = made if isinstance(made, DataSplits) else own_splits(made, name)
+    return dataclasses.replace(splits, sharded=splits.sharded or bool(getattr(function, "sharded", False)))
+
+
+def dataset_function(name: str) -> Function:
+    """Return the function that loads the data set ``name``.
+
+    Raises:
+        UserInputError: it cannot be imported.
+    """
+    if name.startswith("text:"):
+        return functools.partial(_text, name)
+    return function_of("dataset", name, BUILT_IN)
 
 
 def _digits() -> DataSplits:
@@ -98,7 +107,7 @@ def _digits() -> DataSplits:
     return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 8, 8))
 
 
-def _mnist_like(name: str, data_dir: Path | None) -> DataSplits:
+def _mnist_like(name: str, data_dir: Path | None = None) -> DataSplits:
     how = "--data-dir names the folder"
     if name == "fashion-mnist":
         data_dir = data_dir or DEBIAN_FASHION_MNIST
@@ -114,7 +123,7 @@ def _mnist_like(name: str, data_dir: Path | None) -> DataSplits:
     return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 28, 28))
 
 
-def _cifar100(data_dir: Path | None) -> DataSplits:
+def _cifar100(data_dir: Path | None = None) -> DataSplits:
     folders = [data_dir, data_dir / "cifar-100-binary"] if data_dir else []
     how = "the binary version, cifar-100-binary.tar.gz unpacked; --data-dir names the folder"
     paths = _locate("cifar100", folders, CIFAR100_FILES, how)
@@ -122,7 +131,7 @@ def _cifar100(data_dir: Path | None) -> DataSplits:
     return DataSplits(train=train, test=test, num_classes=100, sample_shape=(3, 32, 32))
 
 
-def _images(data_dir: Path | None, image_size: int) -> DataSplits:
+def _images(image_size: int, data_dir: Path | None = None) -> DataSplits:
     if data_dir is None:
         raise DatasetError("images must be in the folder --data-dir, as train/CLASS and test/CLASS; got no --data-dir")
     classes = class_names(data_dir / "train")
@@ -162,3 +171,14 @@ def _locate(name: str, folders: Sequence[Path], files: Sequence[str], how: str) 
             raise DatasetError(f"{name} must be in {where} as {', '.join(files)}, plain or .gz ({how}); got {got}")
         found.append(path)
     return found
+
+
+BUILT_IN: dict[str, Function] = {
+    "digits": _digits,
+    "mnist": functools.partial(_mnist_like, "mnist"),
+    "fashion-mnist": functools.partial(_mnist_like, "fashion-mnist"),
+    "cifar100": _cifar100,
+    "images": _images,
+    "python-stdlib": functools.partial(_text, "python-stdlib"),
+}
+"""Functions that load a data set, by name; text in the user's files has its path in the name."""

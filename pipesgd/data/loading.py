@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator
 from itertools import count
 from typing import Any
+from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from pipesgd.data.functions import in_one_line
 from pipesgd.data.samples import Batch, BatchedDataset
-from pipesgd.errors import DatasetError
+from pipesgd.errors import DatasetError, UserInputError
 
 
 class ShardedBatches:
     """The training batches of one rank.
 
-    In every epoch all ranks draw the same permutation of the samples from (seed, epoch). Iteration i of an epoch takes
-    its next ``world_size * batch_size`` entries, and rank r the r-th ``batch_size`` of those: the ranks' batches side
-    by side are the one batch of a single process. Samples left over at the end of an epoch, fewer than one such batch,
-    are dropped.
+    In every epoch all ranks draw the same permutation of the samples from (seed, epoch); samples that are ``in_order``
+    keep their order. Iteration i of an epoch takes the next ``world_size * batch_size`` of them, and rank r the r-th
+    ``batch_size`` of those: the ranks' batches side by side are the one batch of a single process. Samples left over at
+    the end of an epoch, fewer than one such batch, are dropped. A rank with samples of its own takes all of its batches
+    from these, as a world of one rank would.
     """
 
     iterations_per_epoch: int
-    """Number of iterations in an epoch, the same on every rank."""
+    """Number of iterations in an epoch. Ranks with samples of their own must take the smallest number of all ranks."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class ShardedBatches:
     def from_iteration(self, iteration: int) -> Generator[Batch, None, None]:
         """Yield the batches of global iteration ``iteration`` (from 0) and of all after it, without end.
 
-        Each batch has ``batch_size`` samples. Raises, at the batch concerned, the ``DatasetError`` of a sample that
+        Each batch has ``batch_size`` samples. Raises, at the batch concerned, the ``UserInputError`` of a sample that
         cannot be read. Worker processes take about a second to start, at the first batch, and end with the iterator:
         ``close()`` it, or drop it.
         """
@@ -69,7 +72,8 @@ class ShardedBatches:
     def _indices(self, iteration: int) -> Iterator[torch.Tensor]:
         first_epoch, first = divmod(iteration, self.iterations_per_epoch)
         for epoch in count(first_epoch):
-            order = _epoch_order(len(self._dataset), self._seed, epoch)
+            number = len(self._dataset)
+            order = torch.arange(number) if self._dataset.in_order else _epoch_order(number, self._seed, epoch)
             for i in range(first, self.iterations_per_epoch):
                 start = (i * self._world_size + self._rank) * self._batch_size
                 yield order[start : start + self._batch_size]
@@ -82,7 +86,7 @@ def evaluation_batches(
     """Yield this rank's share of ``dataset``, every ``world_size``-th sample: over all ranks, each exactly once.
 
     A batch has at most ``batch_size`` samples, the last may be short, and a rank without a share gets no
-    batch. Raises, at the batch concerned, the ``DatasetError`` of a sample that cannot be read.
+    batch. Raises, at the batch concerned, the ``UserInputError`` of a sample that cannot be read.
     """
     share = torch.arange(len(dataset))[rank::world_size]
     batches = [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
@@ -112,22 +116,25 @@ def _load(
         # notice its death; and it would be forked with the communication thread at work.
         multiprocessing_context="spawn" if loader_workers else None,
     )
-    for item in loader:
-        if isinstance(item, DatasetError):
+    with in_one_line("loader-workers must be 0 where the data cannot be sent to other processes"), catch_warnings():
+        filterwarnings("ignore", "Got pickle error")  # the error itself follows
+        items = iter(loader)
+    for item in items:
+        if isinstance(item, UserInputError):
             raise item
         yield item
 
 
-class _ErrorsAsValues(Dataset[Batch | DatasetError]):
+class _ErrorsAsValues(Dataset[Batch | UserInputError]):
     """Data set that returns errors: DataLoader would put a worker's traceback into the one line of those it raises."""
 
     def __init__(self, dataset: BatchedDataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, indices: torch.Tensor) -> Batch | DatasetError:
+    def __getitem__(self, indices: torch.Tensor) -> Batch | UserInputError:
         try:
             return self._dataset[indices]
-        except DatasetError as error:
+        except UserInputError as error:
             return error
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipesgd.checks import check_one_of, one_of
-from pipesgd.config import IMAGE_DATASETS, IMAGE_MODELS, MODELS, TEXT_MODELS, TEXTS
+from pipesgd.checks import one_of
+from pipesgd.config import IMAGE_DATASETS, IMAGE_MODELS, MODELS, OWN, TEXT_MODELS, TEXTS, check_function, kind
+from pipesgd.data.functions import Function, call, function_of
 from pipesgd.data.transformer import Transformer
 from pipesgd.errors import UserInputError
 
@@ -19,57 +20,76 @@ from pipesgd.errors import UserInputError
 def build_model(
     name: str,
     *,
-    sample_shape: tuple[int, ...],
-    num_classes: int,
+    sample_shape: tuple[int, ...] | None,
+    num_classes: int | None,
     hidden_sizes: tuple[int, ...] = (500, 500),
     layers: int = 2,
     heads: int = 4,
     embedding: int = 128,
+    seed: int = 0,
 ) -> nn.Module:
     """Build a model from images, float32 (B, *sample_shape), to logits, float32 (B, num_classes).
 
     ``transformer`` maps bytes, int64 (B, T), to logits of the byte after each, float32 (B, T, num_classes).
 
     Args:
-        name: one of ``MODELS``.
-        sample_shape: channels, height and width in pixels of one image; or the bytes in one sample of text.
-        num_classes: number of logits.
+        name: one of ``MODELS``; with ``module:function`` a function that returns a ``torch.nn.Module``, whose
+            parameters are among those below.
+        sample_shape: channels, height and width in pixels of one image; or the bytes in one sample of text; None if it
+            is not known.
+        num_classes: number of logits; None if it is not known.
         hidden_sizes: units of each hidden layer of ``mlp`` (none: a linear model); the others have none.
         layers: number of blocks of ``transformer``.
         heads: attention heads in each block.
         embedding: numbers by which ``transformer`` represents a byte, a multiple of ``heads``.
+        seed: seed of the training.
 
     Raises:
         UserInputError: the name is unknown, the model is for another kind of data, a hidden size is below 1,
-            or the images are too small.
+            or the images are too small; or the function cannot be found or called, fails, or returns something else.
     """
-    check_one_of("model", name, MODELS)
+    check_function("model", name, kind(name), MODELS)
+    function = model_function(name)
+    if kind(name) != OWN and sample_shape is not None:
+        _check_kind(name, sample_shape)
+    options = {"hidden_sizes": hidden_sizes, "layers": layers, "heads": heads, "embedding": embedding, "seed": seed}
+    model = call("model", name, function, {"sample_shape": sample_shape, "num_classes": num_classes, **options})
+    if not isinstance(model, nn.Module):
+        raise UserInputError(
+            f"model must be made by a function that returns a torch.nn.Module; got {type(model).__name__} from {name}"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserInputError(f"model must have a parameter to train; got none from {name}")
+    return model
+
+
+def model_function(name: str) -> Function:
+    """Return the function that builds the model ``name``.
+
+    Raises:
+        UserInputError: it cannot be imported.
+    """
+    return function_of("model", name, BUILT_IN)
+
+
+def _check_kind(name: str, sample_shape: tuple[int, ...]) -> None:
     images, text = ("images", IMAGE_MODELS, IMAGE_DATASETS), ("text", TEXT_MODELS, TEXTS)
-    (kind, models, _), (other, _, datasets) = (text, images) if len(sample_shape) == 1 else (images, text)
+    (of_data, models, _), (other, _, datasets) = (text, images) if len(sample_shape) == 1 else (images, text)
     if name not in models:
         raise UserInputError(
-            f"model must be {one_of(models)} for {kind}; "
+            f"model must be {one_of(models)} for {of_data}; "
             f"got {name}, which is for {other} (--dataset {one_of(datasets)})"
         )
-    if name == "transformer":
-        return Transformer(
-            vocabulary=num_classes, context=sample_shape[0], layers=layers, heads=heads, embedding=embedding
-        )
-    channels, height, width = sample_shape
-    image_shape = (channels, height, width)
-    if name == "mlp":
-        return _mlp(image_shape, num_classes, hidden_sizes)
-    if name == "convnet":
-        return _convnet(image_shape, num_classes)
-    if name == "alexnet":
-        return _alexnet(image_shape, num_classes)
-    return _resnet18(image_shape, num_classes)
 
 
-def _mlp(image_shape: tuple[int, int, int], num_classes: int, hidden_sizes: tuple[int, ...]) -> nn.Module:
+def _transformer(sample_shape: tuple[int, ...], num_classes: int, layers: int, heads: int, embedding: int) -> nn.Module:
+    return Transformer(vocabulary=num_classes, context=sample_shape[0], layers=layers, heads=heads, embedding=embedding)
+
+
+def _mlp(sample_shape: tuple[int, int, int], num_classes: int, hidden_sizes: tuple[int, ...]) -> nn.Module:
     if any(size < 1 for size in hidden_sizes):
         raise UserInputError(f"hidden sizes must all be at least 1; got {hidden_sizes}")
-    channels, height, width = image_shape
+    channels, height, width = sample_shape
     layers: list[nn.Module] = [nn.Flatten()]
     inputs = channels * height * width
     for size in hidden_sizes:
@@ -78,8 +98,8 @@ def _mlp(image_shape: tuple[int, int, int], num_classes: int, hidden_sizes: tupl
     return nn.Sequential(*layers, nn.Linear(inputs, num_classes))
 
 
-def _convnet(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    channels, height, width = image_shape
+def _convnet(sample_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    channels, height, width = sample_shape
     _check_at_least_4x4("convnet", height, width)
     return nn.Sequential(
         nn.Conv2d(channels, 32, kernel_size=5, padding=2),
@@ -100,7 +120,7 @@ def _check_at_least_4x4(name: str, height: int, width: int) -> None:
         raise UserInputError(f"images for {name} must be at least 4x4 pixels; got {height}x{width}")
 
 
-def _alexnet(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+def _alexnet(sample_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     """Build AlexNet's five convolutions and three linear layers, in one of two sizes.
 
     Images of at least 64x64 pixels get torchvision's layers, with dropout, which every rank draws from its own global
@@ -114,7 +134,7 @@ def _alexnet(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
         Weights are initialised as in He et al., "Delving Deep into Rectifiers", 2015, equation 10, but the last layer's
         have the first paper's standard deviation. (With torch's own choice it learns nothing for 50 iterations.)
     """
-    channels, height, width = image_shape
+    channels, height, width = sample_shape
     _check_at_least_4x4("alexnet", height, width)
     if min(height, width) >= 64:
         hidden, output = _large_alexnet(channels), nn.Linear(4096, num_classes)
@@ -154,7 +174,7 @@ def _small_alexnet(channels: int, height: int, width: int) -> nn.Sequential:
     )
 
 
-def _resnet18(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+def _resnet18(sample_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
     """Build the 18-layer residual network; 11,689,512 parameters for 1000 classes of 224x224 RGB images.
 
     Images of at most 64 pixels a side get the 3x3 stem of the paper's CIFAR networks, since the 7x7 stem
@@ -164,7 +184,7 @@ def _resnet18(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
         He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", 2015, table 1 and section 4.2; shortcuts
         are option B. Weights are initialised as in He et al., "Delving Deep into Rectifiers", 2015, equation 14.
     """
-    channels, height, width = image_shape
+    channels, height, width = sample_shape
     large = max(height, width) > 64
     model = nn.Sequential(
         _conv_bn(channels, 64, kernel_size=7 if large else 3, stride=2 if large else 1),
@@ -182,6 +202,16 @@ def _resnet18(image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return model
+
+
+BUILT_IN: dict[str, Function] = {
+    "mlp": _mlp,
+    "convnet": _convnet,
+    "resnet18": _resnet18,
+    "alexnet": _alexnet,
+    "transformer": _transformer,
+}
+"""Functions that build a model, by name."""
 
 
 class _BasicBlock(nn.Module):

@@ -1,20 +1,68 @@
-"""Interface of every data set here: indices of a whole batch in, inputs of a model and labels out."""
+"""Interface of every data set here: indices of a whole batch in, inputs of a model and targets out."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
-Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Images, float32 (B, C, H, W), and their labels, int64 (B,); or bytes and the byte after each, both int64 (B, T)."""
+from pipesgd.errors import DatasetError
+
+Batch: TypeAlias = tuple[Any, Any]
+"""Images, float32 (B, C, H, W), and their labels, int64 (B,); or bytes and the byte after each, both int64 (B, T). In a
+data set of the user's own, inputs and targets are tensors (B, ...), or tuples or dicts of them."""
+
+
+def on_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """Return ``values``, a tensor or a tuple or dict of them at any depth, with ``function`` applied to each tensor."""
+    if isinstance(values, torch.Tensor):
+        return function(values)
+    if isinstance(values, Mapping):
+        return {name: on_tensors(function, value) for name, value in values.items()}
+    if isinstance(values, tuple | list):
+        return tuple(on_tensors(function, value) for value in values)
+    raise DatasetError(
+        f"samples must consist of tensors, arrays and numbers, in tuples or dicts; got one of type "
+        f"{type(values).__name__}"
+    )
+
+
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``values``."""
+    found: list[torch.Tensor] = []
+    on_tensors(found.append, values)
+    return found
+
+
+def micro_batches_of(batch: Batch, number: int) -> Iterator[Batch]:
+    """Yield ``number`` consecutive parts of a batch, whose size is a multiple of it."""
+    for part in range(number):
+
+        def cut(tensor: torch.Tensor, part: int = part) -> torch.Tensor:
+            size = len(tensor) // number
+            return tensor[part * size : (part + 1) * size]
+
+        inputs, targets = on_tensors(cut, batch)
+        yield inputs, targets
+
+
+def outputs_of(model: nn.Module, inputs: Any) -> Any:
+    """Return what ``model`` makes of ``inputs``: a tensor, a tuple of arguments, or a dict of named arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
 class BatchedDataset(Dataset[Batch], ABC):
     """A map-style data set that is asked for a whole batch at once."""
+
+    in_order: bool = False
+    """True if samples can only be read one after the other, so that their order is not shuffled."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -23,6 +71,31 @@ class BatchedDataset(Dataset[Batch], ABC):
     @abstractmethod
     def __getitem__(self, indices: torch.Tensor) -> Batch:
         """Return the samples at ``indices``, int64 (B,), in that order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSplits:
+    """A data set: its splits for training and testing, and the shapes that a model for it takes and gives."""
+
+    train: BatchedDataset
+    test: BatchedDataset
+    num_classes: int | None = None
+    """Number of classes, where labels are 0 to ``num_classes - 1``; None if it is not known."""
+    sample_shape: tuple[int, ...] | None = None
+    """Channels, height and width of one image; or the bytes of one sample of text; in general, the shape of an input.
+    None if inputs are not single tensors."""
+    content: str = ""
+    """Mark that tells the data set from others of the same size, where one is known: for text, a checksum."""
+    sharded: bool = False
+    """True if every rank has samples of its own, both for training and testing."""
+
+    def describe(self) -> str:
+        """Return what must be the same on all ranks."""
+        size = f"{len(self.train)} training samples and {len(self.test)} test samples"
+        text = "samples of each rank's own" if self.sharded else size
+        text += "" if self.num_classes is None else f" of {self.num_classes} classes"
+        text += "" if self.sample_shape is None else f", {'x'.join(map(str, self.sample_shape)) or 'scalar'}"
+        return text if self.sharded or not self.content else f"{text}, {self.content}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from pipesgd.optim import hyperparameters
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import count_as_stepped
 from pipesgd.pipeline.divergence_guard import Guard
-from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied, make_prediction
+from pipesgd.pipeline.prediction import Agreement, NoPrediction, Prediction, SwappedWeights, Unapplied, make_prediction
 from pipesgd.strategy import Comparison
 
 
@@ -73,6 +73,11 @@ class DelayedUpdate:
         return self._prediction.weights
 
     @property
+    def predicts(self) -> bool:
+        """True if the parameters may hold predicted weights."""
+        return not isinstance(self._prediction, NoPrediction)
+
+    @property
     def keeps_gradients(self) -> bool:
         """True if ``hand_over`` keeps the gradient itself."""
         return self._prediction.keeps_gradients
@@ -122,16 +127,19 @@ class DelayedUpdate:
             True if the guard has found that staleness hurts, so that a period at width 1 begins.
         """
         fell_back = self._guard is not None and norm is not None and self._guard.observe(norm, iteration)
-        for one in guessed:
-            self._prediction.learn(mean, one.unapplied.kept, one.comparison, one.agreement)
-        late = guessed[0].unapplied
-        self._prediction.correct(mean, late.kept)
+        self.learn(mean, guessed)
         self._clip(mean)
         give_gradients(self._parameters, mean)
-        with hyperparameters.set_to(self._optimizer, late.hyperparameters):
+        with hyperparameters.set_to(self._optimizer, guessed[0].unapplied.hyperparameters):
             self._optimizer.step()
         give_gradients(self._parameters, [None] * len(self._parameters))
         return fell_back
+
+    def learn(self, mean: Sequence[Tensor], guessed: Sequence[Guessed]) -> None:
+        """Take note of a mean that is to be applied, whose guesses are ``guessed``; it may be changed in place."""
+        for one in guessed:
+            self._prediction.learn(mean, one.unapplied.kept, one.comparison, one.agreement)
+        self._prediction.correct(mean, guessed[0].unapplied.kept)
 
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
         """Let the parameters hold the weights expected once the gradients ``in_flight``, oldest first, are applied."""

@@ -24,7 +24,7 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, OutOfStepError, RunError, UserInputError
-from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients, take_mean
+from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
@@ -38,8 +38,9 @@ from pipesgd.pipeline.sameness import (
     optimizer_settings,
     plain,
 )
+from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.ranks import Ranks, current
-from pipesgd.reducers.base import as_real
+from pipesgd.reducers.base import as_real, mean_over_ranks
 from pipesgd.reducers.make import check_reducer, make_reducer
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
@@ -61,7 +62,7 @@ class _Reduction:
 
 
 @dataclass(frozen=True)
-class _InFlight:
+class InFlight:
     """A gradient in flight, handed over in ``iteration``."""
 
     iteration: int
@@ -88,7 +89,8 @@ class Pipelined(Strategy):
     5. predict: for the next forward pass, the parameters get the weights that are expected once all gradients
        in flight are applied (``pipesgd.pipeline.prediction``).
 
-    Between steps the parameters therefore hold predicted weights: evaluate, save, average and change weights in
+    Between steps the parameters therefore hold predicted weights. Hooks put the true ones in while the model is
+    evaluated, saved or loaded (``pipesgd.pipeline.true_weights_hooks``); average and change weights in
     ``true_weights()``, or after ``flush()``.
 
     A mean that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
@@ -185,12 +187,10 @@ class Pipelined(Strategy):
         self._agreement = Agreement()
         self._loss_scale = LossScale(scaler, self._parameters)
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
-        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._in_flight: collections.deque[InFlight] = collections.deque()
         self._pool: list[FlatBuffer] = []
         self.buffers_allocated = 0
         """Number of gradient buffers made so far for the parameters that are trained now: at most ``width``."""
-        self._true_weights_changed = 0
-        """Number of times that the true weights were changed, or may have been."""
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
         self._half_done: str | None = None
@@ -198,6 +198,7 @@ class Pipelined(Strategy):
         self._meeting: Future[None] | None = None
         """Meeting of the ranks for a flush that has begun and not ended."""
         self._closed = False
+        self._hooks: TrueWeightsHooks | None = None
         self._settings = {
             "width": width,
             "warmup_iterations": warmup_iterations,
@@ -240,6 +241,8 @@ class Pipelined(Strategy):
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
+        if self._updates.predicts:
+            self._hooks = TrueWeightsHooks(model, self._updates)
 
     @property
     def width(self) -> int:
@@ -276,9 +279,7 @@ class Pipelined(Strategy):
             local = pack_gradients(self._parameters, buffer)
             pack = Span("pack", self.iteration, begin, time.perf_counter())
             # 2. Hand over.
-            self._in_flight.append(self._hand_over(buffer, local, scale))
-            self._pool.pop()
-            self.iteration += 1
+            self._hand_over(buffer, local, scale)
         # 3. to 5. Wait, apply and predict.
         self._ranks.enter("all-reduce", waiting=True)
         report = self._apply_until(self._updates.width_after(self.iteration) - 1)
@@ -306,16 +307,12 @@ class Pipelined(Strategy):
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
-        """Make the model hold the weights that all ranks agree on while the context is open; changes then are kept."""
-        predicted = self._updates.weights.are_predicted
-        changed = self._true_weights_changed
-        self._updates.weights.restore()
-        try:
+        """Make the model hold the weights that all ranks agree on while the context is open; changes then are kept.
+
+        Evaluating the model and its ``state_dict`` do so by themselves; whatever reads or changes parameters needs it.
+        """
+        with self._updates.weights.held_true():
             yield
-        finally:
-            # Keep the weights that a ``flush`` or a ``step`` in between has left.
-            if predicted and self._true_weights_changed == changed:
-                self._updates.weights.return_to_predicted()
 
     def share_weights(self) -> None:
         """Give all ranks rank 0's true weights and optimizer state, if replicas drift. Collective."""
@@ -369,7 +366,6 @@ class Pipelined(Strategy):
         """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped."""
         self._thread.check()
         self._error = self._half_done = self._meeting = None
-        self._true_weights_changed += 1
         self._updates.weights.adopt()
         while self._in_flight:
             self._in_flight[0].reduction.result()
@@ -392,7 +388,7 @@ class Pipelined(Strategy):
             unapplied = Unapplied(on_device(entry["kept"], device), entry["hyperparameters"])
             own_is_finite = functools.partial(bool, entry["own_is_finite"])
             self._in_flight.append(
-                _InFlight(entry["iteration"], buffer, unapplied, entry["scale"], own_is_finite, arrived)
+                InFlight(entry["iteration"], buffer, unapplied, entry["scale"], own_is_finite, arrived)
             )
         self._predict()
 
@@ -425,6 +421,8 @@ class Pipelined(Strategy):
             self._closed = True
             self._stop_watching()
             self._drop_in_flight()
+            if self._hooks is not None:
+                self._hooks.remove()
             # Peers may still read what this rank has sent them: the connections end when all have come to this point.
             self._thread.close(at_the_end=self._connections.close, within=None if together else CLOSE_SECONDS)
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
@@ -531,7 +529,8 @@ class Pipelined(Strategy):
 
         return self._thread.submit(run)
 
-    def _hand_over(self, buffer: FlatBuffer, local: Sequence[Tensor | None], scale: float) -> _InFlight:
+    def _hand_over(self, buffer: FlatBuffer, local: Sequence[Tensor | None], scale: float) -> None:
+        """Let the communication thread sum ``buffer``, the newest of the pool; ``local`` are the gradients in it."""
         iteration = self.iteration
         unapplied = self._updates.hand_over(local)
         # At width 1 ``step`` keeps the gradients until their mean has arrived.
@@ -552,25 +551,22 @@ class Pipelined(Strategy):
             if not kept_anyway:  # here, during the computation, and not in the caller's thread
                 looked_at.append(all_finite(buffer))
 
-            def finish(part: Tensor) -> None:
+            def look(part: Tensor) -> None:
                 nonlocal finite
-                if part.dtype != torch.float16:
-                    take_mean(part, self._ranks.world_size)
                 finite = finite and are_finite([part])
 
-            for flat in buffer.flats:
-                if flat.dtype == torch.float16:  # their sum overflows earlier than that of longer floats
-                    take_mean(flat, self._ranks.world_size)
-            self._reducer.sum(buffer, iteration, finish)
+            mean_over_ranks(self._reducer, buffer, iteration, self._ranks.world_size, look)
             norm = self._agreed_norm(buffer) if self._updates.wants_norms else None
             comparison = self._updates.compare(buffer.views, unapplied)
             return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)
 
-        return _InFlight(iteration, buffer, unapplied, scale, own_is_finite, self._meet("step", reduce))
+        reduction = self._meet("step", reduce)
+        self._in_flight.append(InFlight(iteration, buffer, unapplied, scale, own_is_finite, reduction))
+        self._pool.pop()
+        self.iteration += 1
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
-        self._true_weights_changed += 1
         self._updates.weights.restore()
         arrivals: list[StepReport] = []
         try:
@@ -597,37 +593,51 @@ class Pipelined(Strategy):
 
     def _apply_oldest(self) -> StepReport:
         """Wait for the oldest gradient in flight, and apply it or leave it out. An interrupted wait changes nothing."""
+        gradient, report = self._wait_for_oldest()
+        begin = time.perf_counter()
+        fell_back = False
+        with self._whole(f"the update of iteration {gradient.iteration}"):
+            self._loss_scale.observe(bool(report.applied), gradient.scale)
+            if report.applied:
+                fell_back = self._updates.arrived(
+                    gradient.buffer.views,
+                    [self._guess_of(gradient)],
+                    norm=gradient.reduction.result().norm,
+                    iteration=self.iteration,
+                )
+            self._take_out(gradient)
+        self._check_finite(report)
+        update = Span("update", gradient.iteration, begin, time.perf_counter())
+        return dataclasses.replace(report, spans=(*report.spans, update), fell_back=fell_back)
+
+    def _wait_for_oldest(self) -> tuple[InFlight, StepReport]:
+        """Return the oldest gradient in flight when its mean has arrived, and a report of what is to become of it."""
         gradient = self._in_flight[0]
         begin = time.perf_counter()
         reduction = gradient.reduction.result()
-        arrived = time.perf_counter()
-        fell_back = False
+        wait = Span("wait", gradient.iteration, begin, time.perf_counter())
         culprits = () if reduction.finite else self._who_is_not_finite(gradient)
-        with self._whole(f"the update of iteration {gradient.iteration}"):
-            self._loss_scale.observe(reduction.finite, gradient.scale)
-            if reduction.finite:
-                guessed = Guessed(gradient.unapplied, reduction.comparison, self._agreement)
-                fell_back = self._updates.arrived(
-                    gradient.buffer.views, [guessed], norm=reduction.norm, iteration=self.iteration
-                )
-            self._in_flight.popleft()
-            self._pool.append(gradient.buffer)
-        if not (reduction.finite or self._skip_nonfinite):
-            raise NonFiniteGradientError(gradient.iteration, culprits, self._ranks.world_size)
-        return StepReport(
+        return gradient, StepReport(
             applied=(gradient.iteration,) if reduction.finite else (),
             skipped=() if reduction.finite else (gradient.iteration,),
             nonfinite_ranks=culprits,
-            spans=(
-                reduction.span,
-                Span("wait", gradient.iteration, begin, arrived),
-                Span("update", gradient.iteration, arrived, time.perf_counter()),
-            ),
+            spans=(reduction.span, wait),
             comparison=reduction.comparison,
-            fell_back=fell_back,
         )
 
-    def _who_is_not_finite(self, gradient: _InFlight) -> tuple[int, ...]:
+    def _check_finite(self, report: StepReport) -> None:
+        if report.skipped and not self._skip_nonfinite:
+            raise NonFiniteGradientError(report.skipped[0], report.nonfinite_ranks, self._ranks.world_size)
+
+    def _guess_of(self, gradient: InFlight) -> Guessed:
+        return Guessed(gradient.unapplied, gradient.reduction.result().comparison, self._agreement)
+
+    def _take_out(self, gradient: InFlight) -> None:
+        """Return the buffer of the oldest gradient in flight to the pool."""
+        self._in_flight.popleft()
+        self._pool.append(gradient.buffer)
+
+    def _who_is_not_finite(self, gradient: InFlight) -> tuple[int, ...]:
         """Return the ranks whose own gradients made a mean not finite. Collective, in the same step on all ranks."""
         finite = self._ranks.all_gather_object("finite gradients", gradient.own_is_finite())
         return tuple(rank for rank, own in enumerate(finite) if not own)

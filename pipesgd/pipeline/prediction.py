@@ -19,8 +19,9 @@ bit-identical on all ranks, and no part of a prediction is sent.
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -124,9 +125,12 @@ class SwappedWeights:
     def __init__(self, parameters: Sequence[Tensor]):
         self._parameters = parameters
         self.true: list[Tensor] = []
-        """Storage of the true weights while the parameters hold others; empty otherwise."""
+        """Storage of the true weights while the parameters hold predicted ones; empty otherwise."""
         self.predicted: list[Tensor] = []
         """Storage of predicted weights; empty until the first prediction."""
+        self._hidden = False
+        """True if the parameters hold the true weights although the predicted ones are still valid."""
+        self._holds = 0
 
     @property
     def are_predicted(self) -> bool:
@@ -143,23 +147,57 @@ class SwappedWeights:
         if not self.predicted:
             self.predicted = [torch.empty_like(parameter.data) for parameter in self._parameters]
         torch._foreach_copy_(self.predicted, list(weights))
-        self.return_to_predicted()
+        self._give_predicted()
 
     def restore(self) -> None:
-        """Let the parameters hold the true weights."""
-        if self.true:
-            _give_storage(self._parameters, self.true)
-            self.true = []
+        """Let the parameters hold the true weights from now on; the predicted ones are no longer valid."""
+        self.show_true()
+        self._hidden = False
 
-    def return_to_predicted(self) -> None:
-        """Switch the parameters from the true weights back to the predicted ones."""
-        self.true = [parameter.data for parameter in self._parameters]
-        _give_storage(self._parameters, self.predicted)
+    def show_true(self, *, graphs_end: bool = False) -> bool:
+        """Let the parameters hold the true weights until ``return_to_predicted``; return True if they held others.
+
+        With ``graphs_end``, a backward pass through a graph that was computed with the other weights fails.
+        """
+        if not self.true:
+            return False
+        _give_storage(self._parameters, self.true)
+        self.true = []
+        self._hidden = True
+        if graphs_end:
+            torch.autograd.graph.increment_version(self._parameters)
+        return True
+
+    def return_to_predicted(self, *, graphs_end: bool = False) -> None:
+        """Let the parameters hold the predicted weights again, if these are valid and no ``held_true`` is open."""
+        if self._hidden and not self._holds:
+            self._give_predicted()
+            if graphs_end:
+                torch.autograd.graph.increment_version(self._parameters)
+
+    @contextlib.contextmanager
+    def held_true(self) -> Iterator[None]:
+        """Let the parameters hold the true weights while the context is open."""
+        shown = self.show_true()
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            if shown:  # an update in between has made them invalid
+                self.return_to_predicted()
 
     def adopt(self) -> None:
         """Make the weights that the parameters hold the true ones."""
         if self.true:
             self.predicted, self.true = self.true, []
+        self._hidden = False
+
+    def _give_predicted(self) -> None:
+        with torch.inference_mode(False):  # these tensors outlive an evaluation in that mode
+            self.true = [parameter.data for parameter in self._parameters]
+        _give_storage(self._parameters, self.predicted)
+        self._hidden = False
 
 
 class Prediction(abc.ABC):

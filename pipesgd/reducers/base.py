@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pipesgd.comm.all_reduce import Finish, no_op
-from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.flat_buffer import FlatBuffer, take_mean
 
 
 class Reducer(Protocol):
@@ -45,6 +45,22 @@ class Reducer(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a ``state_dict`` of this rank."""
+
+
+def mean_over_ranks(
+    reducer: Reducer, buffer: FlatBuffer, iteration: int, world_size: int, look: Callable[[Tensor], None] = no_op
+) -> None:
+    """Replace the gradients in ``buffer`` by their mean over the ranks; ``look`` sees each part of it. Collective."""
+
+    def finish(part: Tensor) -> None:
+        if part.dtype != torch.float16:
+            take_mean(part, world_size)
+        look(part)
+
+    for flat in buffer.flats:
+        if flat.dtype == torch.float16:  # their sum overflows earlier than that of longer floats
+            take_mean(flat, world_size)
+    reducer.sum(buffer, iteration, finish)
 
 
 class Float32Places:

@@ -110,7 +110,8 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     table.add_row("trained", f"{summary['iterations']} iterations on {ranks} rank{'s' if ranks > 1 else ''}")
     table.add_row("wall clock", f"{summary['wall_seconds']:.1f} s")
     table.add_row("loss, last epoch", "not finite" if final["train_loss"] is None else f"{final['train_loss']:.4f}")
-    table.add_row("test accuracy", f"{final['test_accuracy']:.2%}")
+    if final["test_accuracy"] is not None:
+        table.add_row("test accuracy", f"{final['test_accuracy']:.2%}")
     table.add_row("test loss", "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}")
     for name in ("iteration", "compute", "communication", "exposed", "update"):
         if seconds[name]["median"] is not None:

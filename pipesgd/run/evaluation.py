@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
-from pipesgd.data import evaluation_batches
-from pipesgd.data.samples import Batch, BatchedDataset
+from pipesgd.data import CROSS_ENTROPY, Loss, evaluation_batches
+from pipesgd.data.samples import Batch, BatchedDataset, on_tensors, outputs_of, tensors_of
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import Strategy
 
@@ -21,10 +20,10 @@ BATCH_SIZE = 512
 class Evaluation:
     """Accuracy and loss on data that the weights were not trained on."""
 
-    accuracy: float
-    """Share of the labels that got the largest logit."""
+    accuracy: float | None
+    """Share of the labels that were predicted rightly; None if the loss does not say what that means."""
     loss: float
-    """Mean cross-entropy per label, in nats; not finite if the weights are not."""
+    """Mean loss of a sample: with cross-entropy, that of its labels in nats. Not finite if the weights are not."""
 
 
 def evaluate(
@@ -34,48 +33,54 @@ def evaluate(
     ranks: Ranks,
     device: torch.device,
     *,
+    loss: Loss = CROSS_ENTROPY,
+    sharded: bool = False,
     loader_workers: int = 0,
     buffers: str = "average",
 ) -> Evaluation:
-    """Evaluate the true weights on ``dataset``, a part on each rank, after combining ``buffers``. Collective."""
+    """Evaluate the true weights on ``dataset``, a part on each rank, after combining ``buffers``. Collective.
+
+    With ``sharded``, the samples of every rank are its own part.
+    """
     strategy.combine_buffers(buffers)
     with strategy.true_weights():
         batches = evaluation_batches(
             dataset,
             batch_size=BATCH_SIZE,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            rank=0 if sharded else ranks.rank,
+            world_size=1 if sharded else ranks.world_size,
             loader_workers=loader_workers,
         )
-        own = sums(model, batches, device)
+        own = sums(model, batches, device, loss)
     parts = ranks.all_gather_object("evaluation", own)
     return mean(parts)
 
 
-Sums = tuple[int, float, int]
-"""Number of labels that got the largest logit, cross-entropy of all labels in nats, and number of labels."""
+Sums = tuple[int, int, float, int]
+"""Number of labels predicted rightly, number of labels that were compared, loss of all samples, and their number."""
 
 
 @torch.no_grad()
-def sums(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Sums:
+def sums(model: nn.Module, batches: Iterable[Batch], device: torch.device, loss: Loss = CROSS_ENTROPY) -> Sums:
     """Evaluate the weights that ``model`` holds on ``batches``; it is in training mode afterwards."""
-    correct, loss, count = 0, 0.0, 0
+    correct, compared, total, count = 0, 0, 0.0, 0
+    is_correct = getattr(loss, "correct", None)
     model.eval()
-    for inputs, labels in batches:
-        logits, targets = by_label(model(inputs.to(device)), labels.to(device))
-        correct += int((logits.argmax(dim=1) == targets).sum())
-        loss += cross_entropy(logits, targets, reduction="sum").item()
-        count += len(targets)
+    for batch in batches:
+        inputs, targets = on_tensors(lambda tensor: tensor.to(device), batch)
+        outputs = outputs_of(model, inputs)
+        samples = len(tensors_of(batch)[0])
+        total += loss(outputs, targets).item() * samples
+        count += samples
+        if is_correct is not None:
+            found = is_correct(outputs, targets)
+            correct += int(found.sum())
+            compared += found.numel()
     model.train()
-    return correct, loss, count
+    return correct, compared, total, count
 
 
 def mean(parts: Iterable[Sums]) -> Evaluation:
     """Return the evaluation of a data set from those of its parts."""
-    correct, loss, count = (sum(values) for values in zip(*parts, strict=True))
-    return Evaluation(accuracy=correct / count, loss=loss / count)
-
-
-def by_label(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (N, classes) and labels (N,), whether there is one label per sample or one per byte of a sample."""
-    return logits.flatten(0, -2), labels.flatten()
+    correct, compared, total, count = (sum(values) for values in zip(*parts, strict=True))
+    return Evaluation(accuracy=correct / compared if compared else None, loss=total / count)

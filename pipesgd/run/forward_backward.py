@@ -1,4 +1,4 @@
-"""Computation of one rank: its data and its model, and the gradients of one batch."""
+"""Computation of one rank: the gradients of one batch."""
 
 from __future__ import annotations
 
@@ -7,38 +7,14 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from pipesgd.config import TrainConfig
-from pipesgd.data import DataSplits, ShardedBatches, make_workload
-from pipesgd.errors import UserInputError
-from pipesgd.optim.build import check_model
-from pipesgd.ranks import Ranks
-from pipesgd.run.evaluation import by_label
+from pipesgd.data import find_loss
+from pipesgd.data.samples import micro_batches_of, on_tensors, outputs_of
 from pipesgd.strategy import Span, Strategy
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtype of torch.autocast for each precision; None for no autocast."""
-
-
-def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:
-    """Return the data set, this rank's batches of it, the model, and its device."""
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise UserInputError("device must be cpu where torch finds no GPU; got cuda")
-    torch.manual_seed(config.optimization.seed)
-    data, model = make_workload(config)
-    batches = ShardedBatches(
-        data.train,
-        batch_size=config.samples_per_rank,
-        rank=min(ranks.rank, ranks.world_size - 1),  # a rank that is only a server draws no batch
-        world_size=ranks.world_size,
-        seed=config.optimization.seed,
-        loader_workers=config.data.workers,
-    )
-    check_model(config.optimization, model)
-    torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
-    return data, batches, model, torch.device(config.run.device)
 
 
 def forward_backward(
@@ -46,17 +22,17 @@ def forward_backward(
 ) -> tuple[float, tuple[Span, ...]]:
     """Load one batch and add its gradients to ``.grad`` by micro-batches; return its loss and the spans."""
     device, micro_batches = torch.device(config.run.device), config.optimization.accumulation
-    autocast = AUTOCAST[config.optimization.precision]
+    autocast, mean_loss = AUTOCAST[config.optimization.precision], find_loss(config.model.loss)
     begin = time.perf_counter()
-    batch = [tensor.to(device, non_blocking=True) for tensor in next(samples)]
+    batch = on_tensors(lambda tensor: tensor.to(device, non_blocking=True), next(samples))
     now = time.perf_counter()
     spans = [Span("data", iteration, begin, now)]
     losses = []
-    for number, (inputs, labels) in enumerate(zip(*(tensor.chunk(micro_batches) for tensor in batch), strict=True)):
+    for number, (inputs, targets) in enumerate(micro_batches_of(batch, micro_batches)):
         with contextlib.nullcontext() if number + 1 == micro_batches else strategy.accumulating():
             begin = now
             with torch.autocast(device.type, dtype=autocast, enabled=autocast is not None):
-                loss = cross_entropy(*by_label(strategy.module(inputs), labels)) / micro_batches
+                loss = mean_loss(outputs_of(strategy.module, inputs), targets) / micro_batches
             predicted = time.perf_counter()
             scaler.scale(loss).backward()
             losses.append(loss.detach())

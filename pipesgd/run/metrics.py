@@ -48,9 +48,10 @@ class IterationMetrics:
     prediction_error: float | None = None
     """Length of the difference between the two, as a multiple of the mean's length."""
     test_accuracy: float | None = None
-    """Share of the test set's labels predicted rightly, after an iteration that an evaluation follows."""
+    """Share of the test set's labels predicted rightly, after an iteration that an evaluation follows; None if the loss
+    measures no accuracy."""
     test_loss: float | None = None
-    """Mean loss of a label of the test set in the same evaluation."""
+    """Mean loss of a sample of the test set in the same evaluation."""
 
 
 def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, float]:

@@ -191,7 +191,8 @@ def _describes_a_run(path: Path) -> bool:
 
 def _check_same_run(path: Path, description: dict[str, Any]) -> None:
     earlier = _read(path)
-    options, world_size = earlier["options"], earlier["world_size"]
+    # An option that is newer than the run has its default in it, since options are off until asked for.
+    options, world_size = TrainConfig().options() | earlier["options"], earlier["world_size"]
     if world_size != description["world_size"]:
         raise CheckpointError(
             f"world size must be that of the run to resume, {world_size}; got {description['world_size']}"

@@ -26,7 +26,8 @@ class Result:
     wall_seconds: float
     train_loss: float
     """Mean, over ranks and the last epoch's iterations, of the loss before each update."""
-    test_accuracy: float
+    test_accuracy: float | None
+    """Accuracy of the last evaluation; None if the loss measures none."""
     test_loss: float
     iteration_seconds: list[float | None]
     """Median duration of each rank's iterations."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipesgd.config import IMAGE_MODELS, MODELS
+from pipesgd.config import IMAGE_MODELS, TEXT_MODELS
 from pipesgd.data.models import build_model
 from pipesgd.errors import UserInputError
 
@@ -156,7 +156,7 @@ def test_every_parameter_gets_a_gradient(name: str, sample_shape: tuple[int, int
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*IMAGE_MODELS, *TEXT_MODELS])
 def test_the_seed_alone_decides_the_weights(name: str) -> None:
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
@@ -185,7 +185,7 @@ def test_resnet18_convolutions_have_the_variance_of_he_et_al() -> None:
             "restnet18",
             (3, 32, 32),
             (500,),
-            r"^model must be one of mlp, .*, transformer; got 'restnet18' \(did you mean resnet18\?\)$",
+            r"^model must be one of mlp, .*, module:function; got 'restnet18' \(did you mean resnet18\?\)$",
         ),
         ("vit", (3, 32, 32), (500,), r"^model must be one of .*; got 'vit'$"),
         ("alexnet", (1, 28, 3), (500,), r"^images for alexnet must be at least 4x4 pixels; got 28x3$"),

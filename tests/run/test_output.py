@@ -303,6 +303,21 @@ def test_a_full_disk_refuses_a_new_run_and_lets_an_old_one_continue(
     assert str(refused) == f"output must be a folder to write to; got {small_disk / 'new'}: No space left on device"
 
 
+@pytest.mark.parametrize(
+    ("words", "refused"), [("", ""), ("--loss own:loss", "loss must be that of the run to resume")]
+)
+def test_a_run_older_than_an_option_continues_with_its_default(tmp_path: Path, words: str, refused: str) -> None:
+    take(tmp_path).release()
+    earlier = json.loads((tmp_path / "run.json").read_text())
+    del earlier["options"]["loss"]
+    (tmp_path / "run.json").write_text(json.dumps(earlier))
+    found = take(tmp_path, f"--resume {words}")
+    if refused:
+        assert refused in str(found)
+    else:
+        found.release()
+
+
 def test_no_link_is_written_through(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("two years of work")

@@ -1,0 +1,151 @@
+"""Functions that options name: built-in ones, and those of the user's own, which are imported as ``module:function``.
+
+Both kinds are called in the same way: with those of the offered values that their parameters name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import os
+import pkgutil
+import sysconfig
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipesgd.checks import did_you_mean
+from pipesgd.errors import UserInputError
+
+Function = Callable[..., Any]
+
+SOURCES = {
+    "data_dir": "--data-dir gives it",
+    "num_classes": "an attribute num_classes or classes of the training data gives it",
+    "sample_shape": "it is known where an input is one tensor",
+}
+"""Sources of those offered values that may be missing."""
+
+_NOT_THE_USERS = [str(folder) + os.sep for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib"))]
+"""Folders of code that is not the user's own, in addition to those of installed packages."""
+
+
+@contextlib.contextmanager
+def in_one_line(expected: str) -> Iterator[None]:
+    """Raise what a user's function raises as a ``UserInputError`` of one line, which says where that happened.
+
+    ``expected`` says what must hold, and begins the line. Errors that have one line already stay as they are.
+    """
+    try:
+        yield
+    except UserInputError:
+        raise
+    except (Exception, SystemExit) as error:  # a function of the user's own may raise anything
+        said = " ".join(str(error).split())
+        raise UserInputError(
+            f"{expected}; got {type(error).__name__}{': ' * bool(said)}{said}{_place(error)}"
+        ) from error
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of the user's code that ``error`` came through, in brackets; empty if none is known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_the_users(frame.filename)]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
+def _is_the_users(file: str) -> bool:
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not installed and not file.startswith(("<", *_NOT_THE_USERS))
+
+
+def function_of(option: str, name: str, built_in: Mapping[str, Function]) -> Function:
+    """Return the function that ``option`` names: one of ``built_in``, or that of a module, which is imported.
+
+    Raises:
+        UserInputError: there is no such module or function, or importing the module fails.
+    """
+    if name in built_in:
+        return built_in[name]
+    module_name, _, attributes = name.partition(":")
+    try:
+        with in_one_line(f"{option} must be in a module that can be imported, {module_name}"):
+            found: Any = importlib.import_module(module_name)
+    except UserInputError as failure:
+        missing = failure.__cause__
+        if isinstance(missing, ModuleNotFoundError) and f"{module_name}.".startswith(f"{missing.name}."):
+            raise UserInputError(
+                f"{option} must be in a module that can be imported from here; got {module_name}"
+                f"{did_you_mean(str(missing.name), _modules_next_to(str(missing.name)))}"
+            ) from None
+        raise
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise UserInputError(
+                f"{option} must be a function of {module_name}; got {name}, which it does not have"
+                f"{did_you_mean(attribute, dir(found))}"
+            )
+        found = getattr(found, attribute)
+    if not callable(found):
+        raise UserInputError(f"{option} must be a function; got {name}, which is of type {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _modules_next_to(name: str) -> list[str]:
+    """Return the names of the modules that could be meant by ``name``, none of which is imported here."""
+    package, _, _ = name.rpartition(".")
+    folders = importlib.import_module(package).__path__ if package else None
+    return [f"{package}.{one.name}" if package else one.name for one in pkgutil.iter_modules(folders)]
+
+
+def call(option: str, name: str, function: Function, offered: Mapping[str, Any]) -> Any:
+    """Return what ``function`` returns for those of the ``offered`` values that its parameters name.
+
+    A value of None is not known: the parameter's own default counts.
+
+    Args:
+        option: option that named the function.
+        name: value of that option.
+        function: function to call.
+        offered: values by the names of parameters.
+
+    Raises:
+        UserInputError: a parameter has neither a value nor a default, or the function fails.
+    """
+    known = {parameter: value for parameter, value in offered.items() if value is not None}
+    for parameter in (required := _parameters(function, required=True)):
+        if parameter not in offered:
+            raise UserInputError(
+                f"{option} must be a function whose parameters have defaults or are among {', '.join(offered)}; "
+                f"got {name}({', '.join(required)})"
+            )
+        if parameter not in known:
+            raise UserInputError(
+                f"{parameter.replace('_', '-')} must be known for --{option} {name}, which needs it; got none "
+                f"({SOURCES[parameter]})"
+            )
+    named = _parameters(function)
+    with in_one_line(f"{option} must be made by {name} without an error"):
+        return function(**{parameter: value for parameter, value in known.items() if parameter in named})
+
+
+def check_used(option: str, name: str, function: Function, chosen: Mapping[str, Any]) -> None:
+    """Raise ``UserInputError`` if ``function`` has no parameter for one of the options that the user has ``chosen``."""
+    for parameter, value in chosen.items():
+        if parameter not in _parameters(function):
+            raise UserInputError(
+                f"{parameter.replace('_', '-')} must be left out with --{option} {name}, which has no parameter "
+                f"{parameter}; got {value}"
+            )
+
+
+def _parameters(function: Function, *, required: bool = False) -> Collection[str]:
+    """Return the names of the parameters, or of those that must be given; none if they are not known, as in C code."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return ()
+    fixed = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    return [one.name for one in fixed if not required or one.default is one.empty]

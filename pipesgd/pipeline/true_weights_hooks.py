@@ -1,0 +1,135 @@
+"""Hooks on a model that let it hold its true weights whenever it does not train, so that nobody must remember to.
+
+A forward pass of the whole model uses the true weights if the model is in evaluation mode or gradients are off. A part
+of the model that is called by itself follows the mode of the whole model alone: gradients may be off in a part that
+trains, as in a reentrant checkpoint of activations. ``state_dict`` and ``load_state_dict`` of the model, and of any
+part of it, read and write the true weights; the model keeps loaded weights until the next update.
+
+The predicted weights return at once where no graph remembers which weights it was computed with, and otherwise before
+the next forward pass that trains. A backward pass through a graph of the other weights then fails, as it does in torch
+after any change in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from pipesgd.pipeline.delayed_update import DelayedUpdate
+
+
+class TrueWeightsHooks:
+    """The hooks on ``model`` and on all of its parts; ``remove`` takes them off.
+
+    A copy of the model, by ``copy.deepcopy`` or ``pickle``, gets hooks that do nothing.
+
+    Args:
+        model: the whole model.
+        updates: holder of the true and predicted weights of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, updates: DelayedUpdate):
+        self._model = unwrapped(model)
+        self._updates = updates
+        self._computing = False
+        """True while a forward pass of the whole model runs."""
+        self._brief = False
+        """True if predicted weights return at the end of that forward pass."""
+        self._saving: nn.Module | None = None
+        """Part of the model whose ``state_dict`` is being made of the true weights."""
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(_OutsideOfGraphs(self._before_whole), prepend=True),
+            model.register_forward_hook(_OutsideOfGraphs(self._after_whole), always_call=True),
+        ]
+        for module in model.modules():
+            if module is not model:
+                self._handles.append(module.register_forward_pre_hook(_Hook(self._before_part), prepend=True))
+            self._handles += [
+                module.register_state_dict_pre_hook(_Hook(self._begin_saving)),
+                module.register_state_dict_post_hook(_Hook(self._end_saving)),
+                module.register_load_state_dict_pre_hook(_Hook(self._begin_loading)),
+            ]
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_whole(self, module: nn.Module, inputs: Any) -> None:
+        self._computing = True
+        self._brief = False
+        if not torch.is_grad_enabled():
+            self._brief = self._updates.weights.show_true()
+        elif self._model.training:
+            self._updates.weights.return_to_predicted(graphs_end=True)
+        else:
+            self._updates.weights.show_true(graphs_end=True)
+
+    def _after_whole(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._computing = False
+        if self._brief:
+            self._brief = False
+            self._updates.weights.return_to_predicted()
+
+    def _before_part(self, module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling() or self._computing:
+            return
+        if self._model.training:
+            self._updates.weights.return_to_predicted(graphs_end=True)
+        else:
+            self._updates.weights.show_true(graphs_end=True)
+
+    def _begin_saving(self, module: nn.Module, *details: Any) -> None:
+        if self._updates.weights.show_true():
+            self._saving = module
+
+    def _end_saving(self, module: nn.Module, *details: Any) -> None:
+        if self._saving is module:
+            self._saving = None
+            self._updates.weights.return_to_predicted()
+
+    def _begin_loading(self, module: nn.Module, *details: Any) -> None:
+        if self._updates.weights.are_predicted:
+            self._updates.weights.restore()  # the predicted weights are not those expected from the loaded ones
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module within wrappers of torch, which may be left in another mode than it is in."""
+    while isinstance(inner := getattr(model, "_orig_mod", None) or _module_of_ddp(model), nn.Module):
+        model = inner
+    return model
+
+
+def _module_of_ddp(model: nn.Module) -> nn.Module | None:
+    return model.module if isinstance(model, DistributedDataParallel) else None
+
+
+class _Hook:
+    """A hook of torch that is replaced by one that does nothing when its module is copied or pickled."""
+
+    def __init__(self, call: Callable[..., None]):
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
+        return type(self), (_do_nothing,)
+
+
+class _OutsideOfGraphs(_Hook):
+    """A hook that is called in every forward pass of a compiled model, whose graphs do not contain it."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+
+def _do_nothing(*arguments: Any) -> None:
+    return

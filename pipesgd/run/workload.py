@@ -1,0 +1,108 @@
+"""Data, this rank's batches of them, and the model of a command, checked before anything depends on them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from pipesgd.config import OWN, TrainConfig, dataset_kind, kind
+from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
+from pipesgd.data.functions import in_one_line
+from pipesgd.data.losses import Loss
+from pipesgd.data.samples import outputs_of
+from pipesgd.errors import DisagreementError, UserInputError
+from pipesgd.optim.build import check_model
+from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
+from pipesgd.ranks import Ranks
+
+TRIED = 2
+"""Samples that an own model or loss is tried on: batch normalization needs two."""
+
+
+def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:
+    """Return the data set, this rank's batches of it, the model, and its device.
+
+    Raises:
+        UserInputError: one of these cannot be made, or they do not go together.
+    """
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise UserInputError("device must be cpu where torch finds no GPU; got cuda")
+    rank = min(ranks.rank, ranks.world_size - 1)  # a rank that is only a server draws no batch
+    torch.manual_seed(config.optimization.seed)
+    loss = find_loss(config.model.loss)
+    data, model = make_workload(config, rank=rank, world_size=ranks.world_size)
+    if OWN in (dataset_kind(config.data.dataset), kind(config.model.model), kind(config.model.loss)):
+        check_fit(data, model, loss)
+    batches = ShardedBatches(
+        data.train,
+        batch_size=config.samples_per_rank,
+        rank=0 if data.sharded else rank,
+        world_size=1 if data.sharded else ranks.world_size,
+        seed=config.optimization.seed,
+        loader_workers=config.data.workers,
+    )
+    check_model(config.optimization, model)
+    torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
+    return data, batches, model, torch.device(config.run.device)
+
+
+def check_fit(data: DataSplits, model: nn.Module, loss: Loss) -> None:
+    """Try ``model`` and ``loss`` on a few samples, as evaluation and training will use them.
+
+    Weights and buffers stay as they are; random numbers are drawn.
+
+    Raises:
+        UserInputError: the model does not take the inputs, or the loss is not a scalar that has a gradient.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for split, training in ((data.test, False), (data.train, True)):
+        inputs, targets = split[torch.arange(min(TRIED, len(split)))]
+        model.train(training)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with torch.set_grad_enabled(training):
+            with in_one_line("model must accept the inputs of the data set"):
+                outputs = outputs_of(model, inputs)
+            with in_one_line("loss must accept the model's outputs and the targets"):
+                mean = loss(outputs, targets)
+        if not (isinstance(mean, torch.Tensor) and mean.dim() == 0):
+            got = f"shape {tuple(mean.shape)}" if isinstance(mean, torch.Tensor) else type(mean).__name__
+            raise UserInputError(f"loss must return a scalar tensor, the mean of a batch; got {got}")
+        if training:
+            with in_one_line("loss must have a gradient"):
+                torch.autograd.grad(mean, parameters, allow_unused=True)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+
+
+def agree_on_workload(
+    config: TrainConfig, data: DataSplits, batches: ShardedBatches, model: nn.Module, ranks: Ranks
+) -> int:
+    """Check that all ranks train the same model on the same data, and return the samples that an epoch draws from.
+
+    Machines have folders of their own, and a function of the user's own may return anything. Where every rank has
+    samples of its own, ``batches`` get as many iterations an epoch as the rank with the fewest has. Collective.
+
+    Raises:
+        DisagreementError: data or models differ.
+    """
+    everybody = ranks.all_gather_object(
+        "size of the data", [data.describe(), len(data.train), batches.iterations_per_epoch]
+    )
+    described, lengths, iterations = zip(*everybody, strict=True)
+    remedy = ""
+    if dataset_kind(config.data.dataset) == OWN:
+        remedy = f" (sharded = True on {config.data.dataset} lets them differ)"
+    for rank, other in enumerate(described):
+        if other != described[0]:
+            raise DisagreementError(
+                f"data must be the same on all ranks; got {described[0]} on rank 0, {other} on rank {rank}{remedy}"
+            )
+    check_same_settings(
+        ranks,
+        {},
+        {"parameters": describe_parameters(model, model.parameters()), "buffers": describe_buffers(model)},
+    )
+    batches.iterations_per_epoch = min(iterations)
+    samples: int = min(lengths) * (len(lengths) if data.sharded else 1)
+    return samples

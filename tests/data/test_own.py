@@ -1,0 +1,470 @@
+"""Functions of the user's own: how they are found and called, and what they return."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import pickle
+import random
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset
+
+from pipesgd.cli import parse
+from pipesgd.data import ShardedBatches, evaluation_batches, find_loss, make_workload
+from pipesgd.data.own import InOrder, MapStyle, own_splits
+from pipesgd.data.samples import micro_batches_of
+from pipesgd.errors import UserInputError
+from pipesgd.ranks import alone
+from pipesgd.run.workload import load
+
+MODULE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+number = 3
+
+
+class Points(TensorDataset):
+    num_classes = 2
+
+
+def points(seed=0):
+    numbers = torch.Generator().manual_seed(7)
+    return tuple(Points(torch.randn(20, 3, generator=numbers), torch.arange(20) % 2) for _ in range(2))
+
+
+def bare():
+    return [(torch.zeros(3), 0)] * 20, [(torch.zeros(3), 0)] * 20
+
+
+def pictures(image_size, data_dir):
+    samples = [(torch.zeros(1, image_size, image_size), 0)] * 20
+    return samples, samples
+
+
+def several():
+    samples = [((torch.zeros(3), torch.ones(3)), 0)] * 20
+    return samples, samples
+
+
+def needs_more(seed, colour):
+    return points()
+
+
+def fails():
+    return _fails()
+
+
+def _fails():
+    raise KeyError("no such\\n column")
+
+
+def leaves():
+    raise SystemExit
+
+
+def one():
+    return points()[0]
+
+
+def empty():
+    return [], []
+
+
+def lengthless():
+    return iter([1]), iter([1])
+
+
+def not_pairs():
+    return [torch.zeros(3)] * 5, [torch.zeros(3)] * 5
+
+
+def uneven():
+    samples = [(torch.zeros(n + 1), 0) for n in range(5)]
+    return samples, samples
+
+
+def words():
+    samples = [("word", 0)] * 5
+    return samples, samples
+
+
+def unreadable():
+    class Samples(list):
+        def __getitem__(self, index):
+            raise OSError(f"disk {index}")
+
+    return Samples([1] * 5), Samples([1] * 5)
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __len__(self):
+        return 15
+
+    def __iter__(self):
+        return ((number, number) for number in range(15))
+
+
+def model(num_classes=2):
+    return nn.Linear(3, num_classes)
+
+
+def classifier(num_classes):
+    return nn.Linear(3, num_classes)
+
+
+def shaped(sample_shape):
+    return nn.Linear(*sample_shape, 2)
+
+
+def wide():
+    return nn.Linear(4, 2)
+
+
+def no_model():
+    return 3
+
+
+def frozen():
+    return nn.Linear(3, 2).requires_grad_(False)
+
+
+def batch_loss(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def python_loss(outputs, targets):
+    return 0.5
+
+
+def constant_loss(outputs, targets):
+    return torch.tensor(1.0)
+
+
+def wrong_loss(outputs, targets):
+    raise ValueError("kl_loss")
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Write the module ``own``, a package with a broken module, and let them be imported."""
+    (tmp_path / "own.py").write_text(MODULE)
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit" / "__init__.py").touch()
+    (tmp_path / "kit" / "models.py").write_text("def (")
+    (tmp_path / "kit" / "lacking.py").write_text("import json\nimport not_there\n")
+    monkeypatch.syspath_prepend(str(tmp_path))  # type: ignore[no-untyped-call]
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("own", "kit")]:
+        del sys.modules[name]
+    find_loss.cache_clear()
+
+
+def load_alone(words: str) -> Any:
+    return load(parse(["--batch-size", "4", *words.split()]), alone())
+
+
+OWN = "--dataset own:points --model own:model"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--dataset owm:points",
+            "dataset must be in a module that can be imported from here; got owm (did you mean own?)",
+        ),
+        (
+            "--model kit.model:net",
+            "model must be in a module that can be imported from here; got kit.model (did you mean kit.models?)",
+        ),
+        (
+            "--model kit.models:net",
+            "model must be in a module that can be imported, kit.models; got SyntaxError: .*models.py, line 1.*",
+        ),
+        (
+            "--model kit.lacking:net",
+            "model must be in a module that can be imported, kit.lacking; got ModuleNotFoundError: "
+            "No module named 'not_there' (FOLDER/kit/lacking.py:2)",
+        ),
+        (
+            "--model own:modle",
+            "model must be a function of own; got own:modle, which it does not have (did you mean model?)",
+        ),
+        ("--loss own:number", "loss must be a function; got own:number, which is of type int"),
+        (
+            "--dataset own:needs_more",
+            "dataset must be a function whose parameters have defaults or are among data_dir, image_size, context, "
+            "seed, rank, world_size; got own:needs_more(seed, colour)",
+        ),
+        (
+            "--dataset own:pictures",
+            "data-dir must be known for --dataset own:pictures, which needs it; got none (--data-dir gives it)",
+        ),
+        (
+            "--dataset own:bare --model own:classifier",
+            "num-classes must be known for --model own:classifier, which needs it; got none "
+            "(an attribute num_classes or classes of the training data gives it)",
+        ),
+        (
+            "--dataset own:bare --model mlp",
+            "model must be transformer for text; got mlp, which is for images "
+            "(--dataset one of digits, mnist, fashion-mnist, cifar100, images)",
+        ),
+        (
+            "--dataset own:pictures --data-dir . --image-size 8 --model convnet",
+            "num-classes must be known for --model convnet, which needs it; got none "
+            "(an attribute num_classes or classes of the training data gives it)",
+        ),
+        (
+            "--dataset own:several --model own:shaped",
+            "sample-shape must be known for --model own:shaped, which needs it; got none "
+            "(it is known where an input is one tensor)",
+        ),
+        (
+            "--dataset own:points --context 9",
+            "context must be left out with --dataset own:points, which has no parameter context; got 9",
+        ),
+        (
+            "--model own:model --layers 3",
+            "layers must be left out with --model own:model, which has no parameter layers; got 3",
+        ),
+        (
+            "--dataset own:fails",
+            "dataset must be made by own:fails without an error; "
+            "got KeyError: 'no such\\n column' (FOLDER/own.py:<raise KeyError>)",
+        ),
+        (
+            "--dataset own:leaves",
+            "dataset must be made by own:leaves without an error; got SystemExit (FOLDER/own.py:<raise SystemExit>)",
+        ),
+        (
+            "--dataset own:one",
+            "dataset must be made by a function that returns a pair (training set, test set); got Points from own:one",
+        ),
+        ("--dataset own:empty", "training data must hold at least one sample; got none"),
+        ("--dataset own:lengthless", "training data must have a length; got list_iterator, which has none"),
+        ("--dataset own:not_pairs", "every sample of the training data must be a pair (input, target); got Tensor"),
+        (
+            "--dataset own:uneven --model own:model",
+            "samples of the test data must go together; got RuntimeError: .*",
+        ),
+        (
+            "--dataset own:words",
+            "samples must consist of tensors, arrays and numbers, in tuples or dicts; got one of type str",
+        ),
+        (
+            "--dataset own:unreadable",
+            "sample 0 of the training data must be readable; got OSError: disk 0 (FOLDER/own.py:<raise OSError>)",
+        ),
+        (
+            "--model own:no_model",
+            "model must be made by a function that returns a torch.nn.Module; got int from own:no_model",
+        ),
+        ("--model own:frozen", "model must have a parameter to train; got none from own:frozen"),
+        (f"{OWN} --model own:wide", "model must accept the inputs of the data set; got RuntimeError: mat1 and mat2 .*"),
+        (f"{OWN} --loss own:batch_loss", "loss must return a scalar tensor, the mean of a batch; got shape (2,)"),
+        (f"{OWN} --loss own:python_loss", "loss must return a scalar tensor, the mean of a batch; got float"),
+        (f"{OWN} --loss own:constant_loss", "loss must have a gradient; got RuntimeError: element 0 of tensors .*"),
+        (
+            f"{OWN} --loss own:wrong_loss",
+            "loss must accept the model's outputs and the targets; got ValueError: kl_loss (FOLDER/own.py:<kl_loss>)",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(words: str, message: str, folder: Path) -> None:
+    options = {one.split()[0]: f"--{one}" for one in f" {words}".split(" --")[1:]}  # the last one of each counts
+    with pytest.raises(UserInputError) as caught:
+        load_alone(" ".join(options.values()))
+    message = re.sub("<(.*)>", lambda found: str(MODULE[: MODULE.index(found[1])].count("\n") + 1), message)
+    pattern = re.escape(message.replace("FOLDER", str(folder))).replace(r"\.\*", ".*")
+    assert re.fullmatch(pattern, str(caught.value)), caught.value
+
+
+def test_a_function_gets_the_options_that_it_names(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        MODULE
+        + "asked = []\n"
+        + "def data(data_dir, image_size, context, seed, rank, world_size, colour='red'):\n"
+        + "    asked.append((str(data_dir), image_size, context, seed, rank, world_size, colour))\n"
+        + "    return points()\n"
+        + "def net(sample_shape, num_classes, hidden_sizes, layers, heads, embedding, seed, **others):\n"
+        + "    asked.append((sample_shape, num_classes, hidden_sizes, layers, heads, embedding, seed, others))\n"
+        + "    return model()\n"
+    )
+    words = "--dataset own:data --data-dir here --image-size 9 --context 8 --seed 5 --model own:net --hidden-sizes 7 "
+    words += "--layers 3 --heads 2 --embedding 6"
+    make_workload(parse(words.split()), rank=1, world_size=2)
+    assert importlib.import_module("own").asked == [
+        ("here", 9, 8, 5, 1, 2, "red"),
+        ((3,), 2, (7,), 3, 2, 6, 5, {}),
+    ]
+
+
+def test_trying_model_and_loss_leaves_no_trace(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        MODULE
+        + "def net():\n"
+        + "    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))\n"
+    )
+    _, _, tried, _ = load_alone("--dataset own:points --model own:net --seed 4")
+    after = torch.get_rng_state()
+    torch.manual_seed(4)
+    expected = importlib.import_module("own").net()
+    torch.manual_seed(4)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert tried.training
+    assert all(torch.equal(one, tried.state_dict()[name]) for name, one in expected.state_dict().items())
+    assert all(parameter.grad is None for parameter in tried.parameters())
+
+
+# ---------------------------------------------------------------- samples
+
+
+class Counting(IterableDataset[tuple[Tensor, int]]):
+    """The numbers from 0, one after the other."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.begun = 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        self.begun += 1
+        return ((torch.tensor([float(i)]), i) for i in range(self.samples))
+
+
+def labels_of(batches: Iterator[Any], count: int) -> list[list[int]]:
+    return [next(batches)[1].tolist() for _ in range(count)]
+
+
+def test_samples_by_index_are_collated_as_torch_does_it() -> None:
+    rows = [({"x": np.float32(i), "y": torch.tensor([i, i])}, (i, i / 2)) for i in range(5)]
+    inputs, targets = MapStyle(rows, "data")[torch.tensor([3, 1, 0, 4])]
+    assert inputs["x"].tolist() == [3, 1, 0, 4]
+    assert inputs["y"].tolist() == [[3, 3], [1, 1], [0, 0], [4, 4]]
+    assert [one.tolist() for one in targets] == [[3, 1, 0, 4], [1.5, 0.5, 0, 2]]
+    parts = list(micro_batches_of((inputs, targets), 2))
+    assert [part["y"].tolist() for part, _ in parts] == [[[3, 3], [1, 1]], [[0, 0], [4, 4]]]
+    assert [[one.tolist() for one in part] for _, part in parts] == [[[3, 1], [1.5, 0.5]], [[0, 4], [0, 2]]]
+
+
+def test_a_batch_is_read_at_once_where_torch_would() -> None:
+    class AtOnce(TensorDataset):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [(torch.tensor(len(indices)), index) for index in indices]
+
+    data = MapStyle(AtOnce(torch.zeros(5)), "data")
+    assert [values.tolist() for values in data[torch.tensor([4, 2])]] == [[2, 2], [4, 2]]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("iteration", [0, 1, 2, 5])
+def test_ranks_share_every_batch_of_an_iterable_in_its_order(world_size: int, iteration: int) -> None:
+    shares = []
+    for rank in range(world_size):
+        data = InOrder(Counting(14), "data")
+        made = ShardedBatches(data, batch_size=2, rank=rank, world_size=world_size, seed=0)
+        shares.append(labels_of(made.from_iteration(iteration), 6))
+    per_epoch = 14 // (2 * world_size)
+    expected = []
+    for number in range(iteration, iteration + 6):
+        begin = number % per_epoch * 2 * world_size
+        expected.append(list(range(begin, begin + 2 * world_size)))
+    assert [list(chain(*parts)) for parts in zip(*shares, strict=True)] == expected
+
+
+def test_an_iterable_is_evaluated_once_and_sent_to_another_process_from_its_beginning() -> None:
+    data = InOrder(samples := Counting(7), "data")
+    for _ in range(2):
+        batches = evaluation_batches(data, batch_size=3, rank=0, world_size=1)
+        assert [labels.tolist() for _, labels in batches] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert samples.begun == 2
+    sent = pickle.loads(pickle.dumps(data))
+    assert sent[torch.tensor([1, 4])][1].tolist() == [1, 4]
+
+
+@pytest.mark.slow
+def test_other_processes_load_an_iterable_in_the_same_order() -> None:
+    data = InOrder(importlib.import_module("own").Numbers(), "data")
+    with closing(
+        ShardedBatches(data, batch_size=2, rank=1, world_size=2, seed=0, loader_workers=2).from_iteration(1)
+    ) as batches:
+        assert labels_of(batches, 4) == [[6, 7], [10, 11], [2, 3], [6, 7]]
+
+
+def test_what_cannot_be_sent_to_other_processes_is_refused() -> None:
+    class Local(Counting):
+        """A class that no other process can import."""
+
+    batches = ShardedBatches(InOrder(Local(9), "data"), batch_size=2, rank=0, world_size=1, seed=0, loader_workers=1)
+    message = "^loader-workers must be 0 where the data cannot be sent to other processes; got AttributeError: .*Local"
+    with pytest.raises(UserInputError, match=message):
+        next(batches.from_iteration(0))
+    assert not multiprocessing.active_children()
+
+
+def test_an_iterable_must_begin_again() -> None:
+    class Once(Counting):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.samples_left = super().__iter__()
+
+        def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+            return self.samples_left
+
+    batches = ShardedBatches(InOrder(Once(), "training data"), batch_size=2, rank=0, world_size=1, seed=0)
+    message = "^training data must give 4 samples each time that it is iterated; got 0$"
+    with pytest.raises(UserInputError, match=message):
+        labels_of(batches.from_iteration(0), 3)
+
+
+@pytest.mark.parametrize("changed", [0, 10, 19])
+def test_the_mark_of_a_data_set_knows_its_first_middle_and_last_sample(changed: int) -> None:
+    def mark(values: Tensor) -> str:
+        data = TensorDataset(values, torch.arange(20))
+        return own_splits((data, data), "own").content
+
+    other = torch.zeros(20, 2)
+    other[changed, 1] = 1
+    assert mark(torch.zeros(20, 2)) == mark(torch.zeros(20, 2))
+    assert mark(other) != mark(torch.zeros(20, 2))
+
+
+def test_random_augmentation_is_not_taken_for_other_data() -> None:
+    class Augmented(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            return torch.full((3,), random.random()), torch.tensor(index + self.shift)
+
+        shift = 0
+
+    data, other = Augmented([0] * 9), Augmented([0] * 9)
+    other.shift = 1
+    assert own_splits((data, data), "own").content == own_splits((data, data), "own").content
+    assert own_splits((other, data), "own").content != own_splits((data, data), "own").content
+
+
+@pytest.mark.parametrize(
+    ("attributes", "number"), [({"classes": ["a", "b", "c"]}, 3), ({"num_classes": 4}, 4), ({}, None)]
+)
+def test_classes_are_those_that_the_training_data_declare(attributes: dict[str, Any], number: int | None) -> None:
+    train, test = (TensorDataset(torch.zeros(5, 1, 4, 4), torch.zeros(5)) for _ in range(2))
+    train.__dict__.update(attributes)
+    splits = own_splits((train, test), "own")
+    assert (splits.num_classes, splits.sample_shape, len(splits.test)) == (number, (1, 4, 4), 5)

@@ -1,0 +1,297 @@
+"""Evaluating, saving and loading a model between steps: with its true weights, without a word from the user."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipesgd import Pipelined
+
+INPUTS = torch.linspace(-1.0, 1.0, 12, dtype=torch.float64).view(3, 4)
+
+
+class TwoParts(nn.Module):
+    """A model with parts that may be called by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 5), nn.Tanh())
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.encoder(inputs))
+        return outputs
+
+
+def make_model() -> TwoParts:
+    torch.manual_seed(3)
+    return TwoParts().double()
+
+
+def train(model: nn.Module, pipeline: Pipelined, iterations: int) -> None:
+    for _ in range(iterations):
+        model(INPUTS).square().sum().backward()
+        pipeline.step()
+
+
+@pytest.fixture
+def trained() -> Iterator[tuple[TwoParts, Pipelined, TwoParts, TwoParts]]:
+    """Yield a model between two steps, its pipeline, and copies of it with true weights and with predicted ones."""
+    model = make_model()
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), width=2) as pipeline:
+        train(model, pipeline, 3)
+        true, predicted = make_model(), make_model()
+        copy_parameters(model, predicted)
+        with pipeline.true_weights():
+            copy_parameters(model, true)
+        assert not torch.equal(true(INPUTS), predicted(INPUTS))
+        yield model, pipeline, true, predicted
+
+
+def copy_parameters(source: nn.Module, target: nn.Module) -> None:
+    with torch.no_grad():
+        for one, other in zip(target.parameters(), source.parameters(), strict=True):
+            one.copy_(other)
+
+
+def holds(model: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+Trained = tuple[TwoParts, Pipelined, TwoParts, TwoParts]
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_without_gradients_the_true_weights_are_used_and_the_predicted_ones_return(
+    trained: Trained, mode: bool
+) -> None:
+    model, _, true, predicted = trained
+    model.train(mode)
+    with torch.no_grad():
+        assert torch.equal(model(INPUTS), true(INPUTS))
+    assert holds(model, predicted)
+
+
+def test_in_evaluation_mode_the_true_weights_are_used_until_the_model_trains_again(trained: Trained) -> None:
+    model, _, true, predicted = trained
+    model.eval()
+    outputs = model(INPUTS)
+    assert torch.equal(outputs, true(INPUTS))
+    assert holds(model, true), "a graph needs them"
+    outputs.sum().backward()
+    true(INPUTS).sum().backward()
+    for own, wanted in zip(model.parameters(), true.parameters(), strict=True):
+        assert own.grad is not None
+        assert wanted.grad is not None
+        assert torch.equal(own.grad, wanted.grad)
+        own.grad = None
+    model.train()
+    assert torch.equal(model(INPUTS), predicted(INPUTS))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_part_that_is_called_by_itself_follows_the_whole_models_mode(trained: Trained, mode: bool) -> None:
+    model, _, true, predicted = trained
+    wanted = predicted if mode else true
+    model.train(mode)
+    assert torch.equal(model.head(model.encoder(INPUTS)), wanted.head(wanted.encoder(INPUTS)))
+    model.train()
+    assert torch.equal(model.encoder(INPUTS), predicted.encoder(INPUTS))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_parts_in_evaluation_mode_or_without_gradients_train_with_the_rest(trained: Trained, reentrant: bool) -> None:
+    model, _, _, predicted = trained
+    model.head.eval()
+    inputs = INPUTS.clone().requires_grad_()
+
+    def compute(of: TwoParts) -> None:
+        hidden = checkpoint(of.encoder, inputs, use_reentrant=reentrant)
+        of.head(hidden).square().sum().backward()
+
+    for of in (model, predicted):
+        of.zero_grad()
+        compute(of)
+    for own, wanted in zip(model.parameters(), predicted.parameters(), strict=True):
+        assert torch.equal(own.grad, wanted.grad)  # type: ignore[arg-type]
+    model.zero_grad()
+
+
+def test_evaluating_while_a_backward_pass_is_still_to_come_changes_nothing(trained: Trained) -> None:
+    model, _, true, predicted = trained
+    loss, wanted = model(INPUTS).square().sum(), predicted(INPUTS).square().sum()
+    with torch.no_grad():
+        assert torch.equal(model(INPUTS), true(INPUTS))
+    model.state_dict()
+    loss.backward()
+    wanted.backward()
+    assert torch.equal(model.head.weight.grad, predicted.head.weight.grad)  # type: ignore[arg-type]
+    model.zero_grad()
+
+
+def test_a_backward_pass_through_the_other_weights_fails_as_torchs_own(trained: Trained) -> None:
+    model, _, _, _ = trained
+    loss = model(INPUTS).square().sum()
+    model.eval()
+    model(INPUTS)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model.train()
+
+
+def test_an_exception_in_an_evaluation_leaves_the_predicted_weights(trained: Trained) -> None:
+    model, _, true, predicted = trained
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(1, 7, dtype=torch.float64))
+    assert holds(model, predicted)
+    model.eval()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(1, 7, dtype=torch.float64))
+    assert torch.equal(model.head(model.encoder(INPUTS)), true(INPUTS)), "hooks of parts work again"
+    model.train()
+    assert torch.equal(model(INPUTS), predicted(INPUTS))
+
+
+@pytest.mark.parametrize("part", ["", "encoder"])
+def test_a_state_dict_has_the_true_weights(trained: Trained, part: str) -> None:
+    model, _, true, predicted = trained
+    saved = model.get_submodule(part).state_dict()
+    assert saved.keys() == true.get_submodule(part).state_dict().keys()
+    for name, wanted in true.get_submodule(part).state_dict().items():
+        assert torch.equal(saved[name], wanted)
+    assert holds(model, predicted)
+
+
+def test_a_state_dict_that_cannot_be_made_leaves_a_model_that_trains_as_before(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _, true, predicted = trained
+
+    def fail(*arguments: Any) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.head, "_save_to_state_dict", fail)
+        with pytest.raises(OSError, match="no room"):
+            model.state_dict()
+    assert torch.equal(model(INPUTS), predicted(INPUTS))
+    assert torch.equal(model.state_dict()["head.weight"], true.head.weight)
+
+
+def test_loaded_weights_are_what_is_trained_on(trained: Trained) -> None:
+    model, pipeline, _, _ = trained
+    other = make_model()
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model(INPUTS), other(INPUTS))
+    with pipeline.true_weights():
+        assert holds(model, other)
+
+
+def evaluate_and_save(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(INPUTS)
+    model(INPUTS)
+    model.state_dict()
+    model.train()
+    with torch.no_grad():
+        model(INPUTS)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_evaluating_and_saving_leave_the_trajectory_as_it_is(width: int) -> None:
+    weights = []
+    for between in (lambda model: None, evaluate_and_save):
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        with Pipelined(model, optimizer, width=width) as pipeline:
+            for _ in range(6):
+                train(model, pipeline, 1)
+                between(model)
+        weights.append(model)
+    assert holds(*weights)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_has_nothing_to_do_with_the_pipeline(
+    trained: Trained, make_copy: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, _, _, predicted = trained
+    duplicate = make_copy(model)
+    duplicate.eval()
+    assert torch.equal(duplicate(INPUTS), predicted(INPUTS)), "whatever reads parameters gets the predicted ones"
+    duplicate.load_state_dict(duplicate.state_dict())
+    assert holds(model, predicted)
+
+
+def test_closing_takes_the_hooks_off() -> None:
+    model = make_model()
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert hooks_of(model)
+    assert not hooks_of(model)
+
+
+def hooks_of(model: nn.Module) -> int:
+    names = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_state_dict_hooks")
+    return sum(len(getattr(module, name)) for module in model.modules() for name in names) + sum(
+        len(module._load_state_dict_pre_hooks) for module in model.modules()
+    )
+
+
+def test_a_model_that_is_never_predicted_has_no_hooks() -> None:
+    for options in ({"width": 1}, {"prediction": "none"}):
+        model = make_model()
+        with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), **options):  # type: ignore[arg-type]
+            assert not hooks_of(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["compiled before", "compiled after", "compiled in place"])
+@pytest.mark.parametrize("make", [make_model, lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).double()])
+def test_a_compiled_model_is_evaluated_with_true_weights_in_the_same_graphs(
+    how: str, make: Callable[[], nn.Module]
+) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    model = make()
+    compiled = torch.compile(model, backend=counter) if how == "compiled before" else model
+    with Pipelined(compiled, torch.optim.SGD(model.parameters(), lr=0.05), width=2) as pipeline:
+        if how == "compiled after":
+            compiled = torch.compile(model, backend=counter)
+        if how == "compiled in place":
+            model.compile(backend=counter)
+        true = make()
+        for _ in range(3):
+            train(compiled, pipeline, 1)
+            with pipeline.true_weights():
+                copy_parameters(model, true)
+            for mode, context in ((True, torch.no_grad()), (False, torch.no_grad()), (False, contextlib.nullcontext())):
+                compiled.train(mode)
+                with context:
+                    torch.testing.assert_close(compiled(INPUTS), true(INPUTS))
+            compiled.train()
+            if how == "compiled before":  # the mode is that of the model, whatever its wrapper says
+                model.eval()
+                torch.testing.assert_close(compiled(INPUTS), true(INPUTS))
+            model.train()
+    assert counter.frame_count == 2, "one graph with gradients and one without"
+
+
+def test_what_torch_saves_can_be_loaded_without_the_pipeline(trained: Trained) -> None:
+    model, _, true, _ = trained
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other = make_model()
+    other.load_state_dict(torch.load(file))
+    assert holds(other, true)

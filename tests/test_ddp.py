@@ -1,0 +1,543 @@
+"""``pipesgd.ddp``: a program with DistributedDataParallel trains as ``Pipelined`` does, and compresses its buckets."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _ranks import RankFailed, run_ranks
+from _runs import run_example
+from conftest import REPOSITORY
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from pipesgd import CommunicationError, DisagreementError, NonFiniteGradientError, Pipelined, UserInputError
+from pipesgd.codecs.options import CODECS, DENSE_CODECS
+from pipesgd.ddp import AttachedPipeline, attach, compress
+from pipesgd.ranks import Ranks
+from pipesgd.replicas import weights_sha256
+
+pytestmark = pytest.mark.slow
+
+ITERATIONS = 8
+SMALL_BUCKETS = 0.004
+"""Size of torch's buckets in MiB with which the models here have several."""
+
+Weights = dict[str, Tensor]
+
+
+class Model(nn.Module):
+    """A model whose branches may be used in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 40)
+        self.branches = nn.ModuleList(nn.Linear(40, 40) for _ in range(2))
+        self.last = nn.Linear(40, 10)
+        self.norm = nn.BatchNorm1d(40)
+
+    def forward(self, inputs: Tensor, branch: int | None = None) -> Tensor:
+        hidden = self.norm(self.first(inputs).relu())
+        for number, layer in enumerate(self.branches):
+            if branch is None or number == branch:
+                hidden = layer(hidden).relu()
+        outputs: Tensor = self.last(hidden)
+        return outputs
+
+
+def make_model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def batches(rank: int, world_size: int, iterations: int = ITERATIONS) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(iterations):
+        inputs = torch.randn(world_size * 8, 20, generator=generator)
+        targets = torch.randint(10, (world_size * 8,), generator=generator)
+        yield inputs[rank::world_size], targets[rank::world_size]
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "adam":
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def snapshot(model: nn.Module) -> Weights:
+    """Return copies of the parameters; buffers differ, since torch's DDP broadcasts those of rank 0."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+# ---- attach: the trajectory of Pipelined
+
+
+def by_pipelined(
+    ranks: Ranks,
+    optimizer_name: str = "sgd",
+    accumulate: int = 1,
+    branches: bool = False,
+    poison: int | None = None,
+    **options: Any,
+) -> Weights:
+    model = make_model()
+    optimizer = make_optimizer(optimizer_name, model)
+    schedule = falling(optimizer)
+    with Pipelined(model, optimizer, ranks=ranks, **options) as pipeline:
+        for number, (inputs, targets) in enumerate(batches(ranks.rank, ranks.world_size)):
+            loss = cross_entropy(model(inputs, number % 2 if branches else None), targets) / accumulate
+            (loss * poisoned(ranks.rank, number, poison)).backward()
+            if (number + 1) % accumulate == 0:
+                pipeline.step()
+                schedule.step()
+    return snapshot(model)
+
+
+def by_attached(
+    ranks: Ranks,
+    optimizer_name: str = "sgd",
+    accumulate: int = 1,
+    branches: bool = False,
+    clip_norm: float | None = None,
+    closure: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    ddp: dict[str, Any] | None = None,
+    poison: int | None = None,
+    **options: Any,
+) -> Weights:
+    """Train in the loop of a DDP program."""
+    model = make_model()
+    ddp_model = DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS} | (ddp or {}))
+    optimizer = make_optimizer(optimizer_name, model)
+    schedule = falling(optimizer)
+    pipeline = attach(ddp_model, optimizer, scaler=scaler, clip_norm=clip_norm, **options)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for number, (inputs, targets) in enumerate(batches(ranks.rank, ranks.world_size)):
+        last = (number + 1) % accumulate == 0
+
+        def backward(
+            inputs: Tensor = inputs, targets: Tensor = targets, number: int = number, last: bool = last
+        ) -> Tensor:
+            with contextlib.nullcontext() if last else ddp_model.no_sync():
+                loss = cross_entropy(ddp_model(inputs, number % 2 if branches else None), targets) / accumulate
+                scaler.scale(loss * poisoned(ranks.rank, number, poison)).backward()
+            return loss
+
+        if closure:
+            optimizer.zero_grad()
+            optimizer.step(backward)
+            schedule.step()
+            continue
+        backward()
+        if last:
+            if clip_norm is not None:
+                scaler.unscale_(optimizer)
+                clip_grad_norm_(model.parameters(), clip_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            optimizer.zero_grad()
+    pipeline.close()
+    return snapshot(model)
+
+
+def poisoned(rank: int, number: int, poison: int | None) -> float:
+    """Return the factor of rank 1's loss that makes its gradient infinite in iteration ``poison``."""
+    return float("inf") if rank == 1 and number == poison else 1.0
+
+
+def both(ranks: Ranks, options: dict[str, Any], only_here: dict[str, Any]) -> tuple[Weights, Weights]:
+    return by_pipelined(ranks, **options), by_attached(ranks, **options, **only_here)
+
+
+@pytest.mark.parametrize(
+    ("options", "only_here"),
+    [
+        ({}, {}),
+        ({}, {"ddp": {"gradient_as_bucket_view": True}}),
+        ({}, {"ddp": {"static_graph": True}}),
+        ({}, {"ddp": {"bucket_cap_mb": 25}}),
+        ({"width": 1}, {}),
+        ({"width": 3, "codec": "int4", "optimizer_name": "adam"}, {"ddp": {"gradient_as_bucket_view": True}}),
+        ({"codec": "topk"}, {}),
+        ({"codec": "powersgd", "warmup_iterations": 3}, {}),
+        ({"prediction": "none", "all_reduce": "native"}, {}),
+        ({"accumulate": 2, "codec": "int8"}, {}),
+        ({"branches": True}, {"ddp": {"find_unused_parameters": True}}),
+        ({"branches": True}, {"ddp": {"find_unused_parameters": True, "gradient_as_bucket_view": True}}),
+        ({"clip_norm": 0.5}, {}),
+        ({"codec": "int8"}, {"closure": True}),
+    ],
+    ids=lambda value: " ".join(f"{name}={one}" for name, one in value.items()) or "defaults",
+)
+def test_the_loop_of_a_ddp_program_trains_as_pipelined_does_bit_for_bit(
+    options: dict[str, Any], only_here: dict[str, Any]
+) -> None:
+    answers = run_ranks(2, both, options, only_here)
+    for expected, found in answers:
+        assert same(expected, found)
+        assert same(found, answers[0][1]), "replicas"
+
+
+def _with_a_scaler(ranks: Ranks, poison: int | None) -> tuple[Weights, Weights]:
+    expected = by_pipelined(ranks, poison=poison, on_nonfinite="skip")
+    # The scale grows in every second iteration, so gradients arrive that were computed at another one.
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    return expected, by_attached(ranks, poison=poison, scaler=scaler)
+
+
+@pytest.mark.parametrize("poison", [None, 0, 3, ITERATIONS - 1])
+def test_loss_scaling_changes_no_bit_and_leaves_out_the_same_updates(poison: int | None) -> None:
+    for expected, found in run_ranks(2, _with_a_scaler, poison):
+        assert all(bool(value.isfinite().all()) for value in found.values())
+        assert same(expected, found)
+
+
+def _skips(ranks: Ranks) -> tuple[Weights, Weights]:
+    return tuple(run(ranks, poison=3, on_nonfinite="skip") for run in (by_pipelined, by_attached))  # type: ignore[return-value]
+
+
+def test_an_update_that_is_not_finite_is_left_out() -> None:
+    for expected, found in run_ranks(2, _skips):
+        assert same(expected, found)
+
+
+# ---- attach: evaluation, saving, resuming
+
+
+def start(ddp_model: DistributedDataParallel, **options: Any) -> tuple[torch.optim.Optimizer, AttachedPipeline]:
+    optimizer = make_optimizer("sgd", ddp_model)
+    return optimizer, attach(ddp_model, optimizer, **options)
+
+
+def train(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> None:
+    optimizer.zero_grad()
+    cross_entropy(ddp_model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def _evaluates(ranks: Ranks) -> list[bool]:
+    ddp_model = DistributedDataParallel(make_model())
+    optimizer, pipeline = start(ddp_model)
+    found = []
+    for batch in batches(ranks.rank, ranks.world_size):
+        train(ddp_model, optimizer, batch)
+        predicted = snapshot(ddp_model.module)
+        with pipeline.true_weights():
+            true = snapshot(ddp_model.module)
+        ddp_model.eval()
+        with torch.no_grad():
+            outputs = ddp_model(batch[0])
+        ddp_model.module.train()  # as Lightning does, which leaves the wrapper in evaluation mode
+        other = make_model()
+        other.load_state_dict(ddp_model.module.state_dict())
+        found.append(torch.equal(outputs, other.eval()(batch[0])))
+        found += [same(snapshot(other), true), same(snapshot(ddp_model.module), predicted), not same(true, predicted)]
+        ddp_model(batch[0])
+        found.append(same(snapshot(ddp_model.module), predicted))
+    pipeline.close()
+    return found
+
+
+def test_evaluating_and_saving_use_the_true_weights() -> None:
+    for found in run_ranks(2, _evaluates):
+        assert len(found) == 5 * ITERATIONS
+        assert all(found)
+
+
+def _resumes(ranks: Ranks, stop: int, options: dict[str, Any]) -> tuple[str, str]:
+    hashes = []
+    for interrupted in (False, True):
+        ddp_model = DistributedDataParallel(make_model(), bucket_cap_mb=SMALL_BUCKETS)
+        optimizer, pipeline = start(ddp_model, **options)
+        for number, batch in enumerate(batches(ranks.rank, ranks.world_size)):
+            if interrupted and number == stop:
+                saved = [ddp_model.module.state_dict(), optimizer.state_dict(), pipeline.state_dict()]
+                saved = [pickled(state) for state in saved]
+                pipeline.close()  # changes what was not saved
+                model = make_model()
+                model.load_state_dict(saved[0])
+                ddp_model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+                optimizer, pipeline = start(ddp_model, **options)
+                optimizer.load_state_dict(saved[1])
+                pipeline.load_state_dict(saved[2])
+            train(ddp_model, optimizer, batch)
+        pipeline.close()
+        hashes.append(weights_sha256(ddp_model.module))
+    return hashes[0], hashes[1]
+
+
+def pickled(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("stop", [1, 5])
+def test_a_resumed_program_continues_bit_for_bit(stop: int) -> None:
+    for whole, resumed in run_ranks(2, _resumes, stop, {"codec": "int4", "width": 3}):
+        assert whole == resumed
+
+
+# ---- attach: errors
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except UserInputError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def _refusals(ranks: Ranks) -> dict[str, str]:
+    found: dict[str, str] = {}
+    batch = next(batches(ranks.rank, ranks.world_size))
+
+    def ddp() -> DistributedDataParallel:
+        return DistributedDataParallel(make_model())
+
+    found["no DDP"] = refusal(lambda: attach(make_model(), make_optimizer("sgd", make_model())))  # type: ignore[arg-type]
+    hooked = ddp()
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    found["hook"] = refusal(lambda: attach(hooked, make_optimizer("sgd", hooked)))
+    found["hook, compressed"] = refusal(lambda: compress(hooked))
+    model = ddp()
+    found["part"] = refusal(lambda: attach(model, make_optimizer("sgd", model.module.last)))
+    found["guard"] = refusal(lambda: attach(model, make_optimizer("sgd", model), guard=True))
+    found["topk"] = refusal(lambda: compress(model, "topk"))
+    found["codec"] = refusal(lambda: attach(model, make_optimizer("sgd", model), codec="int7"))
+
+    optimizer, pipeline = start(model)
+    found["step()"] = refusal(pipeline.step)
+    found["no backward"] = refusal(optimizer.step)
+    train(model, optimizer, batch)
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    found["flush"] = refusal(pipeline.flush)
+    found["accumulated"] = refusal(lambda: model(batch[0]))
+    optimizer.step()
+    pipeline.close()
+    found["closed"] = refusal(lambda: train(model, optimizer, batch))
+
+    scaled = ddp()
+    optimizer, pipeline = start(scaled)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(cross_entropy(scaled(batch[0]), batch[1])).backward()
+    found["scaler"] = refusal(lambda: scaler.step(optimizer))
+    optimizer.step()
+    pipeline.close()
+    return found
+
+
+def test_what_cannot_work_is_refused_in_one_line() -> None:
+    for found in run_ranks(2, _refusals):
+        assert found == {
+            "no DDP": "ddp_model must be a DistributedDataParallel; got Model",
+            "hook": "ddp_model must have no communication hook; got one with allreduce_hook",
+            "hook, compressed": "ddp_model must have no communication hook; got one with allreduce_hook",
+            "part": "optimizer must hold all parameters of ddp_model that require a gradient; got one without "
+            "first.weight (8 of 10 are missing)",
+            "guard": "guard must be left out: a loop with DistributedDataParallel has its own steps",
+            "topk": f"codec must be one of {', '.join(DENSE_CODECS)}; got 'topk'",
+            "codec": f"codec must be one of {', '.join(CODECS)}; got 'int7' (did you mean int8?)",
+            "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",
+            "no backward": "optimizer.step() must follow a backward pass; got a step without a new gradient",
+            "flush": "flush must not be called between backward() and optimizer.step()",
+            "accumulated": "gradients must be accumulated in ddp_model.no_sync(), up to the last backward pass of an "
+            "update; got another forward pass without optimizer.step() or zero_grad()",
+            "closed": "a strategy must not be used after close(); make a new one",
+            "scaler": "scaler must be the loop's GradScaler, whose steps reach this optimizer: "
+            "attach(..., scaler=scaler)",
+        }
+
+
+def _stops(ranks: Ranks) -> tuple[str, bool]:
+    ddp_model = DistributedDataParallel(make_model())
+    optimizer, pipeline = start(ddp_model)
+    try:
+        for number, (inputs, targets) in enumerate(batches(ranks.rank, ranks.world_size)):
+            optimizer.zero_grad()
+            (cross_entropy(ddp_model(inputs), targets) * poisoned(ranks.rank, number, 2)).backward()
+            optimizer.step()
+    except NonFiniteGradientError as error:
+        with pipeline.true_weights():
+            true = snapshot(ddp_model.module)
+        answer = str(error), same(true, snapshot(ddp_model.module))
+        with pytest.warns(RuntimeWarning, match="gradients in flight are dropped"):
+            pipeline.close()
+        return answer
+    return "nothing was raised", False
+
+
+def test_a_gradient_that_is_not_finite_is_raised_by_backward_on_all_ranks() -> None:
+    for message, are_true in run_ranks(2, _stops):
+        assert message.startswith(
+            "the averaged gradient of iteration 2 holds a NaN or an infinity: so does the own gradient of rank 1"
+        )
+        assert are_true
+
+
+def _one_leaves(ranks: Ranks, door: str) -> str:
+    ddp_model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 10)))
+    optimizer = make_optimizer("sgd", ddp_model)
+    state = attach(ddp_model, optimizer) if door == "attach" else compress(ddp_model)
+    for number, batch in enumerate(batches(ranks.rank, ranks.world_size)):
+        if ranks.rank == 1 and number == 4:
+            os._exit(0)
+        try:
+            train(ddp_model, optimizer, batch)
+        except CommunicationError as error:
+            state.__exit__(type(error), error, None)
+            return type(error).__name__
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("door", ["attach", "compress"])
+def test_a_lost_rank_is_raised_by_backward(door: str) -> None:
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(2, _one_leaves, door)
+    assert str(failure.value) == "rank 1 died: without an answer", "rank 0 returned"
+
+
+def _differ(ranks: Ranks) -> str:
+    model = DistributedDataParallel(make_model())
+    try:
+        compress(model, "int8" if ranks.rank else "int4")
+    except DisagreementError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_codecs_that_differ_between_ranks_are_named() -> None:
+    assert set(run_ranks(2, _differ)) == {"codec must be the same on all ranks; got 'int4' on rank 0, 'int8' on rank 1"}
+
+
+# ---- compress
+
+
+def by_compressed(ranks: Ranks, codec: str | None, interrupted: bool = False, **ddp: Any) -> Weights:
+    def wrap(model: Model) -> tuple[DistributedDataParallel, torch.optim.Optimizer, Any]:
+        ddp_model = DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS} | ddp)
+        state = compress(ddp_model, codec) if codec else contextlib.nullcontext()
+        return ddp_model, make_optimizer("sgd", ddp_model), state
+
+    ddp_model, optimizer, state = wrap(make_model())
+    for number, batch in enumerate(batches(ranks.rank, ranks.world_size)):
+        if interrupted and number == 4:
+            saved = [pickled(of.state_dict()) for of in (ddp_model.module, optimizer, state)]
+            state.close()
+            model = make_model()
+            model.load_state_dict(saved[0])
+            ddp_model, optimizer, state = wrap(model)
+            optimizer.load_state_dict(saved[1])
+            state.load_state_dict(saved[2])
+        train(ddp_model, optimizer, batch)
+    if codec:
+        assert state.report.wire_bytes > 0
+        state.close()
+    return snapshot(ddp_model.module)
+
+
+def _compressed(ranks: Ranks, codec: str, ddp: dict[str, Any]) -> tuple[Weights, Weights]:
+    return by_compressed(ranks, None), by_compressed(ranks, codec, **ddp)
+
+
+@pytest.mark.parametrize(
+    ("codec", "tolerance", "ddp"),
+    [
+        ("fp32", 1e-6, {}),  # sums in another order
+        ("fp32", 1e-6, {"gradient_as_bucket_view": True, "static_graph": True}),
+        ("bf16", 2e-3, {}),
+        ("int8", 5e-3, {}),
+        ("int4", 6e-2, {"gradient_as_bucket_view": True}),
+    ],
+)
+def test_a_compressed_program_stays_close_to_ddp(codec: str, tolerance: float, ddp: dict[str, Any]) -> None:
+    answers = run_ranks(3, _compressed, codec, ddp)
+    for expected, found in answers:
+        assert same(found, answers[0][1]), "replicas"
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=tolerance, rtol=0.0)
+        assert codec == "fp32" or not same(expected, found)
+
+
+def _residuals(ranks: Ranks) -> tuple[float, float]:
+    """Return the difference of the sums of what was put in and of what came out, with residuals and without."""
+    model = DistributedDataParallel(nn.Linear(300, 7, bias=False), bucket_cap_mb=25)
+    state = compress(model, "sign")
+    inputs = torch.randn(ITERATIONS, 5, 300, generator=torch.Generator().manual_seed(ranks.rank))
+    put_in, came_out = torch.zeros(7, 300), torch.zeros(7, 300)
+    for batch in inputs:
+        model.zero_grad()
+        model(batch).square().sum().backward()
+        came_out += model.module.weight.grad
+        own = (2 * model.module(batch)).T @ batch
+        put_in += own.detach()
+    parts = [state.state_dict()["residuals"][0].view(7, 300), put_in]
+    for part in parts:
+        dist.all_reduce(part)
+        part /= ranks.world_size
+    state.close()
+    largest = float(parts[1].abs().max())
+    return float((parts[1] - came_out - parts[0]).abs().max()) / largest, float(
+        (parts[1] - came_out).abs().max()
+    ) / largest
+
+
+def test_what_a_codec_leaves_out_of_a_bucket_is_in_its_residual() -> None:
+    for with_residuals, without in run_ranks(2, _residuals):
+        assert with_residuals < 1e-5 < without
+
+
+def _resumed(ranks: Ranks) -> tuple[Weights, Weights, int]:
+    whole, resumed = (by_compressed(ranks, "int4", interrupted) for interrupted in (False, True))
+    return whole, resumed, ranks.rank
+
+
+def test_a_resumed_compressed_program_has_its_residuals() -> None:
+    answers = run_ranks(2, _resumed)
+    for whole, resumed, _ in answers:
+        assert same(resumed, answers[0][1]), "replicas"
+        for name, value in whole.items():  # its first iteration is exact
+            torch.testing.assert_close(resumed[name], value, atol=3e-2, rtol=0.0)
+
+
+# ---- the programs in examples/
+
+
+def test_three_lines_turn_a_ddp_program_into_pipe_sgd() -> None:
+    before, after = (
+        Path(REPOSITORY, "examples", name).read_text(encoding="utf-8").splitlines()[1:]
+        for name in ("ddp.py", "ddp_pipesgd.py")
+    )
+    changed = [line for line in difflib.ndiff(before, after) if line[:2] in ("+ ", "- ") and line[2:].strip()]
+    assert len(changed) == 3
+    assert all(line.startswith("+ ") for line in changed)
+
+
+@pytest.mark.parametrize("name", ["ddp.py", "ddp_pipesgd.py"])
+def test_the_examples_learn(name: str, tmp_path: Path) -> None:
+    output = run_example(name, tmp_path)
+    assert output.startswith("epoch 0: accuracy 0.")
+    assert float(output.split()[-1]) > 0.85
+    assert (tmp_path / "digits.pt").exists()

@@ -1,0 +1,45 @@
+"""Doors into packages that pipesgd does not need: absent packages, and imports that do not load them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+OPTIONAL = ("pytorch_lightning", "lightning", "accelerate", "transformers", "datasets", "matplotlib")
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("absence", "door", "message"),
+    [
+        (
+            "import importlib.util; importlib.util.find_spec = lambda name: None",
+            "lightning",
+            'pytorch-lightning must be installed for pipesgd.lightning: pip install "pipesgd[lightning]"',
+        ),
+        (
+            "import sys; sys.modules['transformers'] = None",
+            "transformers",
+            'transformers must be installed for pipesgd.transformers: pip install "pipesgd[transformers]"; got import '
+            "of transformers halted; None in sys.modules",
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_a_door_into_an_absent_package_says_how_to_install_it(absence: str, door: str, message: str) -> None:
+    done = run(f"{absence}; import pipesgd.{door}")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"pipesgd.errors.UserInputError: {message}"
+
+
+@pytest.mark.slow
+def test_no_optional_package_is_imported_unless_it_is_used() -> None:
+    names = "Pipelined, pipesgd.CodecOptions, pipesgd.ddp, pipesgd.backend, pipesgd.accelerate"
+    modules = "import sys, pipesgd, pipesgd.ddp, pipesgd.backend, pipesgd.accelerate"
+    done = run(f"{modules}; pipesgd.{names}; print([name for name in {OPTIONAL} if name in sys.modules])")
+    assert done.stdout == "[]\n", done.stderr
