@@ -1,4 +1,4 @@
-"""The program ddp.py with the backend "pipesgd", which compresses gradients to 8 bits: the import and one other line."""
+"""The program ddp.py with the backend "pipesgd", which compresses gradients to 8 bits: an import and one other line."""
 
 import torch
 import torch.distributed as dist

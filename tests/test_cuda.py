@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from _ranks import run_ranks
 from torch import nn
 
 from pipesgd import Pipelined
+from pipesgd.backend import BackendOptions
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.config import PREDICTIONS
@@ -127,3 +129,34 @@ RESUMED: list[dict[str, Any]] = [
 def test_a_resumed_run_on_a_gpu_is_the_uninterrupted_one(options: dict[str, Any]) -> None:
     for uninterrupted, resumed in run_ranks(2, _resumed, options):
         assert torch.equal(uninterrupted, resumed)
+
+
+def _large_sums(ranks: Ranks) -> list[torch.Tensor]:
+    dist.init_process_group(
+        "pipesgd",
+        store=ranks.store,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        pg_options=BackendOptions(codec="int8", least_bytes=1024),
+    )
+    values = torch.randn(30_011, generator=torch.Generator().manual_seed(ranks.rank))
+    small = torch.full((5,), float(ranks.rank + 1), device="cuda")
+    on_device = [values.cuda(), values.cuda().bfloat16(), small]
+    work = dist.all_reduce(on_device[0], async_op=True)
+    assert work is not None
+    work.get_future().wait()
+    for tensor in on_device[1:]:
+        dist.all_reduce(tensor)
+    on_host = [values, values.bfloat16(), small.cpu() * 0 + 3]
+    for tensor in on_host[:2]:
+        dist.all_reduce(tensor)
+    sums = [tensor.cpu() for tensor in on_device]
+    dist.destroy_process_group()
+    for there, here in zip(sums, on_host, strict=True):
+        torch.testing.assert_close(there, here, rtol=0, atol=0)
+    return sums
+
+
+def test_large_sums_of_the_backend_are_those_of_the_cpu() -> None:
+    of_0, of_1 = run_ranks(2, _large_sums, process_group=False)
+    assert all(torch.equal(one, other) for one, other in zip(of_0, of_1, strict=True))
