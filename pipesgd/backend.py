@@ -66,8 +66,8 @@ HANDED_ON = (
     "recv",
 )
 """Methods of a process group that a Python class can replace (some in older versions of torch, some in newer ones), and
-that must be replaced: for a Python class, torch calls its own with the interpreter's lock held. They then wait for a lock
-of gloo's, whose threads take the interpreter's while they hold it, so that a program would hang now and then."""
+that must be replaced: for a Python class, torch calls its own with the interpreter's lock held. They then wait for a
+lock of gloo's, whose threads take the interpreter's while they hold it, so that a program would hang now and then."""
 
 
 @dataclass(frozen=True, kw_only=True)

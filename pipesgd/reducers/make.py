@@ -66,15 +66,17 @@ def make_reducer(options: CodecOptions, connections: Connections, *, device: str
 
 
 def compiled_codec(options: CodecOptions, ranks: Ranks, device: str) -> Codec:
-    """Return the codec for tensors on ``device`` once it is ready on all ``ranks``, which call this together.
-
-    Its loops are compiled, or loaded, here: in the first sum, other ranks would wait for it.
-    """
+    """Return the codec for tensors on ``device`` once it is ready on all ``ranks``, which call this together."""
     codec = make_codec(options, device)
     ranks.enter("compilation of the codec")
+    _compile(codec, device)
+    ranks.all_gather_object("a compiled codec", None, within=COMPILE_SECONDS)
+    return codec
+
+
+def _compile(codec: Codec, device: str) -> None:
+    """Compile or load the codec's loops now, since in the first iteration other ranks would wait for it."""
     values = torch.zeros(1, device=device)
     wire = torch.zeros(codec.wire_bytes(1), dtype=torch.uint8, device=device)
     codec.encode(values, None, wire, 0)
     codec.decode(wire, values)
-    ranks.all_gather_object("a compiled codec", None, within=COMPILE_SECONDS)
-    return codec
