@@ -116,13 +116,16 @@ def _load(
         # notice its death; and it would be forked with the communication thread at work.
         multiprocessing_context="spawn" if loader_workers else None,
     )
-    with in_one_line("loader-workers must be 0 where the data cannot be sent to other processes"), catch_warnings():
-        filterwarnings("ignore", "Got pickle error")  # the error itself follows
-        items = iter(loader)
-    for item in items:
+    for item in _begin(loader):  # no name here may hold the iterator: the workers end with it, after an error, too
         if isinstance(item, UserInputError):
             raise item
         yield item
+
+
+def _begin(loader: DataLoader[Any]) -> Iterator[Any]:
+    with in_one_line("loader-workers must be 0 where the data cannot be sent to other processes"), catch_warnings():
+        filterwarnings("ignore", "Got pickle error")  # the error itself follows
+        return iter(loader)
 
 
 class _ErrorsAsValues(Dataset[Batch | UserInputError]):
