@@ -97,7 +97,7 @@ class BackendOptions:
     @property
     def codec_options(self) -> CodecOptions:
         """Return the options of the codec."""
-        return self.codec if isinstance(self.codec, CodecOptions) else CodecOptions(codec=self.codec)
+        return CodecOptions.of(self.codec)
 
     @classmethod
     def from_environment(cls) -> BackendOptions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages
-from pipesgd.errors import CommunicationError, UserInputError
+from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.step import check_unchanged, set_aside_gradients, trainable_parameters
@@ -37,7 +38,7 @@ from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.ranks import current
 from pipesgd.reducers.base import mean_over_ranks
 from pipesgd.reducers.dense import DenseReducer
-from pipesgd.reducers.make import compiled_codec
+from pipesgd.reducers.make import compiled_codec, dense_reducer
 from pipesgd.strategy import Span, StepReport
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
@@ -118,7 +119,7 @@ def compress(
     """
     return CompressedBuckets(
         ddp_model,
-        CodecOptions(codec=codec) if isinstance(codec, str) else codec,
+        CodecOptions.of(codec),
         all_reduce=all_reduce,
         timeout=timeout,
         segment_bytes=segment_bytes,
@@ -392,6 +393,7 @@ class CompressedBuckets:
         check_timeout(timeout)
         check_at_least("seed", seed, 0)
         self.iteration = 0
+        self._options = options
         self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
         self._seed = seed
         self._ranks = current(timeout)
@@ -416,7 +418,6 @@ class CompressedBuckets:
         self._wire_bytes = 0
         try:
             self._codec = compiled_codec(options, self._ranks, device.type)
-            self._gives_back = options.gives_back
             ddp_model.register_comm_hook(self.take_bucket, _hook)
         except BaseException:
             self._end()
@@ -432,16 +433,10 @@ class CompressedBuckets:
 
         def reduce() -> Span:
             begin = time.perf_counter()
-            try:
-                self._connections.begin("step", iteration)
-                mean_over_ranks(reducer, buffer, iteration, self._ranks.world_size)
-                self._connections.check()
-            except CommunicationError as failure:
-                failure.iteration = iteration
-                raise
+            mean_over_ranks(reducer, buffer, iteration, self._ranks.world_size)
             return Span("communication", iteration, begin, time.perf_counter())
 
-        self._sums.append(self._thread.submit(reduce))
+        self._sums.append(self._thread.submit(functools.partial(self._connections.run, "step", iteration, reduce)))
         if bucket.is_last():
             self._finish()
         return _done(bucket.buffer())  # torch reads it after the last bucket's hook
@@ -463,10 +458,12 @@ class CompressedBuckets:
 
     def close(self) -> None:
         """End the communication, when all ranks have called it. The model can be trained by DDP no more."""
-        if not self._thread.failed:
-            with contextlib.suppress(UserInputError):  # closed before
-                self._thread.submit(self._connections.wait_for_all).result()
-        self._end()
+        try:
+            if not self._thread.failed:
+                with contextlib.suppress(UserInputError):  # closed before
+                    self._thread.submit(self._connections.wait_for_all).result()
+        finally:
+            self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -502,12 +499,7 @@ class CompressedBuckets:
         if reducer is not None:  # torch has split its buckets again
             self._residuals = self._residuals_in_use()
             self._reducers.clear()
-        reducer = DenseReducer(
-            self._connections.all_reduce(self._codec),
-            exact=self._codec.name == "fp32",
-            error_feedback=self._gives_back,
-            seed=mixed(self._seed, index),
-        )
+        reducer = dense_reducer(self._options, self._codec, self._connections, seed=mixed(self._seed, index))
         waiting = [self._residuals.pop(id(parameter), None) for parameter in parameters]
         if any(residual is not None for residual in waiting):
             zeros = [torch.zeros(parameter.numel(), device=parameter.device) for parameter in parameters]

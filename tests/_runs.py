@@ -7,13 +7,14 @@ import io
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from _ranks import run_ranks
 from conftest import REPOSITORY
 
+from experiments.command import torchrun
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
@@ -52,10 +53,20 @@ def succeed(world_size: int, words: str, output: Path, restart_count: int = 0) -
     return summary(output)
 
 
-def run_example(name: str, folder: Path, world_size: int = 2, *arguments: str) -> str:
-    """Run the program ``name`` of examples/ by torchrun in ``folder``; return what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    command += [str(REPOSITORY / "examples" / name), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+def run_program(program: Path, folder: Path, *arguments: str, timeout: float = 120) -> str:
+    """Run a program by torchrun on two ranks, in ``folder``; return what it printed."""
+    command = torchrun(2, str(program), *arguments)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_example(name: str, folder: Path) -> str:
+    """Run the program ``name`` of examples/ as ``run_program`` does."""
+    return run_program(REPOSITORY / "examples" / name, folder)
+
+
+def run_scenario(program: Path, scenario: str, folder: Path) -> list[Any]:
+    """Run a scenario of a program of tests/integrations; return what each rank found."""
+    run_program(program, folder, scenario, str(folder), timeout=170)
+    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]

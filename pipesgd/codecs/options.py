@@ -83,6 +83,11 @@ class CodecOptions:
                     f"--error-feedback on, or residuals can grow without end; got {self.block}"
                 )
 
+    @classmethod
+    def of(cls, codec: str | CodecOptions) -> CodecOptions:
+        """Return the options of a codec that is given by its name, or by its options."""
+        return cls(codec=codec) if isinstance(codec, str) else codec
+
     @property
     def stochastic(self) -> bool:
         """True if rounding is stochastic."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.all_reduce import AllReduce, ScheduledAllReduce
@@ -15,8 +18,11 @@ from pipesgd.comm.transport import (
     destroy,
     wait_for_all,
 )
+from pipesgd.errors import CommunicationError
 from pipesgd.ranks import Ranks
 from timing_model.schedules import SEGMENT_BYTES, Schedule, gather_ring, make_schedule
+
+T = TypeVar("T")
 
 
 class Connections:
@@ -84,6 +90,22 @@ class Connections:
             CommunicationError: that rank was lost, or silent for longer than the deadline.
         """
         self._headers.check()
+
+    def run(self, call: str, iteration: int, job: Callable[[], T]) -> T:
+        """Return ``job()``, whose sums are those of ``call`` in ``iteration``. All ranks must run the same.
+
+        Raises:
+            OutOfStepError: the previous rank around the ring runs something else.
+            CommunicationError: a rank was lost, or silent for longer than the deadline; it bears the iteration.
+        """
+        try:
+            self.begin(call, iteration)
+            result = job()
+            self.check()
+        except CommunicationError as failure:
+            failure.iteration = iteration
+            raise
+        return result
 
     def wait_for_all(self) -> None:
         """Return when all ranks have called this, and no rank has a message for another one any more.

@@ -23,7 +23,7 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
-from pipesgd.errors import CommunicationError, NonFiniteGradientError, OutOfStepError, RunError, UserInputError
+from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
@@ -163,7 +163,7 @@ class Pipelined(Strategy):
         check_width(width, warmup_iterations)
         check_one_of("all_reduce", all_reduce, ALL_REDUCES)
         check_messages(all_reduce, segment_bytes, connections)
-        options = CodecOptions(codec=codec) if isinstance(codec, str) else codec
+        options = CodecOptions.of(codec)
         options.check_all_reduce(all_reduce)
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_timeout(timeout)
@@ -514,20 +514,8 @@ class Pipelined(Strategy):
 
     def _meet(self, call: str, job: Callable[[], T]) -> Future[T]:
         """Have the communication thread do ``job`` after sending a header that says that this rank is at ``call``."""
-        iteration = self.iteration
         self._meeting = None  # a flush that was interrupted before this call is not resumed
-
-        def run() -> T:
-            try:
-                self._connections.begin(call, iteration)
-                result = job()
-                self._connections.check()
-            except CommunicationError as failure:
-                failure.iteration = iteration
-                raise
-            return result
-
-        return self._thread.submit(run)
+        return self._thread.submit(functools.partial(self._connections.run, call, self.iteration, job))
 
     def _hand_over(self, buffer: FlatBuffer, local: Sequence[Tensor | None], scale: float) -> None:
         """Let the communication thread sum ``buffer``, the newest of the pool; ``local`` are the gradients in it."""

@@ -101,13 +101,11 @@ class TrueWeightsHooks:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module within wrappers of torch, which may be left in another mode than it is in."""
-    while isinstance(inner := getattr(model, "_orig_mod", None) or _module_of_ddp(model), nn.Module):
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
         model = inner
-    return model
-
-
-def _module_of_ddp(model: nn.Module) -> nn.Module | None:
-    return model.module if isinstance(model, DistributedDataParallel) else None
 
 
 class _Hook:

@@ -56,7 +56,11 @@ def make_reducer(options: CodecOptions, connections: Connections, *, device: str
         return PowerSgdReducer(
             connections.all_reduce(), world_size=ranks.world_size, low_rank=options.low_rank, seed=seed
         )
-    codec = compiled_codec(options, ranks, device)
+    return dense_reducer(options, compiled_codec(options, ranks, device), connections, seed=seed)
+
+
+def dense_reducer(options: CodecOptions, codec: Codec, connections: Connections, *, seed: int) -> DenseReducer:
+    """Return the reducer that sends every value over ``connections``, encoded by ``codec`` as ``options`` say."""
     return DenseReducer(
         connections.all_reduce(codec),
         exact=codec.name == "fp32",

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
 from pathlib import Path
-from typing import Any
 
-import torch
+from _runs import run_scenario
 
-PROGRAM = Path(__file__).with_name("_hugging_face_program.py")
-
-
-def run(scenario: str, folder: Path) -> list[dict[str, Any]]:
-    """Run a scenario on two ranks; return what each of them found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), scenario, str(folder)], capture_output=True, text=True, timeout=170, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]
+run = functools.partial(run_scenario, Path(__file__).with_name("_hugging_face_program.py"))
 
 
 def test_a_loop_of_accelerate_does_what_pipelined_does_bit_for_bit(tmp_path: Path) -> None:
