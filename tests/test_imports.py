@@ -39,7 +39,9 @@ MAY_NAME_TORCH_DISTRIBUTED = {
     "comm.transport",
     "comm.native",
     "baselines.ddp",
-    "ddp",
+    "ddp.attached",
+    "ddp.compressed",
+    "ddp.hook",
     "backend",
 }
 

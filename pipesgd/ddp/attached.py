@@ -1,20 +1,14 @@
-"""The method inside a program that trains with torch's DistributedDataParallel.
-
-``attach`` brings all of Pipe-SGD: late gradients, their compression, and the prediction. ``compress`` is for programs
-that refuse staleness: each bucket is summed in its own iteration, with a codec on the wire.
-"""
+"""Pipe-SGD inside a program that trains with DistributedDataParallel: late gradients and the prediction."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
-from typing import Any, Self
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +16,17 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd.checks import check_at_least, check_one_of, check_timeout
-from pipesgd.codecs.base import mixed
-from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
-from pipesgd.comm.connections import Connections
-from pipesgd.comm.thread import CommunicationThread
-from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages
+from pipesgd.checks import check_one_of
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.config import ON_NONFINITE
+from pipesgd.ddp.hook import check_model, comm_hook, done
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.step import check_unchanged, set_aside_gradients, trainable_parameters
 from pipesgd.pipeline.pipelined import InFlight, Pipelined
-from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.pipeline.true_weights_hooks import unwrapped
-from pipesgd.ranks import current
-from pipesgd.reducers.base import mean_over_ranks
-from pipesgd.reducers.dense import DenseReducer
-from pipesgd.reducers.make import compiled_codec, dense_reducer
 from pipesgd.strategy import Span, StepReport
-from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
 
 def attach(
@@ -86,45 +72,6 @@ def attach(
     """
     return AttachedPipeline(
         ddp_model, optimizer, width=width, codec=codec, loop_scaler=scaler, on_nonfinite=on_nonfinite, **options
-    )
-
-
-def compress(
-    ddp_model: DistributedDataParallel,
-    codec: str | CodecOptions = "int8",
-    *,
-    all_reduce: str = "ring",
-    timeout: float = DEFAULT_TIMEOUT,
-    segment_bytes: int = SEGMENT_BYTES,
-    connections: int = 1,
-    seed: int = 0,
-) -> CompressedBuckets:
-    """Compress the gradients of ``ddp_model`` on the wire; the loop stays as it is, and synchronous.
-
-    torch's buckets are summed during the backward pass, one after the other. Error feedback, where the codec has it,
-    belongs to the parameters: it stays when torch splits its buckets again, as it does after a first iteration.
-
-    Args:
-        ddp_model: a model in DistributedDataParallel without a communication hook.
-        codec: encoding of gradients, by name or as ``CodecOptions``: all but topk and powersgd.
-        all_reduce: the algorithm, by its name on the command line.
-        timeout: seconds that a rank waits for another one in any one message.
-        segment_bytes: largest message in bytes.
-        connections: connections to each rank, used in turn.
-        seed: seed of the random numbers of stochastic rounding.
-
-    Raises:
-        UserInputError: the model has a communication hook, or a value is out of range.
-        CommunicationError: a rank could not be reached.
-    """
-    return CompressedBuckets(
-        ddp_model,
-        CodecOptions.of(codec),
-        all_reduce=all_reduce,
-        timeout=timeout,
-        segment_bytes=segment_bytes,
-        connections=connections,
-        seed=seed,
     )
 
 
@@ -187,7 +134,7 @@ class AttachedPipeline(Pipelined):
             ddp_model.register_forward_pre_hook(self._before_forward),
         ]
         try:
-            ddp_model.register_comm_hook(self.take_bucket, _hook)
+            ddp_model.register_comm_hook(self.take_bucket, comm_hook)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -241,7 +188,7 @@ class AttachedPipeline(Pipelined):
             self._updates.weights.restore()
             self._error = error
             raise
-        return _done(bucket.buffer())  # torch reads it after the last bucket's hook
+        return done(bucket.buffer())
 
     def _exchange(self, buckets: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
         check_unchanged(self._optimizer, self._identities, "an attached pipeline")
@@ -365,184 +312,6 @@ class AttachedPipeline(Pipelined):
         self._finish_iteration()
 
 
-class CompressedBuckets:
-    """Sums of torch's buckets with a codec on the wire, during the backward pass. ``compress`` makes one.
-
-    As a context manager it is closed at the end of the block.
-    """
-
-    report = StepReport()
-    """Report of the last backward pass: its communication, how long the end of it waited, and the bytes sent."""
-
-    def __init__(
-        self,
-        ddp_model: DistributedDataParallel,
-        options: CodecOptions,
-        *,
-        all_reduce: str,
-        timeout: float,
-        segment_bytes: int,
-        connections: int,
-        seed: int,
-    ):
-        check_model(ddp_model)
-        check_one_of("codec", options.codec, DENSE_CODECS)
-        check_one_of("all_reduce", all_reduce, ALL_REDUCES)
-        check_messages(all_reduce, segment_bytes, connections)
-        options.check_all_reduce(all_reduce)
-        check_timeout(timeout)
-        check_at_least("seed", seed, 0)
-        self.iteration = 0
-        self._options = options
-        self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
-        self._seed = seed
-        self._ranks = current(timeout)
-        settings = {"all_reduce": all_reduce, "segment_bytes": segment_bytes, "connections": connections, "seed": seed}
-        check_same_settings(self._ranks, settings | plain(options), {})
-        device = self._parameters[0].device
-        self._connections = Connections(
-            all_reduce,
-            self._ranks,
-            timeout=timeout,
-            segment_bytes=segment_bytes,
-            connections=connections,
-            device=device.type,
-        )
-        self._thread = CommunicationThread(device)
-        self._stop_watching = self._ranks.watch(self._thread.fail)
-        self._reducers: dict[int, tuple[list[int], DenseReducer]] = {}
-        """Parameters of each bucket, by their ids, and its reducer."""
-        self._residuals: dict[int, Tensor] = {}
-        """Residuals of parameters, by their ids, that wait for a reducer."""
-        self._sums: list[concurrent.futures.Future[Span]] = []
-        self._wire_bytes = 0
-        try:
-            self._codec = compiled_codec(options, self._ranks, device.type)
-            ddp_model.register_comm_hook(self.take_bucket, _hook)
-        except BaseException:
-            self._end()
-            raise
-
-    def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
-        """Begin to replace a bucket's gradients by their mean; with the last bucket, wait for all of them."""
-        self._thread.check()
-        iteration, buffer = self.iteration, _Bucket(bucket)
-        self._ranks.iteration = iteration
-        reducer = self._reducer_of(bucket)
-        self._wire_bytes += reducer.wire_bytes(buffer, iteration)
-
-        def reduce() -> Span:
-            begin = time.perf_counter()
-            mean_over_ranks(reducer, buffer, iteration, self._ranks.world_size)
-            return Span("communication", iteration, begin, time.perf_counter())
-
-        self._sums.append(self._thread.submit(functools.partial(self._connections.run, "step", iteration, reduce)))
-        if bucket.is_last():
-            self._finish()
-        return _done(bucket.buffer())  # torch reads it after the last bucket's hook
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of iterations and this rank's residuals, needed to continue after a restart.
-
-        torch splits its buckets again after the first iteration of a resumed run: sums may differ in their last bits.
-        """
-        residuals = self._residuals | self._residuals_in_use()
-        return {"iteration": self.iteration, "residuals": [residuals.get(id(p)) for p in self._parameters]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a ``state_dict`` of this rank, with the same model."""
-        self.iteration = state["iteration"]
-        self._reducers.clear()
-        loaded = zip(self._parameters, state["residuals"], strict=True)
-        self._residuals = {id(p): residual.to(p.device) for p, residual in loaded if residual is not None}
-
-    def close(self) -> None:
-        """End the communication, when all ranks have called it. The model can be trained by DDP no more."""
-        try:
-            if not self._thread.failed:
-                with contextlib.suppress(UserInputError):  # closed before
-                    self._thread.submit(self._connections.wait_for_all).result()
-        finally:
-            self._end()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._end()
-
-    def _end(self) -> None:
-        self._stop_watching()
-        self._thread.close(at_the_end=self._connections.close)
-
-    def _finish(self) -> None:
-        begin = time.perf_counter()
-        sums, self._sums = self._sums, []
-        self._ranks.enter("all-reduce", waiting=True)
-        spans = [one.result() for one in sums]
-        self._ranks.enter("compute")
-        wait = Span("wait", self.iteration, begin, time.perf_counter())
-        self.report = StepReport(applied=(self.iteration,), spans=(*spans, wait), wire_bytes=self._wire_bytes)
-        self._wire_bytes = 0
-        self.iteration += 1
-
-    def _reducer_of(self, bucket: GradBucket) -> DenseReducer:
-        index, parameters = bucket.index(), bucket.parameters()
-        known, reducer = self._reducers.get(index, (None, None))
-        if reducer is not None and known == [id(parameter) for parameter in parameters]:
-            return reducer
-        if reducer is not None:  # torch has split its buckets again
-            self._residuals = self._residuals_in_use()
-            self._reducers.clear()
-        reducer = dense_reducer(self._options, self._codec, self._connections, seed=mixed(self._seed, index))
-        waiting = [self._residuals.pop(id(parameter), None) for parameter in parameters]
-        if any(residual is not None for residual in waiting):
-            zeros = [torch.zeros(parameter.numel(), device=parameter.device) for parameter in parameters]
-            own = [zero if residual is None else residual for zero, residual in zip(zeros, waiting, strict=True)]
-            reducer.load_state_dict({"residuals": [torch.cat(own)]})
-        self._reducers[index] = [id(parameter) for parameter in parameters], reducer
-        return reducer
-
-    def _residuals_in_use(self) -> dict[int, Tensor]:
-        """Return copies of the residuals of all parameters that have one, by the parameters' ids."""
-        concurrent.futures.wait(self._sums)
-        found: dict[int, Tensor] = {}
-        sizes = {id(parameter): parameter.numel() for parameter in self._parameters}
-        for identities, reducer in self._reducers.values():
-            for flat in reducer.state_dict()["residuals"]:
-                parts = flat.split([sizes[identity] for identity in identities])
-                found |= dict(zip(identities, parts, strict=True))
-        return found
-
-
-class _Bucket(FlatBuffer):
-    """Gradients of a bucket of torch, in its own memory."""
-
-    def __init__(self, bucket: GradBucket):
-        self.flats = [bucket.buffer()]
-        self.views = bucket.gradients()
-
-
-def check_model(ddp_model: DistributedDataParallel) -> None:
-    """Refuse what is not a DistributedDataParallel whose gradients can be taken over.
-
-    Raises:
-        UserInputError: it is another module, has a communication hook already, or reduces in mixed precision.
-    """
-    if not isinstance(ddp_model, DistributedDataParallel):
-        raise UserInputError(f"ddp_model must be a DistributedDataParallel; got {type(ddp_model).__name__}")
-    if ddp_model._comm_hooks:
-        hook = ddp_model._comm_hooks[0][0]
-        raise UserInputError(f"ddp_model must have no communication hook; got one with {hook.__qualname__}")
-    if ddp_model.mixed_precision is not None:
-        raise UserInputError("ddp_model must be made without mixed_precision=; use torch.autocast in the loop")
-
-
 def check_all_held(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that does not hold all parameters whose gradients torch reduces.
 
@@ -562,20 +331,6 @@ def check_all_held(ddp_model: DistributedDataParallel, optimizer: torch.optim.Op
         )
     if others := len(held - trained.keys()):
         raise UserInputError(f"optimizer must hold parameters of ddp_model alone; got {others} others")
-
-
-def _hook(take: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:
-    return take(bucket)
-
-
-def _done(buffer: Tensor) -> Future[Tensor]:
-    future: Future[Tensor] = Future(devices=[] if buffer.device.type == "cpu" else [buffer.device])
-    future.set_result(buffer)
-    return future
-
-
-# torch compares a hook's annotations with these types, and those above are strings.
-_hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
 
 
 def is_called_by_grad_scaler(frame: FrameType | None) -> bool:

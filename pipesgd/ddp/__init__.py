@@ -1,0 +1,10 @@
+"""The method inside a program that trains with torch's DistributedDataParallel.
+
+``attach`` brings all of Pipe-SGD: late gradients, their compression, and the prediction. ``compress`` is for programs
+that refuse staleness: each bucket is summed in its own iteration, with a codec on the wire.
+"""
+
+from pipesgd.ddp.attached import AttachedPipeline, attach
+from pipesgd.ddp.compressed import CompressedBuckets, compress
+
+__all__ = ["AttachedPipeline", "CompressedBuckets", "attach", "compress"]
