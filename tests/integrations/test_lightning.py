@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from _runs import run_example
 
 PROGRAM = Path(__file__).with_name("_lightning_program.py")
 
@@ -93,3 +94,7 @@ def test_versions_that_do_not_work_are_refused(version: str, message: str, monke
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with pytest.raises(UserInputError, match=message):
         check_lightning("pytorch-lightning")
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    assert float(run_example("lightning_digits.py", tmp_path).split()[-1]) > 0.85
