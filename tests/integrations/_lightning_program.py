@@ -201,10 +201,13 @@ def refused() -> dict[str, str]:
 # ---- Fabric
 
 
+def fabric_package() -> Any:
+    return importlib.import_module(pipesgd_lightning.PACKAGES[pl.__name__][1])
+
+
 def make_fabric() -> Any:
-    fabric_package = importlib.import_module(pipesgd_lightning.PACKAGES[pl.__name__][1])
     strategy = pipesgd_lightning.PipesgdFabricStrategy(**OPTIONS, pipeline_options={"clip_norm": 0.3})
-    fabric = fabric_package.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric = fabric_package().Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     return fabric
 
@@ -253,6 +256,7 @@ def fabric() -> dict[str, Any]:
         "validated": found.validated,
         "expected to be validated": expected.validated,
         "resumed": weights_sha256(fabric_loop(resume=True).net),
+        "by name": type(fabric_package().Fabric(accelerator="cpu", devices=2, strategy="pipesgd").strategy).__name__,
     }
 
 

@@ -49,6 +49,7 @@ def test_a_loop_of_fabric_does_what_pipelined_does_bit_for_bit_and_resumes(tmp_p
     for found in answers:
         assert found == answers[0], "replicas"
         assert found["found"] == found["expected"] == found["resumed"]
+        assert found["by name"] == "PipesgdFabricStrategy"
         assert found["validated"] == found["expected to be validated"]
 
 
