@@ -92,6 +92,7 @@ def accelerate_loop(*, stop: int | None = None, resume: bool = False) -> str:
             assert any(not torch.equal(value, true[name]) for name, value in model.module.named_parameters())
     pipeline.close()
     accelerator.save_state(str(FOLDER / "end"))
+    accelerator.wait_for_everyone()  # it is rank 0 that writes the model, and the others do not wait for it
     accelerator.load_state(str(FOLDER / "end"))
     return weights_sha256(accelerator.unwrap_model(model))
 
