@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pipesgd import ddp
+from pipesgd.checks import check_version
 from pipesgd.ddp import AttachedPipeline
 from pipesgd.errors import UserInputError
+from pipesgd.pipeline.true_weights_hooks import unwrapped
+from pipesgd.run.pipeline_file import PipelineFile
 
 
 def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> AttachedPipeline:
     """Let the loop of an Accelerator be Pipe-SGD; the loop stays as it is. See ``pipesgd.ddp.attach``.
 
-    ``accelerator.accumulate``, ``clip_grad_norm_`` and ``unwrap_model`` work as always.
+    ``accelerator.accumulate``, ``clip_grad_norm_`` and ``unwrap_model`` work as always. ``save_state`` also writes
+    each rank's pipeline into its folder, and ``load_state`` continues from it.
 
     Args:
         accelerator: the loop's Accelerator.
@@ -21,12 +26,53 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> Atta
         options: options of ``pipesgd.ddp.attach``, without ``scaler``, which the Accelerator has.
 
     Raises:
-        UserInputError: the optimizer was not prepared, the model is not wrapped, or a value is out of range.
+        UserInputError: the optimizer was not prepared, the model is not wrapped, Accelerate is too old, or a value is
+            out of range.
     """
+    check_version("accelerate", "1.15", "pipesgd.accelerate")
     if "scaler" in options:
         raise UserInputError("scaler must be left out: the Accelerator has its own")
     if not hasattr(optimizer, "optimizer"):
         raise UserInputError(
             f"optimizer must be what accelerator.prepare(model, optimizer) returned; got {type(optimizer).__name__}"
         )
-    return ddp.attach(model, optimizer.optimizer, scaler=accelerator.scaler, **options)
+    pipeline = ddp.attach(model, optimizer.optimizer, scaler=accelerator.scaler, **options)
+    saved = _SavedPipeline(accelerator, model, pipeline)
+    accelerator.register_save_state_pre_hook(saved.begin_saving)
+    accelerator.register_load_state_pre_hook(saved.begin_loading)
+    accelerator.register_for_checkpointing(saved)
+    return pipeline
+
+
+class _SavedPipeline:
+    """A pipeline in the folders of an Accelerator's ``save_state``.
+
+    Accelerate calls a hook with the folder on all ranks; afterwards it saves rank 0's ``state_dict`` alone, and loads
+    that on all ranks when model and optimizer are loaded.
+    """
+
+    def __init__(self, accelerator: Any, model: Any, pipeline: AttachedPipeline):
+        self._accelerator = accelerator
+        self._model = model
+        self._pipeline = pipeline
+        self._file: PipelineFile | None = None
+
+    def begin_saving(self, models: list[Any], weights: list[Any], folder: str) -> None:
+        if not self._pipeline.closed:
+            self._file_in(folder, models).save(self._pipeline)
+
+    def begin_loading(self, models: list[Any], folder: str) -> None:
+        self._file = self._file_in(folder, models)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iteration": None if self._pipeline.closed else self._pipeline.iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self._file is not None
+        if state["iteration"] is not None:  # else it had been closed, with nothing in flight
+            self._file.load(self._pipeline, state["iteration"])
+
+    def _file_in(self, folder: str, models: list[Any]) -> PipelineFile:
+        number = [unwrapped(model) for model in models].index(unwrapped(self._model))
+        name = f"pipesgd-{number}-rank-{self._accelerator.process_index}.pt"
+        return PipelineFile(Path(folder, name), self._accelerator.num_processes)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.metadata
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,6 +55,20 @@ def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ``UserInputError`` naming the nearest choice unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise UserInputError(f"{name} must be {one_of(choices)}; got {value!r}{did_you_mean(value, choices)}")
+
+
+def check_version(distribution: str, oldest: str, door: str) -> None:
+    """Raise ``UserInputError`` unless the installed ``distribution`` has at least the version that ``door`` needs.
+
+    ``oldest`` is a version of two numbers, such as "2.5".
+    """
+    version = importlib.metadata.version(distribution)
+    if _first_two_numbers(version) < _first_two_numbers(oldest):
+        raise UserInputError(f"{distribution} must be at least {oldest} for {door}; got {version}")
+
+
+def _first_two_numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Sequence[str]]) -> None:

@@ -1,7 +1,8 @@
 """Strategy "pipesgd" of PyTorch Lightning: ``import pipesgd.lightning; Trainer(strategy="pipesgd")``.
 
-It serves ``pytorch_lightning`` and ``lightning``, which have classes of their own: each one that is installed gets the
-strategy, and ``PipesgdStrategy`` is that of the one imported first.
+Lightning Fabric has it, too: ``Fabric(strategy="pipesgd")``. It serves ``pytorch_lightning`` and ``lightning``, which
+have classes of their own: each one that was imported before gets the strategy, or the first that is installed.
+``PipesgdStrategy`` and ``PipesgdFabricStrategy`` are those of the first one.
 """
 
 from __future__ import annotations
@@ -11,25 +12,28 @@ import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
+from torch.optim import Optimizer
 
+from pipesgd.checks import check_version
 from pipesgd.ddp import AttachedPipeline, attach
-from pipesgd.errors import RunError, UserInputError
-from pipesgd.run.checkpoint_files import save_atomically
+from pipesgd.errors import UserInputError
+from pipesgd.run.pipeline_file import PipelineFile
 
-PACKAGES = {"pytorch_lightning": "pytorch-lightning", "lightning.pytorch": "lightning"}
-"""Modules that have a Trainer, each with the name of its distribution."""
-OLDEST = (2, 5)
+PACKAGES = {
+    "pytorch_lightning": ("pytorch-lightning", "lightning_fabric"),
+    "lightning.pytorch": ("lightning", "lightning.fabric"),
+}
+"""Modules that have a Trainer, each with the name of its distribution and the module that has its Fabric."""
+OLDEST = "2.5"
 REFUSED = ("2.6.2", "2.6.3")
 """Versions that were published with malware (GHSA-w37p-236h-pfx3)."""
 MARK = "pipesgd"
-"""Entry of a checkpoint whose pipeline is in files next to it."""
+"""Entry of a checkpoint whose pipelines are in files next to it."""
 
 
-def check_version(distribution: str) -> None:
+def check_lightning(distribution: str) -> None:
     """Refuse a version of Lightning that the strategy does not work with.
 
     Raises:
@@ -38,19 +42,17 @@ def check_version(distribution: str) -> None:
     version = importlib.metadata.version(distribution)
     if version in REFUSED:
         raise UserInputError(f"{distribution} must be another version than {version}, which was published with malware")
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
-        raise UserInputError(f"{distribution} must be at least {oldest} for strategy pipesgd; got {version}")
+    check_version(distribution, OLDEST, "strategy pipesgd")
 
 
-def pipeline_file(checkpoint: str | Path, rank: int) -> Path:
-    """Return the file next to ``checkpoint`` with the gradients in flight and residuals of ``rank``."""
-    return Path(f"{checkpoint}.pipesgd-rank-{rank}")
+def pipeline_file(checkpoint: str | Path, strategy: Any) -> PipelineFile:
+    """Return the file next to ``checkpoint`` with the pipeline of this rank of ``strategy``."""
+    return PipelineFile(Path(f"{checkpoint}.pipesgd-rank-{strategy.global_rank}"), strategy.world_size)
 
 
-def make_strategy(package: ModuleType) -> type[Any]:
-    """Return the strategy for the Trainer of ``package``, and register it there under the name "pipesgd"."""
-    strategies = importlib.import_module(f"{package.__name__}.strategies")
+def make_strategy(module: str) -> type[Any]:
+    """Return the strategy for the Trainer of ``module``, and register it there under the name "pipesgd"."""
+    strategies = importlib.import_module(f"{module}.strategies")
     base: Any = strategies.DDPStrategy
 
     class PipesgdStrategy(base):  # type: ignore[misc]  # Lightning's classes are known only when it is installed
@@ -98,15 +100,12 @@ def make_strategy(package: ModuleType) -> type[Any]:
                 return
             if not self.lightning_module.automatic_optimization:
                 raise UserInputError("automatic_optimization must be True with strategy pipesgd")
-            if len(self.optimizers) != 1:
-                raise UserInputError(
-                    f"configure_optimizers must return one optimizer with strategy pipesgd; got {len(self.optimizers)}"
-                )
+            [optimizer] = self.optimizers  # Lightning refuses several, unless optimization is manual
             clipped_by = "clip_value" if trainer.gradient_clip_algorithm == "value" else "clip_norm"
             clipping: dict[str, Any] = {clipped_by: trainer.gradient_clip_val or None}
             self.pipeline = attach(
                 self.model,
-                self.optimizers[0],
+                optimizer,
                 scaler=getattr(self.precision_plugin, "scaler", None),
                 **clipping | self._pipeline_options,
             )
@@ -120,29 +119,17 @@ def make_strategy(package: ModuleType) -> type[Any]:
             super().load_optimizer_state_dict(checkpoint)
             if self.pipeline is None or MARK not in checkpoint or self._loaded_from is None:
                 return
-            if (number := checkpoint[MARK]["world_size"]) != self.world_size:
-                raise UserInputError(
-                    f"the number of ranks must be that of the checkpoint, {number}, to resume its pipeline; "
-                    f"got {self.world_size}"
-                )
-            path = pipeline_file(self._loaded_from, self.global_rank)
-            if not path.is_file():
-                raise RunError(
-                    f"the checkpoint {self._loaded_from} must have its pipeline next to it; {path} is missing"
-                )
-            self.pipeline.load_state_dict(torch.load(path, weights_only=True))
+            pipeline_file(self._loaded_from, self).load(self.pipeline, checkpoint[MARK]["iteration"])
 
         def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
             if self.pipeline is not None and "optimizer_states" in checkpoint:
-                checkpoint[MARK] = {"world_size": self.world_size}
-                path = pipeline_file(filepath, self.global_rank)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                save_atomically(self.pipeline.state_dict(), path)
+                checkpoint[MARK] = {"iteration": self.pipeline.iteration}
+                pipeline_file(filepath, self).save(self.pipeline)
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
         def remove_checkpoint(self, filepath: Any) -> None:
             super().remove_checkpoint(filepath)
-            pipeline_file(filepath, self.global_rank).unlink(missing_ok=True)
+            pipeline_file(filepath, self).remove()
 
         def on_train_end(self) -> None:
             super().on_train_end()
@@ -167,19 +154,90 @@ def make_strategy(package: ModuleType) -> type[Any]:
     return PipesgdStrategy
 
 
-def _make_all() -> dict[str, type[Any]]:
-    """Return the strategy of each package, that imported first in front."""
+def make_fabric_strategy(module: str) -> type[Any]:
+    """Return the strategy for the Fabric of ``module``, and register it there under the name "pipesgd"."""
+    strategies = importlib.import_module(f"{module}.strategies")
+    base: Any = strategies.DDPStrategy
+
+    class PipesgdFabricStrategy(base):  # type: ignore[misc]  # Lightning's classes are known only when it is installed
+        """Training by Fabric with DistributedDataParallel whose gradients arrive late and compressed.
+
+        ``fabric.setup(model, optimizer)`` attaches the pipeline (``pipesgd.ddp.attach``); the loop stays as it is.
+        ``fabric.save`` with the optimizer in its state also writes each rank's pipeline to a file next to the
+        checkpoint, and ``fabric.load`` continues from it. Call ``fabric.strategy.pipeline.close()`` after the loop.
+
+        Args:
+            width: iterations in flight, K.
+            codec: encoding of gradients, by name or as ``CodecOptions``.
+            pipeline_options: further options of ``pipesgd.ddp.attach``, but ``scaler``, which Fabric has.
+            options: options of Lightning's DDPStrategy.
+        """
+
+        def __init__(
+            self,
+            *args: Any,
+            width: int = 2,
+            codec: Any = "fp32",
+            pipeline_options: dict[str, Any] | None = None,
+            **options: Any,
+        ):
+            if "scaler" in (pipeline_options or {}):
+                raise UserInputError("scaler must be left out of pipeline_options: Fabric has precision")
+            super().__init__(*args, **options)
+            self._pipeline_options = {"width": width, "codec": codec} | (pipeline_options or {})
+            self.pipeline: AttachedPipeline | None = None
+            """The pipeline, from ``fabric.setup`` on."""
+
+        def setup_module_and_optimizers(self, module: Any, optimizers: list[Any], *others: Any) -> tuple[Any, ...]:
+            if len(optimizers) != 1 or self.pipeline is not None:
+                raise UserInputError(
+                    "fabric.setup must be called once, with one optimizer, with strategy pipesgd; "
+                    f"got {len(optimizers)} optimizers{' in another call' if self.pipeline is not None else ''}"
+                )
+            module = self.setup_module(module)
+            scaler = getattr(self.precision, "scaler", None)
+            self.pipeline = attach(module, optimizers[0], scaler=scaler, **self._pipeline_options)
+            return module, optimizers, *others
+
+        def setup_optimizer(self, optimizer: Any) -> Any:
+            raise UserInputError("an optimizer must be set up with its model with strategy pipesgd: fabric.setup")
+
+        def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
+            if self.pipeline is not None and not self.pipeline.closed and _has_optimizer(state):
+                state = state | {MARK: {"iteration": self.pipeline.iteration}}
+                pipeline_file(path, self).save(self.pipeline)
+            super().save_checkpoint(path, state, *args, **options)
+
+        def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **options: Any) -> dict[str, Any]:
+            rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **options)
+            if self.pipeline is not None and MARK in rest and _has_optimizer(state):
+                pipeline_file(path, self).load(self.pipeline, rest.pop(MARK)["iteration"])
+            return rest
+
+    PipesgdFabricStrategy.__module__ = __name__
+    strategies.STRATEGY_REGISTRY.register(
+        "pipesgd", PipesgdFabricStrategy, description="Pipe-SGD: late and compressed gradients", override=True
+    )
+    return PipesgdFabricStrategy
+
+
+def _has_optimizer(state: Any) -> bool:
+    return isinstance(state, dict) and any(isinstance(value, Optimizer) for value in state.values())
+
+
+def _served() -> list[str]:
+    """Return the packages that are to get the strategy, that imported first in front."""
     installed = [name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]) is not None]
     if not installed:
         raise UserInputError(
             'pytorch-lightning must be installed for pipesgd.lightning: pip install "pipesgd[lightning]"'
         )
-    wanted = [name for name in installed if name in sys.modules] or installed[:1]
-    for name in wanted:
-        check_version(PACKAGES[name])
-    return {name: make_strategy(importlib.import_module(name)) for name in wanted}
+    served = [name for name in sys.modules if name in installed] or installed[:1]
+    for name in served:
+        check_lightning(PACKAGES[name][0])
+    return served
 
 
-STRATEGIES = _make_all()
-"""Strategy for the Trainer of each package that was imported before, or of the first that is installed."""
-PipesgdStrategy = next(iter(STRATEGIES.values()))
+STRATEGIES = {name: (make_strategy(name), make_fabric_strategy(PACKAGES[name][1])) for name in _served()}
+"""Strategies for the Trainer and the Fabric of each package that is served."""
+PipesgdStrategy, PipesgdFabricStrategy = next(iter(STRATEGIES.values()))

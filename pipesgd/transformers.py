@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from pipesgd.accelerate import attach
-from pipesgd.ddp import AttachedPipeline
-from pipesgd.errors import RunError, UserInputError
-from pipesgd.run.checkpoint_files import save_atomically
+from pipesgd.checks import check_version
+from pipesgd.ddp import AttachedPipeline, attach
+from pipesgd.errors import UserInputError
+from pipesgd.run.pipeline_file import PipelineFile
 
 try:
     from transformers import TrainerCallback
@@ -18,6 +16,7 @@ except ImportError as failure:
     raise UserInputError(
         f'transformers must be installed for pipesgd.transformers: pip install "pipesgd[transformers]"; got {failure}'
     ) from failure
+check_version("transformers", "5.24", "pipesgd.transformers")
 
 
 class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is known only when it is installed
@@ -38,8 +37,9 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
     """
 
     def __init__(self, trainer: Any, *, width: int = 2, codec: Any = "fp32", **options: Any):
-        if "clip_norm" in options:
-            raise UserInputError("clip_norm must be left out: the Trainer has max_grad_norm")
+        for name, instead in {"clip_norm": "max_grad_norm", "scaler": "fp16"}.items():
+            if name in options:
+                raise UserInputError(f"{name} must be left out: the Trainer has {instead}")
         self._trainer = trainer
         self._options = {"width": width, "codec": codec} | options
         self.pipeline: AttachedPipeline | None = None
@@ -49,32 +49,36 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
         """Attach the pipeline to the Trainer's model and optimizer; load its state if the Trainer resumes.
 
         Raises:
-            UserInputError: the model is not in DistributedDataParallel, as on a single rank.
-            RunError: the Trainer resumes from a checkpoint without this rank's pipeline.
+            UserInputError: the model is not in DistributedDataParallel, as on a single rank, or the job has another
+                number of ranks than the one that saved the checkpoint.
+            RunError: the checkpoint has no usable pipeline of this rank.
         """
-        accelerator = self._trainer.accelerator
-        clip_norm = args.max_grad_norm or None
         self.pipeline = attach(
-            accelerator, self._trainer.model_wrapped, optimizer, clip_norm=clip_norm, **self._options
+            self._trainer.model_wrapped,
+            optimizer.optimizer,
+            scaler=self._trainer.accelerator.scaler,
+            clip_norm=args.max_grad_norm or None,
+            **self._options,
         )
         if state.global_step:
-            path = self._file(args, state)
-            if not path.is_file():
-                raise RunError(f"the checkpoint must have this rank's pipeline; {path} is missing")
-            self.pipeline.load_state_dict(torch.load(path, weights_only=True))
+            self._file(args, state).load(self.pipeline, state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Save this rank's pipeline in the folder of the checkpoint."""
         if self.pipeline is not None and not args.save_only_model:
-            path = self._file(args, state)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_atomically(self.pipeline.state_dict(), path)
+            self._file(args, state).save(self.pipeline)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Apply the gradients in flight."""
-        if self.pipeline is not None:
-            self.pipeline.close()
-            self.pipeline = None
+    def on_train_end(self, args: Any, state: Any, control: Any, *, model: Any, **others: Any) -> None:
+        """Apply the gradients in flight, unless the model holds the best weights by now, which stay."""
+        if self.pipeline is None:
+            return
+        has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        best = {name: value.clone() for name, value in model.state_dict().items()} if has_best else None
+        self.pipeline.close()
+        self.pipeline = None
+        if best is not None:
+            model.load_state_dict(best)
 
-    def _file(self, args: Any, state: Any) -> Path:
-        return Path(args.output_dir, f"checkpoint-{state.global_step}", f"pipesgd-rank-{args.process_index}.pt")
+    def _file(self, args: Any, state: Any) -> PipelineFile:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        return PipelineFile(folder / f"pipesgd-rank-{args.process_index}.pt", args.world_size)

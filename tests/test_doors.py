@@ -7,6 +7,10 @@ import sys
 
 import pytest
 
+import pipesgd.accelerate
+from pipesgd.checks import check_version
+from pipesgd.errors import UserInputError
+
 OPTIONAL = ("pytorch_lightning", "lightning", "accelerate", "transformers", "datasets", "matplotlib")
 
 
@@ -35,6 +39,18 @@ def test_a_door_into_an_absent_package_says_how_to_install_it(absence: str, door
     done = run(f"{absence}; import pipesgd.{door}")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == f"pipesgd.errors.UserInputError: {message}"
+
+
+def test_a_package_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"accelerate": "1.9.2"}
+    monkeypatch.setattr("importlib.metadata.version", versions.get)
+    with pytest.raises(
+        UserInputError, match=r"^accelerate must be at least 1\.15 for pipesgd\.accelerate; got 1\.9\.2$"
+    ):
+        pipesgd.accelerate.attach(None, None, None)
+    for enough in ("1.15", "1.15.0rc1", "1.15.3", "2.0.dev0"):
+        versions["accelerate"] = enough
+        check_version("accelerate", "1.15", "pipesgd.accelerate")
 
 
 @pytest.mark.slow

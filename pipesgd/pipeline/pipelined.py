@@ -254,6 +254,11 @@ class Pipelined(Strategy):
         """First iterations that run at width 1."""
         return self._updates.warmup_iterations
 
+    @property
+    def closed(self) -> bool:
+        """True once ``close`` was called."""
+        return self._closed
+
     def step(self) -> StepReport:
         """Take over the gradients in ``.grad`` and apply the one that is due; see the class.
 

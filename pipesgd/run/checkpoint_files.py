@@ -129,6 +129,12 @@ def save_atomically(state: Any, path: Path) -> None:
     write_text_atomically(_checksum_of(path), f"{digest}  {path.name}\n")
 
 
+def remove_with_checksum(path: Path) -> None:
+    """Remove what ``save_atomically`` wrote, if it is there."""
+    path.unlink(missing_ok=True)
+    _checksum_of(path).unlink(missing_ok=True)
+
+
 def what_is_wrong_with(path: Path) -> str | None:
     """Return why ``path`` is not what ``save_atomically`` wrote; None if it is."""
     try:

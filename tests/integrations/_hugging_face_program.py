@@ -40,39 +40,83 @@ def accelerate() -> dict[str, Any]:
 
     import pipesgd.accelerate
 
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    refused = []
+    for change in ({}, {"scaler": None}):
+        try:
+            pipesgd.accelerate.attach(accelerator, model, optimizer, **change)
+        except UserInputError as error:
+            refused.append(str(error))
+    found: dict[str, Any] = {"refused": refused, "found": accelerate_loop(stop=7)}
+    found["resumed"] = accelerate_loop(resume=True)
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    with Pipelined(model, optimizer, clip_norm=0.3, **OPTIONS) as own:
+        for number, (inputs, targets) in enumerate(accelerator.prepare(batches())):
+            ((model(inputs) - targets).square().mean() / 2).backward()
+            if number % 2:
+                own.step()
+    return found | {"expected": weights_sha256(model)}
+
+
+def accelerate_loop(*, stop: int | None = None, resume: bool = False) -> str:
+    """Train with accumulation and clipping; save after batch ``stop``, or resume there. Return the weights' hash."""
+    from accelerate import Accelerator
+
+    import pipesgd.accelerate
+
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    found = {}
-    try:
-        pipesgd.accelerate.attach(accelerator, model, optimizer)
-    except UserInputError as error:
-        found["refused"] = str(error)
     model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
     pipeline = pipesgd.accelerate.attach(accelerator, model, optimizer, clip_norm=0.3, **OPTIONS)
-    for inputs, targets in loader:
+    if resume:
+        accelerator.load_state(str(FOLDER / "state"))
+        loader = accelerator.skip_first_batches(loader, 8)
+    for number, (inputs, targets) in enumerate(loader):
         with accelerator.accumulate(model):
             accelerator.backward((model(inputs) - targets).square().mean())
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.3)
             optimizer.step()
             optimizer.zero_grad()
-    saved = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-    with pipeline.true_weights():
-        found["saved is true"] = all(
-            torch.equal(value, saved[name]) for name, value in accelerator.unwrap_model(model).named_parameters()
-        )
+        if number == stop:
+            accelerator.save_state(str(FOLDER / "state"))
+            saved = accelerator.get_state_dict(model)
+            with pipeline.true_weights():
+                true = {name: value.clone() for name, value in model.module.named_parameters()}
+            assert all(torch.equal(value, saved[name]) for name, value in true.items())
+            assert any(not torch.equal(value, true[name]) for name, value in model.module.named_parameters())
     pipeline.close()
-    found["found"] = weights_sha256(accelerator.unwrap_model(model))
+    accelerator.save_state(str(FOLDER / "end"))
+    accelerator.wait_for_everyone()  # it is rank 0 that writes the model, and the others do not wait for it
+    accelerator.load_state(str(FOLDER / "end"))
+    return weights_sha256(accelerator.unwrap_model(model))
 
-    model = make_model()
-    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9), clip_norm=0.3, **OPTIONS) as own:
-        for number, (inputs, targets) in enumerate(accelerator.prepare(batches())):
-            ((model(inputs) - targets).square().mean() / 2).backward()
-            if number % 2:
-                own.step()
-    found["expected"] = weights_sha256(model)
-    return found
+
+def accelerates_own() -> dict[str, Any]:
+    """Run Accelerate's own check that distributed training equals that of one process, with each model attached."""
+    from accelerate import Accelerator
+    from accelerate.test_utils.scripts import test_script
+
+    import pipesgd.accelerate
+
+    pipelines = []
+
+    class Attaching(Accelerator):
+        def prepare(self, *objects: Any, **options: Any) -> Any:
+            prepared = super().prepare(*objects, **options)
+            loader, model, optimizer = prepared
+            pipelines.append(pipesgd.accelerate.attach(self, model, optimizer, width=1))
+            return loader, model, optimizer
+
+    Accelerator(cpu=True)
+    test_script.Accelerator = Attaching
+    test_script.training_check()
+    return {"iterations": [pipeline.iteration for pipeline in pipelines]}
 
 
 # ---- Transformers
@@ -98,11 +142,7 @@ def make_trainer(folder: Path, steps: int = 12, options: dict[str, Any] | None =
             max_steps=steps,
             per_device_train_batch_size=4,
             learning_rate=1e-3,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            logging_strategy="no",
-            **arguments,
+            **{"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"} | arguments,
         ),
         train_dataset=data,
         eval_dataset=data[:32],
@@ -112,13 +152,17 @@ def make_trainer(folder: Path, steps: int = 12, options: dict[str, Any] | None =
     return trainer
 
 
+def saved_model(folder: Path) -> nn.Module:
+    from transformers import GPT2LMHeadModel
+
+    return GPT2LMHeadModel.from_pretrained(folder)  # type: ignore[no-any-return]
+
+
 def parameters_of(trainer: Any) -> Tensor:
     return torch.cat([parameter.detach().reshape(-1) for parameter in trainer.model.parameters()])
 
 
 def transformers() -> dict[str, Any]:
-    from transformers import GPT2LMHeadModel
-
     import pipesgd.transformers
 
     plain, synchronous = make_trainer(FOLDER / "a"), make_trainer(FOLDER / "b", options={"width": 1})
@@ -138,7 +182,7 @@ def transformers() -> dict[str, Any]:
     late.train()
     late.save_model(str(FOLDER / "saved"))
     dist.barrier()
-    saved = GPT2LMHeadModel.from_pretrained(FOLDER / "saved")
+    saved = saved_model(FOLDER / "saved")
     found: dict[str, Any] = {
         "difference to DDP": float((parameters_of(plain) - parameters_of(synchronous)).abs().max()),
         "largest weight": float(parameters_of(plain).abs().max()),
@@ -164,6 +208,51 @@ def resumed() -> dict[str, Any]:
     again = make_trainer(FOLDER / "parts", options=OPTIONS)
     again.train(resume_from_checkpoint=str(FOLDER / "parts" / "checkpoint-5"))
     return {"whole": weights_sha256(whole.model), "resumed": weights_sha256(again.model)}
+
+
+def equal() -> dict[str, Any]:
+    """Train by the Trainer, and by a loop on what it makes."""
+    found = {}
+    for clip_norm in (0.0, 0.5):
+        arguments: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": clip_norm}
+        trainer = make_trainer(FOLDER / "a", options=OPTIONS, **arguments)
+        other = make_trainer(FOLDER / "b", **arguments)
+        if clip_norm:
+            # The Trainer sums the norm in the order of the model, and Pipelined in that of the optimizer, where the
+            # Trainer's own has the parameters in two groups.
+            for one in (trainer, other):
+                one.optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-3)
+        trainer.train()
+
+        other.create_optimizer_and_scheduler(12)
+        model, loader = other.model, iter(other.get_train_dataloader())
+        with Pipelined(model, other.optimizer, clip_norm=clip_norm or None, **OPTIONS) as pipeline:
+            for _ in range(12):
+                micro_batches, items = other.get_batch_samples(loader, 2, torch.device("cpu"))
+                for batch in micro_batches:
+                    other.training_step(model, batch, items)  # its loss counts the tokens of all micro-batches
+                pipeline.step()
+                other.lr_scheduler.step()
+        found[f"clipped at {clip_norm}"] = (weights_sha256(trainer.model), weights_sha256(model))
+    return found
+
+
+def best() -> dict[str, Any]:
+    """Train until the evaluations get worse; the Trainer then loads the best model."""
+    trainer = make_trainer(
+        FOLDER / "best",
+        options=OPTIONS,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # so that the best one is not the last
+    )
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    return {"step": best.name, "found": weights_sha256(trainer.model), "best": weights_sha256(saved_model(best))}
 
 
 def main() -> None:

@@ -43,6 +43,11 @@ class Regression(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 1))
         self.validated: list[str] = []
 
+    def forward(self, inputs: Tensor) -> Any:
+        if not self.training:
+            self.validated.append(weights_sha256(self.net))
+        return self.net(inputs)
+
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         return (self.net(batch[0]) - batch[1]).square().mean()
 
@@ -76,15 +81,23 @@ def fit(trainer_options: dict[str, Any], model: Regression | None = None, **fit_
     return model
 
 
-def by_pipelined(accumulate: int = 1, **options: Any) -> Regression:
+def by_pipelined(
+    accumulate: int = 1,
+    autocast: torch.dtype | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> Regression:
     """Train as ``fit`` does."""
     model = Regression()
     made = model.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
-    with Pipelined(model, optimizer, **OPTIONS, **options) as pipeline:
+    scale = scaler.scale if scaler is not None else lambda loss: loss
+    with Pipelined(model, optimizer, scaler=scaler, **OPTIONS, **options) as pipeline:
         for _ in range(EPOCHS):
             for index, batch in enumerate(loader()):
-                (model.training_step(batch, 0) / accumulate).backward()
+                with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
+                    loss = model.training_step(batch, 0) / accumulate
+                scale(loss).backward()  # type: ignore[no-untyped-call]
                 if (index + 1) % accumulate == 0:
                     pipeline.step()
                     schedule.step()
@@ -93,16 +106,25 @@ def by_pipelined(accumulate: int = 1, **options: Any) -> Regression:
     return model
 
 
+def make_scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+
 def equal(scenario: str) -> dict[str, Any]:
+    half = pl.plugins.precision.MixedPrecision("16-mixed", device="cpu", scaler=make_scaler())
     trainer_options: dict[str, dict[str, Any]] = {
         "clip": {"gradient_clip_val": 0.3},
         "clip value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
         "accumulate": {"accumulate_grad_batches": 3},
+        "bf16-mixed": {"precision": "bf16-mixed"},
+        "16-mixed": {"plugins": [half], "gradient_clip_val": 0.3},  # a Trainer of precision="16-mixed" wants a GPU
     }
     pipeline_options: dict[str, dict[str, Any]] = {
         "clip": {"clip_norm": 0.3},
         "clip value": {"clip_value": 0.05},
         "accumulate": {"accumulate": 3},
+        "bf16-mixed": {"autocast": torch.bfloat16},
+        "16-mixed": {"autocast": torch.float16, "scaler": make_scaler(), "clip_norm": 0.3},
     }
     found = fit(trainer_options.get(scenario, {}) | {"enable_checkpointing": False})
     expected = by_pipelined(**pipeline_options.get(scenario, {}))
@@ -131,6 +153,19 @@ def resumed() -> dict[str, Any]:
     }
 
 
+def removed() -> dict[str, Any]:
+    """Save two checkpoints, of which the Trainer keeps the second."""
+    checkpoints = pl.callbacks.ModelCheckpoint(dirpath=FOLDER / "checkpoints", save_on_train_epoch_end=True)
+    fit({"callbacks": [checkpoints]})
+    torch.distributed.barrier()
+    name = Path(checkpoints.best_model_path).name
+    of_ranks = [f"{name}.pipesgd-rank-{rank}" for rank in range(2)]
+    return {
+        "files": sorted(path.name for path in (FOLDER / "checkpoints").iterdir()),
+        "expected": sorted([name, *of_ranks, *(f"{one}.sha256" for one in of_ranks)]),
+    }
+
+
 def refused() -> dict[str, str]:
     class Manual(Regression):
         automatic_optimization = False
@@ -139,17 +174,90 @@ def refused() -> dict[str, str]:
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 2)]
 
+    class Without(Regression):
+        def configure_optimizers(self) -> Any:
+            return None
+
     found = {}
     for name, make in {
         "clip_norm": lambda: pipesgd_lightning.PipesgdStrategy(pipeline_options={"clip_norm": 1.0}),
         "hook": lambda: pipesgd_lightning.PipesgdStrategy(ddp_comm_hook=print),
         "manual": lambda: fit({"enable_checkpointing": False}, Manual()),
+        "two": lambda: fit({"enable_checkpointing": False}, Two()),
+        "none": lambda: fit({"enable_checkpointing": False}, Without()),
+        "fabric's scaler": lambda: pipesgd_lightning.PipesgdFabricStrategy(pipeline_options={"scaler": None}),
+        "fabric's two": lambda: fabric_loop(optimizers=2),
+        "fabric's optimizer alone": lambda: make_fabric().setup_optimizers(
+            Regression().configure_optimizers()["optimizer"]
+        ),
     }.items():
         try:
             make()
-        except UserInputError as error:
+        except (UserInputError, RuntimeError) as error:
             found[name] = str(error)
     return found
+
+
+# ---- Fabric
+
+
+def fabric_package() -> Any:
+    return importlib.import_module(pipesgd_lightning.PACKAGES[pl.__name__][1])
+
+
+def make_fabric() -> Any:
+    strategy = pipesgd_lightning.PipesgdFabricStrategy(**OPTIONS, pipeline_options={"clip_norm": 0.3})
+    fabric = fabric_package().Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+def fabric_loop(optimizers: int = 1, stop: int | None = None, resume: bool = False) -> Regression:
+    """Train with accumulation and clipping, as a loop of Fabric does; save after iteration ``stop``, or resume."""
+    fabric = make_fabric()
+    model = Regression()
+    made = model.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    wrapped, optimizer, *_ = fabric.setup(model, *[optimizer] * optimizers)
+    wrapped.mark_forward_method("training_step")
+    state = {"model": wrapped, "optimizer": optimizer, "schedule": schedule, "iteration": 0}
+    if resume:
+        fabric.load(FOLDER / "fabric.ckpt", state)
+    for _ in range(EPOCHS):
+        for index, batch in enumerate(loader()):
+            if resume and index // 2 < state["iteration"]:
+                continue
+            accumulating = index % 2 == 0
+            with fabric.no_backward_sync(wrapped, enabled=accumulating):
+                fabric.backward(wrapped.training_step(batch, index) / 2)
+            if accumulating:
+                continue
+            fabric.clip_gradients(wrapped, optimizer, max_norm=0.3)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            if index // 2 + 1 == stop:
+                fabric.save(FOLDER / "fabric.ckpt", state | {"iteration": stop})
+                stop = None
+        resume = False
+        wrapped.eval()
+        with torch.no_grad():
+            wrapped(torch.zeros(1, 6))
+        wrapped.train()
+    fabric.strategy.pipeline.close()
+    return model
+
+
+def fabric() -> dict[str, Any]:
+    found, expected = fabric_loop(stop=5), by_pipelined(accumulate=2, clip_norm=0.3)
+    return {
+        "found": weights_sha256(found.net),
+        "expected": weights_sha256(expected.net),
+        "validated": found.validated,
+        "expected to be validated": expected.validated,
+        "resumed": weights_sha256(fabric_loop(resume=True).net),
+        "by name": type(fabric_package().Fabric(accelerator="cpu", devices=2, strategy="pipesgd").strategy).__name__,
+    }
 
 
 def boring() -> dict[str, Any]:
@@ -163,8 +271,11 @@ def boring() -> dict[str, Any]:
     return {"steps": trainer.global_step, "weights": weights_sha256(model)}
 
 
+SCENARIOS = {one.__name__: one for one in (resumed, removed, refused, boring, fabric)}
+
+
 def main() -> None:
-    found = globals()[SCENARIO]() if SCENARIO in ("resumed", "refused", "boring") else equal(SCENARIO)
+    found = SCENARIOS[SCENARIO]() if SCENARIO in SCENARIOS else equal(SCENARIO)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     torch.save(found, FOLDER / f"rank-{rank}.pt")
 

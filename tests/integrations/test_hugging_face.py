@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
-from _runs import run_scenario
+from _runs import run_example, run_scenario
 
 run = functools.partial(run_scenario, Path(__file__).with_name("_hugging_face_program.py"))
 
 
-def test_a_loop_of_accelerate_does_what_pipelined_does_bit_for_bit(tmp_path: Path) -> None:
+def test_a_loop_of_accelerate_does_what_pipelined_does_bit_for_bit_and_resumes(tmp_path: Path) -> None:
     answers = run("accelerate", tmp_path)
     for found in answers:
         assert found == answers[0], "replicas"
-        assert found["found"] == found["expected"]
-        assert found["saved is true"]
-        assert found["refused"] == ("optimizer must be what accelerator.prepare(model, optimizer) returned; got SGD")
+        assert found["found"] == found["expected"] == found["resumed"]
+        assert found["refused"] == [
+            "optimizer must be what accelerator.prepare(model, optimizer) returned; got SGD",
+            "scaler must be left out: the Accelerator has its own",
+        ]
+    assert {path.name for path in (tmp_path / "state").glob("pipesgd-*.pt")} == {
+        "pipesgd-0-rank-0.pt",
+        "pipesgd-0-rank-1.pt",
+    }
+    assert not list((tmp_path / "end").glob("pipesgd-*")), "a pipeline that is closed has nothing to save"
+
+
+def test_accelerates_own_check_of_training_passes_with_every_model_attached(tmp_path: Path) -> None:
+    for found in run("accelerates_own", tmp_path):
+        assert found["iterations"]
+        assert all(found["iterations"])
+
+
+def test_a_trainer_of_transformers_does_what_pipelined_does_bit_for_bit(tmp_path: Path) -> None:
+    answers = run("equal", tmp_path)
+    for found in answers:
+        assert found == answers[0], "replicas"
+        assert all(trained == expected for trained, expected in found.values())
 
 
 def test_a_trainer_of_transformers_trains_evaluates_and_saves(tmp_path: Path) -> None:
@@ -32,3 +53,22 @@ def test_a_trainer_of_transformers_trains_evaluates_and_saves(tmp_path: Path) ->
 def test_a_trainer_that_resumes_continues_bit_for_bit(tmp_path: Path) -> None:
     for found in run("resumed", tmp_path):
         assert found["resumed"] == found["whole"]
+
+
+def test_the_best_model_that_the_trainer_loads_at_the_end_stays_as_it_was_saved(tmp_path: Path) -> None:
+    for found in run("best", tmp_path):
+        assert found["step"] == "checkpoint-3"
+        assert found["found"] == found["best"]
+
+
+def test_the_example_of_accelerate_learns(tmp_path: Path) -> None:
+    output = run_example("accelerate_loop.py", tmp_path)
+    assert float(output.split()[-1]) > 0.85
+    assert (tmp_path / "digits" / "pipesgd-0-rank-1.pt").is_file()
+
+
+def test_the_example_of_the_trainer_learns_and_saves(tmp_path: Path) -> None:
+    output = run_example("hf_trainer.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"'eval_loss': '?([\d.e-]+)", output)]
+    assert losses[-1] < 0.1 < losses[0]
+    assert (tmp_path / "counting" / "final" / "model.safetensors").is_file()

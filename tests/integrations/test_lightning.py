@@ -6,12 +6,14 @@ import functools
 from pathlib import Path
 
 import pytest
-from _runs import run_scenario
+from _runs import run_example, run_scenario
 
 run = functools.partial(run_scenario, Path(__file__).with_name("_lightning_program.py"))
 
 
-@pytest.mark.parametrize("scenario", ["pytorch_lightning", "lightning.pytorch", "clip", "clip value", "accumulate"])
+@pytest.mark.parametrize(
+    "scenario", ["pytorch_lightning", "lightning.pytorch", "clip", "clip value", "accumulate", "bf16-mixed", "16-mixed"]
+)
 def test_a_trainer_does_what_pipelined_does_bit_for_bit_and_validates_true_weights(
     scenario: str, tmp_path: Path
 ) -> None:
@@ -29,12 +31,33 @@ def test_a_fit_that_is_resumed_from_a_checkpoint_continues_bit_for_bit(tmp_path:
         assert [name for name in found["files"] if name.endswith(".ckpt.pipesgd-rank-1")]
 
 
+def test_a_loop_of_fabric_does_what_pipelined_does_bit_for_bit_and_resumes(tmp_path: Path) -> None:
+    answers = run("fabric", tmp_path)
+    for found in answers:
+        assert found == answers[0], "replicas"
+        assert found["found"] == found["expected"] == found["resumed"]
+        assert found["by name"] == "PipesgdFabricStrategy"
+        assert found["validated"] == found["expected to be validated"]
+
+
+def test_files_of_a_checkpoint_that_the_trainer_removes_go_with_it(tmp_path: Path) -> None:
+    for found in run("removed", tmp_path):
+        assert found["files"] == found["expected"]
+
+
 def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
     for found in run("refused", tmp_path):
+        assert found.pop("two").startswith("Training with multiple optimizers is only supported with manual"), "its own"
         assert found == {
             "clip_norm": "clip_norm must be left out of pipeline_options: the Trainer has gradient_clip_val",
             "hook": "ddp_comm_hook must be left out with strategy pipesgd, which has its own hook",
             "manual": "automatic_optimization must be True with strategy pipesgd",
+            "none": "optimizer must hold a parameter that requires a gradient; got none",
+            "fabric's scaler": "scaler must be left out of pipeline_options: Fabric has precision",
+            "fabric's two": "fabric.setup must be called once, with one optimizer, with strategy pipesgd; "
+            "got 2 optimizers",
+            "fabric's optimizer alone": "an optimizer must be set up with its model with strategy pipesgd: "
+            "fabric.setup",
         }
 
 
@@ -54,8 +77,12 @@ def test_lightnings_own_demonstration_runs_unchanged_but_for_the_strategy(tmp_pa
 )
 def test_versions_that_do_not_work_are_refused(version: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipesgd.errors import UserInputError
-    from pipesgd.lightning import check_version
+    from pipesgd.lightning import check_lightning
 
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with pytest.raises(UserInputError, match=message):
-        check_version("pytorch-lightning")
+        check_lightning("pytorch-lightning")
+
+
+def test_the_example_learns(tmp_path: Path) -> None:
+    assert float(run_example("lightning_digits.py", tmp_path).split()[-1]) > 0.85

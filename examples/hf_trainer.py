@@ -1,0 +1,34 @@
+"""A small language model, trained by the Trainer with Pipe-SGD: torchrun --nproc-per-node 2 hf_trainer.py."""
+
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from pipesgd.transformers import PipesgdCallback
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    # Numbers that count up, from a random one on.
+    begins = torch.randint(0, 48, (512, 1))
+    samples = [{"input_ids": row, "labels": row} for row in begins + torch.arange(16)]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=2))
+    arguments = TrainingArguments(
+        "counting",
+        use_cpu=True,
+        num_train_epochs=4,
+        per_device_train_batch_size=16,
+        learning_rate=1e-2,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        report_to=[],
+    )
+    trainer = Trainer(model, arguments, train_dataset=samples[64:], eval_dataset=samples[:64])
+    trainer.add_callback(PipesgdCallback(trainer, width=2, codec="int4"))
+    trainer.train()
+    trainer.save_model("counting/final")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

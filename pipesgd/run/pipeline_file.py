@@ -1,0 +1,60 @@
+"""One rank's pipeline in a file next to a checkpoint that another framework writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipesgd.errors import RunError, UserInputError
+from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.run.checkpoint_files import remove_with_checksum, save_atomically, what_is_wrong_with
+
+
+@dataclass(frozen=True)
+class PipelineFile:
+    """The file with the gradients in flight and the residuals of one rank."""
+
+    path: Path
+    world_size: int
+    """Number of ranks of the job that saves or resumes."""
+
+    def save(self, pipeline: Pipelined) -> None:
+        """Write the pipeline's state, with its checksum in ``<path>.sha256``. Its folder is made if it is missing.
+
+        Raises:
+            OSError: a file could not be written.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        save_atomically({"world_size": self.world_size, "state": pipeline.state_dict()}, self.path)
+
+    def load(self, pipeline: Pipelined, iteration: int) -> None:
+        """Let ``pipeline`` continue from the file; its model must hold the weights of the checkpoint already.
+
+        Args:
+            pipeline: a pipeline of the same model, optimizer and options.
+            iteration: number of iterations that the checkpoint was saved after.
+
+        Raises:
+            RunError: the file is missing, damaged, or of another save than the checkpoint.
+            UserInputError: the job has another number of ranks than the one that saved.
+        """
+        if problem := what_is_wrong_with(self.path):
+            raise RunError(f"a checkpoint must have the pipeline of each rank; {self.path} is {problem}")
+        found = torch.load(self.path, map_location="cpu", weights_only=True)
+        if (number := found["world_size"]) != self.world_size:
+            raise UserInputError(
+                f"the number of ranks must be that of the checkpoint, {number}, to resume its pipeline; "
+                f"got {self.world_size}"
+            )
+        if (saved := found["state"]["iteration"]) != iteration:
+            raise RunError(
+                f"a checkpoint and its pipelines must be of one save; {self.path} is of iteration {saved}, "
+                f"the checkpoint of {iteration}"
+            )
+        pipeline.load_state_dict(found["state"])
+
+    def remove(self) -> None:
+        """Remove the file and its checksum, if they are there."""
+        remove_with_checksum(self.path)
