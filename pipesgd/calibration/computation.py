@@ -39,7 +39,8 @@ LEAST_ITERATIONS, MOST_ITERATIONS = 2, 100
 SLOW_RANK, STRETCHES = 1.1, 4
 """Multiple of the median rank's time, and number of stretches: a rank above it in every stretch is always slow."""
 INTERRUPTED = 3.0
-"""Multiple of the median: a longer iteration was interrupted by something else on its core, and is left out."""
+"""Multiple of the median: a longer iteration was interrupted by something else on its core, and is left out, but never
+more than half of a lap."""
 LEAST_OVERLAP, MOST_SLOWED = 0.2, 0.75
 """Smallest overlap with a collective (share of the computation) that is assumed when dividing by it, to avoid
 amplifying noise; and the largest share of that time which counts as lost."""
@@ -282,7 +283,8 @@ def _all_reduce(late: Lap, model: LateIteration) -> float:
 
 def _uninterrupted(lap: Lap) -> Lap:
     totals = lap[:, :, : UPDATE + 1].sum(axis=2)
-    kept: Lap = lap[:, (totals <= INTERRUPTED * np.median(totals)).all(axis=0)]
+    longest = totals.max(axis=0)
+    kept: Lap = lap[:, longest <= max(INTERRUPTED * np.median(totals), np.median(longest))]
     return kept
 
 

@@ -136,6 +136,16 @@ def test_an_interrupted_iteration_does_not_count() -> None:
     assert found.cv < 0.03
 
 
+def test_half_of_a_lap_counts_even_if_every_iteration_was_interrupted_on_some_rank() -> None:
+    ranks = [laps(seed=seed, cv=0.02) for seed in range(5)]
+    for of_way in range(len(ranks[0])):
+        for lap in range(len(ranks[0][of_way])):
+            for number in range(len(ranks[0][of_way][lap])):
+                ranks[number % 5][of_way][lap][number][FORWARD] = 50.0
+    found = summary(ranks)
+    assert all(np.isfinite(found.parts[name].value) for name in PARTS)
+
+
 def test_what_slows_all_ranks_down_together_makes_none_wait() -> None:
     found = of([1.0, 1.0, 1.0], cv=0.02, drift=lambda lap: 1 + 0.2 * (lap % 2))
     assert found.cv == pytest.approx(0.02, rel=0.2)
