@@ -109,7 +109,7 @@ def agree_on_plan(
         return decided.as_json()
 
     agreed = ranks.all_gather_object("plan", ranks.raise_together("planning", decide_on_rank_0))[0]
-    planned = Planned(**agreed)
+    planned = Planned.from_json(agreed)
     say(console, *planned.lines())
     return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned
 
@@ -178,6 +178,6 @@ def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig
     options, planned = earlier["options"], earlier["planned"]
     try:
         config = config.with_choices({name: options[name] for name in config.planning.auto})
-        return config, None if planned is None else Planned(**planned)
+        return config, None if planned is None else Planned.from_json(planned)
     except (KeyError, TypeError, UserInputError) as failure:
         raise CheckpointError(f"the run to resume must record its choices; got {failure!r}") from None

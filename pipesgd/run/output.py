@@ -77,7 +77,7 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
     """
     folder, overwrite = config.run.output, config.run.overwrite
     resume = _resumes(config, ranks)
-    description = {"world_size": ranks.world_size, "options": config.options(), "planned": planned}
+    description = _description(config, ranks, planned)
     first_of_machine = ranks.local_rank == 0
     lock: FolderLock | None = None
 
@@ -113,6 +113,16 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
             lock.release()
         raise
     return lock
+
+
+def describe_again(config: TrainConfig, ranks: Ranks, planned: dict[str, Any]) -> None:
+    """Write the description of this run anew, after a decision about its options. All ranks call this."""
+    if ranks.local_rank == 0:
+        _describe(config.run.output, _description(config, ranks, planned))
+
+
+def _description(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None) -> dict[str, Any]:
+    return {"world_size": ranks.world_size, "options": config.options(), "planned": planned}
 
 
 def _describe(folder: Path, description: dict[str, Any]) -> None:
