@@ -91,7 +91,8 @@ class Planned:
             for choices, pace in zip(audition.candidates, audition.paces, strict=True)
             if pace is not None
         ]
-        return [f"audition, seconds of an iteration: {', '.join(found)}; {words(self.choices)} stays"]
+        chosen = words(shown(self.choices, audition.candidates))
+        return [f"audition, time of an iteration: {', '.join(found)}; {chosen} stays"]
 
     def lines(self) -> list[str]:
         """Describe the plan for the user."""
