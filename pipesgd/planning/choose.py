@@ -144,6 +144,8 @@ def audition(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: in
         best.setdefault(options_of(one.job)[kind], one)
     could = [one for one in best.values() if predict(one.job, extrapolate=True).low <= answer.high]
     candidates = sorted(sorted(could, key=lambda one: one.score)[:MOST_CANDIDATES], key=lambda one: simplicity(one.job))
+    if all(one.job.measured is not None for one in candidates):
+        return None  # an earlier audition has answered the question
     predicted = [one.iteration.total for one in candidates]
     return Audition.of([options_of(one.job) for one in candidates], predicted, iterations=iterations, begin=begin)
 

@@ -12,7 +12,7 @@ from pipesgd.planning.audition import Audition
 from timing_model.units import format_seconds
 
 MEASURED = "measured"
-"""Support of a plan whose time an audition has measured, in place of one of ``timing_model.job.SUPPORTS``."""
+"""Support of a plan whose time an audition has measured: ``timing_model.job.MEASURED``."""
 T90 = 1.645
 """Half the width of a 90 % interval, in standard errors."""
 
@@ -34,7 +34,7 @@ class Planned:
     job_seconds: float
     """Seconds of all iterations."""
     support: str
-    """Distance of the run from what was measured: one of ``timing_model.job.SUPPORTS``, or ``MEASURED``."""
+    """Distance of the run from what was measured: one of ``timing_model.job.SUPPORTS``."""
     reasons: Sequence[str]
     """Reasons why the prediction is not interpolated."""
     why: Sequence[str]
