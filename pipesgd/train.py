@@ -45,7 +45,7 @@ from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.drift import Drift
-from pipesgd.planning.plan_run import plan_run
+from pipesgd.planning.plan_run import plan_run, remember, save_cluster
 from pipesgd.planning.planned import Planned
 from pipesgd.planning.swap import swap_strategy
 from pipesgd.ranks import Ranks, check_same_options, network_address
@@ -162,10 +162,12 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         (config.optimization.epochs or DEFAULT_EPOCHS) * batches.iterations_per_epoch
     )
     earlier = output.earlier_run(config, ranks)
-    chosen, planned = plan_run(
+    chosen, planned, known = plan_run(
         config, ranks, model, batches, console, samples=samples, iterations=total, earlier=earlier
     )
     lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None)
+    if known is not None and planned is not None and planned.audition is not None:
+        save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
     network: list[str] = ranks.all_gather_object("network address", network_address())
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     model.to(device)
@@ -374,6 +376,8 @@ class Run:
             if len(planned.turns) > len(before.turns):
                 output.describe_again(self.job.config.with_choices(planned.choices), ranks, planned.as_json())
                 self._drift = None if ranks.rank else Drift(planned)
+                if planned.audition is not None and planned.audition.over and ranks.rank == 0:
+                    remember(self.job.folder / output.CLUSTER_FILE, self.config, planned.audition, ranks.world_size)
                 for line in planned.decision_lines():
                     self.job.say(line)
         self._swap_to(planned.at(iteration))
@@ -460,7 +464,13 @@ class Run:
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
                 write_text_atomically(path, json.dumps(summary, indent=1) + "\n")
-            names = (output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE)
+            names = (
+                output.SUMMARY_FILE,
+                output.METRICS_FILE,
+                output.WEIGHTS_FILE,
+                output.TRACE_FILE,
+                output.CLUSTER_FILE,
+            )
             show_summary(job.console, summary, [folder / name for name in names if (folder / name).exists()])
             if planned is not None and summary["planned"]["measured_seconds"] is not None:
                 job.say(planned.compare(summary["planned"]["measured_seconds"]))

@@ -36,6 +36,7 @@ __all__ = [
     "Corrections",
     "Estimate",
     "LinkProfile",
+    "MeasuredIteration",
     "Profile",
 ]
 

@@ -263,10 +263,11 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
 def support_of(job: Job) -> Support:
     """Return whether the job is within what was measured, near it, or outside.
 
-    Measured: this very configuration was, in an audition. Interpolated: world size and bytes are within what was measured, and all that has a name was measured. Extrapolated:
-    numbers are up to ``REACH`` times beyond, or a world size was not measured where ranks share cores, or an all-reduce
-    was not measured and has the ring's link, or the computation is as given. Outside: numbers are further beyond, or a
-    codec or servers never ran, or the cv of the computation is above ``CHECKED_CV``.
+    Measured: this very configuration was, in an audition. Interpolated: world size and bytes are within what was
+    measured, and all that has a name was measured. Extrapolated: numbers are up to ``REACH`` times beyond, or a world
+    size was not measured where ranks share cores, or an all-reduce was not measured and has the ring's link, or the
+    computation is as given. Outside: numbers are further beyond, or a codec or servers never ran, or the cv of the
+    computation is above ``CHECKED_CV``.
     """
     if job.measured is not None:
         return Support(MEASURED, (f"{job.measured.iterations} iterations were timed in an audition",))

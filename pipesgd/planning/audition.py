@@ -22,6 +22,8 @@ PASSES = 2
 """Number of times that it is every candidate's turn, unless one leads before: A B C, then C B A."""
 MOST_SHARE = 0.01
 """Most that an audition may add to the run, as a share of the iterations left."""
+T90 = 1.645
+"""Half the width of a 90 % interval, in standard errors."""
 LEADS = 2.0
 """Standard errors by which a candidate must lead another one for that one to be out."""
 TIE = 0.01
@@ -40,6 +42,11 @@ class Pace(NamedTuple):
     """Standard error of the mean."""
     iterations: int
     """Number of iterations that were timed."""
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Ends of the 90 % interval of the mean."""
+        return max(0.0, self.mean - T90 * self.error), self.mean + T90 * self.error
 
 
 @dataclass(frozen=True, kw_only=True)

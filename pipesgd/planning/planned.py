@@ -13,8 +13,6 @@ from timing_model.units import format_seconds
 
 MEASURED = "measured"
 """Support of a plan whose time an audition has measured: ``timing_model.job.MEASURED``."""
-T90 = 1.645
-"""Half the width of a 90 % interval, in standard errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +64,15 @@ class Planned:
         if not audition.over or (self.audition is not None and self.audition.over):
             return dataclasses.replace(self, audition=audition)
         choices, pace = audition.chosen
+        low, high = pace.interval
         return dataclasses.replace(
             self,
             audition=audition,
             choices=choices,
             source=f"an audition of {pace.iterations} iterations",
             iteration_seconds=pace.mean,
-            low=max(0.0, pace.mean - T90 * pace.error),
-            high=pace.mean + T90 * pace.error,
+            low=low,
+            high=high,
             median_share=pace.median / pace.mean,
             job_seconds=pace.mean * self.iterations,
             support=MEASURED,

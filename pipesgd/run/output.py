@@ -23,13 +23,14 @@ SUMMARY_FILE = "summary.json"
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace.json"
 WEIGHTS_FILE = "model.pt"
+CLUSTER_FILE = "cluster.toml"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 
 TAKEN = "output folder taken"
 """Mark of a job that has taken its folder: torchrun's restarts continue the run in it."""
 
-_FILES = (SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256")
+_FILES = (SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256", CLUSTER_FILE)
 """Files that a run writes in addition to run.json."""
 
 _ASIDE = re.compile(rf"{re.escape(METRICS_FILE)}\.aside-[0-9]+")

@@ -15,11 +15,12 @@ from _ranks import run_ranks
 
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.planning import audition
-from pipesgd.planning.audition import TURN
+from pipesgd.planning.audition import TURN, UNTIMED
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from pipesgd.train import train
 from timing_model import LinkParams
+from timing_model.cluster_profile import Profile
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +107,8 @@ def test_a_run_that_was_killed_before_a_decision_decides_by_what_it_had_measured
     found = result["planned"]["audition"]
     assert found["passes"] == 0
     assert widths(result["planned"])[:3] == [(0, 1), (TURN, 2), (2 * TURN, 3)]
-    assert found["paces"][0][3] >= TURN - 2, "the first turn's times are in metrics.jsonl"
+    turns = [width for iteration, width in widths(result["planned"]) if iteration < found["turns"][-1][0]]
+    assert found["paces"][0][3] == (TURN - UNTIMED) * turns.count(1), "the first turn's times are in metrics.jsonl"
     assert result["replicas_identical"]
 
 
@@ -117,3 +119,25 @@ def test_a_run_without_time_for_it_has_none_and_trains_as_planned(tmp_path: Path
     explicit = WORDS.replace("--width auto", f"--width {result['width']}")
     again, _ = run(tmp_path, f"{explicit} --iterations 20 --overwrite")
     assert again["weights_sha256"] == result["weights_sha256"]
+
+
+def test_what_an_audition_has_measured_wins_over_predictions_the_next_time(tmp_path: Path) -> None:
+    words = f"{WORDS} --iterations 90"
+    result, text = run(tmp_path, words)
+    assert f"wrote {tmp_path / 'run' / 'cluster.toml'}\n" in text
+    [compute] = Profile.load(tmp_path / "run" / "cluster.toml").compute
+    paces = result["planned"]["audition"]["paces"]
+    assert [(one.width, one.iteration.value, one.iterations) for one in compute.measured] == [
+        (width, pytest.approx(pace[0]), pace[3]) for width, pace in zip((1, 2, 3), paces, strict=True)
+    ]
+    shutil.copy(tmp_path / "run" / "cluster.toml", tmp_path / "measured.toml")
+    options = [*words.split(), "--cluster", str(tmp_path / "measured.toml"), "--output", str(tmp_path / "next")]
+    (error, text), _ = run_ranks(2, _train, options, 1e3, process_group=False)
+    assert error == ""
+    planned = json.loads((tmp_path / "next" / "run.json").read_text())["planned"]
+    fastest = min(pace[0] for pace in paces)
+    assert planned["support"] == "measured"
+    assert planned["audition"] is None
+    assert planned["iteration_seconds"] == pytest.approx(paces[planned["choices"]["width"] - 1][0])
+    assert planned["iteration_seconds"] <= fastest * 1.03
+    assert f"measured by {tmp_path / 'measured.toml'}: " in text
