@@ -43,6 +43,12 @@ class Pace(NamedTuple):
     iterations: int
     """Number of iterations that were timed."""
 
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Self:
+        """Return the pace of iterations, at least two, that took ``seconds``."""
+        error = statistics.stdev(seconds) / math.sqrt(len(seconds))
+        return cls(statistics.fmean(seconds), statistics.median(seconds), error, len(seconds))
+
     @property
     def interval(self) -> tuple[float, float]:
         """Ends of the 90 % interval of the mean."""
@@ -68,7 +74,7 @@ class Audition:
     turns: Sequence[tuple[int, Choices]]
     """Choices by the iteration from which on they train. Turns that have been decided are never changed."""
     decision_at: int
-    """Iteration before which rank 0 decides how to go on."""
+    """Iteration before which rank 0 decides what follows."""
     begin: int
     """First iteration of the present audition."""
     passes: int
@@ -132,7 +138,7 @@ class Audition:
         return next((choices for first, choices in reversed(self.turns) if first <= iteration), None)
 
     def decided(self, seconds: Mapping[int, float], *, again: bool) -> Self:
-        """Return how the run goes on from ``decision_at``.
+        """Return what the run does from ``decision_at``.
 
         Args:
             seconds: time of each iteration, as far as known.
@@ -190,10 +196,7 @@ class Audition:
                 untimed = 0 if before == own else choices["width"] - 1 + UNTIMED
                 found += [seconds[number] for number in range(first + untimed, end) if number in seconds]
             before = own
-        if len(found) < 2:
-            return None
-        error = statistics.stdev(found) / math.sqrt(len(found))
-        return Pace(statistics.fmean(found), statistics.median(found), error, len(found))
+        return Pace.of(found) if len(found) > 1 else None
 
     def _best(self, paces: Sequence[Pace | None]) -> int:
         """Return the number of the simplest candidate among the fastest; that predicted to be, if none was timed."""

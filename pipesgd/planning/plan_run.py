@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,14 @@ from torch import nn
 from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.errors import CheckpointError, UserInputError, warn
-from pipesgd.planning.audition import Audition
+from pipesgd.planning.audition import Audition, Pace
 from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
 if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
-    from timing_model.cluster_profile import Profile
+    from timing_model.cluster_profile import MeasuredIteration, Profile
 
 CALIBRATION_SECONDS = 12.0
 MOST_LARGEST_BYTES = 64 << 20
@@ -128,9 +129,23 @@ def save_cluster(profile: Profile, path: Path) -> None:
 
 def remember(path: Path, config: TrainConfig, audition: Audition, world_size: int) -> None:
     """Add what an audition that is over has measured to the cluster in ``path``, for the next plan; warn if not."""
-    from timing_model.cluster_profile import Estimate, MeasuredIteration, Profile
+    from timing_model.cluster_profile import Profile
 
-    measured = [
+    measured = measured_iterations(audition.candidates, audition.paces, world_size)
+    try:
+        profile = Profile.load(path)
+        profile.with_measured(config.model.model, config.samples_per_rank, measured).save(path)
+    except ValueError as failure:
+        warn(f"what was measured is not remembered: {failure}")
+
+
+def measured_iterations(
+    candidates: Sequence[dict[str, Any]], paces: Sequence[Pace | None], world_size: int
+) -> list[MeasuredIteration]:
+    """Return what was measured of the candidates, as a profile keeps it."""
+    from timing_model.cluster_profile import Estimate, MeasuredIteration
+
+    return [
         MeasuredIteration(
             world_size=world_size,
             width=choices["width"],
@@ -140,14 +155,9 @@ def remember(path: Path, config: TrainConfig, audition: Audition, world_size: in
             iteration=Estimate(pace.mean, *pace.interval),
             iterations=pace.iterations,
         )
-        for choices, pace in zip(audition.candidates, audition.paces, strict=True)
+        for choices, pace in zip(candidates, paces, strict=True)
         if pace is not None
     ]
-    try:
-        profile = Profile.load(path)
-        profile.with_measured(config.model.model, config.samples_per_rank, measured).save(path)
-    except ValueError as failure:
-        warn(f"what was measured is not remembered: {failure}")
 
 
 def share_cluster(path: Path | None, ranks: Ranks, console: Console) -> bool:

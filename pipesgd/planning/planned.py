@@ -134,10 +134,15 @@ class Planned:
     def contradicted(self, measured: float) -> str:
         """Describe the contradiction when the median iteration takes ``measured`` s, and not the predicted time."""
         word = "slower" if measured > self.median[2] else "faster"
-        cause = "it was then" if self.support == MEASURED else "the calibration found it, or the model is wrong"
+        took = format_seconds(measured)
+        if self.support == MEASURED:
+            return (
+                f"the median iteration takes {took}, measured {_interval(*self.median)} in the audition: the cluster is "
+                f"{word} than it was then"
+            )
         return (
-            f"the median iteration takes {format_seconds(measured)}, {self._how} {_interval(*self.median)}: the "
-            f"cluster is {word} than {cause}"
+            f"the median iteration takes {took}, predicted {_interval(*self.median)}: the cluster is {word} than the "
+            "calibration found it, or the model is wrong"
         )
 
     def as_json(self) -> dict[str, Any]:

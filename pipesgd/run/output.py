@@ -117,7 +117,7 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
 
 
 def describe_again(config: TrainConfig, ranks: Ranks, planned: dict[str, Any]) -> None:
-    """Write the description of this run anew, after a decision about its options. All ranks call this."""
+    """Replace the description of this run after a decision about its options. All ranks call this."""
     if ranks.local_rank == 0:
         _describe(config.run.output, _description(config, ranks, planned))
 
