@@ -136,9 +136,10 @@ class Planned:
         word = "slower" if measured > self.median[2] else "faster"
         took = format_seconds(measured)
         if self.support == MEASURED:
+            interval = _interval(*self.median)
             return (
-                f"the median iteration takes {took}, measured {_interval(*self.median)} in the audition: the cluster is "
-                f"{word} than it was then"
+                f"the median iteration takes {took}, measured {interval} in the audition: the cluster is {word} than it "
+                "was then"
             )
         return (
             f"the median iteration takes {took}, predicted {_interval(*self.median)}: the cluster is {word} than the "
