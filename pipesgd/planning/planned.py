@@ -138,8 +138,8 @@ class Planned:
         if self.support == MEASURED:
             interval = _interval(*self.median)
             return (
-                f"the median iteration takes {took}, measured {interval} in the audition: the cluster is {word} than it "
-                "was then"
+                f"the median iteration takes {took}, measured {interval} in the audition: the cluster is {word} than "
+                "it was then"
             )
         return (
             f"the median iteration takes {took}, predicted {_interval(*self.median)}: the cluster is {word} than the "
