@@ -178,6 +178,7 @@ def test_a_copy_of_a_trained_model_waits_by_itself(clock: Clock) -> None:
         taken.append(clock.now - begin)
     assert taken[0] == pytest.approx(taken[1])
     assert len(gradients(other)) == 4
+    assert [len(one._backward_hooks or ()) for one in model.parameters()] == [1] * 4  # those of earlier passes are gone
 
 
 def test_a_slow_rank_takes_longer(clock: Clock) -> None:
