@@ -95,7 +95,7 @@ def function_of(option: str, name: str, built_in: Mapping[str, Function]) -> Fun
         found = getattr(found, attribute)
     if not callable(found):
         raise UserInputError(f"{option} must be a function; got {path}, which is of type {type(found).__name__}")
-    return _with_first(found, text) if given else found  # type: ignore[no-any-return]
+    return _with_first(found, text) if given else found
 
 
 def _with_first(function: Function, text: str) -> Function:
