@@ -290,6 +290,7 @@ def make(
     embedding: int = ModelConfig.embedding,
     seed: int = 0,
     rank: int = 0,
+    world_size: int = 1,
 ) -> Emulated:
     """Return the model that ``text`` names, on the accelerator that it describes; the rest is as for ``build_model``.
 
@@ -297,6 +298,9 @@ def make(
         UserInputError: there is no such accelerator or model, or the model has no use for an option.
     """
     accelerator, name = parse(text, synthetic=synthetic)
+    for slow in accelerator.slow:
+        if slow >= world_size:
+            raise UserInputError(f"slow must name ranks from 0 to {world_size - 1}; got {slow}")
     # The same checks as without an accelerator: an option that the model does not read must not be ignored.
     ModelConfig(model=name, hidden_sizes=hidden_sizes, layers=layers, heads=heads, embedding=embedding)
     model = build_model(
@@ -309,6 +313,7 @@ def make(
         embedding=embedding,
         seed=seed,
         rank=rank,
+        world_size=world_size,
     )
     return Emulated(model, accelerator, seed=seed, rank=rank)
 

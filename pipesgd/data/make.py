@@ -49,6 +49,7 @@ def make_workload(config: TrainConfig, *, rank: int = 0, world_size: int = 1) ->
         embedding=config.model.embedding,
         seed=seed,
         rank=rank,
+        world_size=world_size,
     )
     return data, model
 

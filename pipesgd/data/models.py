@@ -28,6 +28,7 @@ def build_model(
     embedding: int = 128,
     seed: int = 0,
     rank: int = 0,
+    world_size: int = 1,
 ) -> nn.Module:
     """Build a model from images, float32 (B, *sample_shape), to logits, float32 (B, num_classes).
 
@@ -45,6 +46,7 @@ def build_model(
         embedding: numbers by which ``transformer`` represents a byte, a multiple of ``heads``.
         seed: seed of the training.
         rank: number of this rank; the model must be the same on all ranks.
+        world_size: number of ranks.
 
     Raises:
         UserInputError: the name is unknown, the model is for another kind of data, a hidden size is below 1,
@@ -54,10 +56,18 @@ def build_model(
     function = model_function(name)
     if kind(name) != OWN and sample_shape is not None:
         _check_kind(name, sample_shape)
-    offered = {"sample_shape": sample_shape, "num_classes": num_classes, "hidden_sizes": hidden_sizes, "layers": layers}
-    model = call(
-        "model", name, function, {**offered, "heads": heads, "embedding": embedding, "seed": seed, "rank": rank}
-    )
+    offered = {
+        "sample_shape": sample_shape,
+        "num_classes": num_classes,
+        "hidden_sizes": hidden_sizes,
+        "layers": layers,
+        "heads": heads,
+        "embedding": embedding,
+        "seed": seed,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    model = call("model", name, function, offered)
     if not isinstance(model, nn.Module):
         raise UserInputError(
             f"model must be made by a function that returns a torch.nn.Module; got {type(model).__name__} from {name}"

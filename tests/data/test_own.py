@@ -311,8 +311,9 @@ def test_a_function_gets_the_options_that_it_names(folder: Path) -> None:
         + "def data(data_dir, image_size, context, seed, rank, world_size, colour='red'):\n"
         + "    asked.append((str(data_dir), image_size, context, seed, rank, world_size, colour))\n"
         + "    return points()\n"
-        + "def net(sample_shape, num_classes, hidden_sizes, layers, heads, embedding, seed, rank, **others):\n"
-        + "    asked.append((sample_shape, num_classes, hidden_sizes, layers, heads, embedding, seed, rank, others))\n"
+        + "def net(sample_shape, num_classes, hidden_sizes, layers, heads, embedding, seed, rank, world_size, **o):\n"
+        + "    sizes = hidden_sizes, layers, heads, embedding\n"
+        + "    asked.append((sample_shape, num_classes, *sizes, seed, rank, world_size, o))\n"
         + "    return model()\n"
     )
     words = "--dataset own:data --data-dir here --image-size 9 --context 8 --seed 5 --model own:net --hidden-sizes 7 "
@@ -320,7 +321,7 @@ def test_a_function_gets_the_options_that_it_names(folder: Path) -> None:
     make_workload(parse(words.split()), rank=1, world_size=2)
     assert importlib.import_module("own").asked == [
         ("here", 9, 8, 5, 1, 2, "red"),
-        ((3,), 2, (7,), 3, 2, 6, 5, 1, {}),
+        ((3,), 2, (7,), 3, 2, 6, 5, 1, 2, {}),
     ]
 
 

@@ -185,7 +185,7 @@ def test_a_slow_rank_takes_longer(clock: Clock) -> None:
     taken = []
     for rank in range(3):
         begin = clock.now
-        train(synthetic("100ms,slow=1x1.5,slow=2x3", **MLP, rank=rank), 1)
+        train(synthetic("100ms,slow=1x1.5,slow=2x3", **MLP, rank=rank, world_size=3), 1)
         taken.append(clock.now - begin)
     assert taken == pytest.approx([0.1, 0.15, 0.3])
 
@@ -239,6 +239,12 @@ def test_bad_input_is_one_line(text: str, message: str) -> None:
     with pytest.raises(UserInputError) as caught:
         synthetic(text, **MLP)
     assert str(caught.value) == message
+
+
+def test_slow_ranks_exist() -> None:
+    synthetic("75ms,slow=3x2", **MLP, world_size=4)
+    with pytest.raises(UserInputError, match=r"^slow must name ranks from 0 to 2; got 3$"):
+        synthetic("75ms,slow=3x2", **MLP, world_size=3)
 
 
 def test_options_are_read() -> None:
