@@ -124,8 +124,8 @@ def dataset_kind(name: str) -> str:
     return kind(name)
 
 
-_FUNCTION = re.compile(r"(?!.*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""Pattern of a module and a function in it. A file name is a common mistake."""
+_FUNCTION = re.compile(r"(?![^=]*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*(=\S+)?")
+"""Pattern of a module, a function in it, and perhaps a text for it. A file name is a common mistake."""
 
 
 def check_function(option: str, name: str, of_kind: str, choices: Sequence[str]) -> None:
