@@ -169,9 +169,8 @@ class Emulated(nn.Module):
         self._gradients: dict[str, Tensor] = {}
         if accelerator.synthetic:
             numbers = torch.Generator().manual_seed(seed)
-            for name, one in model.named_parameters():
-                values = GRADIENT_STD * torch.randn(one.shape, generator=numbers)
-                self._gradients[name] = values.to(one.device, one.dtype)
+            for name, one in model.named_parameters(remove_duplicate=False):
+                self._gradients[name] = GRADIENT_STD * torch.randn(one.shape, generator=numbers)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's outputs, or zeros of their shape if the accelerator is synthetic."""
@@ -232,7 +231,7 @@ class Emulated(nn.Module):
         signal = torch.zeros((), device=samples.device)
         for layer in self._released:
             if trained := self._trained(layer):
-                gradients = [self._gradients[name] for name, _ in trained]
+                gradients = [self._gradients[name].to(one.device, one.dtype) for name, one in trained]
                 signal = _fix_gradients(signal, gradients, *(parameter for _, parameter in trained))
         return signal.expand(len(samples), *self._shape)
 

@@ -181,6 +181,15 @@ def test_a_copy_of_a_trained_model_waits_by_itself(clock: Clock) -> None:
     assert [len(one._backward_hooks or ()) for one in model.parameters()] == [1] * 4  # those of earlier passes are gone
 
 
+@pytest.mark.parametrize("kind", [True, False])
+def test_weights_that_two_layers_share_are_trained(clock: Clock, kind: bool) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[1].weight
+    begin = clock.now
+    train(Emulated(model, Accelerator(seconds=0.1, synthetic=kind)), 2)
+    assert clock.now - begin == pytest.approx(0.2)
+
+
 def test_a_slow_rank_takes_longer(clock: Clock) -> None:
     taken = []
     for rank in range(3):
