@@ -44,6 +44,7 @@ from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySi
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
+from pipesgd.planning.audition import Audition
 from pipesgd.planning.drift import Drift
 from pipesgd.planning.plan_run import plan_run, remember, save_cluster
 from pipesgd.planning.planned import Planned
@@ -226,6 +227,8 @@ class Run:
         self._known_paces: dict[int, float] = {}
         """Seconds of iterations of an earlier attempt at this run, for an audition that it had begun."""
         self._drift: Drift | None = None
+        self._audition_began: float | None = None
+        """Time when the present audition began; None if it did in an earlier attempt at this run."""
         self._blamed: set[int] = set()
         """Ranks whose gradients were not finite and that have been named in a warning."""
         self._stack = contextlib.ExitStack()
@@ -362,25 +365,33 @@ class Run:
 
     def _follow_audition(self, iteration: int) -> None:
         """Let the configuration train whose turn it is, after rank 0's decision if one is due. Collective."""
-        planned, ranks = self.planned, self.job.ranks
-        if planned is None or planned.audition is None:
+        if self.planned is None or self.planned.audition is None:
             return
-        if iteration >= planned.audition.decision_at:
-            decided: dict[str, Any] | None = None
+        if iteration >= self.planned.audition.decision_at:
+            self.planned = self._decided(self.planned, self.planned.audition)
+        if self.planned.audition is not None and iteration == self.planned.audition.begin:
+            self._audition_began = time.perf_counter()
+        self._swap_to(self.planned.at(iteration))
+
+    def _decided(self, planned: Planned, audition: Audition) -> Planned:
+        """Return the plan after rank 0's decision, which is recorded if it changes what trains. Collective."""
+        job, ranks = self.job, self.job.ranks
+        decided: dict[str, Any] | None = None
+        if ranks.rank == 0:
+            paces = self._known_paces | dict(enumerate(self._paces, self.start))
+            again = self._drift is not None and self._drift.contradicted
+            elapsed = None if self._audition_began is None else time.perf_counter() - self._audition_began
+            decided = planned.heard(audition.decided(paces, again=again, elapsed=elapsed)).as_json()
+        found = Planned.from_json(ranks.all_gather_object("audition", decided)[0])
+        if len(found.turns) > len(planned.turns):
+            output.describe_again(job.config.with_choices(found.choices), ranks, found.as_json())
+            for line in found.decision_lines():
+                job.say(line)
             if ranks.rank == 0:
-                paces = self._known_paces | dict(enumerate(self._paces, self.start))
-                again = self._drift is not None and self._drift.contradicted
-                decided = planned.heard(planned.audition.decided(paces, again=again)).as_json()
-            before, planned = planned, Planned.from_json(ranks.all_gather_object("audition", decided)[0])
-            self.planned = planned
-            if len(planned.turns) > len(before.turns):
-                output.describe_again(self.job.config.with_choices(planned.choices), ranks, planned.as_json())
-                self._drift = None if ranks.rank else Drift(planned)
-                if planned.audition is not None and planned.audition.over and ranks.rank == 0:
-                    remember(self.job.folder / output.CLUSTER_FILE, self.config, planned.audition, ranks.world_size)
-                for line in planned.decision_lines():
-                    self.job.say(line)
-        self._swap_to(planned.at(iteration))
+                self._drift = Drift(found)
+                if found.audition is not None and found.audition.over:
+                    remember(job.folder / output.CLUSTER_FILE, job.config, found.audition, ranks.world_size)
+        return found
 
     def _swap_to(self, choices: dict[str, Any]) -> None:
         """Train with these ``AUTO_OPTIONS`` from now on, if they are others than now. Collective."""

@@ -26,8 +26,9 @@ T90 = 1.645
 """Half the width of a 90 % interval, in standard errors."""
 LEADS = 2.0
 """Standard errors by which a candidate must lead another one for that one to be out."""
-TIE = 0.01
-"""Relative distance from the fastest within which the simplest candidate is chosen."""
+TIE, EARNED = 0.01, 1.0
+"""Relative distance from the fastest, and standard errors of the difference, within which the simplest candidate is
+chosen: staleness and coarser codecs cost accuracy, so a gain must be seen before they are accepted for it."""
 AGAIN_AFTER = 60
 """Iterations between an audition and the first look at whether another one is needed; twice as many to the next."""
 MOST_AUDITIONS = 3
@@ -83,6 +84,8 @@ class Audition:
     """Number of auditions so far."""
     paces: Sequence[Pace | None] = field(default_factory=list)
     """Measured times of the candidates in the newest audition; None for one that had no turn."""
+    cost: float | None = None
+    """Seconds that the newest audition took longer than as many iterations of its winner; None if it is not known."""
 
     @classmethod
     def of(
@@ -137,18 +140,19 @@ class Audition:
         """Return the choices that train in ``iteration``; None if they are those that the run began with."""
         return next((choices for first, choices in reversed(self.turns) if first <= iteration), None)
 
-    def decided(self, seconds: Mapping[int, float], *, again: bool) -> Self:
+    def decided(self, seconds: Mapping[int, float], *, again: bool, elapsed: float | None = None) -> Self:
         """Return what the run does from ``decision_at``.
 
         Args:
             seconds: time of each iteration, as far as known.
             again: whether the iterations after an audition that is over have contradicted it.
+            elapsed: seconds since the present audition began, if known.
         """
         if self.over:
             return self._begun_again() if again else self._looking_later()
         paces = [self._pace(choices, seconds) for choices in self.candidates]
         best = self._best(paces)
-        left = [number for number, pace in enumerate(paces) if number == best or not _leads(paces[best], pace)]
+        left = [number for number, pace in enumerate(paces) if number == best or not _leads(paces[best], pace, LEADS)]
         if self.passes < PASSES and len(left) > 1:
             last = self.candidates.index(self.turns[-1][1])
             order = sorted(left, key=lambda number: (number != last, -number))
@@ -166,7 +170,11 @@ class Audition:
             decision_at=self.decision_at + AGAIN_AFTER,
             passes=0,
             paces=paces,
+            cost=self._cost(paces[best], elapsed),
         )
+
+    def _cost(self, winner: Pace | None, elapsed: float | None) -> float | None:
+        return None if winner is None or elapsed is None else elapsed - (self.decision_at - self.begin) * winner.mean
 
     def _begun_again(self) -> Self:
         known = [pace.mean if pace else guess for pace, guess in zip(self.paces, self.predicted, strict=True)]
@@ -200,9 +208,15 @@ class Audition:
 
     def _best(self, paces: Sequence[Pace | None]) -> int:
         """Return the number of the simplest candidate among the fastest; that predicted to be, if none was timed."""
-        known = {number: pace.mean for number, pace in enumerate(paces) if pace is not None}
-        times = known or dict(enumerate(self.predicted))
-        return next(number for number, time in times.items() if time <= min(times.values()) * (1 + TIE))
+        known = {number: pace for number, pace in enumerate(paces) if pace is not None}
+        if not known:
+            return min(range(len(self.candidates)), key=lambda number: self.predicted[number])
+        fastest = min(known.values(), key=lambda pace: pace.mean)
+        return next(
+            number
+            for number, pace in known.items()
+            if pace.mean <= fastest.mean * (1 + TIE) or not _leads(fastest, pace, EARNED)
+        )
 
 
 def turn_of(seconds: Sequence[float], iterations: int) -> int | None:
@@ -231,8 +245,8 @@ def _pass(
     return [*turns, *((begin + number * turn, choices) for number, choices in enumerate(order))]
 
 
-def _leads(best: Pace | None, other: Pace | None) -> bool:
-    """Return True if ``best`` is clearly faster than ``other``."""
-    return (
-        best is not None and other is not None and other.mean - best.mean > LEADS * math.hypot(best.error, other.error)
-    )
+def _leads(best: Pace | None, other: Pace | None, errors: float) -> bool:
+    """Return True if ``best`` is faster than ``other`` by more than this many standard errors of the difference."""
+    if best is None or other is None:
+        return False
+    return other.mean - best.mean > errors * math.hypot(best.error, other.error)

@@ -91,7 +91,8 @@ class Planned:
             if pace is not None
         ]
         chosen = words(shown(self.choices, audition.candidates))
-        return [f"audition, time of an iteration: {', '.join(found)}; {chosen} stays"]
+        cost = "" if audition.cost is None else f"; it cost {format_seconds(max(0.0, audition.cost))}"
+        return [f"audition, time of an iteration: {', '.join(found)}; {chosen} stays{cost}"]
 
     def lines(self) -> list[str]:
         """Describe the plan for the user."""

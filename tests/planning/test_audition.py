@@ -63,11 +63,13 @@ def test_candidates_take_turns_and_then_in_reverse() -> None:
     assert (second.passes, second.decision_at) == (2, 6 * TURN)
     assert [(at, one["width"]) for at, one in second.turns[3:]] == [(3 * TURN, 3), (4 * TURN, 2), (5 * TURN, 1)]
     assert second.turns[:3] == first.turns
-    last = second.decided(seconds(second, {1: 0.13, 2: 0.12, 3: 0.125}, noise=0.3), again=False)
+    times = seconds(second, {1: 0.13, 2: 0.12, 3: 0.125}, noise=0.02)
+    last = second.decided(times, again=False, elapsed=10.0)
     assert last.over
     winner, pace = last.chosen
     assert winner == TWO
-    assert pace.mean == pytest.approx(0.12, rel=0.05)
+    assert pace.mean == pytest.approx(0.12, rel=0.01)
+    assert last.cost == pytest.approx(10 - 6 * TURN * pace.mean)
     assert pace.iterations == 2 * (TURN - 1 - UNTIMED)
     assert [one.iterations for one in last.paces if one] == [
         2 * TURN - UNTIMED - UNTIMED,
@@ -94,6 +96,15 @@ def test_the_simplest_of_those_that_are_about_equally_fast_stays() -> None:
         over = first.decided(seconds(first, {1: 0.12 * (1 + excess), 2: 0.12}), again=False)
         if not over.over:
             over = over.decided(seconds(over, {1: 0.12 * (1 + excess), 2: 0.12}), again=False)
+        assert over.chosen[0]["width"] == width
+
+
+def test_a_gain_that_is_within_the_noise_is_none() -> None:
+    for noise, width in ((0.3, 1), (0.1, 2)):
+        first = audition(0.13, 0.12)
+        over = first.decided(seconds(first, {1: 0.128, 2: 0.12}, noise), again=False)
+        if not over.over:
+            over = over.decided(seconds(over, {1: 0.128, 2: 0.12}, noise), again=False)
         assert over.chosen[0]["width"] == width
 
 
