@@ -167,7 +167,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         config, ranks, model, batches, console, samples=samples, iterations=total, earlier=earlier
     )
     lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None)
-    if known is not None and planned is not None and planned.audition is not None:
+    if known is not None and config.planning.auto:
         save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
     network: list[str] = ranks.all_gather_object("network address", network_address())
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
