@@ -7,8 +7,6 @@ known. The docstring under a field is the help text of its option.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,10 +16,9 @@ import tyro
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
 from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
 from pipesgd.errors import UserInputError
+from pipesgd.functions import OWN, check_function, kind
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
-OWN = "module:function"
-"""Value of an option that names a function of the user's own by the module to import it from."""
 TEXTS = ("python-stdlib", "text:PATH")
 IMAGE_DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
 DATASETS = (*IMAGE_DATASETS, *TEXTS, OWN)
@@ -112,29 +109,11 @@ def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> Non
         raise UserInputError("connections and segment-bytes must be left out with --all-reduce native, torch's own")
 
 
-def kind(name: str) -> str:
-    """Return ``OWN`` for any name with a colon, otherwise ``name`` itself."""
-    return OWN if ":" in name else name
-
-
 def dataset_kind(name: str) -> str:
     """Return the entry of ``DATASETS`` that ``name`` stands for: text:PATH for any path, otherwise its ``kind``."""
     if name.startswith("text:"):
         return "text:PATH" if name != "text:" else name
     return kind(name)
-
-
-_FUNCTION = re.compile(r"(?!.*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""Pattern of a module and a function in it. A file name is a common mistake."""
-
-
-def check_function(option: str, name: str, of_kind: str, choices: Sequence[str]) -> None:
-    """Raise ``UserInputError`` unless ``of_kind`` is one of ``choices``, and ``name`` written as that kind is."""
-    check_one_of(option, of_kind, choices)
-    if of_kind == OWN and not _FUNCTION.fullmatch(name):
-        raise UserInputError(
-            f"{option} must be {OWN}, with a module as Python imports it, such as package.file:make; got {name!r}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

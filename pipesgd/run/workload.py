@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pipesgd.config import OWN, TrainConfig, dataset_kind, kind
+from pipesgd.config import TrainConfig, dataset_kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
-from pipesgd.data.functions import in_one_line
 from pipesgd.data.losses import Loss
 from pipesgd.data.samples import outputs_of
 from pipesgd.errors import DisagreementError, UserInputError
+from pipesgd.functions import OWN, in_one_line, kind
 from pipesgd.optim.build import check_model
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
 from pipesgd.ranks import Ranks
