@@ -276,7 +276,7 @@ class PipelineConfig:
     rank-0 (rank 0's), or own (each rank's). Between evaluations, every rank updates its own."""
     all_reduce: str = "ring"
     """All-reduce algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then
-    between them), or native (torch's own); auto chooses one (see --cluster)."""
+    between them), native (torch's own), or module:function (returns a schedule); auto chooses one (see --cluster)."""
     segment_bytes: int = SEGMENT_BYTES
     """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
     connections: int = 1
@@ -297,7 +297,7 @@ class PipelineConfig:
         check_width(self.width, self.warmup_iterations)
         check_one_of("prediction", self.prediction, PREDICTIONS)
         check_one_of("buffers", self.buffers, BUFFERS)
-        check_one_of("all-reduce", self.all_reduce, ALL_REDUCES)
+        check_function("all-reduce", self.all_reduce, kind(self.all_reduce), (*ALL_REDUCES, OWN))
         check_messages(self.all_reduce, self.segment_bytes, self.connections)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
         check_at_least("servers", self.servers, 1)
@@ -512,9 +512,10 @@ class TrainConfig:
             raise UserInputError(
                 f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"
             )
-        if self.compression.codec == "powersgd":
+        if kind(self.compression.codec) in ("powersgd", OWN):
             raise UserInputError(
-                f"codec must be another one with --{option}, since its times are not calibrated; got powersgd"
+                f"codec must be another one with --{option}, since its times are not calibrated; "
+                f"got {self.compression.codec}"
             )
         if self.pipeline.all_reduce == "hierarchical":
             raise UserInputError(
@@ -552,8 +553,11 @@ class TrainConfig:
 
     def describe(self) -> str:
         """Return a short description of what is done with the gradients."""
-        codec = f", {self.compression.describe()}" if self.pipeline.strategy == "pipelined" else ""
-        return self.pipeline.describe() + codec
+        if self.pipeline.strategy != "pipelined":
+            return self.pipeline.describe()
+        from pipesgd.codecs.own import codec_options  # imports torch, which takes seconds
+
+        return f"{self.pipeline.describe()}, {codec_options(self.compression).describe()}"
 
 
 def options_of(*sections: Any) -> dict[str, Any]:
