@@ -84,7 +84,9 @@ def try_codec(name: str, codec: OwnCodec, device: str) -> str:
             values[numel // 2] = bad
             found = _message(name, codec, values)[1][numel // 2].item()
             if abs(found) < float("inf"):
-                raise UserInputError(f"codec {name} must not make what is not finite finite; got {found:g} of {bad}")
+                raise UserInputError(
+                    f"codec {name} must keep a NaN and an infinity not finite; got {found:g} for {bad}"
+                )
     return digest.hexdigest()
 
 
