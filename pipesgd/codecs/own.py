@@ -85,7 +85,7 @@ def try_codec(name: str, codec: OwnCodec, device: str) -> str:
             found = _message(name, codec, values)[1][numel // 2].item()
             if abs(found) < float("inf"):
                 raise UserInputError(
-                    f"codec {name} must keep a NaN and an infinity not finite; got {found:g} for {bad}"
+                    f"codec {name} must keep what is not finite so; got {found:g} for {bad}"
                 )
     return digest.hexdigest()
 
