@@ -84,9 +84,7 @@ def try_codec(name: str, codec: OwnCodec, device: str) -> str:
             values[numel // 2] = bad
             found = _message(name, codec, values)[1][numel // 2].item()
             if abs(found) < float("inf"):
-                raise UserInputError(
-                    f"codec {name} must keep what is not finite so; got {found:g} for {bad}"
-                )
+                raise UserInputError(f"codec {name} must keep what is not finite so; got {found:g} for {bad}")
     return digest.hexdigest()
 
 
