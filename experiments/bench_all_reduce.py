@@ -13,7 +13,6 @@ sends or receives, including the headers of full packets, over the rate; the eff
 from __future__ import annotations
 
 import dataclasses
-import resource
 import tempfile
 import time
 from argparse import Namespace
@@ -125,16 +124,11 @@ class Timed:
     def __call__(self) -> float:
         self._flat.copy_(self._values)
         dist.barrier()
-        used, begin = _cpu_seconds(), time.perf_counter()
+        used, begin = time.process_time(), time.perf_counter()
         self._contender.all_reduce(self._flat, self._residual, 1)
         seconds = time.perf_counter() - begin
-        self.cpu_seconds.append(_cpu_seconds() - used)
+        self.cpu_seconds.append(time.process_time() - used)
         return seconds
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def compute(

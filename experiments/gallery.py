@@ -31,6 +31,7 @@ from experiments import (
     fig08_codecs,
     figures,
     first_screen,
+    loops_on_links,
     paper_question,
     staleness_figure,
     validate_timing_model,
@@ -84,8 +85,10 @@ def of_the_paper(name: str, rows: list[Row], folder: Path) -> Path:
 
 DRAWN: dict[str, Draw] = {
     "accuracy_": compared,
+    "bench_accelerators": panels_by("title", loops_on_links.plot),
     "bench_all_reduce": bench_all_reduce.draw,
     "bench_codecs": bench_codecs.draw,
+    "bench_doors": panels_by("title", loops_on_links.plot),
     "bench_pipelined": panels_by("workload", bench_pipelined.plot),
     "bench_prediction": panels_by("optimizer", bench_prediction.plot),
     "bench_ring": panels_by("p", bench_ring.plot),

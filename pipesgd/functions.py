@@ -1,11 +1,13 @@
 """Functions that options name: built-in ones, and those of the user's own, which are imported as ``module:function``.
 
-Both kinds are called in the same way: with those of the offered values that their parameters name.
+Both kinds are called in the same way: with those of the offered values that their parameters name. A text after the
+name, ``module:function=text``, becomes the function's first argument.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -43,8 +45,8 @@ def kind(name: str) -> str:
     return OWN if ":" in name else name
 
 
-_FUNCTION = re.compile(r"(?!.*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""Pattern of a module and a function in it. A file name is a common mistake."""
+_FUNCTION = re.compile(r"(?![^=]*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*(=\S+)?")
+"""Pattern of a module, a function in it, and perhaps a text for it. A file name is a common mistake."""
 
 
 def check_function(option: str, name: str, of_kind: str, choices: Sequence[str]) -> None:
@@ -88,12 +90,15 @@ def _is_the_users(file: str) -> bool:
 def function_of(option: str, name: str, built_in: Mapping[str, Function]) -> Function:
     """Return the function that ``option`` names: one of ``built_in``, or that of a module, which is imported.
 
+    With a text, as in ``module:function=text``, the function returned needs the other arguments only.
+
     Raises:
         UserInputError: there is no such module or function, or importing the module fails.
     """
     if name in built_in:
         return built_in[name]
-    module_name, _, attributes = name.partition(":")
+    path, given, text = name.partition("=")
+    module_name, _, attributes = path.partition(":")
     try:
         with in_one_line(f"{option} must be in a module that can be imported, {module_name}"):
             found: Any = importlib.import_module(module_name)
@@ -108,13 +113,20 @@ def function_of(option: str, name: str, built_in: Mapping[str, Function]) -> Fun
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
             raise UserInputError(
-                f"{option} must be a function of {module_name}; got {name}, which it does not have"
+                f"{option} must be a function of {module_name}; got {path}, which it does not have"
                 f"{did_you_mean(attribute, dir(found))}"
             )
         found = getattr(found, attribute)
     if not callable(found):
-        raise UserInputError(f"{option} must be a function; got {name}, which is of type {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+        raise UserInputError(f"{option} must be a function; got {path}, which is of type {type(found).__name__}")
+    return _with_first(found, text) if given else found
+
+
+def _with_first(function: Function, text: str) -> Function:
+    """Return ``function`` with its first argument, and with its attributes, such as ``sharded``."""
+    bound = functools.partial(function, text)
+    vars(bound).update(getattr(function, "__dict__", {}))
+    return bound
 
 
 def _modules_next_to(name: str) -> list[str]:

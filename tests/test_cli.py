@@ -128,7 +128,14 @@ from timing_model.schedules import ALL_REDUCES
                 f"got {name!r}",
             )
             for option in ("dataset", "model", "loss")
-            for name in ("models.py:make", "folder/models:make", "models:", ":make", "models:make:other")
+            for name in (
+                "models.py:make",
+                "folder/models:make",
+                "models:",
+                ":make",
+                "models:make:other",
+                "models:make=",
+            )
         ),
         ("--model transformer --layers 0", "layers must be at least 1; got 0"),
         ("--model transformer --heads 0", "heads must be at least 1; got 0"),

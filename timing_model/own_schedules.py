@@ -29,11 +29,13 @@ def check_all_reduce(name: str, value: str) -> None:
 def algorithm_of(all_reduce: str) -> Algorithm:
     """Return the algorithm of this name: one of ``SCHEDULES``, or the function that ``module:function`` imports.
 
+    A text, as in ``module:function=text``, becomes the function's first argument.
     Raises ``ValueError`` if there is no such function.
     """
     if ":" not in all_reduce:
         return SCHEDULES[all_reduce]
-    module, _, function = all_reduce.partition(":")
+    path, given, text = all_reduce.partition("=")
+    module, _, function = path.partition(":")
     try:
         found: Any = functools.reduce(getattr, function.split("."), importlib.import_module(module))
     except Exception as error:
@@ -41,7 +43,7 @@ def algorithm_of(all_reduce: str) -> Algorithm:
         raise ValueError(
             f"all_reduce must be a function that can be imported; got {all_reduce}: {type(error).__name__}: {said}"
         ) from error
-    return cast(Algorithm, found)
+    return cast(Algorithm, functools.partial(found, text) if given else found)
 
 
 def schedules_of(all_reduce: str, world_size: int) -> list[Schedule]:

@@ -48,6 +48,8 @@ def make_workload(config: TrainConfig, *, rank: int = 0, world_size: int = 1) ->
         heads=config.model.heads,
         embedding=config.model.embedding,
         seed=seed,
+        rank=rank,
+        world_size=world_size,
     )
     return data, model
 

@@ -27,6 +27,8 @@ def build_model(
     heads: int = 4,
     embedding: int = 128,
     seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> nn.Module:
     """Build a model from images, float32 (B, *sample_shape), to logits, float32 (B, num_classes).
 
@@ -43,6 +45,8 @@ def build_model(
         heads: attention heads in each block.
         embedding: numbers by which ``transformer`` represents a byte, a multiple of ``heads``.
         seed: seed of the training.
+        rank: number of this rank; the model must be the same on all ranks.
+        world_size: number of ranks.
 
     Raises:
         UserInputError: the name is unknown, the model is for another kind of data, a hidden size is below 1,
@@ -52,8 +56,18 @@ def build_model(
     function = model_function(name)
     if kind(name) != OWN and sample_shape is not None:
         _check_kind(name, sample_shape)
-    options = {"hidden_sizes": hidden_sizes, "layers": layers, "heads": heads, "embedding": embedding, "seed": seed}
-    model = call("model", name, function, {"sample_shape": sample_shape, "num_classes": num_classes, **options})
+    offered = {
+        "sample_shape": sample_shape,
+        "num_classes": num_classes,
+        "hidden_sizes": hidden_sizes,
+        "layers": layers,
+        "heads": heads,
+        "embedding": embedding,
+        "seed": seed,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    model = call("model", name, function, offered)
     if not isinstance(model, nn.Module):
         raise UserInputError(
             f"model must be made by a function that returns a torch.nn.Module; got {type(model).__name__} from {name}"

@@ -213,6 +213,16 @@ def test_the_predicted_time_is_that_of_the_code(world_size: int, example: Algori
     assert predicted.total == pytest.approx(measured, rel=1e-9)
 
 
+def test_a_text_of_the_name_is_the_first_argument(monkeypatch: pytest.MonkeyPatch, example: Algorithm) -> None:
+    def named(text: str, rank: int, world_size: int) -> Schedule:
+        return {"ring": ring, "tree": example}[text](rank, world_size)
+
+    monkeypatch.setattr("own_all_reduce.named", named, raising=False)
+    link = LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0)
+    tree, same = (all_reduce_time(name, link, 64, 4) for name in (NAME, "own_all_reduce:named=tree"))
+    assert tree == same != all_reduce_time("own_all_reduce:named=ring", link, 64, 4)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

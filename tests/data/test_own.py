@@ -207,6 +207,15 @@ OWN = "--dataset own:points --model own:model"
         ),
         ("--loss own:number", "loss must be a function; got own:number, which is of type int"),
         (
+            "--model own:modle=wide",
+            "model must be a function of own; got own:modle, which it does not have (did you mean model?)",
+        ),
+        (
+            "--model own:frozen=wide",
+            "model must be made by own:frozen=wide without an error; "
+            "got TypeError: frozen() takes 0 positional arguments but 1 was given",
+        ),
+        (
             "--dataset own:needs_more",
             "dataset must be a function whose parameters have defaults or are among data_dir, image_size, context, "
             "seed, rank, world_size; got own:needs_more(seed, colour)",
@@ -302,8 +311,9 @@ def test_a_function_gets_the_options_that_it_names(folder: Path) -> None:
         + "def data(data_dir, image_size, context, seed, rank, world_size, colour='red'):\n"
         + "    asked.append((str(data_dir), image_size, context, seed, rank, world_size, colour))\n"
         + "    return points()\n"
-        + "def net(sample_shape, num_classes, hidden_sizes, layers, heads, embedding, seed, **others):\n"
-        + "    asked.append((sample_shape, num_classes, hidden_sizes, layers, heads, embedding, seed, others))\n"
+        + "def net(sample_shape, num_classes, hidden_sizes, layers, heads, embedding, seed, rank, world_size, **o):\n"
+        + "    sizes = hidden_sizes, layers, heads, embedding\n"
+        + "    asked.append((sample_shape, num_classes, *sizes, seed, rank, world_size, o))\n"
         + "    return model()\n"
     )
     words = "--dataset own:data --data-dir here --image-size 9 --context 8 --seed 5 --model own:net --hidden-sizes 7 "
@@ -311,8 +321,30 @@ def test_a_function_gets_the_options_that_it_names(folder: Path) -> None:
     make_workload(parse(words.split()), rank=1, world_size=2)
     assert importlib.import_module("own").asked == [
         ("here", 9, 8, 5, 1, 2, "red"),
-        ((3,), 2, (7,), 3, 2, 6, 5, {}),
+        ((3,), 2, (7,), 3, 2, 6, 5, 1, 2, {}),
     ]
+
+
+def test_a_text_after_the_name_is_the_first_argument(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        MODULE
+        + "asked = []\n"
+        + "def data(kind, rank):\n"
+        + "    asked.append((kind, rank))\n"
+        + "    return points()\n"
+        + "data.sharded = True\n"
+        + "def net(text, layers):\n"
+        + "    asked.append((text, layers))\n"
+        + "    return model()\n"
+        + "def loss(weight, outputs, targets):\n"
+        + "    return float(weight) * nn.functional.cross_entropy(outputs, targets)\n"
+    )
+    words = "--dataset own:data=train/val --model own:net=a=1,b:c --layers 3"
+    data, _ = make_workload(parse(words.split()), rank=1, world_size=2)
+    assert importlib.import_module("own").asked == [("train/val", 1), ("a=1,b:c", 3)]
+    assert data.sharded
+    outputs, targets = torch.tensor([[1.0, 2.0]]), torch.tensor([0])
+    assert find_loss("own:loss=0.5")(outputs, targets) == 0.5 * find_loss("cross-entropy")(outputs, targets)
 
 
 def test_trying_model_and_loss_leaves_no_trace(folder: Path) -> None:

@@ -1,0 +1,147 @@
+"""Training loops timed in turns on the nodes of a testbed: the shared parts of bench_doors and bench_accelerators.
+
+An experiment is one module that starts itself by torchrun on every node; its ranks call ``measure``. A round has a
+block of iterations of each loop, in rotated order. Pipelines are empty when a block begins, and are emptied again
+within the timed region. The time of a block is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+
+from experiments import command, paired
+from experiments.bench_pipelined import UNTIMED_ITERATIONS, Workload, make_blocks
+from experiments.cpu_time import CpuTime
+from experiments.loops import Loop
+from experiments.paired import Contender, interquartile_range, median, paired_ratio
+from experiments.results import Row
+from experiments.testbed import Link, Testbed
+from experiments.testbed_jobs import run_job
+from pipesgd.config import DEFAULT_TIMEOUT
+from pipesgd.data import load_dataset
+from pipesgd.errors import RunError
+from pipesgd.ranks import Ranks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MakeLoops: TypeAlias = Callable[[nn.Module, Ranks], Mapping[str, Loop]]
+"""Function that returns every loop, by name, each with a copy of a model. All ranks call it together."""
+
+JOB_SECONDS = 3000.0
+TIMES_FILE = "times.json"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Iterations of a block, and rounds."""
+
+    block: int
+    rounds: int
+
+
+class WithCpuTime:
+    """A contender that keeps the share of the cores' time that all ranks use while it runs, for each block."""
+
+    def __init__(self, contender: Contender, ranks: Ranks):
+        self._contender, self._ranks = contender, ranks
+        self.shares: list[float] = []
+
+    def __call__(self) -> float:
+        cpu = CpuTime()
+        seconds = self._contender()
+        self.shares.append(cpu.used(self._ranks).share)
+        return seconds
+
+
+def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Effort, folder: Path) -> None:
+    """Time all loops on these ranks; rank 0 writes what ``on_testbed`` returns. Collective."""
+    data = ranks.raise_together("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
+    ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
+    loops = make_loops(workload.build(data), ranks)
+    batches = workload.batches(data, ranks, UNTIMED_ITERATIONS + effort.block)
+    blocks = {name: WithCpuTime(block, ranks) for name, block in make_blocks(loops, batches).items()}
+    seconds = paired.interleave(blocks, effort.rounds, warm_up=1)
+    for loop in loops.values():
+        loop.close()
+    if ranks.rank == 0:
+        found = {
+            name: {"seconds": list(times), "cpu_share": median(blocks[name].shares[1:])}
+            for name, times in seconds.items()
+        }
+        (folder / TIMES_FILE).write_text(json.dumps(found), encoding="utf-8")
+
+
+def on_testbed(module: str, words: Sequence[str], *, nodes: int, link: Link) -> dict[str, dict[str, Any]]:
+    """Run ``module`` with ``words`` and a folder as ``--output`` on every node.
+
+    Returns, for each loop, "seconds": those of an iteration in every round, and "cpu_share": the median share of the
+    cores' time that all ranks used.
+
+    Raises:
+        RunError: it failed.
+    """
+    with tempfile.TemporaryDirectory() as name, Testbed(nodes=nodes, link=link) as testbed:
+        job = ["-m", f"experiments.{module}", "--output", name, *words]
+        if failure := run_job(testbed, job, Path(name, "log"), deadline=JOB_SECONDS):
+            raise RunError(f"the timed program must succeed; got {failure}")
+        found: dict[str, dict[str, Any]] = json.loads(Path(name, TIMES_FILE).read_text(encoding="utf-8"))
+    return found
+
+
+def summarize(found: Mapping[str, Mapping[str, Any]], title: str, baseline: str) -> list[Row]:
+    """Return a row for each loop; times are per iteration, ratios are to ``baseline``, which is DDP."""
+    rows = []
+    for name, one in found.items():
+        ratio = paired_ratio(found[baseline]["seconds"], one["seconds"])
+        rows.append(
+            {
+                "title": title,
+                "contender": name,
+                "median_s": median(one["seconds"]),
+                "iqr_s": interquartile_range(one["seconds"]),
+                "times_as_fast_as_ddp": ratio.median,
+                "low": ratio.low,
+                "high": ratio.high,
+                "cpu_share": one["cpu_share"],
+                "rounds": len(one["seconds"]),
+            }
+        )
+    return rows
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """Draw a bar for every loop: the median, with a whisker as long as the interquartile range."""
+    names = [row["contender"] for row in rows][::-1]
+    times = [row["median_s"] * 1e3 for row in rows][::-1]
+    bars = axes.barh(names, times, xerr=[row["iqr_s"] * 5e2 for row in rows][::-1], capsize=3)
+    axes.bar_label(bars, fmt="%.0f", padding=6)
+    axes.set(title=textwrap.fill(rows[0]["title"], 30), xlabel="time of an iteration, median (ms)")
+    axes.margins(x=0.12)
+    return axes
+
+
+def show(rows: Sequence[Row], **columns: str) -> None:
+    """Print the rows; ``columns`` are further ones in seconds, by name, and their heads."""
+    command.show(
+        rows[0]["title"],
+        [
+            {
+                "contender": row["contender"],
+                "ms": f"{row['median_s'] * 1e3:.1f}",
+                "IQR ms": f"{row['iqr_s'] * 1e3:.1f}",
+                **{head: f"{row[name] * 1e3:.1f}" for name, head in columns.items()},
+                "times as fast as DDP": f"{row['times_as_fast_as_ddp']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
+                "cores used": f"{row['cpu_share']:.0%}",
+            }
+            for row in rows
+        ],
+    )

@@ -1,0 +1,121 @@
+"""Loops timed on a testbed: what the ranks write, what the rows say, and the loops of bench_accelerators."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from _ranks import run_ranks
+from matplotlib.figure import Figure
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+from experiments import bench_accelerators, cpu_time, loops_on_links
+from experiments.bench_pipelined import Workload
+from experiments.cpu_time import CpuTime, Used
+from experiments.loops import Loop, Plain
+from experiments.loops_on_links import Effort, measure, plot, summarize
+from experiments.results import Row
+from pipesgd.data import load_dataset
+from pipesgd.ranks import Ranks, alone
+
+FOUND = {
+    "alone": {"seconds": [0.1, 0.2, 0.1], "cpu_share": 0.5},
+    "DDP": {"seconds": [0.2, 0.4, 0.3], "cpu_share": 0.7},
+}
+
+
+def rows() -> list[Row]:
+    return summarize(FOUND, "4 nodes", "DDP")
+
+
+def test_ratios_are_those_of_rounds() -> None:
+    alone_, ddp = rows()
+    assert (alone_["median_s"], alone_["times_as_fast_as_ddp"], alone_["cpu_share"]) == (0.1, 2.0, 0.5)
+    assert (ddp["times_as_fast_as_ddp"], ddp["rounds"], ddp["title"]) == (1.0, 3, "4 nodes")
+
+
+def test_the_figure_shows_a_bar_for_every_loop() -> None:
+    axes = plot(rows(), Figure().subplots())
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([300, 100])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["DDP", "alone"]
+    assert axes.get_xlabel() == "time of an iteration, median (ms)"
+
+
+def test_cpu_time_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([(1.0, 10.0), (1.5, 12.0), (4.5, 16.0)])
+    monkeypatch.setattr(cpu_time, "_now", lambda: next(times))
+    monkeypatch.setattr(cpu_time.os, "sched_getaffinity", lambda _: {0, 1})
+    cpu = CpuTime()
+    assert cpu.used(alone()) == (0.5, 0.5 / 2 / 2)
+    assert cpu.used(alone()) == (3.0, 3 / 4 / 2)
+
+
+def _computing(ranks: Ranks) -> Used:
+    cpu, end = CpuTime(), time.process_time() + (0.1 if ranks.rank else 0.0)
+    while time.process_time() < end:
+        pass
+    return cpu.used(ranks)
+
+
+def _written(ranks: Ranks, folder: str) -> None:
+    loops_on_links.load_dataset = lambda *_, **__: load_dataset("digits", None, image_size=8)  # type: ignore[attr-defined]
+    workload = Workload(name="mlp", model="mlp", hidden_sizes=(4,), batch_size=2)
+
+    def loops(model: nn.Module, _: Ranks) -> dict[str, Loop]:
+        return {"one": Plain(model), "two": Plain(model)}
+
+    measure(workload, loops, ranks, Effort(block=2, rounds=3), Path(folder))
+
+
+def _trained(ranks: Ranks) -> dict[str, list[float]]:
+    """Return the sum of the weights of each loop after one iteration."""
+    bench_accelerators.ACCELERATOR = "1ms"
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    loops = bench_accelerators.make_loops(model, ranks)
+    before = parameters_to_vector(model.parameters())
+    for loop in loops.values():
+        loop.iterate(torch.zeros(4, 3), torch.tensor([0, 1, 1, 1]))
+        loop.flush()
+        loop.close()
+    moved = {name: parameters_to_vector(loop.model.parameters()) - before for name, loop in loops.items()}
+    return {name: one.tolist() for name, one in moved.items()}
+
+
+@pytest.mark.slow
+def test_all_ranks_cpu_time_is_added_up() -> None:
+    first, second = run_ranks(2, _computing)
+    assert first == second
+    assert first.seconds >= 0.1
+
+
+@pytest.mark.slow
+def test_rank_0_writes_the_times_of_every_round(tmp_path: Path) -> None:
+    run_ranks(2, _written, str(tmp_path), process_group=False)
+    found = json.loads((tmp_path / "times.json").read_text())
+    assert list(found) == ["one", "two"]
+    assert all(len(one["seconds"]) == 3 and min(one["seconds"]) > 0 for one in found.values())
+    assert all(one["cpu_share"] > 0 for one in found.values())
+
+
+@pytest.mark.slow
+def test_every_loop_applies_the_fixed_gradients() -> None:
+    """All ranks have the same ones, so that their mean is what a rank has alone, up to the codec's rounding."""
+    first, second = run_ranks(2, _trained)
+    exact = first["no communication"]
+    assert first.keys() == bench_accelerators.wire_seconds().keys()
+    assert any(exact)
+    for name, moved in first.items():
+        assert moved == second[name]
+        assert moved == pytest.approx(exact, abs=2e-6), name
+
+
+def test_the_links_need_this_long_at_least() -> None:
+    wire = bench_accelerators.wire_seconds()
+    assert wire["DDP"] == wire["width 2, fp32"] == pytest.approx(0.4507, abs=1e-3)  # 2 * 3/4 * 7.18 MB at 200 Mbit/s
+    assert wire["DDP, fp16"] == pytest.approx(wire["DDP"] / 2)
+    assert wire["no communication"] == 0 < wire["width 2, int4"] < wire["width 1, int8"] < wire["DDP, fp16"]
