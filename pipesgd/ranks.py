@@ -465,6 +465,16 @@ def check_same_options(ranks: Ranks, options: dict[str, Any], *, free: frozenset
             )
 
 
+def check_same(ranks: Ranks, what: str, value: str) -> None:
+    """Raise ``DisagreementError`` if ``value`` differs between the ranks. Collective."""
+    everybody = ranks.all_gather_object(what, value)
+    for rank, other in enumerate(everybody):
+        if other != everybody[0]:
+            raise DisagreementError(
+                f"{what} must be the same on all ranks; got {everybody[0]} on rank 0, {other} on rank {rank}"
+            )
+
+
 def current(timeout: float) -> Ranks:
     """Return the ranks of the existing process group, or else those of ``join()`` after starting a group of them."""
     if not dist.is_initialized():

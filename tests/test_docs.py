@@ -141,3 +141,10 @@ def test_the_page_of_the_timing_model_names_functions_that_exist() -> None:
     assert len(named) > 10
     for name in named:
         pkgutil.resolve_name(f"timing_model.{name}")
+
+
+def test_every_example_is_listed() -> None:
+    examples = REPOSITORY / "examples"
+    listed = re.findall(r"\[(\w+\.py)\]\((\w+\.py)\)", (examples / "README.md").read_text(encoding="utf-8"))
+    assert sorted(name for name, _ in listed) == sorted(path.name for path in examples.glob("*.py"))
+    assert all(name == target for name, target in listed)

@@ -20,7 +20,7 @@ import timing_model
 TESTBED = REPOSITORY / "experiments" / "testbed"
 
 FLOORS = [
-    {"errors", "checks", "process"},
+    {"errors", "checks", "process", "functions"},
     {"config", "codecs", "membership", "ranks", "comm", "flat_buffer", "replicas", "data"},
     {"strategy", "reducers", "optim"},
     {"pipeline", "baselines"},

@@ -11,9 +11,10 @@ from timing_model.all_reduce import messages_meet
 from timing_model.checks import check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
+from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise
 from timing_model.presets import CODECS, FASTEST_CHECKED
-from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.schedules import SEGMENT_BYTES
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
@@ -75,7 +76,7 @@ class Job:
     """Width of the pipeline; 1 is synchronous."""
     codec: str = UNCOMPRESSED
     all_reduce: str | None = "ring"
-    """All-reduce, one of ``ALL_REDUCES``; native with ddp, None with ps-sync."""
+    """All-reduce, one of ``ALL_REDUCES`` or ``module:function``; native with ddp, None with ps-sync."""
     segment_bytes: int = SEGMENT_BYTES
     ranks_per_node: int = 1
     """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
@@ -127,7 +128,7 @@ class Job:
             if self.all_reduce is not None:
                 raise ValueError(f"all_reduce must be left out with strategy ps-sync; got {self.all_reduce}")
             return
-        check_one_of("all_reduce", self.all_reduce or "none", ALL_REDUCES)
+        check_all_reduce("all_reduce", self.all_reduce or "none")
         if self.strategy == "ddp" and self.all_reduce != "native":
             raise ValueError(f"all_reduce must be native with strategy ddp; got {self.all_reduce}")
         if self.all_reduce == "hierarchical" and self.cluster.inner is None:

@@ -75,7 +75,9 @@ def add_configuration(options: Parser) -> None:
     one.add_argument("--strategy", default="pipelined", help=f"{', '.join(STRATEGIES)} (pipelined)")
     one.add_argument("--width", type=whole(), metavar="K", help="iterations in flight (2); 1 is synchronous")
     one.add_argument("--codec", default=UNCOMPRESSED, help="codec, one of the profile's (fp32)")
-    one.add_argument("--all-reduce", metavar="NAME", help=f"{', '.join(ALL_REDUCES)} (ring; native with ddp)")
+    one.add_argument(
+        "--all-reduce", metavar="NAME", help=f"{', '.join(ALL_REDUCES)}, module:function (ring; native with ddp)"
+    )
     one.add_argument(
         "--segment-bytes", type=whole(), default=SEGMENT_BYTES, metavar="N", help="bytes of the largest message (1 MiB)"
     )

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipesgd.config import DATASETS, check_function, dataset_kind
+from pipesgd.config import DATASETS, dataset_kind
 from pipesgd.data.binary_files import read_cifar100, read_labelled_idx
-from pipesgd.data.functions import Function, call, function_of
 from pipesgd.data.image_folder import ImageFolder, class_names
 from pipesgd.data.own import own_splits
 from pipesgd.data.samples import DataSplits, InMemoryImages, PixelScale
 from pipesgd.data.text import TextWindows, read_text
 from pipesgd.errors import DatasetError
+from pipesgd.functions import Function, call, check_function, function_of
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 IDX_FILES = (

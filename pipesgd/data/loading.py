@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pipesgd.data.functions import in_one_line
 from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.errors import DatasetError, UserInputError
+from pipesgd.functions import in_one_line
 
 
 class ShardedBatches:

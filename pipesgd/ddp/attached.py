@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.checks import check_one_of
+from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import ON_NONFINITE
 from pipesgd.ddp.hook import check_model, comm_hook, done
@@ -34,7 +35,7 @@ def attach(
     optimizer: torch.optim.Optimizer,
     *,
     width: int = 2,
-    codec: str | CodecOptions = "fp32",
+    codec: str | CodecOptions | OwnCodec = "fp32",
     scaler: torch.amp.GradScaler | None = None,
     on_nonfinite: str = "stop",
     **options: Any,
@@ -58,7 +59,7 @@ def attach(
         ddp_model: a model in DistributedDataParallel without a communication hook.
         optimizer: the optimizer of all of its parameters that require a gradient.
         width: iterations in flight, K; 1 is synchronous.
-        codec: encoding of gradients, by name or as ``CodecOptions``.
+        codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``.
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.

@@ -19,8 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from pipesgd.checks import check_one_of, check_timeout
+from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
+from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
@@ -44,7 +47,7 @@ from pipesgd.reducers.base import as_real, mean_over_ranks
 from pipesgd.reducers.make import check_reducer, make_reducer
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
-from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.schedules import SEGMENT_BYTES, Algorithm
 
 T = TypeVar("T")
 
@@ -114,9 +117,11 @@ class Pipelined(Strategy):
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
         scaler: loss scaler for float16; neither its ``step`` nor its ``update`` may be called
             (``pipesgd.optim.loss_scale``). An update whose gradients are not finite is left out then.
-        codec: encoding of gradients: a name, or ``CodecOptions`` for more than its defaults. A
-            ``momentum_correction`` replaces the optimizer's momentum, which must be 0 then.
-        all_reduce: the algorithm, by its name on the command line; "native" is torch's own.
+        codec: encoding of gradients: a name, ``CodecOptions`` for more than its defaults, or an
+            ``pipesgd.codecs.base.OwnCodec``. A ``momentum_correction`` replaces the optimizer's momentum, which must be
+            0 then.
+        all_reduce: the algorithm, by its name on the command line ("native" is torch's own), or a function of a rank
+            and the number of ranks that returns the rank's ``timing_model.schedules.Schedule``.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
         timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native).
         segment_bytes: largest message in bytes; native splits messages as torch does.
@@ -153,8 +158,8 @@ class Pipelined(Strategy):
         clip_norm: float | None = None,
         clip_value: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        codec: str | CodecOptions = "fp32",
-        all_reduce: str = "ring",
+        codec: str | CodecOptions | OwnCodec = "fp32",
+        all_reduce: str | Algorithm = "ring",
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
         segment_bytes: int = SEGMENT_BYTES,
@@ -165,10 +170,10 @@ class Pipelined(Strategy):
         ranks: Ranks | None = None,
     ):
         check_width(width, warmup_iterations)
-        check_one_of("all_reduce", all_reduce, ALL_REDUCES)
-        check_messages(all_reduce, segment_bytes, connections)
-        options = CodecOptions.of(codec)
-        options.check_all_reduce(all_reduce)
+        name = all_reduce_name(all_reduce)
+        check_messages(name, segment_bytes, connections)
+        options = codec_options(codec)
+        options.check_all_reduce(name)
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_timeout(timeout)
         self.module = model
@@ -213,7 +218,7 @@ class Pipelined(Strategy):
             "clip_norm": clip_norm,
             "clip_value": clip_value,
             "scaler": plain(scaler.state_dict() if scaler is not None else {}),
-            "all_reduce": all_reduce,
+            "all_reduce": name,
             "on_nonfinite": on_nonfinite,
             "segment_bytes": segment_bytes,
             "connections": connections,

@@ -79,7 +79,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(dataclasses.asdict(value))
+        return plain({item.name: getattr(value, item.name) for item in dataclasses.fields(value)})
     if isinstance(value, dict):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
