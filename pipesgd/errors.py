@@ -20,7 +20,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 
@@ -83,6 +83,11 @@ class CommunicationError(RunError, ConnectionError):
         self.iteration = iteration
         super().__init__(rank, peer, operation, reason, iteration)
 
+    def name_ranks(self, number: Callable[[int], int]) -> None:
+        """Name the ranks by ``number`` of each from now on: those of a process group by their numbers in the job."""
+        self.rank = number(self.rank)
+        self.peer = None if self.peer is None else number(self.peer)
+
     def __str__(self) -> str:
         where = f"rank {self.rank}: {self.operation}"
         if self.peer is not None:
@@ -139,6 +144,10 @@ class OutOfStepError(RunError):
         self.peer_call = peer_call
         self.peer_iteration = peer_iteration
         super().__init__(rank, call, iteration, peer, peer_call, peer_iteration)
+
+    def name_ranks(self, number: Callable[[int], int]) -> None:
+        """Name the ranks by ``number`` of each from now on: those of a process group by their numbers in the job."""
+        self.rank, self.peer = number(self.rank), number(self.peer)
 
     def __str__(self) -> str:
         return (

@@ -20,6 +20,7 @@ from pipesgd.codecs.base import mixed
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CommunicationThread
+from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT, check_messages
 from pipesgd.ddp.hook import check_model, comm_hook, done
 from pipesgd.errors import UserInputError
@@ -42,6 +43,7 @@ def compress(
     segment_bytes: int = SEGMENT_BYTES,
     connections: int = 1,
     seed: int = 0,
+    process_group: Group | None = None,
 ) -> CompressedBuckets:
     """Compress the gradients of ``ddp_model`` on the wire; the loop stays as it is, and synchronous.
 
@@ -56,6 +58,7 @@ def compress(
         segment_bytes: largest message in bytes.
         connections: connections to each rank, used in turn.
         seed: seed of the random numbers of stochastic rounding.
+        process_group: the group whose ranks sum their gradients; by default that of ``ddp_model``.
 
     Raises:
         UserInputError: the model has a communication hook, or a value is out of range.
@@ -69,6 +72,7 @@ def compress(
         segment_bytes=segment_bytes,
         connections=connections,
         seed=seed,
+        process_group=process_group,
     )
 
 
@@ -91,6 +95,7 @@ class CompressedBuckets:
         segment_bytes: int,
         connections: int,
         seed: int,
+        process_group: Group | None,
     ):
         check_model(ddp_model)
         check_one_of("codec", options.codec, DENSE_CODECS)
@@ -103,7 +108,7 @@ class CompressedBuckets:
         self._options = options
         self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
         self._seed = seed
-        self._ranks = current(timeout)
+        self._ranks = current(timeout, process_group or ddp_model.process_group)
         settings = {"all_reduce": all_reduce, "segment_bytes": segment_bytes, "connections": connections, "seed": seed}
         check_same_settings(self._ranks, settings | plain(options), {})
         device = self._parameters[0].device

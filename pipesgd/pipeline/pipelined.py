@@ -22,6 +22,7 @@ from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
+from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients
@@ -124,11 +125,14 @@ class Pipelined(Strategy):
         allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
             are refused by default. ``share_weights`` then makes the replicas equal again: call it before weights are
             saved.
-        ranks: the ranks to work with; by default those of torch's process group, which is started from
-            torchrun's variables if there is none yet.
+        ranks: the ranks to work with; by default those of ``process_group``.
+        process_group: the group of torch.distributed whose ranks train this model together; the job's other ranks may
+            train another one at the same time. By default torch's default group, which is started from torchrun's
+            variables if there is none yet. Messages name ranks by their numbers in the default group.
 
     Raises:
-        UserInputError: a value out of range, or an optimizer without a parameter to train.
+        UserInputError: a value out of range, an optimizer without a parameter to train, or a ``process_group`` without
+            this rank.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -159,7 +163,10 @@ class Pipelined(Strategy):
         seed: int = 0,
         allow_drift: bool = False,
         ranks: Ranks | None = None,
+        process_group: Group | None = None,
     ):
+        if ranks is not None and process_group is not None:
+            raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
         check_width(width, warmup_iterations)
         check_one_of("all_reduce", all_reduce, ALL_REDUCES)
         check_messages(all_reduce, segment_bytes, connections)
@@ -216,7 +223,7 @@ class Pipelined(Strategy):
             "device": device.type,
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
         }
-        self._ranks = ranks or current(timeout)
+        self._ranks = ranks or current(timeout, process_group)
         self._check_same_on_all_ranks()
         self.drifts = not check_same_bits(self._ranks, optimizer, clip, allow_drift=allow_drift)
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
@@ -633,7 +640,7 @@ class Pipelined(Strategy):
     def _who_is_not_finite(self, gradient: InFlight) -> tuple[int, ...]:
         """Return the ranks whose own gradients made a mean not finite. Collective, in the same step on all ranks."""
         finite = self._ranks.all_gather_object("finite gradients", gradient.own_is_finite())
-        return tuple(rank for rank, own in enumerate(finite) if not own)
+        return tuple(self._ranks.number(rank) for rank, own in enumerate(finite) if not own)
 
     def _agreed_norm(self, buffer: FlatBuffer) -> float:
         """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""
