@@ -15,7 +15,8 @@ from _small_problem import regress, small_problem
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd import Pipelined
+from pipesgd import Pipelined, UserInputError
+from pipesgd.comm.connections import Connections
 from pipesgd.ddp import attach, compress
 from pipesgd.ranks import Ranks, current
 from pipesgd.replicas import weights_sha256
@@ -205,6 +206,12 @@ def test_groups_that_cannot_be_meant_are_refused_in_one_line() -> None:
         "UserInputError: process_group must be a group of torch.distributed that exists; got a destroyed one",
         "UserInputError: process_group must be left out where ranks= gives the ranks; got both",
     ]
+
+
+def test_torchs_own_all_reduce_of_a_group_is_refused_on_gpus() -> None:
+    ranks = Ranks(rank=0, world_size=1, store=dist.HashStore(), numbers=(3,))
+    with pytest.raises(UserInputError, match=r"^all_reduce must not be native with a process_group of GPUs"):
+        Connections("native", ranks, timeout=1.0, device="cuda")
 
 
 def _places(ranks: Ranks) -> tuple[int, int]:

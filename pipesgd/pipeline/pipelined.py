@@ -25,7 +25,7 @@ from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
-from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients
+from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, finite_norm, on_device, pack_gradients
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
@@ -57,9 +57,9 @@ class _Reduction:
     finite: bool
     span: Span
     """Time in which the mean was computed."""
-    comparison: Comparison | None = None
-    norm: float | None = None
-    """Norm of the mean, the same on all ranks; None without a guard."""
+    comparison: Comparison | None
+    norm: float | None
+    """Norm of the mean if that is finite; with a guard, the same bits on all ranks, whatever processors they have."""
 
 
 @dataclass(frozen=True)
@@ -547,16 +547,18 @@ class Pipelined(Strategy):
 
         def reduce() -> _Reduction:
             start = time.perf_counter()
-            finite = True
+            norms: list[float | None] = []
             if not kept_anyway:  # here, during the computation, and not in the caller's thread
                 looked_at.append(all_finite(buffer))
 
             def look(part: Tensor) -> None:
-                nonlocal finite
-                finite = finite and are_finite([part])
+                norms.append(finite_norm(part))
 
             mean_over_ranks(self._reducer, buffer, iteration, self._ranks.world_size, look)
-            norm = self._agreed_norm(buffer) if self._updates.wants_norms else None
+            # Parts arrive in another order on every rank.
+            of_finite = sorted(norm for norm in norms if norm is not None)
+            finite = len(of_finite) == len(norms)
+            norm = self._agreed_norm(buffer) if self._updates.wants_norms else math.hypot(*of_finite)
             comparison = self._updates.compare(buffer.views, unapplied)
             return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)
 
@@ -580,6 +582,7 @@ class Pipelined(Strategy):
             raise
         self._error = None
         spans = [span for arrival in arrivals for span in arrival.spans]
+        norms = [arrival.gradient_norm for arrival in arrivals if arrival.applied]
         if self._updates.weights.are_predicted:
             spans.append(Span("predict", self.iteration, begin, time.perf_counter()))
         return StepReport(
@@ -587,6 +590,7 @@ class Pipelined(Strategy):
             skipped=tuple(iteration for arrival in arrivals for iteration in arrival.skipped),
             nonfinite_ranks=tuple(rank for arrival in arrivals for rank in arrival.nonfinite_ranks),
             spans=tuple(spans),
+            gradient_norm=norms[-1] if norms else None,
             comparison=arrivals[-1].comparison if arrivals else None,
             fell_back=any(arrival.fell_back for arrival in arrivals),
         )
@@ -622,6 +626,7 @@ class Pipelined(Strategy):
             skipped=() if reduction.finite else (gradient.iteration,),
             nonfinite_ranks=culprits,
             spans=(reduction.span, wait),
+            gradient_norm=reduction.norm if reduction.finite else None,
             comparison=reduction.comparison,
         )
 
