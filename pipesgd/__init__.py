@@ -71,14 +71,17 @@ _HOMES = {
 """Modules of public names; exceptions are in ``pipesgd.errors``."""
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for.
+if not TYPE_CHECKING:  # to which every name would be one of ours
 
-    The import loads torch, which takes seconds, and a command has something to do first (``pipesgd.process.begin``).
-    """
-    if name not in __all__:
-        raise AttributeError(f"module 'pipesgd' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "pipesgd.errors")), name)
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first asked for.
+
+        The import loads torch, which takes seconds, and a command has something to do first
+        (``pipesgd.process.begin``).
+        """
+        if name not in __all__:
+            raise AttributeError(f"module 'pipesgd' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES.get(name, "pipesgd.errors")), name)
 
 
 def __dir__() -> list[str]:
