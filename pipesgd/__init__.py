@@ -60,7 +60,7 @@ __all__ = [
     "StoppedBySignal",
     "UserInputError",
 ]
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "CodecOptions": "pipesgd.codecs.options",

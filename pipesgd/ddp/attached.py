@@ -41,7 +41,7 @@ def attach(
 ) -> AttachedPipeline:
     """Let the training loop of ``ddp_model`` and ``optimizer`` be Pipe-SGD of width K; the loop stays as it is.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> ddp_model = DistributedDataParallel(nn.Linear(2, 1))

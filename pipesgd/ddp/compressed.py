@@ -54,8 +54,8 @@ def compress(
         ddp_model: a model in DistributedDataParallel without a communication hook.
         codec: encoding of gradients, by name or as ``CodecOptions``: all but topk and powersgd.
         all_reduce: the algorithm, by its name on the command line.
-        timeout: seconds that a rank waits for another one in any one message.
-        segment_bytes: largest message in bytes.
+        timeout: seconds that a rank waits for another one in any one message; 120 by default.
+        segment_bytes: largest message in bytes, 1 MiB by default.
         connections: connections to each rank, used in turn.
         seed: seed of the random numbers of stochastic rounding.
         process_group: the group whose ranks sum their gradients; by default that of ``ddp_model``.

@@ -118,8 +118,9 @@ class Pipelined(Strategy):
             ``momentum_correction`` replaces the optimizer's momentum, which must be 0 then.
         all_reduce: the algorithm, by its name on the command line; "native" is torch's own.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
-        timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native).
-        segment_bytes: largest message in bytes; native splits messages as torch does.
+        timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native); 120 by
+            default.
+        segment_bytes: largest message in bytes, 1 MiB by default; native splits messages as torch does.
         connections: connections to each rank, used in turn.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
         allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
@@ -134,7 +135,7 @@ class Pipelined(Strategy):
         UserInputError: a value out of range, an optimizer without a parameter to train, or a ``process_group`` without
             this rank.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2) as pipeline:
         ...     model(torch.ones(4, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""What a step reports: the norm of the gradient that it applied, and how much of the communication was hidden."""
+"""A report: the norm of the gradient that a step applied, and the share of communication that was hidden."""
 
 from __future__ import annotations
 
