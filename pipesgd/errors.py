@@ -1,20 +1,18 @@
-"""The exceptions of pipesgd.
+"""The exceptions of pipesgd, as a tree:
 
-::
-
-    PipesgdError
-    ├── UserInputError (ValueError)                the input was wrong: one line, exit code 2
-    │   ├── DatasetError                           missing, truncated or foreign data files
-    │   ├── CheckpointError                        the run to resume is a different one
-    │   └── DisagreementError                      the ranks were started with different options
-    └── RunError (RuntimeError)                    the run failed: exit code 1
-        ├── CommunicationError (ConnectionError)   a peer was lost
-        │   ├── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
-        │   └── PeerFailed                         a peer has reported that it failed
-        ├── OutOfStepError                         the ranks are in different calls or iterations
-        ├── StoppedBySignal                        Ctrl-C or SIGTERM ended it in order: exit code 130 or 143
-        ├── NonFiniteGradientError                 NaN or infinity in an averaged gradient
-        └── ReplicasDivergedError                  the true weights differ between ranks
+PipesgdError
+├── UserInputError (ValueError)                the input was wrong: one line, exit code 2
+│   ├── DatasetError                           missing, truncated or foreign data files
+│   ├── CheckpointError                        the run to resume is a different one
+│   └── DisagreementError                      the ranks were started with different options
+└── RunError (RuntimeError)                    the run failed: exit code 1
+    ├── CommunicationError (ConnectionError)   a peer was lost
+    │   ├── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
+    │   └── PeerFailed                         a peer has reported that it failed
+    ├── OutOfStepError                         the ranks are in different calls or iterations
+    ├── StoppedBySignal                        Ctrl-C or SIGTERM ended it in order: exit code 130 or 143
+    ├── NonFiniteGradientError                 NaN or infinity in an averaged gradient
+    └── ReplicasDivergedError                  the true weights differ between ranks
 """
 
 from __future__ import annotations

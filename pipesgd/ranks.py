@@ -60,15 +60,18 @@ REPORT_GRACE_SECONDS = 2.0
 
 @dataclass(eq=False)
 class Ranks:
-    """The ranks of this job and the store that they share.
+    """The ranks of this job, or those of a process group of it, and the store that they share.
 
     ``all_gather_object`` and ``raise_together`` must be called by all ranks in the same order.
     """
 
     rank: int
+    """Number of this rank, from 0."""
     world_size: int
+    """Number of ranks."""
     store: dist.Store
     local_rank: int = 0
+    """Number of this rank among those on this node."""
     local_world_size: int = 1
     """Ranks on this node."""
     restart_count: int = 0
