@@ -96,6 +96,7 @@ def _raced(workload: str, rate: str, target: float, iterations: int, minutes: fl
 EXPERIMENTS = (
     Experiment(name="bench_ring", words="bench_ring --all", minutes=10),
     Experiment(name="bench_pipelined", words="bench_pipelined", minutes=10, ranks=4),
+    Experiment(name="bench_doors", words="bench_doors", minutes=4),
     Experiment(name="compare_commits", words="compare_commits --baseline c7f0a3b", minutes=85),
     Experiment(name="kill_and_resume", words="kill_and_resume", minutes=15),
     Experiment(name="faults", words="faults", minutes=20),

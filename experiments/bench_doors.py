@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -125,7 +126,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     times = [row["median_s"] * 1e3 for row in rows][::-1]
     bars = axes.barh(names, times, xerr=[row["iqr_s"] * 5e2 for row in rows][::-1], capsize=3)
     axes.bar_label(bars, fmt="%.0f", padding=6)
-    axes.set(title=rows[0]["title"], xlabel="time of an iteration, median (ms)")
+    axes.set(title=textwrap.fill(rows[0]["title"], 30), xlabel="time of an iteration, median (ms)")
     axes.margins(x=0.12)
     return axes
 
@@ -162,7 +163,16 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         ],
     )
     command.show(
-        "Targets", [{"ratio": name, **{key: str(value) for key, value in one.items()}} for name, one in found.items()]
+        "Targets",
+        [
+            {
+                "ratio": name,
+                "found": f"{one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f})",
+                "target": str(one["target"]),
+                "verdict": str(one["verdict"]),
+            }
+            for name, one in found.items()
+        ],
     )
 
 

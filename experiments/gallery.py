@@ -15,6 +15,7 @@ from rich.console import Console
 from experiments import (
     bench_all_reduce,
     bench_codecs,
+    bench_doors,
     bench_pipelined,
     bench_prediction,
     bench_ring,
@@ -86,6 +87,7 @@ DRAWN: dict[str, Draw] = {
     "accuracy_": compared,
     "bench_all_reduce": bench_all_reduce.draw,
     "bench_codecs": bench_codecs.draw,
+    "bench_doors": panels_by("title", bench_doors.plot),
     "bench_pipelined": panels_by("workload", bench_pipelined.plot),
     "bench_prediction": panels_by("optimizer", bench_prediction.plot),
     "bench_ring": panels_by("p", bench_ring.plot),

@@ -296,6 +296,20 @@ def other_figures() -> str:
     return table(["what", "figure", "made by"], lines)
 
 
+def doors() -> str:
+    """Return a table of the iterations of a DDP program by each door."""
+    rows = load(RESULTS / "bench_doors.csv")
+    lines = [
+        [
+            str(row["contender"]),
+            f"{1e3 * float(row['median_s']):.0f}",
+            f"{float(row['times_as_fast_as_ddp']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})",
+        ]
+        for row in rows
+    ]
+    return table([str(rows[0]["title"]), "ms an iteration", "times as fast as DDP (95 % interval)"], lines)
+
+
 def equation(name: str) -> str:
     """Return the equations in the docstring of a function of the timing model, "module.function"."""
     owner = importlib.import_module(f"timing_model.{name.partition('.')[0]}")
@@ -328,6 +342,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         seeds_that_arrived,
         training_times,
         speed_up,
+        doors,
         convergence,
         other_figures,
         paper_question,

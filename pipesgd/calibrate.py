@@ -32,6 +32,7 @@ from pipesgd.calibration.options import FREE_BETWEEN_RANKS, CalibrateConfig
 from pipesgd.cli import parse_as
 from pipesgd.errors import UserInputError
 from pipesgd.exit import run_and_exit
+from pipesgd.planning.shortlist import audition
 from pipesgd.ranks import Ranks, check_same_options
 from pipesgd.run.console import say
 from pipesgd.run.workload import agree_on_workload, load
@@ -76,14 +77,17 @@ def calibrate(argv: Sequence[str], ranks: Ranks, console: Console) -> None:
         prediction=options.prediction,
     )
 
-    # 3. Report and write the result, on rank 0.
+    made = None
     if found is not None:
-        report.show(console, fits=found.fits, codecs=found.codecs, computation=found.computation)
-
-    def write() -> None:
-        if found is None:
-            return
         made = found.profile(training, model, samples=samples, command=["-m pipesgd.calibrate", *argv])
+        report.show(console, fits=found.fits, codecs=found.codecs, computation=found.computation)
+    if options.audition:
+        made = audition(made, training, model, batches, ranks, console, prediction=options.prediction)
+
+    # 3. Write the result, on rank 0.
+    def write() -> None:
+        if found is None or made is None:
+            return
         if options.plot is not None:
             report.save_plot(found.fits, options.plot)
             say(console, f"wrote {options.plot}")

@@ -381,7 +381,8 @@ class PlanningConfig:
 
     cluster: Path | None = None
     """File that pipesgd.calibrate wrote for this cluster and model, used to predict the time of an iteration and to
-    choose options set to auto. Rank 0's file counts. Without one, a run with auto first calibrates for some seconds."""
+    choose options set to auto. Rank 0's file counts. Without one, a run with auto first calibrates for some seconds. A
+    run with auto then compares the best candidates in its first iterations."""
     auto: tuple[str, ...] = ()
     """Options from ``AUTO_OPTIONS`` still to be chosen, whose own fields hold defaults until then. This is not an
     option itself: on the command line, each of them has the value auto."""

@@ -23,6 +23,8 @@ def make_strategy(
 ) -> Strategy:
     """Return the strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
     pipeline, run = config.pipeline, config.run
+    if pipeline.strategy == "pipelined":
+        return make_pipeline(config, model, optimizer, scaler, ranks)
     clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
     if pipeline.strategy == "local":
         from pipesgd.baselines.local import Local
@@ -41,10 +43,24 @@ def make_strategy(
             timeout=run.timeout,
             ranks=ranks,
         )
-    if pipeline.strategy in SERVER_STRATEGIES:
-        from pipesgd.baselines.parameter_server.strategy import ParameterServers
+    assert pipeline.strategy in SERVER_STRATEGIES
+    from pipesgd.baselines.parameter_server.strategy import ParameterServers
 
-        return ParameterServers(model, optimizer, ranks=ranks, **_server_options(config))
+    return ParameterServers(model, optimizer, ranks=ranks, **_server_options(config))
+
+
+def make_pipeline(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    ranks: Ranks,
+    *,
+    init_sync: bool = True,
+) -> Pipelined:
+    """Return the pipeline of strategy "pipelined"; for ``init_sync`` see ``Pipelined``."""
+    pipeline, run = config.pipeline, config.run
+    clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
     return Pipelined(
         model,
         optimizer,
@@ -63,6 +79,7 @@ def make_strategy(
         on_nonfinite=run.on_nonfinite,
         timeout=run.timeout,
         seed=config.optimization.seed,
+        init_sync=init_sync,
         ranks=ranks,
     )
 

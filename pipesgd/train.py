@@ -45,8 +45,9 @@ from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.drift import Drift
-from pipesgd.planning.plan_run import plan_run
+from pipesgd.planning.plan_run import plan_run, remember, save_cluster
 from pipesgd.planning.planned import Planned
+from pipesgd.planning.swap import swap_strategy
 from pipesgd.ranks import Ranks, check_same_options, network_address
 from pipesgd.replicas import check_replicas, hashes_of_ranks
 from pipesgd.run import output
@@ -62,7 +63,8 @@ from pipesgd.run.state import RunState
 from pipesgd.run.summary import Result, describe, summarize
 from pipesgd.run.trace import Trace
 from pipesgd.run.workload import agree_on_workload, load
-from pipesgd.strategies import make_strategy, serve
+from pipesgd.strategies import make_pipeline, make_strategy, serve
+from pipesgd.strategy import Strategy
 
 DEFAULT_EPOCHS = 3
 FELL_BACK = (
@@ -160,10 +162,12 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         (config.optimization.epochs or DEFAULT_EPOCHS) * batches.iterations_per_epoch
     )
     earlier = output.earlier_run(config, ranks)
-    chosen, planned = plan_run(
+    chosen, planned, known = plan_run(
         config, ranks, model, batches, console, samples=samples, iterations=total, earlier=earlier
     )
     lock = output.take_folder(chosen, ranks, planned.as_json() if planned else None)
+    if known is not None and planned is not None and planned.audition is not None:
+        save_cluster(known[0], chosen.run.output / output.CLUSTER_FILE)
     network: list[str] = ranks.all_gather_object("network address", network_address())
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     model.to(device)
@@ -195,6 +199,10 @@ class Run:
     def __init__(self, job: Job):
         config, ranks = job.config, job.ranks
         self.job = job
+        self.config = config
+        """Configuration that trains now: that of the job, with the choices of an audition."""
+        self.planned = job.planned
+        """Plan of the timing model, or what an audition has made of it; None if there is none."""
         self.start = 0
         """Iteration that this attempt begins with."""
         self.scaler = torch.amp.GradScaler(
@@ -202,13 +210,12 @@ class Run:
             init_scale=config.optimization.loss_scale,
             enabled=config.optimization.precision == "fp16",
         )
-        self.strategy = make_strategy(config, job.model, job.optimizer, self.scaler, ranks)
         self.losses: collections.deque[float] = collections.deque(maxlen=job.batches.iterations_per_epoch)
         self.state = RunState(
             model=job.model,
             optimizer=job.optimizer,
             schedule=job.schedule,
-            strategy=self.strategy,
+            strategy=make_strategy(config, job.model, job.optimizer, self.scaler, ranks),
             losses=self.losses,
         )
         self.checkpoints = Checkpoints(job.folder / output.CHECKPOINTS, job.workers, keep=config.run.keep_checkpoints)
@@ -216,17 +223,25 @@ class Run:
         self._recorders: list[MetricsWriter | ProgressBar] = []
         self._paces: list[float] = []
         self._computing: list[float] = []
+        self._known_paces: dict[int, float] = {}
+        """Seconds of iterations of an earlier attempt at this run, for an audition that it had begun."""
+        self._drift: Drift | None = None
         self._blamed: set[int] = set()
         """Ranks whose gradients were not finite and that have been named in a warning."""
         self._stack = contextlib.ExitStack()
         self._begin = self._last = time.perf_counter()
         """Time when the run would have begun without interruptions, and time when the last iteration ended."""
 
+    @property
+    def strategy(self) -> Strategy:
+        """Strategy that trains now."""
+        return self.state.strategy
+
     def __enter__(self) -> Self:
         self._stack.enter_context(warnings.catch_warnings())
         # Not needed after an error: a resumed run finds the gradients in flight in the checkpoint.
         warnings.filterwarnings("ignore", "the pipeline was closed after an error")
-        self._stack.enter_context(self.strategy)
+        self._stack.push(lambda *error: self.strategy.__exit__(*error))  # it may be another one by then
         return self
 
     def __exit__(
@@ -242,6 +257,9 @@ class Run:
         """
         workers = self.job.workers
         if (found := self.checkpoints.load_newest(self.state.what_is_wrong_with)) is not None:
+            done = found.own["strategy"]["iteration"]
+            if self.planned is not None and done > 0:
+                self._swap_to(self.planned.at(done - 1))  # the configuration whose state was saved
             workers.raise_together(
                 "a restored checkpoint", functools.partial(self.state.restore, found.shared, found.own)
             )
@@ -272,7 +290,10 @@ class Run:
             job.say(DRIFTS)
         # Pushed last, so it runs first: the others must not take this rank for dead while it closes the rest.
         self._stack.push(functools.partial(report_failure, ranks))
-        drift = None if job.planned is None or ranks.rank else Drift(job.planned)
+        self._drift = None if self.planned is None or ranks.rank else Drift(self.planned)
+        if self.planned is not None and self.planned.audition is not None and ranks.rank == 0:
+            lines = read_metrics(job.folder / output.METRICS_FILE) if self.start else []
+            self._known_paces = {line["iteration"]: line["seconds"]["iteration"] for line in lines}
         job.model.train()
         self._last = time.perf_counter()
         self._begin = self._last - self.state.seconds
@@ -281,6 +302,7 @@ class Run:
         for iteration in range(self.start, job.iterations):
             if farewell.is_due(iteration):
                 raise say_farewell(ranks, iteration, self.save_checkpoint)
+            self._follow_audition(iteration)
             metrics = self._iterate(iteration, samples)
             done = iteration + 1
             for recorder in self._recorders:
@@ -290,7 +312,7 @@ class Run:
                     check_replicas(hashes_of_ranks(job.model, job.workers), done)
             if checkpoint_schedule.is_due(done, (time.perf_counter() - self._begin) / done) or done == job.iterations:
                 self.save_checkpoint(done)
-            if drift is not None and (line := drift.observe(metrics.seconds["iteration"])):
+            if self._drift is not None and (line := self._drift.observe(metrics.seconds["iteration"])):
                 job.say(line)
             self._last = time.perf_counter()
         farewell.is_open = False
@@ -337,6 +359,41 @@ class Run:
             test_accuracy=evaluation.accuracy if evaluation else None,
             test_loss=evaluation.loss if evaluation else None,
         )
+
+    def _follow_audition(self, iteration: int) -> None:
+        """Let the configuration train whose turn it is, after rank 0's decision if one is due. Collective."""
+        planned, ranks = self.planned, self.job.ranks
+        if planned is None or planned.audition is None:
+            return
+        if iteration >= planned.audition.decision_at:
+            decided: dict[str, Any] | None = None
+            if ranks.rank == 0:
+                paces = self._known_paces | dict(enumerate(self._paces, self.start))
+                again = self._drift is not None and self._drift.contradicted
+                decided = planned.heard(planned.audition.decided(paces, again=again)).as_json()
+            before, planned = planned, Planned.from_json(ranks.all_gather_object("audition", decided)[0])
+            self.planned = planned
+            if len(planned.turns) > len(before.turns):
+                output.describe_again(self.job.config.with_choices(planned.choices), ranks, planned.as_json())
+                self._drift = None if ranks.rank else Drift(planned)
+                if planned.audition is not None and planned.audition.over and ranks.rank == 0:
+                    remember(self.job.folder / output.CLUSTER_FILE, self.config, planned.audition, ranks.world_size)
+                for line in planned.decision_lines():
+                    self.job.say(line)
+        self._swap_to(planned.at(iteration))
+
+    def _swap_to(self, choices: dict[str, Any]) -> None:
+        """Train with these ``AUTO_OPTIONS`` from now on, if they are others than now. Collective."""
+        job, config = self.job, self.config.with_choices(choices)
+        if config == self.config:
+            return
+        same_codec, self.config = config.compression == self.config.compression, config
+        swap_strategy(
+            self.state,
+            lambda: make_pipeline(config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False),
+            same_codec=same_codec,
+        )
+        self._last = time.perf_counter()
 
     def _evaluate(self) -> Evaluation:
         job = self.job
@@ -391,7 +448,7 @@ class Run:
         Raises:
             RunError: a file could not be written.
         """
-        job, config, folder, planned = self.job, self.job.config, self.job.folder, self.job.planned
+        job, config, folder, planned = self.job, self.config, self.job.folder, self.planned
         trouble: list[str] = []
         if self.trace is not None:
             self.trace.write(folder / output.TRACE_FILE)
@@ -407,7 +464,13 @@ class Run:
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
                 write_text_atomically(path, json.dumps(summary, indent=1) + "\n")
-            names = (output.SUMMARY_FILE, output.METRICS_FILE, output.WEIGHTS_FILE, output.TRACE_FILE)
+            names = (
+                output.SUMMARY_FILE,
+                output.METRICS_FILE,
+                output.WEIGHTS_FILE,
+                output.TRACE_FILE,
+                output.CLUSTER_FILE,
+            )
             show_summary(job.console, summary, [folder / name for name in names if (folder / name).exists()])
             if planned is not None and summary["planned"]["measured_seconds"] is not None:
                 job.say(planned.compare(summary["planned"]["measured_seconds"]))

@@ -20,6 +20,7 @@ from timing_model.measured import (
     Corrections,
     Estimate,
     LinkProfile,
+    MeasuredIteration,
 )
 from timing_model.params import CodecCost, LinkParams, uncompressed
 from timing_model.schedules import ALL_REDUCES
@@ -35,6 +36,7 @@ __all__ = [
     "Corrections",
     "Estimate",
     "LinkProfile",
+    "MeasuredIteration",
     "Profile",
 ]
 
@@ -83,6 +85,17 @@ class Profile:
     compute: tuple[ComputeProfile, ...] = ()
     provenance: dict[str, Scalar] = field(default_factory=dict)
     """Origin of the profile, for people; the model does not read it."""
+
+    def with_measured(self, model: str, batch_size: int, measured: Sequence[MeasuredIteration]) -> Profile:
+        """Return the profile with iterations of this model that were measured, in place of older ones."""
+
+        def added(one: ComputeProfile) -> ComputeProfile:
+            if (one.model, one.batch_size) != (model, batch_size):
+                return one
+            kept = {_configuration(other): other for other in (*one.measured, *measured)}
+            return dataclasses.replace(one, measured=tuple(kept.values()))
+
+        return dataclasses.replace(self, compute=tuple(map(added, self.compute)))
 
     @classmethod
     def load(cls, path: Path) -> Profile:
@@ -156,6 +169,16 @@ class Profile:
             return uncompressed(self.link.gamma.value)
         check_one_of("codec", name, [UNCOMPRESSED, *self.codecs])
         return self.codecs[name].cost(name, message_values)
+
+
+def _configuration(measured: MeasuredIteration) -> tuple[object, ...]:
+    return (
+        measured.world_size,
+        measured.width,
+        measured.codec,
+        measured.all_reduce,
+        measured.segment_bytes,
+    )
 
 
 def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
@@ -238,7 +261,22 @@ def _compute(table: Table, names: Mapping[str, str]) -> ComputeProfile:
         cv=table.number("cv", most=MOST_CV),
         slow_ranks=table.numbers("slow_ranks", least=1.0),
         comm_slowdowns={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
+        measured=tuple(map(_measured, table.tables("measured"))),
         **{name: _estimate(table, names.get(name, name)) for name in ESTIMATES},
     )
     table.done()
     return compute
+
+
+def _measured(table: Table) -> MeasuredIteration:
+    measured = MeasuredIteration(
+        world_size=table.count("world_size", least=2),
+        width=table.count("width"),
+        codec=table.text("codec"),
+        all_reduce=table.text("all_reduce"),
+        segment_bytes=table.count("segment_bytes"),
+        iteration=_estimate(table, "iteration"),
+        iterations=table.count("iterations"),
+    )
+    table.done()
+    return measured

@@ -77,6 +77,14 @@ def iteration_time(job: Job, costs: Costs) -> tuple[IterationTime, CollectiveTim
     return pipelined_time(job, costs, whole), whole
 
 
+def as_measured(job: Job, iteration: IterationTime) -> IterationTime:
+    """Return the predicted time of an iteration of ``job``; if it was measured, with parts that add up to that."""
+    if job.measured is None or iteration.total <= 0:
+        return iteration
+    factor = job.measured.iteration.value / iteration.total
+    return IterationTime(*[factor * part for part in iteration])
+
+
 def pipelined_time(job: Job, costs: Costs, collective: CollectiveTime) -> IterationTime:
     """Return the time of one iteration of the pipeline, given the time of its collective."""
     return pipelined_iteration_time(costs.times, collective, job.width, world_size=job.workers, noise=job.noise)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from timing_model.all_reduce import messages_meet
 from timing_model.checks import check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
-from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile
+from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
 from timing_model.params import FLOAT_BYTES, Noise
 from timing_model.presets import CODECS, FASTEST_CHECKED
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
@@ -43,8 +43,14 @@ FAST = (
     "were never measured and are left out; ddp is torch's over gloo, not NCCL"
 )
 
-GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE = "as given", "interpolated", "extrapolated", "outside"
-SUPPORTS = (GIVEN, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
+GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE = (
+    "as given",
+    "measured",
+    "interpolated",
+    "extrapolated",
+    "outside",
+)
+SUPPORTS = (GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE)
 
 
 class Support(NamedTuple):
@@ -162,6 +168,19 @@ class Job:
         return self.cluster.codecs.get(self.codec) or TYPICAL_CODECS[self.codec]
 
     @property
+    def measured(self) -> MeasuredIteration | None:
+        """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
+        if self.strategy != "pipelined" or self.ranks_per_node > 1:
+            return None
+        own = (self.world_size, self.width, self.codec, self.all_reduce, self.segment_bytes)
+        found = [
+            one
+            for one in self.compute.measured
+            if (one.world_size, one.width, one.codec, one.all_reduce, one.segment_bytes) == own
+        ]
+        return found[0] if found else None
+
+    @property
     def gathered(self) -> bool:
         """True if the codec's parts are gathered, not added up on the way."""
         return self.codec_profile is not None and self.codec_profile.gathered
@@ -234,21 +253,24 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
         if small.batch_size < batch_size < large.batch_size:
             share = (batch_size - small.batch_size) / (large.batch_size - small.batch_size)
             between = {name: getattr(small, name).towards(getattr(large, name), share) for name in WITH_BATCH}
-            return dataclasses.replace(small, batch_size=batch_size, **between)
+            return dataclasses.replace(small, batch_size=batch_size, measured=(), **between)
     near = measured[0] if batch_size < measured[0].batch_size else measured[-1]
     more = batch_size / near.batch_size
     grown = {name: getattr(near, name).times(more) for name in WITH_BATCH}
-    return dataclasses.replace(near, batch_size=batch_size, **grown)
+    return dataclasses.replace(near, batch_size=batch_size, measured=(), **grown)
 
 
 def support_of(job: Job) -> Support:
     """Return whether the job is within what was measured, near it, or outside.
 
-    Interpolated: world size and bytes are within what was measured, and all that has a name was measured. Extrapolated:
-    numbers are up to ``REACH`` times beyond, or a world size was not measured where ranks share cores, or an all-reduce
-    was not measured and has the ring's link, or the computation is as given. Outside: numbers are further beyond, or a
-    codec or servers never ran, or the cv of the computation is above ``CHECKED_CV``.
+    Measured: this very configuration was, in an audition. Interpolated: world size and bytes are within what was
+    measured, and all that has a name was measured. Extrapolated: numbers are up to ``REACH`` times beyond, or a world
+    size was not measured where ranks share cores, or an all-reduce was not measured and has the ring's link, or the
+    computation is as given. Outside: numbers are further beyond, or a codec or servers never ran, or the cv of the
+    computation is above ``CHECKED_CV``.
     """
+    if job.measured is not None:
+        return Support(MEASURED, (f"{job.measured.iterations} iterations were timed in an audition",))
     cluster, ranges = job.cluster, job.cluster.calibrated
     reasons: list[tuple[str, str]] = []
     if job.compute.cv > CHECKED_CV:

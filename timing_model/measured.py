@@ -163,6 +163,21 @@ class CodecProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredIteration:
+    """Time of an iteration of a pipeline that was measured as it is, in an audition."""
+
+    world_size: int
+    width: int
+    codec: str
+    all_reduce: str
+    segment_bytes: int
+    iteration: Estimate
+    """Mean of an iteration, in s."""
+    iterations: int
+    """Number of iterations that were timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeProfile:
     """Measured computation of one model with one batch size; times are in s."""
 
@@ -192,6 +207,8 @@ class ComputeProfile:
     """Standard deviation over mean of one rank's time, between iterations."""
     slow_ranks: tuple[float, ...] = ()
     """Factors of the ranks that are always slow, each at least 1."""
+    measured: tuple[MeasuredIteration, ...] = ()
+    """Configurations that were measured themselves, which no formula needs to predict."""
 
     @classmethod
     def exact(

@@ -198,4 +198,6 @@ def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
     present = {name: value for name, value in changes.items() if value is not None}
     if "slow_ranks" in present and len(given.slow_ranks) > given.world_size:
         raise ValueError(f"slow_ranks must be at most {given.world_size}; got {len(given.slow_ranks)}")
+    if "cv" in present or "slow_ranks" in present:
+        present["measured"] = ()  # with other noise
     return dataclasses.replace(compute, **present)

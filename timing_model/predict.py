@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from timing_model.all_reduce import CollectiveTime
-from timing_model.costs import Costs, correction_of, costs_of, estimates_of, iteration_time
+from timing_model.costs import Costs, as_measured, correction_of, costs_of, estimates_of, iteration_time
 from timing_model.iteration import IterationTime, job_time
 from timing_model.jitter import lasting_period
 from timing_model.job import OUTSIDE, Job, Support, support_of
@@ -87,6 +87,9 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     iteration, collective = iteration_time(job, costs)
     below, above = _spread(job, costs, iteration.total)
     gains = _gains(job, costs, iteration)
+    if job.measured is not None:
+        iteration, found = as_measured(job, iteration), job.measured.iteration
+        below, above = found.value - found.low, found.high - found.value
     alone = costs_of(dataclasses.replace(job, width=1)).times.total
     workers, batch_size = job.workers, job.compute.batch_size
     per_epoch = job.iterations_per_epoch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from timing_model.advice import advice, describe, ratio, reason, training_arguments
 from timing_model.choices import TIE, Choice
-from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, OUTSIDE, Job, Support
+from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Job, Support
 from timing_model.plan import Plan
 from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
 from timing_model.units import format_bandwidth, format_bytes, format_count, format_seconds
@@ -92,6 +92,7 @@ def support_lines(support: Support) -> list[str]:
     """Return lines that say how sure the answer is."""
     said = {
         GIVEN: "As good as the numbers given: nothing was measured.",
+        MEASURED: "Measured: this very configuration ran.",
         INTERPOLATED: "Interpolated: within what was measured.",
         EXTRAPOLATED: "Extrapolated: beyond what was measured, so the interval may be too narrow.",
         OUTSIDE: "OUTSIDE of what was measured: the interval means nothing.",

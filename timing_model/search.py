@@ -11,7 +11,7 @@ from timing_model.all_reduce import CollectiveTime, chunks_of
 from timing_model.checks import check_at_least, check_one_of
 from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.cluster_profile import UNCOMPRESSED
-from timing_model.costs import collective_time, costs_of, pipelined_time
+from timing_model.costs import as_measured, collective_time, costs_of, pipelined_time
 from timing_model.iteration import IterationTime
 from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
 from timing_model.lower_bound import least_collective_time
@@ -104,6 +104,7 @@ class Search:
 
     def add(self, job: Job, iteration: IterationTime, collective: CollectiveTime) -> None:
         """Keep a configuration and its times."""
+        iteration = as_measured(job, iteration)
         score = iteration.total * self._more_iterations(job)
         choice = Choice(job=job, iteration=iteration, collective=collective, score=score)
         self.choices.append(choice)
@@ -134,7 +135,7 @@ class Search:
             job = dataclasses.replace(pair, width=width)
             costs = costs_of(job)
             least = least_collective_time(job, costs)
-            total = pipelined_time(job, costs, CollectiveTime(least, least, 0.0)).total
+            total = as_measured(job, pipelined_time(job, costs, CollectiveTime(least, least, 0.0))).total
             floors.append((job, total * self._more_iterations(job)))
         return floors
 

@@ -268,7 +268,10 @@ def compute_profile(
         comm_slowdowns={name: one for name, one in computation.comm_slowdowns.items() if name != RING},
         cv=computation.cv,
         slow_ranks=tuple(computation.slow_ranks.values()),
-        **computation.parts,
+        forward=computation.parts["forward"],
+        backward=computation.parts["backward"],
+        update=computation.parts["update"],
+        late_update=computation.parts["late_update"],
     )
 
 

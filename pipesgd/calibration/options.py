@@ -55,6 +55,9 @@ class CalibrationOptions:
     halving-doubling, recursive-doubling, all-to-all, native."""
     servers: bool = False
     """Measure a parameter server, too."""
+    audition: bool = False
+    """Train with the best predicted configurations in turns, too, for about 6 s, and keep their times: for this number
+    of ranks, plans then prefer what was measured."""
     prediction: str = "eager"
     """Prediction from the gradients in flight, on which the late update's time depends: as in pipesgd.train."""
     timeout: float = DEFAULT_TIMEOUT

@@ -96,8 +96,9 @@ class Pipelined(Strategy):
 
     A mean that is not finite is so on every rank, since all hold the same bytes: all stop or skip it
     in the same iteration. The optimizer, its state and a learning-rate scheduler remain the caller's.
-    The constructor gives all ranks rank 0's parameters and buffers. It, ``step``, ``flush``, ``combine_buffers`` and
-    ``close`` are collective: all ranks make these calls in the same order, and fail if they do not.
+    The constructor gives all ranks rank 0's parameters and buffers (``init_sync``). It, ``step``, ``flush``,
+    ``combine_buffers`` and ``close`` are collective: all ranks make these calls in the same order, and fail if they do
+    not.
 
     As a context manager it is closed at the end of the block; see ``close``.
 
@@ -123,6 +124,8 @@ class Pipelined(Strategy):
         segment_bytes: largest message in bytes, 1 MiB by default; native splits messages as torch does.
         connections: connections to each rank, used in turn.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
+        init_sync: whether all ranks get rank 0's parameters and buffers; without it they must have the same
+            parameters already, and buffers stay each rank's own.
         allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
             are refused by default. ``share_weights`` then makes the replicas equal again: call it before weights are
             saved.
@@ -162,6 +165,7 @@ class Pipelined(Strategy):
         segment_bytes: int = SEGMENT_BYTES,
         connections: int = 1,
         seed: int = 0,
+        init_sync: bool = True,
         allow_drift: bool = False,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
@@ -197,6 +201,8 @@ class Pipelined(Strategy):
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._pool: list[FlatBuffer] = []
+        self._left_out: Sequence[Tensor] = ()
+        """Values that the next gradient gets in addition (``add_to_next_gradient``)."""
         self.buffers_allocated = 0
         """Number of gradient buffers made so far for the parameters that are trained now: at most ``width``."""
         self._error: BaseException | None = None
@@ -220,6 +226,7 @@ class Pipelined(Strategy):
             "segment_bytes": segment_bytes,
             "connections": connections,
             "seed": seed,
+            "init_sync": init_sync,
             "allow_drift": allow_drift,
             "device": device.type,
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
@@ -243,9 +250,9 @@ class Pipelined(Strategy):
             self._stop_watching = self._ranks.watch(self._thread.fail)
             self._exact = self._connections.all_reduce()
             self._reducer = make_reducer(options, self._connections, device=device.type, seed=seed)
-            share_rank_0s_values(
-                model, self._parameters, self._ranks.rank, functools.partial(self._sum_over_ranks, "Pipelined")
-            )
+            if init_sync:
+                sum_over_ranks = functools.partial(self._sum_over_ranks, "Pipelined")
+                share_rank_0s_values(model, self._parameters, self._ranks.rank, sum_over_ranks)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -290,6 +297,10 @@ class Pipelined(Strategy):
             buffer = self._free_buffer()
             scale = self._loss_scale.divide(self._parameters)
             local = pack_gradients(self._parameters, buffer)
+            if self._left_out:
+                for flat, left_out in zip(buffer.flats, self._left_out, strict=True):
+                    as_real(flat).add_(left_out)
+                self._left_out = ()
             pack = Span("pack", self.iteration, begin, time.perf_counter())
             # 2. Hand over.
             self._hand_over(buffer, local, scale)
@@ -317,6 +328,14 @@ class Pipelined(Strategy):
         self._meeting.result()
         self._meeting = None
         return report
+
+    def add_to_next_gradient(self, left_out: Sequence[Tensor]) -> None:
+        """Add what an earlier pipeline's codec has left out of its sums to this rank's next gradient.
+
+        Args:
+            left_out: residuals of its error feedback, one for each flat tensor of the gradient; none adds nothing.
+        """
+        self._left_out = on_device(list(left_out), self._parameters[0].device)
 
     @contextlib.contextmanager
     def true_weights(self) -> Iterator[None]:
@@ -351,6 +370,7 @@ class Pipelined(Strategy):
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
         self._check_usable()
+        assert not self._left_out, "residuals of an earlier pipeline are added in the step that follows"
         in_flight = [
             {
                 "iteration": gradient.iteration,

@@ -8,21 +8,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
+from pipesgd.planning.audition import Audition
 from pipesgd.planning.planned import Planned
 from timing_model.advice import advice, reason, training_arguments
-from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Space
+from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simplicity
 from timing_model.cluster_profile import UNCOMPRESSED, ComputeProfile, Profile
 from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
 from timing_model.plan import Plan, plan
-from timing_model.predict import predict
+from timing_model.predict import Answer, predict
 from timing_model.simulate_job import median_share
 
 AUTO_CODECS = tuple(one for one in ACCURATE if one != "fp16")
 """Codecs to choose from: those that cost next to no accuracy. bf16 takes as long as fp16, and cannot overflow."""
+
+MOST_CANDIDATES = 3
+"""Most configurations that an audition compares."""
 
 Known = tuple[Profile, ComputeProfile]
 """Profile of a cluster, and of the model's computation on it."""
@@ -92,12 +97,7 @@ def decide(
         raise UserInputError(f"cluster must allow a prediction of this run; got {failure}") from None
     assert answer.total is not None
     job, auto = found.best.job, config.planning.auto
-    chosen = {
-        "width": job.width,
-        "codec": job.codec,
-        "all-reduce": job.all_reduce,
-        "segment-bytes": job.segment_bytes,
-    }
+    chosen = options_of(job)
     support, reasons = answer.support.kind, list(answer.support.reasons)
     unmodelled = unmeasured(config)
     if unmodelled:
@@ -116,7 +116,38 @@ def decide(
         why=why(found, auto),
         iterations=iterations,
         median_share=median_share(job),
+        audition=audition(found, answer, auto, iterations=iterations, begin=config.pipeline.warmup_iterations),
     )
+
+
+def options_of(job: Job) -> dict[str, Any]:
+    """Return the values of all ``AUTO_OPTIONS`` in ``job``."""
+    return {
+        "width": job.width,
+        "codec": job.codec,
+        "all-reduce": job.all_reduce,
+        "segment-bytes": job.segment_bytes,
+    }
+
+
+def audition(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: int, begin: int) -> Audition | None:
+    """Return an audition of the best of each width that could be the fastest, or of each codec or all-reduce if the
+    width is given; None if there are no two, or the run is too short.
+
+    Errors of predictions are common to a width, so the best of each is worth more than the first few.
+    """
+    kind = next((name for name in ("width", "codec", "all-reduce") if name in auto), None)
+    if kind is None:
+        return None
+    best: dict[Any, Choice] = {options_of(found.best.job)[kind]: found.best}
+    for one in found.ranking:
+        best.setdefault(options_of(one.job)[kind], one)
+    could = [one for one in best.values() if predict(one.job, extrapolate=True).low <= answer.high]
+    candidates = sorted(sorted(could, key=lambda one: one.score)[:MOST_CANDIDATES], key=lambda one: simplicity(one.job))
+    if all(one.job.measured is not None for one in candidates):
+        return None  # an earlier audition has answered the question
+    predicted = [one.iteration.total for one in candidates]
+    return Audition.of([options_of(one.job) for one in candidates], predicted, iterations=iterations, begin=begin)
 
 
 def space_of(profile: Profile, config: TrainConfig) -> Space:

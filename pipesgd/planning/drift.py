@@ -22,12 +22,13 @@ class Drift:
         self._seen = 0
         self._window: list[float] = []
         self._sides: list[int] = []
-        self._told = False
+        self.contradicted = False
+        """True once iteration times have stayed outside of the interval."""
 
     def observe(self, seconds: float) -> str | None:
         """Record the time of an iteration; return what is to be reported, if anything."""
         self._seen += 1
-        if self._told or self._seen <= SETTLING:
+        if self.contradicted or self._seen <= SETTLING:
             return None
         self._window.append(seconds)
         if len(self._window) < WINDOW:
@@ -38,5 +39,5 @@ class Drift:
         self._window = []
         if abs(sum(self._sides[-WINDOWS:])) < WINDOWS:
             return None
-        self._told = True
+        self.contradicted = True
         return self._planned.contradicted(median)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,15 @@ from torch import nn
 
 from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
-from pipesgd.errors import CheckpointError, UserInputError
+from pipesgd.errors import CheckpointError, UserInputError, warn
+from pipesgd.planning.audition import Audition, Pace
 from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
 if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
+    from timing_model.cluster_profile import MeasuredIteration, Profile
 
 CALIBRATION_SECONDS = 12.0
 MOST_LARGEST_BYTES = 64 << 20
@@ -36,8 +39,9 @@ def plan_run(
     samples: int,
     iterations: int,
     earlier: dict[str, Any] | None,
-) -> tuple[TrainConfig, Planned | None]:
-    """Return the configuration with nothing left to choose, the same on all ranks; and the prediction, if there is one.
+) -> tuple[TrainConfig, Planned | None, Known | None]:
+    """Return the configuration with nothing left to choose, the same on all ranks; the prediction, if there is one; and
+    on rank 0 what is known of the cluster, if anything is.
 
     All ranks call this together. Rank 0 decides, and reports why. A run that continues another one keeps its choices.
     Otherwise, if no cluster is given, the ranks are measured first: a copy of ``model`` is trained for some seconds,
@@ -64,15 +68,15 @@ def plan_run(
         if planned is not None:
             say(console, f"planned when the run began: {words(planned.choices)}", *planned.lines()[len(planned.why) :])
         if planned is not None or not given:
-            return config, planned
+            return config, planned, None
     elif not (asked or given):
-        return config, None
+        return config, None, None
     if ranks.world_size == 1:
         say(
             console,
             f"one rank has no network, so there is nothing to plan: {words(choices_of(config))}, the defaults",
         )
-        return config.with_choices({}), None
+        return config.with_choices({}), None, None
 
     from pipesgd.planning.choose import of_file  # here and below: a run that plans nothing does not load the model
 
@@ -86,7 +90,8 @@ def plan_run(
         found = calibrate_briefly(config, ranks, model, batches, console, samples=samples)
         source = f"a calibration of {CALIBRATION_SECONDS:.0f} s"
 
-    return agree_on_plan(config, ranks, found, console, iterations=iterations, source=source, own=not given)
+    config, planned = agree_on_plan(config, ranks, found, console, iterations=iterations, source=source, own=not given)
+    return config, planned, found
 
 
 def agree_on_plan(
@@ -109,9 +114,50 @@ def agree_on_plan(
         return decided.as_json()
 
     agreed = ranks.all_gather_object("plan", ranks.raise_together("planning", decide_on_rank_0))[0]
-    planned = Planned(**agreed)
+    planned = Planned.from_json(agreed)
     say(console, *planned.lines())
     return config.with_choices({name: planned.choices[name] for name in config.planning.auto}), planned
+
+
+def save_cluster(profile: Profile, path: Path) -> None:
+    """Write what is known of the cluster, for ``remember``; warn if that is not possible."""
+    try:
+        profile.save(path)
+    except ValueError as failure:
+        warn(f"the cluster could not be written: {failure}; training continues")
+
+
+def remember(path: Path, config: TrainConfig, audition: Audition, world_size: int) -> None:
+    """Add what an audition that is over has measured to the cluster in ``path``, for the next plan; warn if not."""
+    from timing_model.cluster_profile import Profile
+
+    measured = measured_iterations(audition.candidates, audition.paces, world_size)
+    try:
+        profile = Profile.load(path)
+        profile.with_measured(config.model.model, config.samples_per_rank, measured).save(path)
+    except ValueError as failure:
+        warn(f"what was measured is not remembered: {failure}")
+
+
+def measured_iterations(
+    candidates: Sequence[dict[str, Any]], paces: Sequence[Pace | None], world_size: int
+) -> list[MeasuredIteration]:
+    """Return what was measured of the candidates, as a profile keeps it."""
+    from timing_model.cluster_profile import Estimate, MeasuredIteration
+
+    return [
+        MeasuredIteration(
+            world_size=world_size,
+            width=choices["width"],
+            codec=choices["codec"],
+            all_reduce=choices["all-reduce"],
+            segment_bytes=choices["segment-bytes"],
+            iteration=Estimate(pace.mean, *pace.interval),
+            iterations=pace.iterations,
+        )
+        for choices, pace in zip(candidates, paces, strict=True)
+        if pace is not None
+    ]
 
 
 def share_cluster(path: Path | None, ranks: Ranks, console: Console) -> bool:
@@ -178,6 +224,6 @@ def continued(config: TrainConfig, earlier: dict[str, Any]) -> tuple[TrainConfig
     options, planned = earlier["options"], earlier["planned"]
     try:
         config = config.with_choices({name: options[name] for name in config.planning.auto})
-        return config, None if planned is None else Planned(**planned)
+        return config, None if planned is None else Planned.from_json(planned)
     except (KeyError, TypeError, UserInputError) as failure:
         raise CheckpointError(f"the run to resume must record its choices; got {failure!r}") from None

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from pipesgd.config import AUTO_OPTIONS, TrainConfig
+from pipesgd.planning.audition import Audition
 from timing_model.units import format_seconds
+
+MEASURED = "measured"
+"""Support of a plan whose time an audition has measured: ``timing_model.job.MEASURED``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Choices for a run, and the times that are predicted with them."""
+    """Choices for a run, and the times that are predicted with them, or were measured in an audition."""
 
     asked: Sequence[str]
     """Names of the ``AUTO_OPTIONS`` that were left to be chosen."""
@@ -37,6 +41,57 @@ class Planned:
     """Number of iterations of the job."""
     median_share: float = 1.0
     """Median of an iteration over its mean: below 1 where a few are long; 1 in a run of an older version."""
+    audition: Audition | None = None
+    """The auditions of the run; None if there are none."""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Return the plan that ``as_json`` has made into ``values``. Raises ``TypeError`` for other values."""
+        audition = values.get("audition")
+        return cls(**values | {"audition": None if audition is None else Audition.from_json(audition)})
+
+    @property
+    def turns(self) -> Sequence[tuple[int, dict[str, Any]]]:
+        """Choices of auditions by the iteration from which on they train."""
+        return [] if self.audition is None else self.audition.turns
+
+    def at(self, iteration: int) -> dict[str, Any]:
+        """Return the values of all ``AUTO_OPTIONS`` in ``iteration``."""
+        return (None if self.audition is None else self.audition.at(iteration)) or self.choices
+
+    def heard(self, audition: Audition) -> Planned:
+        """Return the plan after a decision: once the audition is over, with what was measured of the winner."""
+        if not audition.over or (self.audition is not None and self.audition.over):
+            return dataclasses.replace(self, audition=audition)
+        choices, pace = audition.chosen
+        low, high = pace.interval
+        return dataclasses.replace(
+            self,
+            audition=audition,
+            choices=choices,
+            source=f"an audition of {pace.iterations} iterations",
+            iteration_seconds=pace.mean,
+            low=low,
+            high=high,
+            median_share=pace.median / pace.mean,
+            job_seconds=pace.mean * self.iterations,
+            support=MEASURED,
+            reasons=[],
+        )
+
+    def decision_lines(self) -> list[str]:
+        """Describe the newest decision about the audition for the user."""
+        audition = self.audition
+        assert audition is not None
+        if not audition.over:
+            return [audition_line(audition)] if audition.passes == 1 else []
+        found = [
+            f"{words(shown(choices, audition.candidates))} {format_seconds(pace.mean)} +- {format_seconds(pace.error)}"
+            for choices, pace in zip(audition.candidates, audition.paces, strict=True)
+            if pace is not None
+        ]
+        chosen = words(shown(self.choices, audition.candidates))
+        return [f"audition, time of an iteration: {', '.join(found)}; {chosen} stays"]
 
     def lines(self) -> list[str]:
         """Describe the plan for the user."""
@@ -44,13 +99,18 @@ class Planned:
         from timing_model.job import INTERPOLATED
 
         interval = _interval(self.low, self.iteration_seconds, self.high)
-        far = f"; {self.support}" if self.support != INTERPOLATED else ""
+        far = f"; {self.support}" if self.support not in (INTERPOLATED, MEASURED) else ""
         far += f": {', '.join(self.reasons)}" if self.reasons else ""
         return [
             *self.why,
-            f"predicted by {self.source}: {interval} an iteration, {format_seconds(self.job_seconds)} for all "
+            f"{self._how} by {self.source}: {interval} an iteration, {format_seconds(self.job_seconds)} for all "
             f"{self.iterations}{far}",
+            *([audition_line(self.audition)] if self.audition is not None and not self.audition.over else []),
         ]
+
+    @property
+    def _how(self) -> str:
+        return "measured" if self.support == MEASURED else "predicted"
 
     @property
     def median(self) -> tuple[float, float, float]:
@@ -66,19 +126,42 @@ class Planned:
         else:
             place = "above the interval" if measured > high else "below the interval"
         off = measured / middle - 1 if middle > 0 else 0.0
-        predicted = _interval(*self.median)
-        return f"the median iteration took {format_seconds(measured)}, predicted {predicted}: {off:+.1%}, {place}"
+        return (
+            f"the median iteration took {format_seconds(measured)}, {self._how} {_interval(*self.median)}"
+            f"{' in the audition' if self.support == MEASURED else ''}: {off:+.1%}, {place}"
+        )
 
     def contradicted(self, measured: float) -> str:
         """Describe the contradiction when the median iteration takes ``measured`` s, and not the predicted time."""
         word = "slower" if measured > self.median[2] else "faster"
+        took = format_seconds(measured)
+        if self.support == MEASURED:
+            interval = _interval(*self.median)
+            return (
+                f"the median iteration takes {took}, measured {interval} in the audition: the cluster is {word} than "
+                "it was then"
+            )
         return (
-            f"the median iteration takes {format_seconds(measured)}, predicted {_interval(*self.median)}: the cluster "
-            f"is {word} than the calibration found it, or the model is wrong"
+            f"the median iteration takes {took}, predicted {_interval(*self.median)}: the cluster is {word} than the "
+            "calibration found it, or the model is wrong"
         )
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def audition_line(audition: Audition) -> str:
+    """Announce an audition for the user."""
+    names = ", ".join(words(shown(one, audition.candidates)) for one in audition.candidates)
+    return (
+        f"audition: {names} train in turns of {audition.turn} iterations from iteration {audition.begin} on, and the "
+        "fastest stays"
+    )
+
+
+def shown(choices: dict[str, Any], among: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return those of the choices in which ``among`` differ."""
+    return {name: value for name, value in choices.items() if any(other[name] != value for other in among)}
 
 
 def _interval(low: float, middle: float, high: float) -> str:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
+from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.run.state import RunState
-from pipesgd.strategy import Strategy
 
 
-def swap_strategy(state: RunState, make: Callable[[], Strategy], *, same_codec: bool) -> bool:
+def swap_strategy(state: RunState, make: Callable[[], Pipelined], *, same_codec: bool) -> None:
     """Replace ``state.strategy`` by the one that ``make`` constructs on the same model and optimizer. Collective.
 
     Gradients in flight are applied first, so the new pipeline starts empty, from the weights that all ranks agree on.
-    The new strategy takes over what the old one has learned: a codec's state only if the codec is the same, and a
-    prediction's only if the prediction is. Buffers such as batch norm's statistics stay each rank's own: the
-    constructor of a strategy would give every rank those of rank 0.
+    The new strategy takes over what the old one has learned: a prediction's state only if the prediction is the same.
+    What another codec has left out of its sums is added to the next gradient.
 
     Args:
         state: the run, whose strategy is closed and replaced.
-        make: constructs the new strategy.
+        make: constructs the new strategy, without giving all ranks rank 0's values (``init_sync=False``): weights are
+            the same already, and buffers such as batch norm's statistics stay each rank's own.
         same_codec: True if both strategies encode gradients with the same options.
-
-    Returns:
-        True if residuals of error feedback were dropped.
 
     Raises:
         CommunicationError: a rank was lost.
@@ -32,15 +27,13 @@ def swap_strategy(state: RunState, make: Callable[[], Strategy], *, same_codec: 
     state.strategy.flush()
     kept = state.strategy.state_dict()
     state.strategy.close()
-    buffers = [buffer.clone() for buffer in state.model.buffers()]
-    state.strategy = make()
-    with torch.no_grad():
-        for buffer, own in zip(state.model.buffers(), buffers, strict=True):
-            buffer.copy_(own)
-    fresh = state.strategy.state_dict()
+    pipeline = make()
+    state.strategy = pipeline
+    fresh = pipeline.state_dict()
+    left_out = [] if same_codec else kept["exchange"].get("residuals", [])
     if not same_codec:
-        kept["exchange"], dropped = fresh["exchange"], bool(kept["exchange"].get("residuals"))
+        kept["exchange"] = fresh["exchange"]
     if kept["prediction"].keys() != fresh["prediction"].keys():
         kept["prediction"] = fresh["prediction"]
-    state.strategy.load_state_dict(kept)
-    return not same_codec and dropped
+    pipeline.load_state_dict(kept)
+    pipeline.add_to_next_gradient(left_out)

@@ -23,13 +23,14 @@ SUMMARY_FILE = "summary.json"
 METRICS_FILE = "metrics.jsonl"
 TRACE_FILE = "trace.json"
 WEIGHTS_FILE = "model.pt"
+CLUSTER_FILE = "cluster.toml"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 
 TAKEN = "output folder taken"
 """Mark of a job that has taken its folder: torchrun's restarts continue the run in it."""
 
-_FILES = (SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256")
+_FILES = (SUMMARY_FILE, METRICS_FILE, TRACE_FILE, WEIGHTS_FILE, f"{WEIGHTS_FILE}.sha256", CLUSTER_FILE)
 """Files that a run writes in addition to run.json."""
 
 _ASIDE = re.compile(rf"{re.escape(METRICS_FILE)}\.aside-[0-9]+")
@@ -77,7 +78,7 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
     """
     folder, overwrite = config.run.output, config.run.overwrite
     resume = _resumes(config, ranks)
-    description = {"world_size": ranks.world_size, "options": config.options(), "planned": planned}
+    description = _description(config, ranks, planned)
     first_of_machine = ranks.local_rank == 0
     lock: FolderLock | None = None
 
@@ -113,6 +114,16 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
             lock.release()
         raise
     return lock
+
+
+def describe_again(config: TrainConfig, ranks: Ranks, planned: dict[str, Any]) -> None:
+    """Replace the description of this run after a decision about its options. All ranks call this."""
+    if ranks.local_rank == 0:
+        _describe(config.run.output, _description(config, ranks, planned))
+
+
+def _description(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None) -> dict[str, Any]:
+    return {"world_size": ranks.world_size, "options": config.options(), "planned": planned}
 
 
 def _describe(folder: Path, description: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import signal
@@ -29,6 +30,7 @@ from pipesgd.run.console import screen
 from timing_model import all_reduce_time
 from timing_model.cluster_profile import Profile
 from timing_model.job import Job, support_of
+from timing_model.predict import predict
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +75,33 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
         assert part.value > 0
     assert profile.provenance["ranks"] == 2
     assert str(profile.provenance["command"]).startswith("torchrun ... -m pipesgd.calibrate --seconds 1 ")
+
+
+def test_an_audition_measures_the_configurations_that_a_plan_compares(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.toml"
+    (error, text), _ = run(2, f"{SHORT} --out {out} --audition")
+    assert error == ""
+    profile = Profile.load(out)
+    [compute] = profile.compute
+    assert text.count("audition: --width ") == len(compute.measured) > 0
+    assert len({one.width for one in compute.measured}) == len(compute.measured)
+    for one in compute.measured:
+        assert one.iteration.low < one.iteration.value < one.iteration.high
+        job = Job(
+            cluster=profile,
+            compute=compute,
+            world_size=2,
+            width=one.width,
+            codec=one.codec,
+            all_reduce=one.all_reduce,
+            segment_bytes=one.segment_bytes,
+        )
+        answer = predict(job)
+        assert (answer.iteration.total, answer.low, answer.high) == pytest.approx(
+            (one.iteration.value, one.iteration.low, one.iteration.high)
+        )
+        assert answer.support.kind == "measured"
+        assert predict(dataclasses.replace(job, world_size=3), extrapolate=True).support.kind != "measured"
 
 
 def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path) -> None:
@@ -151,7 +180,7 @@ def test_help_names_every_option_and_those_of_training_are_called_as_there() -> 
         parse_as(CalibrateConfig, "calibrate", ["--help-all"])
     names = CalibrateConfig().options().keys()
     assert all(f"--{name}" in str(request.value) for name in names)
-    own = {"out", "plot", "seconds", "largest-bytes", "codecs", "all-reduces", "servers"}
+    own = {"out", "plot", "seconds", "largest-bytes", "codecs", "all-reduces", "servers", "audition"}
     assert names - own <= TrainConfig().options().keys()
     config = parse_as(CalibrateConfig, "calibrate", ["--batch-size", "7", "--hidden-sizes", "3", "--optimizer", "adam"])
     training = config.training()

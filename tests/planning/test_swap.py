@@ -43,11 +43,16 @@ def _swapped(ranks: Ranks, before: dict[str, Any], after: dict[str, Any]) -> dic
     old.flush()
     kept = old.state_dict()
     values = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
-    dropped = swap_strategy(
-        state, lambda: Pipelined(model, optimizer, ranks=ranks, **after), same_codec=before["codec"] == after["codec"]
+    swap_strategy(
+        state,
+        lambda: Pipelined(model, optimizer, init_sync=False, ranks=ranks, **after),
+        same_codec=before["codec"] == after["codec"],
     )
     new = state.strategy
+    assert isinstance(new, Pipelined)
+    left_out, new._left_out = new._left_out, ()
     now = new.state_dict()
+    new.add_to_next_gradient(left_out)
     same = all(map(torch.equal, values, (*model.parameters(), *model.buffers())))
     for batch in inputs[6:]:
         applied = step(batch)
@@ -57,7 +62,7 @@ def _swapped(ranks: Ranks, before: dict[str, Any], after: dict[str, Any]) -> dic
         "replaced": new is not old,
         "iteration": now["iteration"],
         "same": same,
-        "dropped": dropped,
+        "left out": [one.tolist() for one in left_out],
         "cosine": now["agreement"]["cosine"] == kept["agreement"]["cosine"] < 1,
         "residuals": [one.tolist() for one in now["exchange"].get("residuals", [])],
         "before": [one.tolist() for one in kept["exchange"].get("residuals", [])],
@@ -83,9 +88,42 @@ def test_a_strategy_follows_another_one_with_what_it_knew(before: dict[str, Any]
         assert (found["iteration"], found["same"]) == (6, True)
         assert found["applied"] == (9 - (after["width"] - 1),)
         assert found["cosine"] == (before["width"] > 1 and "prediction" not in before)
-        assert found["dropped"] == (before["codec"] == "int4" != after["codec"])
+        assert found["left out"] == (found["before"] if before["codec"] != after["codec"] else [])
         if before["codec"] == after["codec"] == "int4":
             assert found["residuals"] == found["before"]
             assert any(value != 0 for flat in found["residuals"] for value in flat)
     assert one["after"] == other["after"]
     assert one["statistics"] != other["statistics"]  # those of batch norm, over each rank's own samples
+
+
+def _residual_in_the_next_gradient(ranks: Ranks) -> tuple[list[float], list[float], list[float]]:
+    """Return this rank's residual, its next gradient, and the update that follows at a learning rate of 1."""
+    torch.manual_seed(0)
+    model = nn.Linear(70, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    torch.manual_seed(ranks.rank)
+    inputs = torch.randn(4, 4, 70)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    old = Pipelined(model, optimizer, width=1, codec="int4", ranks=ranks)
+    state = RunState(model=model, optimizer=optimizer, schedule=schedule, strategy=old, losses=collections.deque())
+    for batch in inputs[:3]:
+        model(batch).square().mean().backward()
+        old.step()
+    [residual] = old.state_dict()["exchange"]["residuals"]
+    swap_strategy(state, lambda: Pipelined(model, optimizer, width=1, init_sync=False, ranks=ranks), same_codec=False)
+    before = model.weight.detach().clone()
+    model(inputs[3]).square().mean().backward()
+    assert model.weight.grad is not None
+    gradient = model.weight.grad.flatten().tolist()
+    state.strategy.step()
+    update = (before - model.weight.detach()).flatten().tolist()
+    state.strategy.close()
+    return residual.tolist(), gradient, update
+
+
+def test_what_one_codec_has_left_out_is_in_the_next_gradient_of_another() -> None:
+    found = run_ranks(2, _residual_in_the_next_gradient)
+    residuals, gradients, updates = (torch.tensor(one) for one in zip(*found, strict=True))
+    assert residuals.abs().max() > 1e-3
+    torch.testing.assert_close(updates[0], (gradients + residuals).mean(dim=0), atol=1e-6, rtol=1e-5)
+    assert torch.equal(updates[0], updates[1])

@@ -1,0 +1,238 @@
+"""Auditions: the best predicted configurations train in turns, and the one that is measured to be fastest stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+Choices = dict[str, Any]
+"""Values of all ``AUTO_OPTIONS``."""
+
+TURN, LEAST_TURN = 12, 7
+"""Most and fewest iterations that a candidate trains before it is the next one's turn."""
+UNTIMED = 2
+"""Iterations that do not count after a change, in addition to those in which the pipeline fills."""
+SWAP = 2
+"""Iterations that a change of the configuration is estimated to take: a pipeline empties, and the next one fills."""
+PASSES = 2
+"""Number of times that it is every candidate's turn, unless one leads before: A B C, then C B A."""
+MOST_SHARE = 0.01
+"""Most that an audition may add to the run, as a share of the iterations left."""
+T90 = 1.645
+"""Half the width of a 90 % interval, in standard errors."""
+LEADS = 2.0
+"""Standard errors by which a candidate must lead another one for that one to be out."""
+TIE = 0.01
+"""Relative distance from the fastest within which the simplest candidate is chosen."""
+AGAIN_AFTER = 60
+"""Iterations between an audition and the first look at whether another one is needed; twice as many to the next."""
+MOST_AUDITIONS = 3
+
+
+class Pace(NamedTuple):
+    """Measured time of a candidate's iterations, in s."""
+
+    mean: float
+    median: float
+    error: float
+    """Standard error of the mean."""
+    iterations: int
+    """Number of iterations that were timed."""
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Self:
+        """Return the pace of iterations, at least two, that took ``seconds``."""
+        error = statistics.stdev(seconds) / math.sqrt(len(seconds))
+        return cls(statistics.fmean(seconds), statistics.median(seconds), error, len(seconds))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Ends of the 90 % interval of the mean."""
+        return max(0.0, self.mean - T90 * self.error), self.mean + T90 * self.error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audition:
+    """The auditions of a run, and which configuration trains from which iteration on: the same on all ranks.
+
+    Candidates take turns in the run's own iterations, so nothing is trained in vain. Between two turns, all gradients
+    in flight are applied. It is a value: ``decided`` returns what follows, and every rank takes over that of rank 0.
+    """
+
+    candidates: Sequence[Choices]
+    """Choices to compare, the simplest first."""
+    predicted: Sequence[float]
+    """Seconds of an iteration that the timing model predicts for each of them."""
+    iterations: int
+    """Number of iterations of the whole job."""
+    turn: int
+    """Iterations of a turn in the present audition."""
+    turns: Sequence[tuple[int, Choices]]
+    """Choices by the iteration from which on they train. Turns that have been decided are never changed."""
+    decision_at: int
+    """Iteration before which rank 0 decides what follows."""
+    begin: int
+    """First iteration of the present audition."""
+    passes: int
+    """Passes of the present audition that are decided so far; 0 when it is over."""
+    number: int = 1
+    """Number of auditions so far."""
+    paces: Sequence[Pace | None] = field(default_factory=list)
+    """Measured times of the candidates in the newest audition; None for one that had no turn."""
+
+    @classmethod
+    def of(
+        cls, candidates: Sequence[Choices], predicted: Sequence[float], *, iterations: int, begin: int
+    ) -> Self | None:
+        """Return an audition that begins at an iteration with as many of the candidates as the run is long enough for.
+
+        ``candidates`` are in order of simplicity. Those that are predicted to be slowest are left out first. Returns
+        None if not even two can be compared.
+        """
+        kept = sorted(range(len(candidates)), key=lambda number: predicted[number])
+        while len(kept) > 1:
+            order = sorted(kept)
+            turn = turn_of([predicted[number] for number in order], iterations - begin)
+            if turn is not None:
+                some = [candidates[number] for number in order]
+                return cls(
+                    candidates=some,
+                    predicted=[predicted[number] for number in order],
+                    iterations=iterations,
+                    turn=turn,
+                    turns=_pass([], some, begin, turn),
+                    decision_at=begin + len(some) * turn,
+                    begin=begin,
+                    passes=1,
+                )
+            kept.pop()
+        return None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the audition of which ``values`` are the fields, as JSON keeps them."""
+        turns = [(iteration, choices) for iteration, choices in values["turns"]]
+        paces = [None if pace is None else Pace(*pace) for pace in values["paces"]]
+        return cls(**{**values, "turns": turns, "paces": paces})
+
+    @property
+    def over(self) -> bool:
+        """True if a configuration was chosen."""
+        return self.passes == 0
+
+    @property
+    def chosen(self) -> tuple[Choices, Pace]:
+        """The winner of an audition that is over, and its pace."""
+        choices = self.turns[-1][1]
+        pace = self.paces[self.candidates.index(choices)]
+        assert self.over
+        assert pace is not None
+        return choices, pace
+
+    def at(self, iteration: int) -> Choices | None:
+        """Return the choices that train in ``iteration``; None if they are those that the run began with."""
+        return next((choices for first, choices in reversed(self.turns) if first <= iteration), None)
+
+    def decided(self, seconds: Mapping[int, float], *, again: bool) -> Self:
+        """Return what the run does from ``decision_at``.
+
+        Args:
+            seconds: time of each iteration, as far as known.
+            again: whether the iterations after an audition that is over have contradicted it.
+        """
+        if self.over:
+            return self._begun_again() if again else self._looking_later()
+        paces = [self._pace(choices, seconds) for choices in self.candidates]
+        best = self._best(paces)
+        left = [number for number, pace in enumerate(paces) if number == best or not _leads(paces[best], pace)]
+        if self.passes < PASSES and len(left) > 1:
+            last = self.candidates.index(self.turns[-1][1])
+            order = sorted(left, key=lambda number: (number != last, -number))
+            some = [self.candidates[number] for number in order]
+            return dataclasses.replace(
+                self,
+                turns=_pass(self.turns, some, self.decision_at, self.turn),
+                decision_at=self.decision_at + len(some) * self.turn,
+                passes=self.passes + 1,
+                paces=paces,
+            )
+        return dataclasses.replace(
+            self,
+            turns=_pass(self.turns, [self.candidates[best]], self.decision_at, self.turn),
+            decision_at=self.decision_at + AGAIN_AFTER,
+            passes=0,
+            paces=paces,
+        )
+
+    def _begun_again(self) -> Self:
+        known = [pace.mean if pace else guess for pace, guess in zip(self.paces, self.predicted, strict=True)]
+        turn = turn_of(known, self.iterations - self.decision_at)
+        if turn is None or self.number == MOST_AUDITIONS:
+            return self._looking_later()
+        return dataclasses.replace(
+            self,
+            turn=turn,
+            turns=_pass(self.turns, self.candidates, self.decision_at, turn),
+            begin=self.decision_at,
+            decision_at=self.decision_at + len(self.candidates) * turn,
+            passes=1,
+            number=self.number + 1,
+        )
+
+    def _looking_later(self) -> Self:
+        return dataclasses.replace(self, decision_at=self.decision_at + 2 * (self.decision_at - self.turns[-1][0]))
+
+    def _pace(self, choices: Choices, seconds: Mapping[int, float]) -> Pace | None:
+        """Return the pace of a candidate in the present audition; None if none of its iterations counts."""
+        ends = [first for first, _ in self.turns[1:]] + [self.decision_at]
+        found: list[float] = []
+        before: Choices | None = None
+        for (first, own), end in zip(self.turns, ends, strict=True):
+            if own == choices and first >= self.begin:
+                untimed = 0 if before == own else choices["width"] - 1 + UNTIMED
+                found += [seconds[number] for number in range(first + untimed, end) if number in seconds]
+            before = own
+        return Pace.of(found) if len(found) > 1 else None
+
+    def _best(self, paces: Sequence[Pace | None]) -> int:
+        """Return the number of the simplest candidate among the fastest; that predicted to be, if none was timed."""
+        known = {number: pace.mean for number, pace in enumerate(paces) if pace is not None}
+        times = known or dict(enumerate(self.predicted))
+        return next(number for number, time in times.items() if time <= min(times.values()) * (1 + TIE))
+
+
+def turn_of(seconds: Sequence[float], iterations: int) -> int | None:
+    """Return the number of iterations of a turn, for candidates whose iterations take about ``seconds``.
+
+    None if an audition would cost more than ``MOST_SHARE`` of ``iterations``. Its cost is what slower candidates take
+    longer than the fastest one, and the changes between them.
+
+    >>> turn_of([0.2, 0.12, 0.125], 2000), turn_of([0.2, 0.12, 0.125], 500)
+    (None, None)
+    >>> turn_of([0.13, 0.12, 0.125], 2000), turn_of([0.2, 0.12, 0.125], 5000)
+    (12, 12)
+    """
+    fastest = min(seconds)
+    excess = sum(one / fastest - 1 for one in seconds) if fastest > 0 else 0.0
+    for turn in range(TURN, LEAST_TURN - 1, -1):
+        if PASSES * (turn * excess + len(seconds) * SWAP) <= MOST_SHARE * iterations:
+            return turn
+    return None
+
+
+def _pass(
+    turns: Sequence[tuple[int, Choices]], order: Sequence[Choices], begin: int, turn: int
+) -> list[tuple[int, Choices]]:
+    """Return ``turns``, and one after the other of the choices in ``order`` from iteration ``begin`` on."""
+    return [*turns, *((begin + number * turn, choices) for number, choices in enumerate(order))]
+
+
+def _leads(best: Pace | None, other: Pace | None) -> bool:
+    """Return True if ``best`` is clearly faster than ``other``."""
+    return (
+        best is not None and other is not None and other.mean - best.mean > LEADS * math.hypot(best.error, other.error)
+    )

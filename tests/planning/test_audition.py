@@ -1,0 +1,159 @@
+"""Auditions: whose turn it is, what is measured, and who stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipesgd.planning.audition import (
+    AGAIN_AFTER,
+    LEAST_TURN,
+    MOST_AUDITIONS,
+    MOST_SHARE,
+    PASSES,
+    SWAP,
+    TIE,
+    TURN,
+    UNTIMED,
+    Audition,
+    turn_of,
+)
+
+
+def choices(width: int, codec: str = "int8") -> dict[str, Any]:
+    return {"width": width, "codec": codec, "all-reduce": "ring", "segment-bytes": 1 << 20}
+
+
+ONE, TWO, THREE = map(choices, (1, 2, 3))
+
+
+def audition(*predicted: float, iterations: int = 10_000, begin: int = 0) -> Audition:
+    candidates = [ONE, TWO, THREE][: len(predicted)]
+    found = Audition.of(candidates, predicted, iterations=iterations, begin=begin)
+    assert found is not None
+    return found
+
+
+def seconds(of: Audition, times: Mapping[int, float], noise: float = 0.0) -> dict[int, float]:
+    """Return times of all iterations up to the next decision: those of the width that trains, more or less by turns.
+
+    Iterations right after a change take ten times as long.
+    """
+    found = {}
+    for number in range(of.decision_at):
+        now = of.at(number) or ONE
+        settling = now["width"] - 1 + UNTIMED
+        settled = number >= settling and all(of.at(number - back) == now for back in range(settling + 1))
+        found[number] = times[now["width"]] * (1 + noise * (-1) ** number if settled else 10)
+    return found
+
+
+def test_candidates_take_turns_and_then_in_reverse() -> None:
+    first = audition(0.13, 0.12, 0.125)
+    assert (first.turn, first.decision_at) == (TURN, 3 * TURN)
+    assert [(at, one["width"]) for at, one in first.turns] == [(0, 1), (TURN, 2), (2 * TURN, 3)]
+    assert [first.at(number) for number in (0, TURN - 1, TURN, 99)] == [ONE, ONE, TWO, THREE]
+    second = first.decided(seconds(first, {1: 0.13, 2: 0.12, 3: 0.125}, noise=0.3), again=False)
+    assert (second.passes, second.decision_at) == (2, 6 * TURN)
+    assert [(at, one["width"]) for at, one in second.turns[3:]] == [(3 * TURN, 3), (4 * TURN, 2), (5 * TURN, 1)]
+    assert second.turns[:3] == first.turns
+    last = second.decided(seconds(second, {1: 0.13, 2: 0.12, 3: 0.125}, noise=0.3), again=False)
+    assert last.over
+    winner, pace = last.chosen
+    assert winner == TWO
+    assert pace.mean == pytest.approx(0.12, rel=0.05)
+    assert pace.iterations == 2 * (TURN - 1 - UNTIMED)
+    assert [one.iterations for one in last.paces if one] == [
+        2 * TURN - UNTIMED - UNTIMED,
+        pace.iterations,
+        2 * TURN - 2 - UNTIMED,  # its second turn follows its first one, so nothing needs to settle
+    ]
+    assert last.turns[-1] == (6 * TURN, TWO)
+
+
+def test_a_clear_lead_ends_it_after_one_pass_and_a_hopeless_one_is_out() -> None:
+    first = audition(0.13, 0.12, 0.125)
+    over = first.decided(seconds(first, {1: 0.3, 2: 0.12, 3: 0.2}, noise=0.01), again=False)
+    assert over.over
+    assert over.chosen[0] == TWO
+    assert over.turns[-1] == (3 * TURN, TWO)
+    second = first.decided(seconds(first, {1: 0.6, 2: 0.121, 3: 0.12}, noise=0.1), again=False)
+    assert [one["width"] for _, one in second.turns[3:]] == [3, 2]
+    assert second.decision_at == 5 * TURN
+
+
+def test_the_simplest_of_those_that_are_about_equally_fast_stays() -> None:
+    for excess, width in ((0.9 * TIE, 1), (1.1 * TIE, 2)):
+        first = audition(0.12, 0.12)
+        over = first.decided(seconds(first, {1: 0.12 * (1 + excess), 2: 0.12}), again=False)
+        if not over.over:
+            over = over.decided(seconds(over, {1: 0.12 * (1 + excess), 2: 0.12}), again=False)
+        assert over.chosen[0]["width"] == width
+
+
+def test_a_candidate_without_a_time_is_neither_out_nor_chosen() -> None:
+    first = audition(0.13, 0.12)
+    known = {number: 0.13 + 0.001 * (number % 2) for number in range(TURN)}  # of the second, none
+    second = first.decided(known, again=False)
+    assert [one["width"] for _, one in second.turns[2:]] == [2, 1]
+    assert second.paces[1] is None
+    over = second.decided(known, again=False)
+    assert over.chosen[0] == ONE
+
+
+def test_it_begins_after_the_warm_up_and_before_it_the_plan_counts() -> None:
+    found = audition(0.13, 0.12, begin=30)
+    assert found.at(29) is None
+    assert found.at(30) == ONE
+    assert found.decision_at == 30 + 2 * TURN
+
+
+def test_a_short_run_has_fewer_candidates_or_none() -> None:
+    found = Audition.of([ONE, TWO, THREE], [0.13, 0.12, 0.125], iterations=1000, begin=0)
+    assert found is not None
+    assert found.candidates == [TWO, THREE]
+    assert Audition.of([ONE, TWO, THREE], [0.13, 0.12, 0.125], iterations=500, begin=0) is None
+    assert Audition.of([TWO], [0.12], iterations=10_000, begin=0) is None
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=2, max_size=3), st.integers(1, 10**6))
+def test_it_costs_no_more_than_its_share_of_the_run(predicted: list[float], iterations: int) -> None:
+    turn = turn_of(predicted, iterations)
+    if turn is not None:
+        assert LEAST_TURN <= turn <= TURN
+        excess = PASSES * turn * (sum(predicted) - len(predicted) * min(predicted))
+        swaps = PASSES * len(predicted) * SWAP * min(predicted)
+        assert excess + swaps <= 1.000001 * MOST_SHARE * iterations * min(predicted)
+
+
+def test_a_run_that_no_longer_takes_what_was_measured_has_another_audition() -> None:
+    first = audition(0.13, 0.12)
+    over = first.decided(seconds(first, {1: 0.3, 2: 0.12}), again=False)
+    assert over.decision_at == 2 * TURN + AGAIN_AFTER
+    later = over.decided({}, again=False)
+    assert later.turns == over.turns
+    assert later.decision_at == over.decision_at + 2 * AGAIN_AFTER
+    again = later.decided({}, again=True)
+    assert (again.number, again.passes, again.begin) == (2, 1, later.decision_at)
+    assert [(at - again.begin, one["width"]) for at, one in again.turns[len(over.turns) :]] == [(0, 1), (again.turn, 2)]
+    times = seconds(again, {1: 0.1, 2: 0.3}) | dict.fromkeys(range(again.begin), 99.0)
+    assert again.decided(times, again=False).chosen[0] == ONE
+    for _ in range(MOST_AUDITIONS):
+        over = again.decided(times, again=False)
+        again = over.decided({}, again=True)
+        times |= dict.fromkeys(range(again.begin, again.decision_at), 0.1)
+    assert again.number == MOST_AUDITIONS
+    assert again.over
+
+
+def test_it_survives_json() -> None:
+    first = audition(0.13, 0.12)
+    over = first.decided(seconds(first, {1: 0.3, 2: 0.12}), again=False)
+    for one in (first, over):
+        assert Audition.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one

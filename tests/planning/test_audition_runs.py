@@ -1,0 +1,143 @@
+"""Whole runs with an audition: real updates, the same replicas, and choices that a resumed run follows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _plans import SMALL, cluster
+from _ranks import run_ranks
+
+from pipesgd.errors import RunError, UserInputError
+from pipesgd.planning import audition
+from pipesgd.planning.audition import TURN, UNTIMED
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import screen
+from pipesgd.train import train
+from timing_model import LinkParams
+from timing_model.cluster_profile import Profile
+
+pytestmark = pytest.mark.slow
+
+CLOSE = LinkParams(alpha=1e-4, beta=2e-7, gamma=0.0, sync=0.0)
+"""A link with which all widths are predicted to be about equally fast."""
+WORDS = "--hidden-sizes 20 --batch-size 16 --lr 0.05 --width auto --checkpoint-iterations 5 --keep-checkpoints 100"
+
+
+def _train(ranks: Ranks, words: list[str], share: float) -> tuple[str, str]:
+    """Run once, with auditions that may take this share of the run; return (text of the error, stdout)."""
+    audition.MOST_SHARE = share
+    out = io.StringIO()
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            train(words, ranks, screen(ranks, out))
+            error = ""
+        except (UserInputError, RunError) as failure:
+            error = str(failure)
+    return error, out.getvalue()
+
+
+def run(folder: Path, words: str, share: float = 1e3) -> tuple[dict[str, Any], str]:
+    """Return (summary, output of rank 0) of a run on two ranks, with a cluster on which all widths are a tie."""
+    cluster(CLOSE, SMALL).save(folder / "cluster.toml")
+    options = [*words.split(), "--cluster", str(folder / "cluster.toml"), "--output", str(folder / "run")]
+    (error, text), (other, _) = run_ranks(2, _train, options, share, process_group=False)
+    assert (error, other) == ("", "")
+    return json.loads((folder / "run" / "summary.json").read_text()), text
+
+
+def back_to(folder: Path, iteration: int) -> None:
+    """Make the run in ``folder`` look as if it had been killed after its checkpoint of ``iteration``."""
+    (folder / "run" / "summary.json").unlink()
+    for path in (folder / "run" / "checkpoints").glob("iteration-*"):
+        if int(path.name.partition("-")[2]) > iteration:
+            shutil.rmtree(path)
+
+
+def widths(planned: dict[str, Any]) -> list[tuple[int, int]]:
+    return [(iteration, choices["width"]) for iteration, choices in planned["audition"]["turns"]]
+
+
+def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(tmp_path: Path) -> None:
+    words = f"{WORDS} --codec auto --iterations 110"
+    result, text = run(tmp_path, f"{words} --check-replicas 10")
+    planned = result["planned"]
+    turns = widths(planned)
+    assert [width for _, width in turns[:3]] == [1, 2, 3]
+    assert [iteration for iteration, _ in turns[:4]] == [0, TURN, 2 * TURN, 3 * TURN]
+    assert planned["audition"]["passes"] == 0
+    assert planned["choices"] == planned["audition"]["turns"][-1][1]
+    assert (result["width"], result["codec"]) == (planned["choices"]["width"], planned["choices"]["codec"])
+    assert planned["support"] == "measured"
+    assert [pace[3] >= TURN - 2 - 2 for pace in planned["audition"]["paces"]] == [True] * 3
+    assert result["replicas_identical"]
+    assert "train in turns of 12 iterations from iteration 0 on, and the fastest stays\n" in text
+    assert text.count("audition, time of an iteration: ") == 1
+    assert f"; --width {result['width']}" in text
+    assert " in the audition: " in text
+    described = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert described["planned"]["audition"] == planned["audition"]
+    assert described["options"]["width"] == result["width"]
+
+    # In the middle of a turn, at its end (the checkpoint is of the pipeline before the change), and after the decision.
+    for iteration in (5, 20, 25, 60, 100):
+        back_to(tmp_path, iteration)
+        resumed, text = run(tmp_path, f"{words} --resume")
+        assert f"continuing after iteration {iteration} of 110" in text
+        assert resumed["weights_sha256"] == result["weights_sha256"]
+        assert resumed["planned"]["audition"] == planned["audition"]
+
+
+def test_a_run_that_was_killed_before_a_decision_decides_by_what_it_had_measured(tmp_path: Path) -> None:
+    words = f"{WORDS} --iterations 90"
+    run(tmp_path, words)
+    path = tmp_path / "run" / "run.json"
+    described = json.loads(path.read_text())
+    planned = described["planned"]
+    begun = planned["audition"] | {"turns": planned["audition"]["turns"][:3], "passes": 1, "decision_at": 3 * TURN}
+    described["planned"] = planned | {"audition": begun | {"paces": []}, "support": "interpolated"}
+    path.write_text(json.dumps(described))
+    back_to(tmp_path, 30)
+    result, _ = run(tmp_path, f"{words} --resume")
+    found = result["planned"]["audition"]
+    assert found["passes"] == 0
+    assert widths(result["planned"])[:3] == [(0, 1), (TURN, 2), (2 * TURN, 3)]
+    turns = [width for iteration, width in widths(result["planned"]) if iteration < found["turns"][-1][0]]
+    assert found["paces"][0][3] == (TURN - UNTIMED) * turns.count(1), "the first turn's times are in metrics.jsonl"
+    assert result["replicas_identical"]
+
+
+def test_a_run_without_time_for_it_has_none_and_trains_as_planned(tmp_path: Path) -> None:
+    result, text = run(tmp_path, f"{WORDS} --iterations 20", share=audition.MOST_SHARE)
+    assert result["planned"]["audition"] is None
+    assert "audition" not in text
+    explicit = WORDS.replace("--width auto", f"--width {result['width']}")
+    again, _ = run(tmp_path, f"{explicit} --iterations 20 --overwrite")
+    assert again["weights_sha256"] == result["weights_sha256"]
+
+
+def test_what_an_audition_has_measured_wins_over_predictions_the_next_time(tmp_path: Path) -> None:
+    words = f"{WORDS} --iterations 90"
+    result, text = run(tmp_path, words)
+    assert f"wrote {tmp_path / 'run' / 'cluster.toml'}\n" in text
+    [compute] = Profile.load(tmp_path / "run" / "cluster.toml").compute
+    paces = result["planned"]["audition"]["paces"]
+    assert [(one.width, one.iteration.value, one.iterations) for one in compute.measured] == [
+        (width, pytest.approx(pace[0]), pace[3]) for width, pace in zip((1, 2, 3), paces, strict=True)
+    ]
+    shutil.copy(tmp_path / "run" / "cluster.toml", tmp_path / "measured.toml")
+    options = [*words.split(), "--cluster", str(tmp_path / "measured.toml"), "--output", str(tmp_path / "next")]
+    (error, text), _ = run_ranks(2, _train, options, 1e3, process_group=False)
+    assert error == ""
+    planned = json.loads((tmp_path / "next" / "run.json").read_text())["planned"]
+    fastest = min(pace[0] for pace in paces)
+    assert planned["support"] == "measured"
+    assert planned["audition"] is None
+    assert planned["iteration_seconds"] == pytest.approx(paces[planned["choices"]["width"] - 1][0])
+    assert planned["iteration_seconds"] <= fastest * 1.03
+    assert f"measured by {tmp_path / 'measured.toml'}: " in text
