@@ -103,7 +103,7 @@ DRAWN: dict[str, Draw] = {
 }
 """Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
-    *("bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
+    *("bench_import", "bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
     *("paper_question_jitter", "staleness_summary", "torch_ddp_tests", "tutorial"),
     "validate_auto_cells",
     "validate_timing_model_decisions",

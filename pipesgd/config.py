@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
 from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
@@ -364,7 +362,7 @@ class PlanningConfig:
     """File that pipesgd.calibrate wrote for this cluster and model, used to predict the time of an iteration and to
     choose options set to auto. Rank 0's file counts. Without one, a run with auto first calibrates for some seconds. A
     run with auto then compares the best candidates in its first iterations."""
-    auto: Annotated[tuple[str, ...], tyro.conf.Suppress, tyro.conf.Fixed] = ()
+    auto: tuple[str, ...] = ()
     """Options from ``AUTO_OPTIONS`` still to be chosen, whose own fields hold defaults until then. This is not an
     option itself: on the command line, each of them has the value auto."""
 

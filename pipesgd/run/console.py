@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from pipesgd.ranks import Ranks
-from pipesgd.run.metrics import IterationMetrics, hidden_share, slowest_rank
+from pipesgd.run.metrics import IterationMetrics, slowest_rank
+from pipesgd.strategy import hidden_share
 
 PLAIN_LINE_SECONDS = 10.0
 """Seconds between two lines of progress, which replace the bar if output is not a terminal (a log file)."""

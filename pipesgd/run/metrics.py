@@ -66,11 +66,6 @@ def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, floa
     }
 
 
-def hidden_share(communication: float, exposed: float) -> float | None:
-    """Return the share of the communication that the computation did not wait for; None without communication."""
-    return None if communication <= 0 else max(0.0, 1 - exposed / communication)
-
-
 SLOW_SHARE = 0.05
 """Smallest share of an iteration that a slow rank must cost to be named."""
 

@@ -19,9 +19,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipesgd.ranks import join
 from pipesgd.run.files import Appender
-from pipesgd.run.metrics import IterationMetrics, MetricsWriter, hidden_share, read_metrics, statistics, step_seconds
+from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.run.trace import Trace, chrome_events
-from pipesgd.strategy import Span, StepReport
+from pipesgd.strategy import Span, StepReport, hidden_share
 
 
 def metrics(iteration: int, loss: float = 1.5, test_loss: float | None = None) -> IterationMetrics:
