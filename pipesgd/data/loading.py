@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from warnings import catch_warnings, filterwarnings
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from pipesgd.data.functions import in_one_line
 from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.errors import DatasetError, UserInputError
+
+
+class Loaded(NamedTuple):
+    """A batch, and the time in which a process loaded it, in seconds of ``time.perf_counter``, the machine's clock."""
+
+    batch: Batch | UserInputError
+    worker: int | None
+    """Number of the worker process; None if the process that uses the batch loaded it."""
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Batches(Iterator[Batch]):
+    """Iterator over batches. Worker processes end with it: ``close()`` it, or drop it."""
+
+    last: Loaded
+    """Batch that was returned last, and how it was loaded."""
+
+    def __init__(self, items: Generator[Loaded, None, None]):
+        self._items = items
+
+    def __next__(self) -> Batch:
+        """Return the next batch; raises the ``UserInputError`` of a sample that cannot be read."""
+        self.last = next(self._items)
+        assert not isinstance(self.last.batch, UserInputError)
+        return self.last.batch
+
+    def close(self) -> None:
+        self._items.close()
 
 
 class ShardedBatches:
@@ -59,12 +93,10 @@ class ShardedBatches:
         self._seed = seed
         self._loader_workers = loader_workers
 
-    def from_iteration(self, iteration: int) -> Generator[Batch, None, None]:
-        """Yield the batches of global iteration ``iteration`` (from 0) and of all after it, without end.
+    def from_iteration(self, iteration: int) -> Batches:
+        """Return the batches of global iteration ``iteration`` (from 0) and of all after it, without end.
 
-        Each batch has ``batch_size`` samples. Raises, at the batch concerned, the ``UserInputError`` of a sample that
-        cannot be read. Worker processes take about a second to start, at the first batch, and end with the iterator:
-        ``close()`` it, or drop it.
+        Each batch has ``batch_size`` samples. Worker processes take about a second to start, at the first batch.
         """
         assert iteration >= 0
         return _load(self._dataset, self._indices(iteration), self._loader_workers)
@@ -82,8 +114,8 @@ class ShardedBatches:
 
 def evaluation_batches(
     dataset: BatchedDataset, *, batch_size: int, rank: int, world_size: int, loader_workers: int = 0
-) -> Iterator[Batch]:
-    """Yield this rank's share of ``dataset``, every ``world_size``-th sample: over all ranks, each exactly once.
+) -> Batches:
+    """Return this rank's share of ``dataset``, every ``world_size``-th sample: over all ranks, each exactly once.
 
     A batch has at most ``batch_size`` samples, the last may be short, and a rank without a share gets no
     batch. Raises, at the batch concerned, the ``UserInputError`` of a sample that cannot be read.
@@ -100,12 +132,10 @@ def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mixed))
 
 
-def _load(
-    dataset: BatchedDataset, indices: Iterable[torch.Tensor], loader_workers: int
-) -> Generator[Batch, None, None]:
-    """Yield ``dataset[i]`` for each i in ``indices``; worker processes end with the iterator."""
+def _load(dataset: BatchedDataset, indices: Iterable[torch.Tensor], loader_workers: int) -> Batches:
+    """Return ``dataset[i]`` for each i in ``indices``."""
     loader = DataLoader(
-        _ErrorsAsValues(dataset),
+        _Timed(dataset),
         batch_size=None,
         sampler=indices,
         num_workers=loader_workers,
@@ -116,29 +146,37 @@ def _load(
         # notice its death; and it would be forked with the communication thread at work.
         multiprocessing_context="spawn" if loader_workers else None,
     )
+    return Batches(_items(loader))
+
+
+def _items(loader: DataLoader[Any]) -> Generator[Loaded, None, None]:
     for item in _begin(loader):  # no name here may hold the iterator: the workers end with it, after an error, too
-        if isinstance(item, UserInputError):
-            raise item
+        if isinstance(item.batch, UserInputError):
+            raise item.batch
         yield item
 
 
-def _begin(loader: DataLoader[Any]) -> Iterator[Any]:
+def _begin(loader: DataLoader[Any]) -> Iterator[Loaded]:
     with in_one_line("loader-workers must be 0 where the data cannot be sent to other processes"), catch_warnings():
         filterwarnings("ignore", "Got pickle error")  # the error itself follows
         return iter(loader)
 
 
-class _ErrorsAsValues(Dataset[Batch | UserInputError]):
-    """Data set that returns errors: DataLoader would put a worker's traceback into the one line of those it raises."""
+class _Timed(Dataset[Loaded]):
+    """Data set that says when it loaded a batch, and returns errors: DataLoader would put a worker's traceback into the
+    one line of those that it raises."""
 
     def __init__(self, dataset: BatchedDataset) -> None:
         self._dataset = dataset
 
-    def __getitem__(self, indices: torch.Tensor) -> Batch | UserInputError:
+    def __getitem__(self, indices: torch.Tensor) -> Loaded:
+        worker, start = get_worker_info(), time.perf_counter()
+        batch: Batch | UserInputError
         try:
-            return self._dataset[indices]
+            batch = self._dataset[indices]
         except UserInputError as error:
-            return error
+            batch = error
+        return Loaded(batch, None if worker is None else worker.id, start, time.perf_counter())
 
 
 def _unchanged(item: Any) -> Any:
