@@ -266,7 +266,7 @@ class Run:
             seconds=config.run.checkpoint_seconds,
             start=self.start,
         )
-        samples = self._stack.enter_context(contextlib.closing(job.batches.from_iteration(self.start)))
+        samples = self._stack.enter_context(contextlib.closing(job.batches.from_iteration(self.start, job.device)))
         if job.workers.rank == 0:
             job.say(describe(config, ranks, job.model, job.network, total=job.iterations, start=self.start))
             self._recorders.append(self._stack.enter_context(MetricsWriter(job.folder, start=self.start)))

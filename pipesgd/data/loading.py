@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from pipesgd.data.functions import in_one_line
-from pipesgd.data.samples import Batch, BatchedDataset
+from pipesgd.data.samples import Batch, BatchedDataset, on_tensors
 from pipesgd.errors import DatasetError, UserInputError
 
 
@@ -48,6 +48,9 @@ class Batches(Iterator[Batch]):
 
     def close(self) -> None:
         self._items.close()
+
+
+CPU = torch.device("cpu")
 
 
 class ShardedBatches:
@@ -93,13 +96,14 @@ class ShardedBatches:
         self._seed = seed
         self._loader_workers = loader_workers
 
-    def from_iteration(self, iteration: int) -> Batches:
-        """Return the batches of global iteration ``iteration`` (from 0) and of all after it, without end.
+    def from_iteration(self, iteration: int, device: torch.device = CPU) -> Batches:
+        """Return the batches on ``device`` of global iteration ``iteration`` (from 0) and of all after it, without end.
 
-        Each batch has ``batch_size`` samples. Worker processes take about a second to start, at the first batch.
+        Each batch has ``batch_size`` samples. Worker processes take about a second to start, at the first batch. A GPU
+        copies a batch while it computes on the one before.
         """
         assert iteration >= 0
-        return _load(self._dataset, self._indices(iteration), self._loader_workers)
+        return _load(self._dataset, self._indices(iteration), self._loader_workers, device)
 
     def _indices(self, iteration: int) -> Iterator[torch.Tensor]:
         first_epoch, first = divmod(iteration, self.iterations_per_epoch)
@@ -132,7 +136,9 @@ def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mixed))
 
 
-def _load(dataset: BatchedDataset, indices: Iterable[torch.Tensor], loader_workers: int) -> Batches:
+def _load(
+    dataset: BatchedDataset, indices: Iterable[torch.Tensor], loader_workers: int, device: torch.device = CPU
+) -> Batches:
     """Return ``dataset[i]`` for each i in ``indices``."""
     loader = DataLoader(
         _Timed(dataset),
@@ -140,13 +146,14 @@ def _load(dataset: BatchedDataset, indices: Iterable[torch.Tensor], loader_worke
         sampler=indices,
         num_workers=loader_workers,
         collate_fn=_unchanged,
+        pin_memory=device.type == "cuda",  # copies from memory that is not pinned would wait for the GPU
         # Without its own generator the loader would draw from the global one.
         generator=torch.Generator(),
         # A forked worker would hold copies of this rank's connections, so that its peers would not
         # notice its death; and it would be forked with the communication thread at work.
         multiprocessing_context="spawn" if loader_workers else None,
     )
-    return Batches(_items(loader))
+    return Batches(_copied_ahead(_items(loader), device) if device.type == "cuda" else _items(loader))
 
 
 def _items(loader: DataLoader[Any]) -> Generator[Loaded, None, None]:
@@ -154,6 +161,32 @@ def _items(loader: DataLoader[Any]) -> Generator[Loaded, None, None]:
         if isinstance(item.batch, UserInputError):
             raise item.batch
         yield item
+
+
+def _copied_ahead(items: Iterator[Loaded], device: torch.device) -> Generator[Loaded, None, None]:
+    """Yield ``items`` on the GPU ``device``, each with its successor's copy begun on a stream of its own.
+
+    The current stream waits for the copy of the item that is yielded, and the memory stays taken until the work that
+    this stream was given has used it.
+    """
+    copies = torch.cuda.Stream(device)
+    ahead: tuple[Loaded, torch.cuda.Event] | None = None
+
+    def ready(item: Loaded, copied: torch.cuda.Event) -> Loaded:
+        computing = torch.cuda.current_stream(device)
+        computing.wait_event(copied)
+        on_tensors(lambda tensor: tensor.record_stream(computing), item.batch)
+        return item
+
+    for item in items:
+        with torch.cuda.stream(copies):
+            batch = on_tensors(lambda tensor: tensor.to(device, non_blocking=True), item.batch)
+            copied = copies.record_event()
+        if ahead is not None:
+            yield ready(*ahead)
+        ahead = item._replace(batch=batch), copied
+    if ahead is not None:
+        yield ready(*ahead)
 
 
 def _begin(loader: DataLoader[Any]) -> Iterator[Loaded]:
