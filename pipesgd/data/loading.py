@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from warnings import catch_warnings, filterwarnings
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from pipesgd.data.augmentation import Augmentation, epoch_seed
 from pipesgd.data.functions import in_one_line
 from pipesgd.data.samples import Batch, BatchedDataset, on_tensors
 from pipesgd.errors import DatasetError, UserInputError
+
+Asked: TypeAlias = tuple[int, torch.Tensor]
+"""An epoch, and the samples of a batch in it, int64 (B,)."""
 
 
 class Loaded(NamedTuple):
@@ -75,8 +78,11 @@ class ShardedBatches:
         world_size: int,
         seed: int,
         loader_workers: int = 0,
+        augmentation: Augmentation | None = None,
     ) -> None:
         """Take ``batch_size`` samples per rank and iteration; with 0 ``loader_workers`` this process loads them.
+
+        An ``augmentation`` changes their images, wherever they are loaded.
 
         Raises ``DatasetError`` if not even one batch of all ranks can be taken from ``dataset``.
         """
@@ -95,6 +101,7 @@ class ShardedBatches:
         self._world_size = world_size
         self._seed = seed
         self._loader_workers = loader_workers
+        self._augmentation = augmentation
 
     def from_iteration(self, iteration: int, device: torch.device = CPU) -> Batches:
         """Return the batches on ``device`` of global iteration ``iteration`` (from 0) and of all after it, without end.
@@ -103,16 +110,17 @@ class ShardedBatches:
         copies a batch while it computes on the one before.
         """
         assert iteration >= 0
-        return _load(self._dataset, self._indices(iteration), self._loader_workers, device)
+        samples = _Samples(self._dataset, self._augmentation)
+        return _load(samples, self._batches(iteration), self._loader_workers, device)
 
-    def _indices(self, iteration: int) -> Iterator[torch.Tensor]:
+    def _batches(self, iteration: int) -> Iterator[Asked]:
         first_epoch, first = divmod(iteration, self.iterations_per_epoch)
         for epoch in count(first_epoch):
             number = len(self._dataset)
             order = torch.arange(number) if self._dataset.in_order else _epoch_order(number, self._seed, epoch)
             for i in range(first, self.iterations_per_epoch):
                 start = (i * self._world_size + self._rank) * self._batch_size
-                yield order[start : start + self._batch_size]
+                yield epoch, order[start : start + self._batch_size]
             first = 0
 
 
@@ -125,25 +133,21 @@ def evaluation_batches(
     batch. Raises, at the batch concerned, the ``UserInputError`` of a sample that cannot be read.
     """
     share = torch.arange(len(dataset))[rank::world_size]
-    batches = [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
-    return _load(dataset, batches, loader_workers)
+    batches = [(0, share[i : i + batch_size]) for i in range(0, len(share), batch_size)]
+    return _load(_Samples(dataset), batches, loader_workers)
 
 
 def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return a permutation of the samples, int64 (num_samples,)."""
-    # The seed is hashed, because seed + epoch would make run 1 repeat the epochs of run 0 one epoch late.
-    mixed = int(np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0])
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mixed))
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch_seed(seed, epoch)))
 
 
-def _load(
-    dataset: BatchedDataset, indices: Iterable[torch.Tensor], loader_workers: int, device: torch.device = CPU
-) -> Batches:
-    """Return ``dataset[i]`` for each i in ``indices``."""
+def _load(samples: _Samples, batches: Iterable[Asked], loader_workers: int, device: torch.device = CPU) -> Batches:
+    """Return ``samples[batch]`` for each of ``batches``."""
     loader = DataLoader(
-        _Timed(dataset),
+        samples,
         batch_size=None,
-        sampler=indices,
+        sampler=batches,
         num_workers=loader_workers,
         collate_fn=_unchanged,
         pin_memory=device.type == "cuda",  # copies from memory that is not pinned would wait for the GPU
@@ -195,18 +199,24 @@ def _begin(loader: DataLoader[Any]) -> Iterator[Loaded]:
         return iter(loader)
 
 
-class _Timed(Dataset[Loaded]):
-    """Data set that says when it loaded a batch, and returns errors: DataLoader would put a worker's traceback into the
-    one line of those that it raises."""
+class _Samples(Dataset[Loaded]):
+    """Samples as they look in an epoch, and when they were loaded.
 
-    def __init__(self, dataset: BatchedDataset) -> None:
+    Errors are returned: DataLoader would put a worker's traceback into the one line of those that it raises.
+    """
+
+    def __init__(self, dataset: BatchedDataset, augmentation: Augmentation | None = None) -> None:
         self._dataset = dataset
+        self._augmentation = augmentation
 
-    def __getitem__(self, indices: torch.Tensor) -> Loaded:
+    def __getitem__(self, asked: Asked) -> Loaded:
         worker, start = get_worker_info(), time.perf_counter()
+        epoch, indices = asked
         batch: Batch | UserInputError
         try:
-            batch = self._dataset[indices]
+            images, targets = batch = self._dataset[indices]
+            if self._augmentation is not None:
+                batch = self._augmentation(images, epoch, indices), targets
         except UserInputError as error:
             batch = error
         return Loaded(batch, None if worker is None else worker.id, start, time.perf_counter())

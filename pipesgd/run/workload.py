@@ -7,6 +7,7 @@ from torch import nn
 
 from pipesgd.config import OWN, TrainConfig, dataset_kind, kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
+from pipesgd.data.augmentation import Augmentation
 from pipesgd.data.functions import in_one_line
 from pipesgd.data.losses import Loss
 from pipesgd.data.samples import outputs_of
@@ -40,10 +41,27 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         world_size=1 if data.sharded else ranks.world_size,
         seed=config.optimization.seed,
         loader_workers=config.data.workers,
+        augmentation=augmentation_of(config, data),
     )
     check_model(config.optimization, model)
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
     return data, batches, model, torch.device(config.run.device)
+
+
+def augmentation_of(config: TrainConfig, data: DataSplits) -> Augmentation | None:
+    """Return what changes the training images at random; None if nothing does.
+
+    Raises:
+        UserInputError: more would be cut off than the images have.
+    """
+    crop, mirror = config.data.random_crop, config.data.mirror
+    if not (crop or mirror):
+        return None
+    assert data.sample_shape is not None, "images have a size"
+    side = min(data.sample_shape[1:])
+    if crop >= side:
+        raise UserInputError(f"random-crop must be below {side}, the side of an image in pixels; got {crop}")
+    return Augmentation(crop=crop, mirror=mirror, seed=config.optimization.seed)
 
 
 def check_fit(data: DataSplits, model: nn.Module, loss: Loss) -> None:
