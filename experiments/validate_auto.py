@@ -124,7 +124,8 @@ class Measured:
     began_after: float
     """Seconds from the start of torchrun to the first iteration: loading, connecting, and the calibration."""
     cells: dict[str, dict[str, Any]]
-    """By arguments of pipesgd.train: prediction with its interval, seconds of each pass, share of the cores used."""
+    """Configurations by their arguments of pipesgd.train: prediction with its interval, seconds of each half of the
+    passes, share of the cores used."""
 
 
 def configurations() -> list[str]:
@@ -297,7 +298,7 @@ def tabulate(found: Mapping[str, Measured]) -> list[Row]:
 
 
 def summarize(rows: Sequence[Row], cells: Sequence[Row]) -> dict[str, Any]:
-    """Return the figures that have targets, and those beside them."""
+    """Return the figures that have targets, and others."""
     regrets = [row["regret"] for row in rows]
     reported = [abs(row["reported_error"]) for row in rows if row["reported_how"] == "measured"]
     shares = [row["audition_share"] for row in rows if row["audition_share"] is not None]

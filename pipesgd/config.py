@@ -128,6 +128,10 @@ class DataConfig:
     """Samples per rank and iteration; with --accumulation, per micro-batch."""
     image_size: int = 64
     """Side length in pixels to which the pictures of --dataset images are scaled and cropped."""
+    random_crop: int = 0
+    """Pixels added on each side of every training image, before a random part of its former size is cut out of it."""
+    mirror: bool = False
+    """Mirror every second training image, chosen at random."""
     context: int = 64
     """Length of a text sample in bytes."""
     loader_workers: int | None = None
@@ -137,8 +141,10 @@ class DataConfig:
         check_function("dataset", self.dataset, dataset_kind(self.dataset), DATASETS)
         check_at_least("batch-size", self.batch_size, 1)
         check_at_least("image-size", self.image_size, 1)
+        check_at_least("random-crop", self.random_crop, 0)
         check_at_least("context", self.context, 1)
-        check_read(self, "dataset", dataset_kind(self.dataset), {"context": (*TEXTS, OWN)})
+        readers = {"context": (*TEXTS, OWN), "random_crop": IMAGE_DATASETS, "mirror": IMAGE_DATASETS}
+        check_read(self, "dataset", dataset_kind(self.dataset), readers)
         if self.loader_workers is not None:
             check_at_least("loader-workers", self.loader_workers, 0)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time in which one iteration's data, forward, backward, pack, wait, update,
-    predict or communication ran, on the clock of ``time.perf_counter``, in seconds."""
+    """A stretch of time in which one iteration's data, forward, backward, pack, wait, update, predict or communication
+    ran, or a loader process on its data, on the clock of ``time.perf_counter``, in seconds."""
 
     what: str
     iteration: int

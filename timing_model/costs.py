@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from timing_model.all_reduce import CollectiveTime, all_reduce_time, chunks_of, gather_time
@@ -12,6 +13,7 @@ from timing_model.iteration import (
     IterationTime,
     ddp_buckets,
     layerwise_iteration_time,
+    loaded_iteration_time,
     pipelined_iteration_time,
     server_iteration_time,
 )
@@ -23,6 +25,9 @@ from timing_model.schedules import segments_of
 
 DEFAULT_SHARING = 0.5
 """Sharing of servers that were not measured: between both bounds, as it was on this project's testbed."""
+
+HIDDEN = 0.01
+"""Share of an iteration up to which waiting counts as nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +61,7 @@ def costs_of(job: Job) -> Costs:
 
 def iteration_time(job: Job, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
     """Return the time of one iteration, and that of all its communication, hidden or not."""
+    noise = job.noise
     if job.strategy == "ps-sync":
         traffic = parameter_server_time(
             costs.link,
@@ -65,14 +71,16 @@ def iteration_time(job: Job, costs: Costs) -> tuple[IterationTime, CollectiveTim
             placement=job.placement,
             sharing=costs.sharing,
         )
-        iteration = server_iteration_time(costs.times, traffic, world_size=job.workers, noise=job.noise)
-        return iteration, traffic
+        return loaded_time(
+            job, costs, lambda times: server_iteration_time(times, traffic, world_size=job.workers, noise=noise)
+        ), traffic
     if job.strategy == "ddp":
         cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
         buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
         whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
-        noise = job.noise
-        return layerwise_iteration_time(costs.times, buckets, world_size=job.workers, noise=noise), whole
+        return loaded_time(
+            job, costs, lambda times: layerwise_iteration_time(times, buckets, world_size=job.workers, noise=noise)
+        ), whole
     whole = collective_time(job, costs, job.compute.numel)
     return pipelined_time(job, costs, whole), whole
 
@@ -87,7 +95,28 @@ def as_measured(job: Job, iteration: IterationTime) -> IterationTime:
 
 def pipelined_time(job: Job, costs: Costs, collective: CollectiveTime) -> IterationTime:
     """Return the time of one iteration of the pipeline, given the time of its collective."""
-    return pipelined_iteration_time(costs.times, collective, job.width, world_size=job.workers, noise=job.noise)
+    noise = job.noise
+    return loaded_time(
+        *(job, costs),
+        lambda times: pipelined_iteration_time(times, collective, job.width, world_size=job.workers, noise=noise),
+    )
+
+
+def loaded_time(job: Job, costs: Costs, iteration: Callable[[ComputeTimes], IterationTime]) -> IterationTime:
+    """Return the time of one iteration with the loading of its batch, given the time without."""
+    return loaded_iteration_time(iteration, costs.times, job.loader_workers, cores_used=job.cores_used)
+
+
+def workers_that_hide(job: Job) -> int | None:
+    """Return the smallest number of loader workers with which loading takes no time; None if cores or nothing do."""
+    costs = costs_of(job)
+    iteration = iteration_time(job, costs)[0]
+    without = iteration.total - iteration.loading
+    if costs.times.loading == 0 or without == 0:
+        return None
+    workers = math.ceil(costs.times.loading / without)
+    hidden = iteration_time(dataclasses.replace(job, loader_workers=workers), costs)[0]
+    return workers if hidden.loading <= HIDDEN * hidden.total else None
 
 
 def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
@@ -150,5 +179,6 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     compute = job.compute
     update = compute.update if job.width == 1 else compute.late_update
     yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
+    yield "times", {"loading": compute.loading}
     yield "times", {"compute_slowdown": compute.compute_slowdown_of(job.codec)}
     yield "times", {"comm_slowdown": compute.comm_slowdown_of(job.all_reduce)}

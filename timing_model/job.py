@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from timing_model.all_reduce import messages_meet
-from timing_model.checks import check_count, check_one_of
+from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
 from timing_model.own_schedules import check_all_reduce
@@ -36,7 +36,8 @@ MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """Typical costs of codecs that were not measured."""
 
-WITH_BATCH = ("forward", "backward")
+PASSES = ("forward", "backward")
+WITH_BATCH = (*PASSES, "loading")
 """Fields of a ``ComputeProfile`` that grow with the batch."""
 
 FAST = (
@@ -80,6 +81,8 @@ class Job:
     segment_bytes: int = SEGMENT_BYTES
     ranks_per_node: int = 1
     """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
+    loader_workers: int = 0
+    """Processes of a rank that load batches; with 0, the rank loads them itself."""
     nics: int = 1
     """NICs of a node, which the ranks of a hierarchical all-reduce share."""
     servers: int = 1
@@ -92,6 +95,7 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers"):
             check_count(name, getattr(self, name))
+        check_at_least("loader_workers", self.loader_workers, 0)
         if self.world_size > LARGEST_WORLD:
             raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
         for name in ("iterations", "epochs"):
@@ -160,6 +164,12 @@ class Job:
             raise ValueError(
                 f"all_reduce must be ring with {self.codec}, whose parts are gathered; got {self.all_reduce}"
             )
+
+    @property
+    def cores_used(self) -> float:
+        """Share of the machines' cores that the ranks use, at most 1; 0 if nothing was measured."""
+        measured = self.cluster.calibrated
+        return min(1.0, measured.ranks_per_core) if measured.world_sizes else 0.0
 
     @property
     def codec_profile(self) -> CodecProfile | None:
