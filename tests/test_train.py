@@ -184,6 +184,7 @@ def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, worker
     "words",
     [
         "--width 2",
+        "--width 2 --random-crop 2 --mirror",
         "--width 3 --warmup-iterations 4 --optimizer adamw --schedule one-cycle",
         "--width 3 --optimizer muon --schedule one-cycle",
         "--width 2 --codec int4",
