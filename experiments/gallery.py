@@ -15,6 +15,7 @@ from rich.console import Console
 from experiments import (
     bench_all_reduce,
     bench_codecs,
+    bench_loading,
     bench_pipelined,
     bench_prediction,
     bench_ring,
@@ -90,6 +91,7 @@ DRAWN: dict[str, Draw] = {
     "bench_all_reduce": bench_all_reduce.draw,
     "bench_codecs": bench_codecs.draw,
     "bench_doors": panels_by("title", loops_on_links.plot),
+    "bench_loading": panels_by("title", bench_loading.plot),
     "bench_pipelined": panels_by("workload", bench_pipelined.plot),
     "bench_prediction": panels_by("optimizer", bench_prediction.plot),
     "bench_ring": panels_by("p", bench_ring.plot),
