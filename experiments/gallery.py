@@ -35,6 +35,7 @@ from experiments import (
     loops_on_links,
     paper_question,
     staleness_figure,
+    theano_mpi,
     validate_auto,
     validate_timing_model,
 )
@@ -99,6 +100,7 @@ DRAWN: dict[str, Draw] = {
     "compare_": compared,
     "paper_question": of_the_paper,
     "staleness": staleness_figure.draw,
+    "theano_mpi": theano_mpi.draw,
     "time_to_accuracy_": compared,
     "validate_auto": validate_auto.draw,
     "validate_timing_model": validate_timing_model.draw,
