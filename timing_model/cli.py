@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from timing_model import __version__
 from timing_model.advice import advice, describe, reason, training_arguments
+from timing_model.alternatives import alternatives
 from timing_model.arguments import Parser, whole
 from timing_model.checks import check_one_of
 from timing_model.choices import (
@@ -163,9 +164,10 @@ def _plan(given: Namespace) -> str:
     asked = {name: tuple(dict.fromkeys(getattr(given, name))) for name in names if getattr(given, name)}
     if ALL in asked.get("codecs", ()):
         asked["codecs"] = all_codecs(base.cluster)
+    space = dataclasses.replace(space, **asked)
     found = plan(
         base,
-        dataclasses.replace(space, **asked),
+        space,
         accuracy_cost=dict(map(_accuracy_cost, given.accuracy_cost)),
         extrapolate=given.extrapolate,
     )
@@ -178,14 +180,15 @@ def _plan(given: Namespace) -> str:
             height=2 + 0.3 * len(shown),
         )
     answer = predict(found.best.job, extrapolate=given.extrapolate)
+    others = alternatives(found, space, extrapolate=given.extrapolate)
     if not given.json:
-        return plan_text(found, answer, given.top)
+        return plan_text(found, answer, given.top, others)
     values = {
         "predicted": answer.as_json(),
         "best": _choice(found.best),
         "synchronous": found.synchronous and _choice(found.synchronous),
         "uncompressed": found.uncompressed and _choice(found.uncompressed),
-        "advice": advice(found),
+        "advice": [*advice(found), *others],
         "ranking": [_choice(one) | {"tie": one in found.tied} for one in found.kinds[: given.top]],
         "considered": found.considered,
     }

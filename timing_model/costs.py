@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from timing_model.all_reduce import CollectiveTime, all_reduce_time, chunks_of, gather_time
@@ -49,32 +49,46 @@ def costs_of(job: Job) -> Costs:
         link=link,
         inner=None if cluster.inner is None else cluster.inner.params(),
         codec=codec,
-        times=job.compute.times(job.width, job.all_reduce, job.codec),
+        times=job.accumulated.times(job.width, job.all_reduce, job.codec),
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
     )
 
 
 def iteration_time(job: Job, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
     """Return the time of one iteration, and that of all its communication, hidden or not."""
-    if job.strategy == "ps-sync":
-        traffic = parameter_server_time(
-            costs.link,
-            job.nbytes,
-            job.world_size,
-            servers=job.servers,
-            placement=job.placement,
-            sharing=costs.sharing,
-        )
-        iteration = server_iteration_time(costs.times, traffic, world_size=job.workers, noise=job.noise)
-        return iteration, traffic
-    if job.strategy == "ddp":
-        cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
-        buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
-        whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
-        noise = job.noise
-        return layerwise_iteration_time(costs.times, buckets, world_size=job.workers, noise=noise), whole
+    return ITERATION_TIMES[job.strategy](job, costs)
+
+
+def _pipelined(job: Job, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
     whole = collective_time(job, costs, job.compute.numel)
     return pipelined_time(job, costs, whole), whole
+
+
+def _ddp(job: Job, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
+    cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
+    buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
+    whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
+    return layerwise_iteration_time(costs.times, buckets, world_size=job.workers, noise=job.noise), whole
+
+
+def _servers(job: Job, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
+    traffic = parameter_server_time(
+        costs.link,
+        job.nbytes,
+        job.world_size,
+        servers=job.servers,
+        placement=job.placement,
+        sharing=costs.sharing,
+    )
+    return server_iteration_time(costs.times, traffic, world_size=job.workers, noise=job.noise), traffic
+
+
+ITERATION_TIMES: dict[str, Callable[[Job, Costs], tuple[IterationTime, CollectiveTime]]] = {
+    "pipelined": _pipelined,
+    "ddp": _ddp,
+    "ps-sync": _servers,
+}
+"""Functions that return the time of an iteration and of all its communication, by strategy."""
 
 
 def as_measured(job: Job, iteration: IterationTime) -> IterationTime:
@@ -147,7 +161,7 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
         rates = codec.rates_of(_message_values(job, codec))
         yield "codec", {one.name: getattr(rates, one.name) for one in dataclasses.fields(rates)}
         yield "codec", {"call": codec.call}
-    compute = job.compute
+    compute = job.accumulated
     update = compute.update if job.width == 1 else compute.late_update
     yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
     yield "times", {"compute_slowdown": compute.compute_slowdown_of(job.codec)}

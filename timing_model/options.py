@@ -14,7 +14,7 @@ from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, compute_of
 from timing_model.measured import MOST, Calibrated, ComputeProfile, LinkProfile
 from timing_model.presets import MODELS, NETWORKS, ethernet
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
-from timing_model.units import parse_bandwidth, parse_count, parse_seconds
+from timing_model.units import parse_bandwidth, parse_count, parse_price, parse_seconds
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
@@ -51,9 +51,19 @@ def add_job(options: Parser) -> None:
         "--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="time of the optimizer (0s)"
     )
     group.add_argument("--batch-size", type=whole(), metavar="B", help="samples of a rank in an iteration")
+    group.add_argument(
+        "--accumulation",
+        type=whole(),
+        default=1,
+        metavar="A",
+        help="micro-batches of --batch-size, and of --compute, whose gradients are exchanged once (1)",
+    )
     group.add_argument("--samples", type=whole(), metavar="N", help="samples of the data set")
     group.add_argument("--epochs", type=whole(), metavar="N", help="length of the job in epochs")
     group.add_argument("--iterations", type=whole(), metavar="N", help="length of the job in iterations, instead")
+    group.add_argument(
+        "--price", type=quantity(parse_price, "price"), metavar="1.20/h", help="price of a rank, in any currency"
+    )
     group.add_argument(
         "--cv", type=number_of(0), help="spread of a rank's computation: standard deviation divided by mean"
     )
@@ -113,8 +123,10 @@ def base_of(given: Namespace) -> Job:
         world_size=given.world_size,
         ranks_per_node=given.ranks_per_node,
         nics=given.nics,
+        accumulation=given.accumulation,
         iterations=given.iterations,
         epochs=given.epochs,
+        price=given.price,
     )
 
 

@@ -66,6 +66,18 @@ def test_predict_of_a_measured_cluster(capsys: pytest.CaptureFixture[str], clust
     assert "OUTSIDE" in said(capsys, f"predict --cluster {cluster} --model mlp --world-size 64 --extrapolate")
 
 
+def test_what_a_job_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"{HAND} --batch-size 64 --samples 50000 --epochs 10 --price 1.20/h --accumulation 2"
+    out = said(capsys, f"predict {words} --width 1")
+    assert "batch of 2 x 64 a rank" in out
+    [line] = [line for line in out.splitlines() if line.startswith("the whole job")]
+    assert line.endswith("14.7 min, at a price of 1.17")
+    out = said(capsys, f"plan {words}")
+    assert "An epoch will take 58.2 s, at a price of 0.0776.\nThe whole job will take " in out
+    assert "--accumulation 2\n" in out
+    assert json.loads(said(capsys, f"plan {words} --json"))["predicted"]["job_cost"] == pytest.approx(0.78, rel=0.01)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "ps-sync"])
 def test_other_strategies(capsys: pytest.CaptureFixture[str], strategy: str) -> None:
     assert strategy in said(capsys, f"predict {HAND} --strategy {strategy}")
@@ -228,6 +240,13 @@ BAD = {
     f"predict {HAND} --parameters 0": "parameters must be from 1 to 1e13; got 0",
     f"predict {HAND} --parameters 61.1": None,
     f"predict {HAND} --compute 1e300s": "compute must be from 0 to 1e+18; got '1e300s'",
+    f"predict {HAND} --accumulation 0": "accumulation must be a whole number of at least 1; got '0'",
+    f"predict {HAND} --accumulation 65537": "accumulation must be at most 65536; got 65537",
+    f"predict {HAND} --price 1.20": "price must have a unit such as 1.20/h; got '1.20' (did you mean 1.20/h?)",
+    f"predict {HAND} --price $1.20/h": "price must be a number with a unit such as 1.20/h; got '$1.20/h'",
+    f"predict {HAND} --price 1.20/month": "price must have a unit such as 1.20/h; got '1.20/month'",
+    f"predict {HAND} --price -1/h": "price must be from 0 to 1e+18; got '-1/h'",
+    f"plan {HAND} --price 1.20/h": "price must be left out where neither the job's iterations nor the samples and",
     f"predict {HAND} --cv -1": "cv must be a number of at least 0; got '-1'",
     f"predict {HAND} --cv nan": "cv must be a number of at least 0; got 'nan'",
     f"predict {HAND} --cv 0.7": "outside of what was measured or checked; got cv 0.7; the",
@@ -308,7 +327,7 @@ WORDS = st.sampled_from(
     f"""{HAND} --width --codec --all-reduce --strategy --cv --slow-ranks --json --segment-bytes --batch-size --samples
     --epochs --iterations --model --network --update --servers --ranks-per-node --extrapolate --top --seed
     0 1 2 -1 1e9 1e308s nan inf int8 native ddp ps-sync hierarchical halving-doubling 1GbE vgg16 3 7 64 1s
-    1e-300bit/s 0s --compute --bandwidth --latency --parameters
+    1e-300bit/s 0s --accumulation --price 1.2/h --compute --bandwidth --latency --parameters
     = -- - é predict --width=2 999999999999999999999999999999""".split()
 )
 
