@@ -80,6 +80,8 @@ def test_ranks_help_until_latency_takes_over() -> None:
     worth = last_worth(rows)
     assert worth is not None
     assert all(more.seconds > 0.9 * fewer.seconds for fewer, more in pairwise(rows) if fewer.world_size >= worth)
+    [before] = [fewer.seconds / more.seconds for fewer, more in pairwise(rows) if more.world_size == worth]
+    assert before >= 1 / 0.9
     [said] = [one for one in alternatives(found, SPACE) if "ranks on" in one]
     assert said.startswith(f"From {worth} ranks on, twice as many save less than 10% of an epoch ({worth} ranks: ")
 
