@@ -75,6 +75,7 @@ KEEP_RUNS = (
     "kill_anywhere",
     "fuzz",
     "staleness",
+    "validate_auto",
     "validate_timing_model",
 )
 """Modules that have ``--fresh``."""
@@ -118,6 +119,7 @@ EXPERIMENTS = (
     ),
     Experiment(name="bench_codecs", words="bench_codecs", minutes=15),
     Experiment(name="bench_prediction", words="bench_prediction", minutes=5),
+    Experiment(name="bench_import", words="bench_import", minutes=3),
     Experiment(name="bench_timing_model", words="bench_timing_model", minutes=1),
     Experiment(name="codec_accuracy", words="codec_accuracy", minutes=90),
     Experiment(name="staleness", words="staleness", minutes=4 * 60),
@@ -173,6 +175,7 @@ EXPERIMENTS = (
         for rate, minutes in (("100mbit", 20.0), ("200mbit", 15.0), ("1gbit", 10.0))
     ),
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=150),
+    Experiment(name="validate_auto", words="validate_auto", minutes=40),
     Experiment(name="paper_question", words="paper_question", minutes=1),
     Experiment(name="tutorial", words="tutorial", minutes=6),
     # Experiments that read the results of others come after them.

@@ -34,6 +34,7 @@ from experiments import (
     loops_on_links,
     paper_question,
     staleness_figure,
+    validate_auto,
     validate_timing_model,
 )
 from experiments.results import REPOSITORY, RESULTS, Row, command_of, load, save_figure
@@ -97,12 +98,14 @@ DRAWN: dict[str, Draw] = {
     "paper_question": of_the_paper,
     "staleness": staleness_figure.draw,
     "time_to_accuracy_": compared,
+    "validate_auto": validate_auto.draw,
     "validate_timing_model": validate_timing_model.draw,
 }
 """Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
-    *("bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
+    *("bench_import", "bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
     *("paper_question_jitter", "staleness_summary", "torch_ddp_tests", "tutorial"),
+    "validate_auto_cells",
     "validate_timing_model_decisions",
 )
 """Results that have no figure, by the beginning of their names."""

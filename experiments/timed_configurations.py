@@ -5,10 +5,11 @@
 PLAN.json is a list of passes, each a list of {"words": arguments of pipesgd.train, "iterations": number to time}, in
 any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "product_seconds": mean time
 of a fixed product of matrices before and after, which shows how fast the machine was just then, "stolen": the share of
-the cores' time that a hypervisor gave to others meanwhile}. A configuration that lost too much time is measured again
-at the end of its pass. All have the data, model and batch size of the first one. Starting a job takes longer than
-measuring a configuration, and a machine's speed drifts, so the configurations share a job, which returns to each of
-them in every pass. None keeps its process groups in between: an idle one's threads take 0.2 % of a core in every rank.
+the cores' time that a hypervisor gave to others meanwhile, "cpu_share": the share that the ranks used}. A configuration
+that lost too much time is measured again at the end of its pass. All have the data, model and batch size of the first
+one. Starting a job takes longer than measuring a configuration, and a machine's speed drifts, so the configurations
+share a job, which returns to each of them in every pass. None keeps its process groups in between: an idle one's
+threads take 0.2 % of a core in every rank.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from rich.console import Console
 from torch import nn
 
 from experiments import command
+from experiments.cpu_time import CpuTime
 from pipesgd.calibration.machines import DISTURBED, StolenTime, product_seconds
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
@@ -69,10 +71,15 @@ def timed(
     config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
 ) -> dict[str, float]:
     """Measure one configuration in a pass. Collective."""
-    before, stolen_time = product_seconds(ranks), StolenTime()
+    before, stolen_time, cpu_time = product_seconds(ranks), StolenTime(), CpuTime()
     seconds = mean_iteration(config, model, batches, ranks, iterations)
-    stolen = stolen_time.share(ranks)
-    return {"seconds": seconds, "product_seconds": (before + product_seconds(ranks)) / 2, "stolen": stolen}
+    stolen, cpu_share = stolen_time.share(ranks), cpu_time.used(ranks).share
+    return {
+        "seconds": seconds,
+        "product_seconds": (before + product_seconds(ranks)) / 2,
+        "stolen": stolen,
+        "cpu_share": cpu_share,
+    }
 
 
 def undisturbed(measure: Sequence[Callable[[], dict[str, float]]]) -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,20 +25,23 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipesgd.checks import check_at_least, check_one_of
-from pipesgd.codecs.base import mixed
+from pipesgd.codecs.base import OwnCodec, mixed
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.own import codec_options
 from pipesgd.comm.all_reduce import ScheduledAllReduce, no_op
+from pipesgd.comm.own_all_reduce import agreed_schedule, all_reduce_name
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.comm.transport import TorchTransport
 from pipesgd.errors import DeadlineExceeded, UserInputError
 from pipesgd.flat_buffer import take_mean
+from pipesgd.functions import OWN, kind
 from pipesgd.membership.heartbeat import Standing
 from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.process import say
 from pipesgd.ranks import Ranks, lost
 from pipesgd.reducers.make import compiled_codec
-from timing_model.schedules import SCHEDULES, SEGMENT_BYTES, make_schedule
+from timing_model.schedules import SCHEDULES, SEGMENT_BYTES, Algorithm
 
 NAME = "pipesgd"
 DEVICES = ("cpu", "cuda")
@@ -78,26 +81,32 @@ class BackendOptions:
         UserInputError: a value is not allowed.
     """
 
-    codec: str | CodecOptions = "fp32"
-    """Encoding of large sums on the wire, by name or with its options; one that encodes every value by itself or by
-    blocks (not topk, nor powersgd, which need to know the parameters)."""
-    all_reduce: str = "ring"
-    """Algorithm of large sums: ring, halving-doubling, recursive-doubling or all-to-all."""
+    codec: str | CodecOptions | OwnCodec = "fp32"
+    """Encoding of large sums on the wire, by name, with its options, or as an object; one that encodes every value by
+    itself or by blocks (not topk, nor powersgd, which need to know the parameters)."""
+    all_reduce: str | Algorithm = "ring"
+    """Algorithm of large sums: ring, halving-doubling, recursive-doubling, all-to-all, or a function of the user's own,
+    which can be named as module:function."""
     least_bytes: int = 1 << 20
     """Size in bytes of the smallest tensor whose sum counts as large, at least 8."""
     segment_bytes: int = SEGMENT_BYTES
     """Size in bytes of the largest message."""
 
     def __post_init__(self) -> None:
-        check_one_of("codec", self.codec_options.codec, DENSE_CODECS)
-        check_one_of("all-reduce", self.all_reduce, tuple(SCHEDULES))
+        check_one_of("codec", kind(self.codec_options.codec), (*DENSE_CODECS, OWN))
+        check_one_of("all-reduce", kind(self.all_reduce_name), (*SCHEDULES, OWN))
         check_at_least("least-bytes", self.least_bytes, LEAST_BYTES)
         check_at_least("segment-bytes", self.segment_bytes, 1)
 
-    @property
+    @cached_property
     def codec_options(self) -> CodecOptions:
         """Return the options of the codec."""
-        return CodecOptions.of(self.codec)
+        return codec_options(self.codec)
+
+    @property
+    def all_reduce_name(self) -> str:
+        """Return the name of the algorithm."""
+        return all_reduce_name(self.all_reduce)
 
     @classmethod
     def from_environment(cls) -> BackendOptions:
@@ -254,7 +263,7 @@ class _LargeSums:
         self._transport = TorchTransport(self._groups, seconds)
         self._all_reduce = ScheduledAllReduce(
             PinnedTransport(self._transport) if self._device == "cuda" else self._transport,
-            make_schedule(options.all_reduce, self._rank, self._world_size),
+            agreed_schedule(options.all_reduce, ranks),
             codec,
             segment_bytes=options.segment_bytes,
         )
@@ -264,7 +273,7 @@ class _LargeSums:
             options = self._options
             say(
                 f"{NAME}: summing {tensor.nbytes:,} bytes of {str(tensor.dtype).removeprefix('torch.')} with codec "
-                f"{options.codec_options.describe()} by {options.all_reduce}, and so all such sums of at least "
+                f"{options.codec_options.describe()} by {options.all_reduce_name}, and so all such sums of at least "
                 f"{options.least_bytes:,} bytes on {self._world_size} ranks"
             )
 

@@ -7,21 +7,16 @@ known. The docstring under a field is the help text of its option.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
 from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
 from pipesgd.errors import UserInputError
+from pipesgd.functions import OWN, check_function, kind
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
-OWN = "module:function"
-"""Value of an option that names a function of the user's own by the module to import it from."""
 TEXTS = ("python-stdlib", "text:PATH")
 IMAGE_DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
 DATASETS = (*IMAGE_DATASETS, *TEXTS, OWN)
@@ -112,29 +107,11 @@ def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> Non
         raise UserInputError("connections and segment-bytes must be left out with --all-reduce native, torch's own")
 
 
-def kind(name: str) -> str:
-    """Return ``OWN`` for any name with a colon, otherwise ``name`` itself."""
-    return OWN if ":" in name else name
-
-
 def dataset_kind(name: str) -> str:
     """Return the entry of ``DATASETS`` that ``name`` stands for: text:PATH for any path, otherwise its ``kind``."""
     if name.startswith("text:"):
         return "text:PATH" if name != "text:" else name
     return kind(name)
-
-
-_FUNCTION = re.compile(r"(?![^=]*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*(=\S+)?")
-"""Pattern of a module, a function in it, and perhaps a text for it. A file name is a common mistake."""
-
-
-def check_function(option: str, name: str, of_kind: str, choices: Sequence[str]) -> None:
-    """Raise ``UserInputError`` unless ``of_kind`` is one of ``choices``, and ``name`` written as that kind is."""
-    check_one_of(option, of_kind, choices)
-    if of_kind == OWN and not _FUNCTION.fullmatch(name):
-        raise UserInputError(
-            f"{option} must be {OWN}, with a module as Python imports it, such as package.file:make; got {name!r}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +128,10 @@ class DataConfig:
     """Samples per rank and iteration; with --accumulation, per micro-batch."""
     image_size: int = 64
     """Side length in pixels to which the pictures of --dataset images are scaled and cropped."""
+    random_crop: int = 0
+    """Pixels added on each side of every training image, before a random part of its former size is cut out of it."""
+    mirror: bool = False
+    """Mirror every second training image, chosen at random."""
     context: int = 64
     """Length of a text sample in bytes."""
     loader_workers: int | None = None
@@ -160,8 +141,10 @@ class DataConfig:
         check_function("dataset", self.dataset, dataset_kind(self.dataset), DATASETS)
         check_at_least("batch-size", self.batch_size, 1)
         check_at_least("image-size", self.image_size, 1)
+        check_at_least("random-crop", self.random_crop, 0)
         check_at_least("context", self.context, 1)
-        check_read(self, "dataset", dataset_kind(self.dataset), {"context": (*TEXTS, OWN)})
+        readers = {"context": (*TEXTS, OWN), "random_crop": IMAGE_DATASETS, "mirror": IMAGE_DATASETS}
+        check_read(self, "dataset", dataset_kind(self.dataset), readers)
         if self.loader_workers is not None:
             check_at_least("loader-workers", self.loader_workers, 0)
 
@@ -297,7 +280,7 @@ class PipelineConfig:
     rank-0 (rank 0's), or own (each rank's). Between evaluations, every rank updates its own."""
     all_reduce: str = "ring"
     """All-reduce algorithm: ring, halving-doubling, recursive-doubling, all-to-all, hierarchical (inside nodes, then
-    between them), or native (torch's own); auto chooses one (see --cluster)."""
+    between them), native (torch's own), or module:function (returns a schedule); auto chooses one (see --cluster)."""
     segment_bytes: int = SEGMENT_BYTES
     """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
     connections: int = 1
@@ -318,7 +301,7 @@ class PipelineConfig:
         check_width(self.width, self.warmup_iterations)
         check_one_of("prediction", self.prediction, PREDICTIONS)
         check_one_of("buffers", self.buffers, BUFFERS)
-        check_one_of("all-reduce", self.all_reduce, ALL_REDUCES)
+        check_function("all-reduce", self.all_reduce, kind(self.all_reduce), (*ALL_REDUCES, OWN))
         check_messages(self.all_reduce, self.segment_bytes, self.connections)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
         check_at_least("servers", self.servers, 1)
@@ -385,7 +368,7 @@ class PlanningConfig:
     """File that pipesgd.calibrate wrote for this cluster and model, used to predict the time of an iteration and to
     choose options set to auto. Rank 0's file counts. Without one, a run with auto first calibrates for some seconds. A
     run with auto then compares the best candidates in its first iterations."""
-    auto: Annotated[tuple[str, ...], tyro.conf.Suppress, tyro.conf.Fixed] = ()
+    auto: tuple[str, ...] = ()
     """Options from ``AUTO_OPTIONS`` still to be chosen, whose own fields hold defaults until then. This is not an
     option itself: on the command line, each of them has the value auto."""
 
@@ -534,9 +517,10 @@ class TrainConfig:
             raise UserInputError(
                 f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"
             )
-        if self.compression.codec == "powersgd":
+        if kind(self.compression.codec) in ("powersgd", OWN):
             raise UserInputError(
-                f"codec must be another one with --{option}, since its times are not calibrated; got powersgd"
+                f"codec must be another one with --{option}, since its times are not calibrated; "
+                f"got {self.compression.codec}"
             )
         if self.pipeline.all_reduce == "hierarchical":
             raise UserInputError(
@@ -574,8 +558,11 @@ class TrainConfig:
 
     def describe(self) -> str:
         """Return a short description of what is done with the gradients."""
-        codec = f", {self.compression.describe()}" if self.pipeline.strategy == "pipelined" else ""
-        return self.pipeline.describe() + codec
+        if self.pipeline.strategy != "pipelined":
+            return self.pipeline.describe()
+        from pipesgd.codecs.own import codec_options  # imports torch, which takes seconds
+
+        return f"{self.pipeline.describe()}, {codec_options(self.compression).describe()}"
 
 
 def options_of(*sections: Any) -> dict[str, Any]:

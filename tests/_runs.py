@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,57 @@ def succeed(world_size: int, words: str, output: Path, restart_count: int = 0) -
     results = run(world_size, words, output, restart_count)
     assert [error for error, _, _ in results] == [""] * world_size
     return summary(output)
+
+
+def _in_folder(ranks: Ranks, folder: str, words: list[str]) -> tuple[str, str, str]:
+    sys.path.insert(0, folder)
+    os.environ["OWN_RANK"] = str(ranks.rank)
+    return train_as_a_rank(ranks, words)
+
+
+def run_in(folder: Path, world_size: int, words: str, output: Path) -> list[tuple[str, str, str]]:
+    """Run the command as ``run`` does, where modules in ``folder`` can be imported; OWN_RANK is the rank."""
+    options = [*shlex.split(words), "--output", str(output)]
+    return run_ranks(world_size, _in_folder, str(folder), options, process_group=False)
+
+
+def succeed_in(folder: Path, world_size: int, words: str, output: Path) -> dict[str, Any]:
+    """Run the command as ``run_in`` does, without an error; return its summary."""
+    results = run_in(folder, world_size, words, output)
+    assert [error for error, _, _ in results] == [""] * world_size
+    return summary(output)
+
+
+def program_of(name: str) -> str:
+    """Return the code of a program of examples/, as pages show it: without its docstring and future imports."""
+    program = (REPOSITORY / "examples" / name).read_text(encoding="utf-8")
+    return program.partition('"""\n\n')[2].partition("\n")[2].lstrip("\n")
+
+
+def shown_programs(page: str) -> list[str]:
+    """Return the blocks of Python code of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def command_in(text: str) -> list[str]:
+    """Return the first command of a page or a docstring, as words after torchrun's name."""
+    found = re.search(r"^    torchrun (.*?[^\\])$", text, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return shlex.split(found[1].replace("\\\n", " "))
+
+
+def run_words(words: list[str], **environment: str) -> str:
+    """Run torchrun with ``words`` in examples/; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words],
+        cwd=REPOSITORY / "examples",
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def run_program(program: Path, folder: Path, *arguments: str, timeout: float = 120) -> str:

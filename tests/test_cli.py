@@ -169,15 +169,15 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--codec int5",
-            "codec must be one of fp32, truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign, topk, powersgd; "
-            "got 'int5' (did you mean int8?)",
+            "codec must be one of fp32, truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign, topk, powersgd, "
+            "module:function; got 'int5' (did you mean int8?)",
         ),
         ("--codec int8 --codec-block 0", "codec-block must be at least 1; got 0"),
         ("--codec int8 --codec-block 10000000", "codec-block must be at most 1048576; got 10000000"),
         (
             "--codec-block 64",
             "codec-block must be left out with --codec fp32, which has no use for it "
-            "(it belongs to one of int8, int4, ternary, qsgd, sign); got 64",
+            "(it belongs to one of int8, int4, ternary, qsgd, sign, module:function); got 64",
         ),
         ("--codec int8 --rounding up", "rounding must be nearest or stochastic; got 'up'"),
         ("--codec int8 --error-feedback yes", "error-feedback must be on or off; got 'yes'"),
@@ -227,8 +227,8 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--all-reduce rign",
-            "all-reduce must be one of ring, halving-doubling, recursive-doubling, all-to-all, hierarchical, native; "
-            "got 'rign' (did you mean ring?)",
+            "all-reduce must be one of ring, halving-doubling, recursive-doubling, all-to-all, hierarchical, "
+            "native, module:function; got 'rign' (did you mean ring?)",
         ),
         ("--epochs 3 --iterations 4", "epochs and iterations must not both be given; leave one of them out"),
         ("--epochs 0", "epochs must be at least 1; got 0"),
@@ -300,7 +300,7 @@ def test_any_words_are_a_configuration_or_one_error_of_ours(words: list[str]) ->
         (
             'rounding = "a\\nb"',
             "rounding must be left out with --codec fp32, which has no use for it "
-            "(it belongs to one of int8, int4, ternary, qsgd); got 'a\\nb'",
+            "(it belongs to one of int8, int4, ternary, qsgd, module:function); got 'a\\nb'",
         ),
     ],
 )

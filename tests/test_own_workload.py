@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from _ranks import run_ranks
-from _runs import summary, train_as_a_rank
+from _runs import command_in, program_of, run_in, run_words, shown_programs, succeed_in, summary
 from conftest import REPOSITORY
 
 from pipesgd.calibrate import calibrate
@@ -149,12 +148,6 @@ def ones():
 '''
 
 
-def in_folder(ranks: Ranks, folder: str, words: list[str]) -> tuple[str, str, str]:
-    sys.path.insert(0, folder)
-    os.environ["OWN_RANK"] = str(ranks.rank)
-    return train_as_a_rank(ranks, words)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the module ``own_workload``."""
@@ -164,14 +157,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(world_size: int, words: str, output: Path, folder: Path) -> list[tuple[str, str, str]]:
-    options = [*shlex.split(words.replace("own:", "own_workload:")), "--output", str(output)]
-    return run_ranks(world_size, in_folder, str(folder), options, process_group=False)
+    return run_in(folder, world_size, words.replace("own:", "own_workload:"), output)
 
 
 def succeed(world_size: int, words: str, output: Path, folder: Path) -> dict[str, Any]:
-    results = run(world_size, words, output, folder)
-    assert [error for error, _, _ in results] == [""] * world_size
-    return summary(output)
+    return succeed_in(folder, world_size, words.replace("own:", "own_workload:"), output)
 
 
 def lines_of(output: Path) -> list[dict[str, Any]]:
@@ -300,34 +290,13 @@ def test_a_workload_of_ones_own_is_calibrated_and_planned(tmp_path: Path, folder
 # ---------------------------------------------------------------- examples
 
 
-def command_in(text: str) -> list[str]:
-    """Return the first command of a page or a docstring, as words after torchrun's name."""
-    found = re.search(r"^    torchrun (.*?[^\\])$", text, re.DOTALL | re.MULTILINE)
-    assert found is not None
-    return shlex.split(found[1].replace("\\\n", " "))
-
-
-def torchrun(words: list[str], **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=REPOSITORY / "examples",
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_the_program_of_the_page_is_the_example_and_runs(tmp_path: Path) -> None:
-    program = (REPOSITORY / "examples" / "own_model.py").read_text(encoding="utf-8")
     page = (REPOSITORY / "docs" / "own_model.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert shown == program.partition('"""\n\n')[2].partition("\n")[2].lstrip("\n")
     words = command_in(page)
+    program = (REPOSITORY / "examples" / "own_model.py").read_text(encoding="utf-8")
+    assert shown_programs(page) == [program_of("own_model.py")]
     assert words == command_in(program)
-    torchrun([*words, "--output", str(tmp_path / "run")])
+    run_words([*words, "--output", str(tmp_path / "run")])
     final = summary(tmp_path / "run")["final"]
     assert final["test_accuracy"] > 0.95
     assert final["test_loss"] < 0.1
@@ -341,5 +310,5 @@ def test_a_hugging_face_data_set_on_a_disk_is_trained(tmp_path: Path) -> None:
     subprocess.run([sys.executable, program, folder], env={**os.environ, **offline}, check=True)
     words = [str(folder) if word == "DIGITS" else word for word in command_in(program.read_text(encoding="utf-8"))]
     rest = ["--lr", "0.05", "--epochs", "2", "--output", str(tmp_path / "run")]
-    torchrun([*words, *rest], **offline)
+    run_words([*words, *rest], **offline)
     assert summary(tmp_path / "run")["final"]["test_accuracy"] > 0.6

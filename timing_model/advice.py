@@ -6,12 +6,12 @@ import math
 
 from timing_model.choices import TIE, Choice
 from timing_model.cluster_profile import UNCOMPRESSED
+from timing_model.costs import HIDDEN, workers_that_hide
+from timing_model.iteration import IterationTime
 from timing_model.job import Job
 from timing_model.plan import Plan
 from timing_model.units import format_seconds
 
-HIDDEN = 0.01
-"""Share of an iteration up to which waiting counts as nothing."""
 NOTHING = 0.0005
 """Share that people would read as 0.0 %."""
 MANY = 100
@@ -39,13 +39,25 @@ def reason(choice: Choice) -> str:
     if iteration.exposed <= HIDDEN * iteration.total:
         return "computation hides all of the communication"
     waits = {"the network": iteration.wire, "the codec": iteration.codec, "the slowest rank": iteration.jitter}
+    waits["its batch"] = iteration.loading
     worst = max(waits, key=lambda name: waits[name])
     return f"waits {format_seconds(waits[worst])} for {worst}"
 
 
 def advice(plan: Plan) -> list[str]:
     """Return sentences on what a person should know about a plan."""
-    return [one for one in (_pipelining(plan), _wider(plan), _codec(plan), _servers(plan)) if one]
+    return [one for one in (_pipelining(plan), _wider(plan), _codec(plan), _servers(plan), _loading(plan)) if one]
+
+
+def loading_advice(job: Job, iteration: IterationTime) -> str | None:
+    """Return a sentence on exposed loading, and the number of loader workers that hides it; None if it is hidden."""
+    if iteration.loading <= HIDDEN * iteration.total:
+        return None
+    exposed = f"Loading adds {format_seconds(iteration.loading)} to an iteration"
+    workers = workers_that_hide(job)
+    if workers is not None:
+        return f"{exposed}: --loader-workers {workers} hides it."
+    return f"{exposed}, and no number of --loader-workers hides all of it: cores are the limit."
 
 
 def ratio(one: Choice, other: Choice) -> float:
@@ -114,6 +126,10 @@ def _codec(plan: Plan) -> str | None:
         return f"Use no codec: with the best one ({compressed.job.codec}) it takes {more:.1%} longer."
     gain = max(0.0, ratio(best, compressed) - 1)
     return f"Use no codec: the best one ({compressed.job.codec}) would gain {gain:.1%}, which is a tie."
+
+
+def _loading(plan: Plan) -> str | None:
+    return loading_advice(plan.best.job, plan.best.iteration)
 
 
 def _servers(plan: Plan) -> str | None:

@@ -8,11 +8,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from timing_model import critical_path
-from timing_model.checks import check_at_least, check_count, check_one_of
+from timing_model.checks import check_at_least, check_count
 from timing_model.critical_path import SegmentCosts
 from timing_model.gloo import native_all_reduce_time
+from timing_model.own_schedules import algorithm_of, check_all_reduce, schedules_of
 from timing_model.params import CodecCost, LinkParams, uncompressed
-from timing_model.schedules import ALL_REDUCES, SCHEDULES, SEGMENT_BYTES, SEGMENTS_AHEAD, Schedule, segments_of
+from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Schedule, segments_of
 from timing_model.simulate_messages import Network, simulate_messages, tasks_of
 
 PATHS: dict[str, Callable[[SegmentCosts, int, int], float]] = {
@@ -59,7 +60,7 @@ def chunks_of(all_reduce: str, world_size: int) -> int:
         return 1 << (world_size.bit_length() - 1)
     if all_reduce in ("ring", "gather-ring", "all-to-all", "hierarchical"):
         return world_size
-    return SCHEDULES[all_reduce](0, world_size).chunks
+    return algorithm_of(all_reduce)(0, world_size).chunks
 
 
 def all_reduce_time(
@@ -86,7 +87,7 @@ def all_reduce_time(
     one value for each.
 
     Args:
-        all_reduce: one of ``ALL_REDUCES``.
+        all_reduce: one of ``ALL_REDUCES``, or ``module:function``.
         link: link between nodes.
         numel: number of float32 values.
         world_size: number of ranks, p.
@@ -103,7 +104,7 @@ def all_reduce_time(
     >>> all_reduce_time("ring", link, 4.0, world_size=2)
     CollectiveTime(total=6.5, wire=6.5, codec=0.0)
     """
-    check_one_of("all_reduce", all_reduce, ALL_REDUCES)
+    check_all_reduce("all_reduce", all_reduce)
     check_at_least("numel", numel, 0)
     check_count("world_size", world_size)
     check_count("ranks_per_node", ranks_per_node)
@@ -166,7 +167,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=256)
 def _parts(all_reduce: str, world_size: int) -> list[Schedule]:
-    return [SCHEDULES[all_reduce](rank, world_size) for rank in range(world_size)]
+    return schedules_of(all_reduce, world_size)
 
 
 @lru_cache(maxsize=65536)

@@ -49,6 +49,8 @@ def hiding(choice: Choice, width: int) -> int | None:
     """Return the smallest factor on the micro-batches with which a pipeline of this width hides the communication of
     ``choice`` behind the computation; None if it is above ``MOST_ACCUMULATION``."""
     times = costs_of(dataclasses.replace(choice.job, width=width)).times
+    if choice.job.loader_workers == 0:
+        times = times.loading_itself()
     for factor in range(1, MOST_ACCUMULATION + 1):
         more = dataclasses.replace(times, forward=factor * times.forward, backward=factor * times.backward)
         computation, communication = more.at_width(width, choice.collective.total)

@@ -10,6 +10,7 @@ from timing_model.checks import check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.iteration import IterationTime
 from timing_model.job import STRATEGIES, Job
+from timing_model.own_schedules import check_all_reduce
 from timing_model.presets import CODECS
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
@@ -47,7 +48,7 @@ class Space:
         for strategy in self.strategies:
             check_one_of("strategy", strategy, STRATEGIES)
         for all_reduce in self.all_reduces:
-            check_one_of("all_reduce", all_reduce, ALL_REDUCES)
+            check_all_reduce("all_reduce", all_reduce)
         for name in ("widths", "segments"):
             for number in getattr(self, name):
                 check_count(name, number)
@@ -97,6 +98,6 @@ def simplicity(job: Job) -> tuple[float, ...]:
         -bits,
         codecs.index(job.codec) if job.codec in codecs else len(codecs),
         SIMPLEST.index(job.strategy),
-        0 if job.all_reduce is None else ALL_REDUCES.index(job.all_reduce),
+        0 if job.all_reduce is None else [*ALL_REDUCES, job.all_reduce].index(job.all_reduce),
         abs(math.log2(job.segment_bytes / SEGMENT_BYTES)),
     )

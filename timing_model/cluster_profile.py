@@ -144,6 +144,9 @@ class Profile:
                 one["in_cache"] = {"cache_bytes": one.pop("cache_bytes"), **one["in_cache"]}
         ordered["servers"] = None if self.sharing is None else {"sharing": values["sharing"]}
         ordered["compute"] = values["compute"]
+        for one, measured in zip(ordered["compute"], self.compute, strict=True):
+            if measured.loading.value == 0:  # readers of format 4 that do not know it can then read the file, too
+                one["loading"] = None
         aside = path.with_name(f".{path.name}.tmp")
         try:
             aside.write_text(format_tables(ordered) + "\n", encoding="utf-8")
@@ -262,6 +265,7 @@ def _compute(table: Table, names: Mapping[str, str]) -> ComputeProfile:
         slow_ranks=table.numbers("slow_ranks", least=1.0),
         comm_slowdowns={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
         measured=tuple(map(_measured, table.tables("measured"))),
+        loading=_estimate(table, "loading") if "loading" in table else Estimate.exact(0.0),
         **{name: _estimate(table, names.get(name, name)) for name in ESTIMATES},
     )
     table.done()

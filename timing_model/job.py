@@ -11,9 +11,10 @@ from timing_model.all_reduce import messages_meet
 from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
+from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise
 from timing_model.presets import CODECS, FASTEST_CHECKED
-from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.schedules import SEGMENT_BYTES
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
@@ -37,7 +38,8 @@ MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """Typical costs of codecs that were not measured."""
 
-WITH_BATCH = ("forward", "backward")
+PASSES = ("forward", "backward")
+WITH_BATCH = (*PASSES, "loading")
 """Fields of a ``ComputeProfile`` that grow with the batch."""
 
 FAST = (
@@ -77,10 +79,12 @@ class Job:
     """Width of the pipeline; 1 is synchronous."""
     codec: str = UNCOMPRESSED
     all_reduce: str | None = "ring"
-    """All-reduce, one of ``ALL_REDUCES``; native with ddp, None with ps-sync."""
+    """All-reduce, one of ``ALL_REDUCES`` or ``module:function``; native with ddp, None with ps-sync."""
     segment_bytes: int = SEGMENT_BYTES
     ranks_per_node: int = 1
     """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
+    loader_workers: int = 0
+    """Processes of a rank that load batches; with 0, the rank loads them itself."""
     nics: int = 1
     """NICs of a node, which the ranks of a hierarchical all-reduce share."""
     servers: int = 1
@@ -97,6 +101,7 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers", "accumulation"):
             check_count(name, getattr(self, name))
+        check_at_least("loader_workers", self.loader_workers, 0)
         if self.world_size > LARGEST_WORLD:
             raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
         slowest = max(getattr(self.compute, name).high for name in WITH_BATCH)
@@ -144,7 +149,7 @@ class Job:
             if self.all_reduce is not None:
                 raise ValueError(f"all_reduce must be left out with strategy ps-sync; got {self.all_reduce}")
             return
-        check_one_of("all_reduce", self.all_reduce or "none", ALL_REDUCES)
+        check_all_reduce("all_reduce", self.all_reduce or "none")
         if self.strategy == "ddp" and self.all_reduce != "native":
             raise ValueError(f"all_reduce must be native with strategy ddp; got {self.all_reduce}")
         if self.all_reduce == "hierarchical" and self.cluster.inner is None:
@@ -176,6 +181,12 @@ class Job:
             raise ValueError(
                 f"all_reduce must be ring with {self.codec}, whose parts are gathered; got {self.all_reduce}"
             )
+
+    @property
+    def cores_used(self) -> float:
+        """Share of the machines' cores that the ranks use, at most 1; 0 if nothing was measured."""
+        measured = self.cluster.calibrated
+        return min(1.0, measured.ranks_per_core) if measured.world_sizes else 0.0
 
     @property
     def codec_profile(self) -> CodecProfile | None:

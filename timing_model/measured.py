@@ -203,6 +203,8 @@ class ComputeProfile:
     """Share by which a collective is slower while the computation runs: a ring, and any not in ``comm_slowdowns``."""
     comm_slowdowns: dict[str, Estimate] = field(default_factory=dict)
     """Hindrances of other all-reduces, by name."""
+    loading: Estimate = Estimate(0.0, 0.0, 0.0)
+    """Time that one process takes to load a batch; 0 in files that were written before it was measured."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
     slow_ranks: tuple[float, ...] = ()
@@ -249,6 +251,7 @@ class ComputeProfile:
             backward=self.backward.value,
             compute_slowdown=self.compute_slowdown_of(codec).value,
             comm_slowdown=self.comm_slowdown_of(all_reduce).value,
+            loading=self.loading.value,
         )
 
     def noise(self) -> Noise:

@@ -11,7 +11,7 @@ from timing_model.arguments import Parser, number_of, quantity, whole
 from timing_model.checks import check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, compute_of
-from timing_model.measured import MOST, Calibrated, ComputeProfile, LinkProfile
+from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.presets import MODELS, NETWORKS, ethernet
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.units import parse_bandwidth, parse_count, parse_price, parse_seconds
@@ -50,6 +50,12 @@ def add_job(options: Parser) -> None:
     group.add_argument(
         "--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="time of the optimizer (0s)"
     )
+    group.add_argument(
+        "--loading", type=quantity(parse_seconds, "loading"), metavar="20ms", help="time of loading a batch (0s)"
+    )
+    group.add_argument(
+        "--loader-workers", type=whole(0), default=0, metavar="W", help="processes of a rank that load batches (0)"
+    )
     group.add_argument("--batch-size", type=whole(), metavar="B", help="samples of a rank in an iteration")
     group.add_argument(
         "--accumulation",
@@ -85,7 +91,9 @@ def add_configuration(options: Parser) -> None:
     one.add_argument("--strategy", default="pipelined", help=f"{', '.join(STRATEGIES)} (pipelined)")
     one.add_argument("--width", type=whole(), metavar="K", help="iterations in flight (2); 1 is synchronous")
     one.add_argument("--codec", default=UNCOMPRESSED, help="codec, one of the profile's (fp32)")
-    one.add_argument("--all-reduce", metavar="NAME", help=f"{', '.join(ALL_REDUCES)} (ring; native with ddp)")
+    one.add_argument(
+        "--all-reduce", metavar="NAME", help=f"{', '.join(ALL_REDUCES)}, module:function (ring; native with ddp)"
+    )
     one.add_argument(
         "--segment-bytes", type=whole(), default=SEGMENT_BYTES, metavar="N", help="bytes of the largest message (1 MiB)"
     )
@@ -111,7 +119,7 @@ def add_nodes(group: argparse._ArgumentGroup) -> None:
 
 def base_of(given: Namespace) -> Job:
     """Return the job that the options of ``add_job`` name, at width 1. Raises ``ValueError``."""
-    for name in ("latency", "compute", "update"):
+    for name in ("latency", "compute", "update", "loading"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
     if given.bandwidth is not None and given.bandwidth < 1 / MOST:
@@ -124,6 +132,7 @@ def base_of(given: Namespace) -> Job:
         ranks_per_node=given.ranks_per_node,
         nics=given.nics,
         accumulation=given.accumulation,
+        loader_workers=given.loader_workers,
         iterations=given.iterations,
         epochs=given.epochs,
         price=given.price,
@@ -207,6 +216,7 @@ def _by_hand(given: Namespace) -> ComputeProfile:
 def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
     """Return the computation with the noise and the data set that are given."""
     changes = {"cv": given.cv, "samples": given.samples, "slow_ranks": given.slow_ranks and tuple(given.slow_ranks)}
+    changes["loading"] = None if given.loading is None else Estimate.exact(given.loading)
     present = {name: value for name, value in changes.items() if value is not None}
     if "slow_ranks" in present and len(given.slow_ranks) > given.world_size:
         raise ValueError(f"slow_ranks must be at most {given.world_size}; got {len(given.slow_ranks)}")

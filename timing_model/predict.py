@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from timing_model.all_reduce import CollectiveTime
-from timing_model.costs import Costs, as_measured, correction_of, costs_of, estimates_of, iteration_time
+from timing_model.costs import Costs, as_measured, correction_of, costs_of, estimates_of, iteration_time, loaded_time
 from timing_model.iteration import IterationTime, job_time
 from timing_model.jitter import lasting_period
 from timing_model.job import OUTSIDE, Job, Support, support_of
 
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
-LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER)
+LOADING = "loading"
+LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER, LOADING)
 BALANCE = "balance"
 """Limit of an answer without a single one: several of them take about equally long."""
 LEAST_GAIN = 0.05
@@ -103,7 +104,8 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     if job.measured is not None:
         iteration, found = as_measured(job, iteration), job.measured.iteration
         below, above = found.value - found.low, found.high - found.value
-    alone = costs_of(dataclasses.replace(job, width=1)).times.total
+    synchronous = costs_of(dataclasses.replace(job, width=1))
+    alone = loaded_time(job, synchronous, lambda times: IterationTime(times.total, times.total, 0.0, 0.0, 0.0)).total
     workers, batch_size = job.workers, job.accumulated.batch_size
     per_epoch = job.iterations_per_epoch
     iterations = job.job_iterations
@@ -173,6 +175,7 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
     link = costs.link
     changed = {
         COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "forward", "backward")),
+        LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
         NETWORK: dataclasses.replace(costs, link=half(link, "beta")),
         LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead", "sync")),
         CODEC: dataclasses.replace(
@@ -187,7 +190,8 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
 def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: CollectiveTime) -> float:
     if job.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
         return iteration.total
-    t_compute, t_comm = costs.times.at_width(job.width, collective.total)
+    times = costs.times if job.loader_workers else costs.times.loading_itself()
+    t_compute, t_comm = times.at_width(job.width, collective.total)
     return max(iteration.total, lasting_period(t_compute, t_comm, job.width, job.workers, job.noise))
 
 

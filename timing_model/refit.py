@@ -14,7 +14,7 @@ import numpy as np
 from timing_model.checks import check_one_of
 from timing_model.cluster_profile import RING, Profile
 from timing_model.costs import Costs, collective_time, costs_of, iteration_time
-from timing_model.job import WITH_BATCH, Job
+from timing_model.job import PASSES, Job
 from timing_model.measured import Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.report import table
 from timing_model.run_logs import Run, read_run
@@ -136,6 +136,7 @@ def _question(profile: Profile, run: Run) -> Job:
         codec=run.codec,
         all_reduce=run.all_reduce,
         segment_bytes=run.segment_bytes,
+        loader_workers=run.loader_workers,
     )
 
 
@@ -182,7 +183,7 @@ def _scaled(compute: ComputeProfile, runs: Sequence[Run]) -> ComputeProfile:
         error = Z90 * 1.2533 * changes["cv"] / math.sqrt(sum(run.iterations for run in runs))
         middle = float(np.median(factors))
         ends = min(*factors, middle * (1 - error)), max(*factors, middle * (1 + error))
-        for name in WITH_BATCH:
+        for name in PASSES:
             value = getattr(compute, name).value
             changes[name] = Estimate(value * middle, max(0.0, value * ends[0]), value * ends[1])
     for name, late in (("update", False), ("late_update", True)):

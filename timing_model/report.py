@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from timing_model.advice import advice, describe, ratio, reason, training_arguments
+from timing_model.advice import advice, describe, loading_advice, ratio, reason, training_arguments
 from timing_model.choices import TIE, Choice
 from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Job, Support
 from timing_model.measured import Estimate
 from timing_model.plan import Plan
-from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
+from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, LOADING, NETWORK, Answer
 from timing_model.units import format_bandwidth, format_bytes, format_cost, format_count, format_seconds
 
 BAR = 30
@@ -30,6 +30,7 @@ LIMIT_WORDS = {
     LATENCY: "latency",
     CODEC: "the codec and sums",
     JITTER: "slow ranks, which the others wait for",
+    LOADING: "the loading of batches",
     BALANCE: "several parts that take equally long",
 }
 
@@ -82,6 +83,7 @@ def answer_text(answer: Answer) -> str:
     lines += [f"an iteration takes {whole}", ""]
     parts = [("computation", iteration.compute), ("waiting for the network", iteration.wire)]
     parts += [("waiting for codec and sums", iteration.codec), ("waiting for slow ranks", iteration.jitter)]
+    parts += [("loading batches", iteration.loading)] if job.compute.loading.value else []
     rows = []
     for name, seconds in parts:
         share = seconds / iteration.total if iteration.total > 0 else 0.0
@@ -99,7 +101,8 @@ def answer_text(answer: Answer) -> str:
         facts.append(("the whole job", _with_cost(job, answer.total)))
     facts.append(("limited by", " and as much by ".join(LIMIT_WORDS[one] for one in answer.limits)))
     facts += [(words, f"{answer.gains[name]:.2f} times as fast as now") for name, words in CHANGES.items()]
-    return "\n".join([*lines, *table(facts), "", *support_lines(answer.support)])
+    hint = loading_advice(job, iteration)
+    return "\n".join([*lines, *table(facts), *([] if hint is None else [hint]), "", *support_lines(answer.support)])
 
 
 def _with_cost(job: Job, seconds: float) -> str:

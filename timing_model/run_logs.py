@@ -29,6 +29,7 @@ class Run:
     codec: str
     all_reduce: str
     segment_bytes: int
+    loader_workers: int
     wire_bytes: int
     """Bytes that rank 0 sent in an iteration."""
     iterations: int
@@ -43,6 +44,10 @@ class Run:
     """Mean time of an iteration."""
     cv: float
     """Robust standard deviation of the computation over its median."""
+
+
+IMAGE_WORKERS = 2
+"""Loader workers of a run on a folder of images that asked for no number of them; on other data it has none."""
 
 
 def read_run(folder: Path) -> Run:
@@ -80,6 +85,7 @@ def read_run(folder: Path) -> Run:
         codec=options.text("codec"),
         all_reduce=options.text("all-reduce"),
         segment_bytes=options.count("segment-bytes"),
+        loader_workers=_loader_workers(options),
         wire_bytes=wire_bytes,
         iterations=len(kept),
         compute=compute,
@@ -88,6 +94,12 @@ def read_run(folder: Path) -> Run:
         iteration=float(np.mean(times["iteration"])),
         cv=spread / compute if compute > 0 else 0.0,
     )
+
+
+def _loader_workers(options: Table) -> int:
+    if "loader-workers" in options:
+        return options.count("loader-workers", least=0)
+    return IMAGE_WORKERS if "dataset" in options and options.text("dataset") == "images" else 0
 
 
 def _read(path: Path) -> str:

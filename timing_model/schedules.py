@@ -12,8 +12,9 @@ sends and receives chunks. Every algorithm keeps these rules:
 - A rank sends chunks to a peer in the order in which it receives them itself, after those that it need not receive. So
   a message can leave as soon as its segment has arrived, and the order is still kept.
 
-To add an algorithm, write its function here and enter it in ``SCHEDULES``. The trainer then offers it, and the timing
-model predicts it message by message, until ``timing_model.all_reduce.PATHS`` has a faster function for it.
+An algorithm of the user's own is such a function in any module, and its name is ``module:function``. It is checked
+(``timing_model.own_schedules``) and run like those here, and the timing model predicts it message by message; for those
+here, ``timing_model.all_reduce.PATHS`` has faster functions.
 """
 
 from __future__ import annotations
@@ -115,13 +116,18 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One rank's part in an all-reduce of ``chunks`` chunks."""
+    """One rank's part in an all-reduce of ``chunks`` chunks, numbered from 0.
+
+    Raises ``ValueError`` if an operation names another chunk.
+    """
 
     chunks: int
     operations: tuple[Operation, ...]
 
     def __post_init__(self) -> None:
-        assert all(0 <= operation.chunk < self.chunks for operation in self.operations)
+        for operation in self.operations:
+            if not 0 <= operation.chunk < self.chunks:
+                raise ValueError(f"chunk must be at least 0 and below {self.chunks}; got {operation.chunk}")
 
     @property
     def sends(self) -> list[Send]:
@@ -156,6 +162,10 @@ class Schedule:
             if arrival is not None:
                 following[first.chunk] = arrival
         return tuple(reversed(events))
+
+
+Algorithm = Callable[[int, int], Schedule]
+"""Function of a rank and the number of ranks that returns the rank's schedule."""
 
 
 # ---- Rings
@@ -365,7 +375,7 @@ def all_to_all(rank: int, world_size: int) -> Schedule:
 
 # ---- By name
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+SCHEDULES: dict[str, Algorithm] = {
     "ring": ring,
     "halving-doubling": halving_doubling,
     "recursive-doubling": recursive_doubling,

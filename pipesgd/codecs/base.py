@@ -7,6 +7,7 @@ import struct
 from abc import ABC, abstractmethod
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -21,7 +22,10 @@ class Codec(Protocol):
     tensors of messages begin at multiples of 4 bytes.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Name of the codec, for text that people read."""
+
     block: int
     """Number of values that share a scale: a message should hold a multiple of it."""
     unbiased: bool
@@ -81,6 +85,87 @@ class FusedCodec(ABC):
         self, received: Tensor, values: Tensor, residual: Tensor | None, wire: Tensor, key: int
     ) -> None:
         self._encode(received, values, residual, wire, key)
+
+
+class OwnCodec(FusedCodec):
+    """A ``Codec`` of the user's own: a subclass that says how values become bytes, and how bytes become values again.
+
+    ``Pipelined(..., codec=Mine())`` and ``--codec module:Mine`` use it in every all-reduce but torch's own. A message
+    holds the values of a segment, at least one, and stands alone: nothing may be remembered from one message to the
+    next. All ranks decode the bytes that one of them has made, and must hold the same weights afterwards. Therefore
+
+    - the same values and key give the same bytes, and the same bytes the same values, on every rank;
+    - exactly ``wire_bytes(numel)`` bytes are written, and exactly ``numel`` values are decoded;
+    - finite values stay finite, and zeros zeros; what is not finite stays so, or nobody would notice that gradient.
+
+    Every rank tries all of this on some values before a codec is used. Values are float32 (numel,), bytes uint8
+    (``wire_bytes(numel)``,). Both are contiguous, on the device of the gradients, and begin at multiples of 4 bytes.
+
+    Sums and error feedback are made of the two functions. A codec that can do better in one pass also overrides
+    ``encode``, ``decode``, ``decode_add`` and ``decode_add_encode`` of ``Codec``.
+
+    Example:
+        >>> class Half(OwnCodec):
+        ...     def wire_bytes(self, numel: int) -> int:
+        ...         return 2 * numel
+        ...     def compress(self, values: Tensor, wire: Tensor, key: int) -> None:
+        ...         wire.view(torch.float16).copy_(values)
+        ...     def decompress(self, wire: Tensor, values: Tensor) -> None:
+        ...         values.copy_(wire.view(torch.float16))
+        >>> codec, values = Half(), torch.tensor([1.0, 0.1])
+        >>> wire = torch.empty(codec.wire_bytes(2), dtype=torch.uint8)
+        >>> codec.encode(values, None, wire, key=0)
+        >>> codec.decode_add(wire, values)
+        >>> values
+        tensor([2.0000, 0.2000])
+    """
+
+    block = 1
+    """Number of values that share a scale: all messages but a chunk's last hold a multiple of it."""
+    unbiased = False
+    """True if the mean of what is decoded, over all keys, is the value."""
+    gives_back = False
+    """True to keep what an encoding leaves out and add it in the next iteration (error feedback), unless
+    ``--error-feedback`` says otherwise. It is meant for codecs of few bits."""
+
+    @property
+    def name(self) -> str:
+        """Module and class of the codec, as ``--codec`` names it."""
+        return f"{type(self).__module__}:{type(self).__qualname__}"
+
+    @abstractmethod
+    def wire_bytes(self, numel: int) -> int:
+        """Return the size in bytes of a message of ``numel`` values, scales included."""
+
+    @abstractmethod
+    def compress(self, values: Tensor, wire: Tensor, key: int) -> None:
+        """Write ``values`` to all of ``wire``, and leave them as they are.
+
+        ``key``, 32 bits, is another one for every message and the same whenever a run is repeated: random numbers, if
+        any, must come from it.
+        """
+
+    @abstractmethod
+    def decompress(self, wire: Tensor, values: Tensor) -> None:
+        """Replace all of ``values`` by what ``wire`` holds, and leave ``wire`` as it is."""
+
+    def _encode(self, received: Tensor | None, values: Tensor, residual: Tensor | None, wire: Tensor, key: int) -> None:
+        if received is not None:
+            self._decode(received, values, add=True)
+        if residual is None:
+            self.compress(values, wire, key)
+            return
+        values.add_(residual)
+        self.compress(values, wire, key)
+        self.decompress(wire, residual)
+        torch.sub(values, residual, out=residual)
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _decode(self, wire: Tensor, values: Tensor, *, add: bool) -> None:
+        decoded = torch.empty_like(values) if add else values
+        self.decompress(wire, decoded)
+        if add:
+            values.add_(decoded)
 
 
 def mixed(*numbers: int) -> int:

@@ -6,6 +6,7 @@ from pipesgd.codecs.base import Codec
 from pipesgd.codecs.blocks import Int4, Int8, Qsgd, Sign, Ternary
 from pipesgd.codecs.floats import Bf16, Fp16, Truncate16, Uncompressed
 from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.own import OwnCodecOptions
 
 _SIXTEEN = {"truncate16": Truncate16, "bf16": Bf16, "fp16": Fp16}
 _ROUNDED = {"int8": Int8, "int4": Int4, "ternary": Ternary}
@@ -13,6 +14,8 @@ _ROUNDED = {"int8": Int8, "int4": Int4, "ternary": Ternary}
 
 def make_codec(options: CodecOptions, device: str = "cpu") -> Codec:
     """Return the codec for tensors on this kind of device ("cpu" or "cuda")."""
+    if isinstance(options, OwnCodecOptions):
+        return options.made
     name = options.codec
     if name == "fp32":
         return Uncompressed()

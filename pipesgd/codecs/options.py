@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, one_of
 from pipesgd.errors import UserInputError
+from pipesgd.functions import OWN, check_function, kind
 
 FLOAT_CODECS = ("fp32", "truncate16", "bf16", "fp16")
 BLOCK_CODECS = ("int8", "int4", "ternary", "qsgd", "sign")
@@ -28,7 +29,8 @@ class CodecOptions:
 
     codec: str = "fp32"
     """Encoding of gradients: fp32 (unchanged), truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign (about 1 bit a
-    value), topk (the largest values of a tensor) or powersgd (low-rank factors); auto chooses one (see --cluster)."""
+    value), topk (the largest values of a tensor), powersgd (low-rank factors) or module:function (returns an OwnCodec);
+    auto chooses one (see --cluster)."""
     codec_block: int | None = None
     """Number of values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None
@@ -49,8 +51,8 @@ class CodecOptions:
     """Rank of the factors that --codec powersgd sends for a matrix."""
 
     def __post_init__(self) -> None:
-        check_one_of("codec", self.codec, CODECS)
-        check_read(self, "codec", self.codec, _READ_BY)
+        check_function("codec", self.codec, kind(self.codec), (*CODECS, OWN))
+        check_read(self, "codec", kind(self.codec), _READ_BY)
         if self.codec_block is not None:
             check_at_least("codec-block", self.codec_block, 1)
             if self.codec_block > MAX_BLOCK:
@@ -82,11 +84,6 @@ class CodecOptions:
                     f"codec-block must be at most {most} with --codec qsgd --qsgd-levels {self.qsgd_levels} "
                     f"--error-feedback on, or residuals can grow without end; got {self.block}"
                 )
-
-    @classmethod
-    def of(cls, codec: str | CodecOptions) -> CodecOptions:
-        """Return the options of a codec that is given by its name, or by its options."""
-        return cls(codec=codec) if isinstance(codec, str) else codec
 
     @property
     def stochastic(self) -> bool:
@@ -140,9 +137,9 @@ class CodecOptions:
 
 
 _READ_BY = {
-    "codec_block": BLOCK_CODECS,
-    "rounding": ("int8", "int4", "ternary", "qsgd"),
-    "error_feedback": DENSE_CODECS[1:],
+    "codec_block": (*BLOCK_CODECS, OWN),
+    "rounding": ("int8", "int4", "ternary", "qsgd", OWN),
+    "error_feedback": (*DENSE_CODECS[1:], OWN),
     "qsgd_levels": ("qsgd",),
     "density": ("topk",),
     "density_warmup": ("topk",),

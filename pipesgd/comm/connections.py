@@ -10,6 +10,7 @@ from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.all_reduce import AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
 from pipesgd.comm.native import NativeAllReduce
+from pipesgd.comm.own_all_reduce import agreed_schedule
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.transport import (
     TorchTransport,
@@ -18,9 +19,9 @@ from pipesgd.comm.transport import (
     destroy,
     wait_for_all,
 )
-from pipesgd.errors import CommunicationError
+from pipesgd.errors import CommunicationError, OutOfStepError, UserInputError
 from pipesgd.ranks import Ranks
-from timing_model.schedules import SEGMENT_BYTES, Schedule, gather_ring, make_schedule
+from timing_model.schedules import SEGMENT_BYTES, Algorithm, Schedule, gather_ring
 
 T = TypeVar("T")
 
@@ -31,7 +32,7 @@ class Connections:
     All ranks of the job make one together.
 
     Args:
-        all_reduce: the algorithm.
+        all_reduce: the algorithm, by name or as a function.
         ranks: the ranks that take part.
         timeout: seconds that a rank waits for another one, in any one message or native all-reduce.
         segment_bytes: largest message in bytes.
@@ -39,13 +40,14 @@ class Connections:
         device: device of the tensors, "cpu" or "cuda". Messages use gloo; native uses nccl on a GPU.
 
     Raises:
-        UserInputError: the ranks are not spread over nodes as the algorithm requires.
+        UserInputError: the ranks are not spread over nodes as the algorithm requires, or it is no all-reduce.
+        DisagreementError: an algorithm of the user's own is another one on some rank.
         CommunicationError: not every rank could be reached.
     """
 
     def __init__(
         self,
-        all_reduce: str,
+        all_reduce: str | Algorithm,
         ranks: Ranks,
         *,
         timeout: float,
@@ -53,6 +55,10 @@ class Connections:
         connections: int = 1,
         device: str = "cpu",
     ):
+        if all_reduce == "native" and device == "cuda" and ranks.numbers:
+            raise UserInputError(
+                "all_reduce must not be native with a process_group of GPUs, for which nccl is not set up"
+            )
         self._name = all_reduce
         self.ranks = ranks
         self._timeout = timeout
@@ -71,7 +77,7 @@ class Connections:
             return
         self._transport = TorchTransport(self._groups, timeout, before_arrivals=self._headers.check)
         self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
-        self._schedule = make_schedule(all_reduce, ranks.rank, ranks.world_size, ranks_per_node)
+        self._schedule = agreed_schedule(all_reduce, ranks, ranks_per_node)
 
     def begin(self, call: str, iteration: int) -> None:
         """Begin the sums of ``call`` (one of ``headers.CALLS``) in ``iteration``, which last until the next ``begin``.
@@ -104,6 +110,10 @@ class Connections:
             self.check()
         except CommunicationError as failure:
             failure.iteration = iteration
+            failure.name_ranks(self.ranks.number)
+            raise
+        except OutOfStepError as failure:
+            failure.name_ranks(self.ranks.number)
             raise
         return result
 

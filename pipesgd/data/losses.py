@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.nn import functional
 
-from pipesgd.config import LOSSES, check_function, kind
-from pipesgd.data.functions import function_of
+from pipesgd.config import LOSSES
+from pipesgd.functions import check_function, function_of, kind
 
 
 class Loss(Protocol):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipesgd.config import OWN, TrainConfig, dataset_kind, kind
+from pipesgd.config import TrainConfig, dataset_kind
 from pipesgd.data.datasets import dataset_function, load_dataset
-from pipesgd.data.functions import check_used
 from pipesgd.data.models import build_model, model_function
 from pipesgd.data.samples import DataSplits
+from pipesgd.functions import OWN, check_used, kind
 
 
 def make_workload(config: TrainConfig, *, rank: int = 0, world_size: int = 1) -> tuple[DataSplits, nn.Module]:

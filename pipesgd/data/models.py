@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipesgd.checks import one_of
-from pipesgd.config import IMAGE_DATASETS, IMAGE_MODELS, MODELS, OWN, TEXT_MODELS, TEXTS, check_function, kind
-from pipesgd.data.functions import Function, call, function_of
+from pipesgd.config import IMAGE_DATASETS, IMAGE_MODELS, MODELS, TEXT_MODELS, TEXTS
 from pipesgd.data.transformer import Transformer
 from pipesgd.errors import UserInputError
+from pipesgd.functions import OWN, Function, call, check_function, function_of, kind
 
 
 def build_model(

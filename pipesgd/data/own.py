@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from pipesgd.data.functions import in_one_line
 from pipesgd.data.samples import Batch, BatchedDataset, DataSplits, tensors_of
 from pipesgd.errors import DatasetError
+from pipesgd.functions import in_one_line
 
 
 class MapStyle(BatchedDataset):

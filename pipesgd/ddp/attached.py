@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.checks import check_one_of
+from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import ON_NONFINITE
 from pipesgd.ddp.hook import check_model, comm_hook, done
@@ -34,14 +35,14 @@ def attach(
     optimizer: torch.optim.Optimizer,
     *,
     width: int = 2,
-    codec: str | CodecOptions = "fp32",
+    codec: str | CodecOptions | OwnCodec = "fp32",
     scaler: torch.amp.GradScaler | None = None,
     on_nonfinite: str = "stop",
     **options: Any,
 ) -> AttachedPipeline:
     """Let the training loop of ``ddp_model`` and ``optimizer`` be Pipe-SGD of width K; the loop stays as it is.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> ddp_model = DistributedDataParallel(nn.Linear(2, 1))
@@ -58,12 +59,13 @@ def attach(
         ddp_model: a model in DistributedDataParallel without a communication hook.
         optimizer: the optimizer of all of its parameters that require a gradient.
         width: iterations in flight, K; 1 is synchronous.
-        codec: encoding of gradients, by name or as ``CodecOptions``.
+        codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``.
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
-        options: further arguments of ``pipesgd.Pipelined``, except ``guard``. ``clip_norm`` and ``clip_value`` say how
-            the loop clips gradients, so that predictions and ``close`` clip them in the same way.
+        options: further arguments of ``pipesgd.Pipelined``, except ``guard``. ``process_group`` is by default that of
+            ``ddp_model``. ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and
+            ``close`` clip them in the same way.
 
     Raises:
         UserInputError: the model has a communication hook, the optimizer does not hold all of its parameters, or a
@@ -124,6 +126,8 @@ class AttachedPipeline(Pipelined):
         """Contexts that the end of a step of the optimizer closes."""
         self._stepping_itself = False
         self._started = False
+        if options.get("ranks") is None:
+            options["process_group"] = options.get("process_group") or ddp_model.process_group
         super().__init__(
             ddp_model, optimizer, on_nonfinite="skip" if self._scaler is not None else on_nonfinite, **options
         )

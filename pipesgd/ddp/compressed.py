@@ -16,32 +16,37 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.checks import check_at_least, check_one_of, check_timeout
-from pipesgd.codecs.base import mixed
+from pipesgd.codecs.base import OwnCodec, mixed
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
+from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CommunicationThread
+from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT, check_messages
 from pipesgd.ddp.hook import check_model, comm_hook, done
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.functions import OWN, kind
 from pipesgd.pipeline.sameness import check_same_settings, plain
 from pipesgd.ranks import current
 from pipesgd.reducers.base import mean_over_ranks
 from pipesgd.reducers.dense import DenseReducer
 from pipesgd.reducers.make import compiled_codec, dense_reducer
 from pipesgd.strategy import Span, StepReport
-from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.schedules import SEGMENT_BYTES, Algorithm
 
 
 def compress(
     ddp_model: DistributedDataParallel,
-    codec: str | CodecOptions = "int8",
+    codec: str | CodecOptions | OwnCodec = "int8",
     *,
-    all_reduce: str = "ring",
+    all_reduce: str | Algorithm = "ring",
     timeout: float = DEFAULT_TIMEOUT,
     segment_bytes: int = SEGMENT_BYTES,
     connections: int = 1,
     seed: int = 0,
+    process_group: Group | None = None,
 ) -> CompressedBuckets:
     """Compress the gradients of ``ddp_model`` on the wire; the loop stays as it is, and synchronous.
 
@@ -50,12 +55,13 @@ def compress(
 
     Args:
         ddp_model: a model in DistributedDataParallel without a communication hook.
-        codec: encoding of gradients, by name or as ``CodecOptions``: all but topk and powersgd.
-        all_reduce: the algorithm, by its name on the command line.
-        timeout: seconds that a rank waits for another one in any one message.
-        segment_bytes: largest message in bytes.
+        codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``; all but topk and powersgd.
+        all_reduce: the algorithm, by its name on the command line or as a function; see ``pipesgd.Pipelined``.
+        timeout: seconds that a rank waits for another one in any one message; 120 by default.
+        segment_bytes: largest message in bytes, 1 MiB by default.
         connections: connections to each rank, used in turn.
         seed: seed of the random numbers of stochastic rounding.
+        process_group: the group whose ranks sum their gradients; by default that of ``ddp_model``.
 
     Raises:
         UserInputError: the model has a communication hook, or a value is out of range.
@@ -63,12 +69,13 @@ def compress(
     """
     return CompressedBuckets(
         ddp_model,
-        CodecOptions.of(codec),
+        codec_options(codec),
         all_reduce=all_reduce,
         timeout=timeout,
         segment_bytes=segment_bytes,
         connections=connections,
         seed=seed,
+        process_group=process_group,
     )
 
 
@@ -86,25 +93,26 @@ class CompressedBuckets:
         ddp_model: DistributedDataParallel,
         options: CodecOptions,
         *,
-        all_reduce: str,
+        all_reduce: str | Algorithm,
         timeout: float,
         segment_bytes: int,
         connections: int,
         seed: int,
+        process_group: Group | None,
     ):
         check_model(ddp_model)
-        check_one_of("codec", options.codec, DENSE_CODECS)
-        check_one_of("all_reduce", all_reduce, ALL_REDUCES)
-        check_messages(all_reduce, segment_bytes, connections)
-        options.check_all_reduce(all_reduce)
+        check_one_of("codec", kind(options.codec), (*DENSE_CODECS, OWN))
+        name = all_reduce_name(all_reduce)
+        check_messages(name, segment_bytes, connections)
+        options.check_all_reduce(name)
         check_timeout(timeout)
         check_at_least("seed", seed, 0)
         self.iteration = 0
         self._options = options
         self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
         self._seed = seed
-        self._ranks = current(timeout)
-        settings = {"all_reduce": all_reduce, "segment_bytes": segment_bytes, "connections": connections, "seed": seed}
+        self._ranks = current(timeout, process_group or ddp_model.process_group)
+        settings = {"all_reduce": name, "segment_bytes": segment_bytes, "connections": connections, "seed": seed}
         check_same_settings(self._ranks, settings | plain(options), {})
         device = self._parameters[0].device
         self._connections = Connections(

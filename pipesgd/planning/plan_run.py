@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
     from timing_model.cluster_profile import MeasuredIteration, Profile
 
-CALIBRATION_SECONDS = 12.0
+CALIBRATION_SECONDS = 4.0
+"""Approximate seconds of a calibration before training: an audition corrects what it gets wrong."""
 MOST_LARGEST_BYTES = 64 << 20
 """Upper bound of the largest gradient that such a calibration reduces, in bytes."""
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from pipesgd.checks import check_at_least
-from pipesgd.codecs.base import Codec
+from pipesgd.codecs.base import Codec, OwnCodec
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
+from pipesgd.codecs.own import try_codec
 from pipesgd.comm.connections import Connections
 from pipesgd.errors import UserInputError
-from pipesgd.ranks import Ranks
+from pipesgd.ranks import Ranks, check_same
 from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer
 
@@ -63,16 +65,24 @@ def dense_reducer(options: CodecOptions, codec: Codec, connections: Connections,
     """Return the reducer that sends every value over ``connections``, encoded by ``codec`` as ``options`` say."""
     return DenseReducer(
         connections.all_reduce(codec),
-        exact=codec.name == "fp32",
+        exact=codec.in_place,
         error_feedback=options.gives_back,
         seed=seed,
     )
 
 
 def compiled_codec(options: CodecOptions, ranks: Ranks, device: str) -> Codec:
-    """Return the codec for tensors on ``device`` once it is ready on all ``ranks``, which call this together."""
+    """Return the codec for tensors on ``device`` once it is ready on all ``ranks``, which call this together.
+
+    Raises:
+        UserInputError: a codec of the user's own does not keep to its contract on some rank.
+        DisagreementError: it does not do the same on all ranks.
+    """
     codec = make_codec(options, device)
     ranks.enter("compilation of the codec")
+    if isinstance(codec, OwnCodec):
+        trial = ranks.raise_together("codec", functools.partial(try_codec, options.codec, codec, device))
+        check_same(ranks, f"what {options.codec} encodes some values to", trial)
     _compile(codec, device)
     ranks.all_gather_object("a compiled codec", None, within=COMPILE_SECONDS)
     return codec

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from pipesgd.ranks import Ranks
-from pipesgd.run.metrics import IterationMetrics, hidden_share, slowest_rank
+from pipesgd.run.metrics import SECONDS, IterationMetrics, slowest_rank
+from pipesgd.strategy import hidden_share
 
 PLAIN_LINE_SECONDS = 10.0
 """Seconds between two lines of progress, which replace the bar if output is not a terminal (a log file)."""
@@ -113,10 +114,10 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     if final["test_accuracy"] is not None:
         table.add_row("test accuracy", f"{final['test_accuracy']:.2%}")
     table.add_row("test loss", "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}")
-    for name in ("iteration", "compute", "communication", "exposed", "update"):
+    for name in SECONDS:
         if seconds[name]["median"] is not None:
             figures = f"{seconds[name]['median'] * 1e3:.2f} ms median, {seconds[name]['p95'] * 1e3:.2f} ms p95"
-            table.add_row(name, figures)
+            table.add_row("exposed loading" if name == "loading" else name, figures)
     slow = slowest_rank(summary["compute_seconds_of_ranks"], seconds["iteration"]["median"] or 0.0)
     if slow is not None:
         rank, extra = slow

@@ -1,22 +1,40 @@
-"""Data, this rank's batches of them, and the model of a command, checked before anything depends on them."""
+"""Data, this rank's batches of them, model, and own codec and all-reduce, checked before anything depends on them."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from pipesgd.config import OWN, TrainConfig, dataset_kind, kind
+from pipesgd.codecs.own import codec_options
+from pipesgd.comm.own_all_reduce import agreed_schedule
+from pipesgd.config import TrainConfig, dataset_kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
-from pipesgd.data.functions import in_one_line
+from pipesgd.data.augmentation import Augmentation
 from pipesgd.data.losses import Loss
 from pipesgd.data.samples import outputs_of
 from pipesgd.errors import DisagreementError, UserInputError
+from pipesgd.functions import OWN, in_one_line, kind
 from pipesgd.optim.build import check_model
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
 from pipesgd.ranks import Ranks
+from pipesgd.reducers.make import compiled_codec
 
 TRIED = 2
 """Samples that an own model or loss is tried on: batch normalization needs two."""
+
+
+def check_own_exchange(config: TrainConfig, ranks: Ranks) -> None:
+    """Try a codec and an all-reduce of the user's own before anything is written. Collective.
+
+    Raises:
+        UserInputError: one of them cannot be made, or does not keep to its contract.
+        DisagreementError: one of them is not the same on all ranks.
+    """
+    if kind(config.compression.codec) == OWN:
+        options = ranks.raise_together("codec", lambda: codec_options(config.compression))
+        compiled_codec(options, ranks, config.run.device)
+    if kind(config.pipeline.all_reduce) == OWN:
+        agreed_schedule(config.pipeline.all_reduce, ranks)
 
 
 def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:
@@ -40,10 +58,27 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         world_size=1 if data.sharded else ranks.world_size,
         seed=config.optimization.seed,
         loader_workers=config.data.workers,
+        augmentation=augmentation_of(config, data),
     )
     check_model(config.optimization, model)
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
     return data, batches, model, torch.device(config.run.device)
+
+
+def augmentation_of(config: TrainConfig, data: DataSplits) -> Augmentation | None:
+    """Return what changes the training images at random; None if nothing does.
+
+    Raises:
+        UserInputError: more would be cut off than the images have.
+    """
+    crop, mirror = config.data.random_crop, config.data.mirror
+    if not (crop or mirror):
+        return None
+    assert data.sample_shape is not None, "images have a size"
+    side = min(data.sample_shape[1:])
+    if crop >= side:
+        raise UserInputError(f"random-crop must be below {side}, the side of an image in pixels; got {crop}")
+    return Augmentation(crop=crop, mirror=mirror, seed=config.optimization.seed)
 
 
 def check_fit(data: DataSplits, model: nn.Module, loss: Loss) -> None:

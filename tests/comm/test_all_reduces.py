@@ -24,7 +24,8 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.native import ring_wire_bytes
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
-from timing_model.schedules import ALL_REDUCES, Encode, Receive, Schedule, Send, gather_ring, hierarchical, ring, split
+from timing_model.own_schedules import Play
+from timing_model.schedules import ALL_REDUCES, Receive, Send, gather_ring, hierarchical, ring, split
 
 pytestmark = pytest.mark.slow
 
@@ -47,56 +48,12 @@ def test_split_covers_everything_once_and_evenly(numel: int, parts: int) -> None
 # --- Schedules --------------------------------------------------------------------------------------------------------
 
 
-def play(schedules: list[Schedule]) -> list[list[set[int]]]:
-    """Return the ranks whose values each chunk of each rank holds after all have done their operations, one by one."""
-    holds = [[{rank} for _ in range(schedule.chunks)] for rank, schedule in enumerate(schedules)]
-    encoded: list[dict[int, set[int]]] = [{} for _ in schedules]
-    wires: dict[tuple[int, int], list[tuple[int, int, set[int]]]] = {}
-    at = [0] * len(schedules)
-    moved = True
-    while moved:
-        moved = False
-        for rank, schedule in enumerate(schedules):
-            while at[rank] < len(schedule.operations):
-                operation = schedule.operations[at[rank]]
-                if isinstance(operation, Encode):
-                    encoded[rank][operation.chunk] = set(holds[rank][operation.chunk])
-                elif isinstance(operation, Send):
-                    assert encoded[rank][operation.chunk] == holds[rank][operation.chunk], "stale bytes are sent"
-                    message = (operation.chunk, operation.step, encoded[rank][operation.chunk])
-                    wires.setdefault((rank, operation.peer), []).append(message)
-                else:
-                    queue = wires.get((operation.peer, rank), [])
-                    if not queue:
-                        break
-                    chunk, step, content = queue.pop(0)
-                    assert (chunk, step) == (operation.chunk, operation.step), "the two ranks differ in their order"
-                    if operation.reduce:
-                        assert not holds[rank][chunk] & content, "a value added twice"
-                        holds[rank][chunk] |= content
-                    else:
-                        holds[rank][chunk] = set(content)
-                        encoded[rank][chunk] = set(content)
-                at[rank] += 1
-                moved = True
-    assert [len(schedule.operations) for schedule in schedules] == at, "ranks wait for each other for ever"
-    assert not any(wires.values()), "messages that nobody received"
-    return holds
-
-
-@pytest.mark.parametrize("world_size", range(1, 18))
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_schedule_sums_every_chunk_and_gives_it_to_everybody(name: str, world_size: int) -> None:
-    schedules = [ALGORITHMS[name](rank, world_size) for rank in range(world_size)]
-    assert len({schedule.chunks for schedule in schedules}) == 1
-    everybody = set(range(world_size))
-    assert all(chunk == everybody for chunks in play(schedules) for chunk in chunks)
-
-
 @pytest.mark.parametrize("world_size", range(1, 10))
 def test_the_gather_gives_every_chunk_to_everybody(world_size: int) -> None:
-    holds = play([gather_ring(rank, world_size) for rank in range(world_size)])
-    assert all(chunks == [{rank} for rank in range(world_size)] for chunks in holds)
+    play = Play("gather-ring", [gather_ring(rank, world_size) for rank in range(world_size)])
+    assert all(
+        [play.summands(one) for one in chunks] == [{rank} for rank in range(world_size)] for chunks in play.values
+    )
 
 
 @pytest.mark.parametrize("world_size", range(2, 18))
@@ -112,18 +69,6 @@ def test_messages_to_a_peer_go_in_the_order_in_which_their_chunks_have_come(name
             elif isinstance(operation, Send) and operation.chunk in latest:
                 assert last.get(operation.peer, -1) < latest[operation.chunk]
                 last[operation.peer] = latest[operation.chunk]
-
-
-@pytest.mark.parametrize("world_size", range(2, 18))
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_value_is_encoded_once_by_each_rank(name: str, world_size: int) -> None:
-    """One residual per value then loses nothing; recursive doubling divides values encoded again among the ranks."""
-    for rank in range(world_size):
-        schedule = ALGORITHMS[name](rank, world_size)
-        encodings = [operation for operation in schedule.operations if isinstance(operation, Encode)]
-        alone = sorted(operation.chunk for operation in encodings if operation.holders == 1)
-        assert alone == list(range(schedule.chunks))
-        assert name == "recursive-doubling" or len(encodings) == len(alone)
 
 
 @pytest.mark.parametrize("world_size", range(2, 10))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipesgd.config import DataConfig
 from tests.timing_model._profiles import MLP, PROFILE
 from timing_model.cli import main
 from timing_model.cluster_profile import Profile
@@ -50,11 +51,36 @@ def leave(folder: Path, cluster: Profile, compute: Any = CALM, **options: Any) -
         "segment-bytes": job.segment_bytes,
         "model": compute.model,
         "batch-size": compute.batch_size,
+        "loader-workers": job.loader_workers or None,
     }
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"world_size": job.world_size, "options": said}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loading_is_neither_computation_nor_communication(tmp_path: Path, workers: int) -> None:
+    """It stays as it was calibrated, and the runs' iterations are predicted with it."""
+    slow = dataclasses.replace(CALM, loading=CALM.backward.times(3.0))
+    before = dataclasses.replace(BEFORE, compute=(slow,))
+    fitted = fit(before, [leave(tmp_path / "run", before, slow, loader_workers=workers)])
+    [one] = fitted.profile.compute
+    assert one.loading == slow.loading
+    assert one.forward.value == pytest.approx(slow.forward.value, rel=0.01)
+    [(_, after)] = fitted.predicted
+    assert after == pytest.approx(fitted.runs[0].iteration, rel=0.02)
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [("digits", 0), ("images", 2)])
+def test_loader_workers_that_were_not_asked_for_are_those_of_the_trainer(
+    tmp_path: Path, dataset: str, workers: int
+) -> None:
+    folder = leave(tmp_path / "run", BEFORE)
+    text = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(text.replace('"strategy"', f'"dataset": "{dataset}", "strategy"'))
+    assert read_run(folder).loader_workers == workers
+    assert DataConfig(dataset=dataset).workers == workers
 
 
 def test_latency_and_bandwidth_are_found(tmp_path: Path) -> None:

@@ -12,26 +12,49 @@ import importlib
 import inspect
 import os
 import pkgutil
-import sysconfig
+import re
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipesgd.checks import did_you_mean
+from pipesgd.checks import check_one_of, did_you_mean
 from pipesgd.errors import UserInputError
 
 Function = Callable[..., Any]
 
+OWN = "module:function"
+"""Value of an option that names a function of the user's own by the module to import it from."""
+
 SOURCES = {
     "data_dir": "--data-dir gives it",
+    "codec_block": "--codec-block gives it",
+    "rounding": "--rounding gives it",
     "num_classes": "an attribute num_classes or classes of the training data gives it",
     "sample_shape": "it is known where an input is one tensor",
 }
 """Sources of those offered values that may be missing."""
 
-_NOT_THE_USERS = [str(folder) + os.sep for folder in (Path(__file__).parents[1], sysconfig.get_path("stdlib"))]
+_NOT_THE_USERS = [str(folder) + os.sep for folder in (Path(__file__).parent, Path(os.__file__).parent)]
 """Folders of code that is not the user's own, in addition to those of installed packages."""
+
+
+def kind(name: str) -> str:
+    """Return ``OWN`` for any name with a colon, otherwise ``name`` itself."""
+    return OWN if ":" in name else name
+
+
+_FUNCTION = re.compile(r"(?![^=]*\.py:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*(=\S+)?")
+"""Pattern of a module, a function in it, and perhaps a text for it. A file name is a common mistake."""
+
+
+def check_function(option: str, name: str, of_kind: str, choices: Sequence[str]) -> None:
+    """Raise ``UserInputError`` unless ``of_kind`` is one of ``choices``, and ``name`` written as that kind is."""
+    check_one_of(option, of_kind, choices)
+    if of_kind == OWN and not _FUNCTION.fullmatch(name):
+        raise UserInputError(
+            f"{option} must be {OWN}, with a module as Python imports it, such as package.file:make; got {name!r}"
+        )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,58 @@
+"""All-reduces by name or as a function of the user's own, which all ranks check before they use it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+from pipesgd.errors import UserInputError
+from pipesgd.functions import OWN, check_function, function_of, in_one_line, kind
+from pipesgd.ranks import Ranks, check_same
+from timing_model.own_schedules import check_schedules
+from timing_model.schedules import ALL_REDUCES, Algorithm, Schedule, make_schedule
+
+
+def all_reduce_name(all_reduce: str | Algorithm) -> str:
+    """Return the name of an all-reduce; that of a function is ``module:function``.
+
+    Raises:
+        UserInputError: it is neither a function, nor one of ``ALL_REDUCES``, nor written as ``module:function``.
+    """
+    if isinstance(all_reduce, str):
+        check_function("all-reduce", all_reduce, kind(all_reduce), (*ALL_REDUCES, OWN))
+        return all_reduce
+    if not callable(all_reduce):
+        raise UserInputError(f"all-reduce must be a name or a function; got {type(all_reduce).__name__}")
+    return f"{all_reduce.__module__}:{getattr(all_reduce, '__qualname__', type(all_reduce).__qualname__)}"
+
+
+def agreed_schedule(all_reduce: str | Algorithm, ranks: Ranks, ranks_per_node: int = 1) -> Schedule:
+    """Return this rank's schedule. All ranks call this together if the all-reduce is one of the user's own.
+
+    Args:
+        all_reduce: its name, but not "native", or its function.
+        ranks: the ranks that take part.
+        ranks_per_node: ranks of a node, which only hierarchical reads.
+
+    Raises:
+        UserInputError: there is no such function, it fails, or its schedules are no all-reduce.
+        DisagreementError: ranks have other schedules.
+    """
+    name = all_reduce_name(all_reduce)
+    if isinstance(all_reduce, str) and kind(all_reduce) != OWN:
+        return make_schedule(all_reduce, ranks.rank, ranks.world_size, ranks_per_node)
+    schedules = ranks.raise_together("all-reduce", functools.partial(_own_schedules, all_reduce, ranks.world_size))
+    check_same(ranks, f"schedules of {name}", hashlib.sha256(repr(schedules).encode()).hexdigest())
+    return schedules[ranks.rank]
+
+
+def _own_schedules(all_reduce: str | Algorithm, world_size: int) -> list[Schedule]:
+    name = all_reduce_name(all_reduce)
+    algorithm = function_of("all-reduce", all_reduce, {}) if isinstance(all_reduce, str) else all_reduce
+    with in_one_line(f"all-reduce must be made by {name} without an error"):
+        schedules = [algorithm(rank, world_size) for rank in range(world_size)]
+    try:
+        check_schedules(name, schedules)
+    except ValueError as wrong:
+        raise UserInputError(str(wrong)) from None
+    return schedules
