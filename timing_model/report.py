@@ -132,7 +132,7 @@ def compared(one: Choice, best: Choice) -> str:
 def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) -> str:
     """Return the plan as text for people, with ``others`` to do, as ``alternatives`` has them."""
     best = plan.best
-    considered = f"{plan.considered:,} configurations searched, {len(plan.ranking):,} of them computed to the end"
+    considered = f"{plan.considered:,} configurations searched"
     lines = [job_line(best.job), considered, ""]
     rows = [("", "configuration", "iteration", "", "why")]
     for one in plan.shown(top):
