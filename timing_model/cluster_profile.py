@@ -40,15 +40,16 @@ __all__ = [
     "Profile",
 ]
 
-FORMAT = 4
-"""Version of the file's format; raised whenever an older reader would misunderstand a newer file."""
+FORMAT, FORMER_FORMATS = 5, (3, 4)
+"""Version of the file's format, raised whenever an older reader would misunderstand a newer file, and those that are
+still read: of format 4, the rates of codecs in cache count no longer."""
 FORMER_NAMES = {
     "compute_slowdown": "contention",
     "codec_compute_slowdown": "codec_contention",
     "comm_slowdown": "hindrance",
     "comm_slowdowns": "hindrances",
 }
-"""Fields of a computation, and their names in format 3, which this version still reads."""
+"""Fields of a computation, and their names in format 3."""
 RING = "ring"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
 """Names of the all-reduces, and of the parameter server, that may have a link of their own."""
@@ -106,7 +107,7 @@ class Profile:
         """
         file = read_tables(path)
         version = file.count("format")
-        if version not in (FORMAT, FORMAT - 1):
+        if version not in (FORMAT, *FORMER_FORMATS):
             raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate again)", version)
         links, codecs = (file.table(name) if name in file else None for name in ("links", "codecs"))
         servers = file.table("servers") if "servers" in file else None
@@ -116,10 +117,11 @@ class Profile:
             link=_link(file.table("link")),
             links={name: _link(links.table(name)) for name in _names(links, BESIDE_RING)} if links else {},
             inner=_link(file.table("inner")) if "inner" in file else None,
-            codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
+            codecs={name: _codec(codecs.table(name), version) for name in codecs.names()} if codecs else {},
             sharing=_estimate(servers, "sharing", most=1.0) if servers else None,
             compute=tuple(
-                _compute(table, FORMER_NAMES if version < FORMAT else {}) for table in file.tables("compute")
+                _compute(table, FORMER_NAMES if version == FORMER_FORMATS[0] else {})
+                for table in file.tables("compute")
             ),
         )
         if servers:
@@ -137,11 +139,6 @@ class Profile:
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         ordered = {name: values[name] for name in ("format", "provenance", "calibrated", "link", "links", "inner")}
         ordered["codecs"] = {name: one | one.pop("rates") for name, one in values["codecs"].items()}
-        for one in ordered["codecs"].values():
-            if one["in_cache"] is None:
-                del one["in_cache"], one["cache_bytes"]
-            else:
-                one["in_cache"] = {"cache_bytes": one.pop("cache_bytes"), **one["in_cache"]}
         ordered["servers"] = None if self.sharing is None else {"sharing": values["sharing"]}
         ordered["compute"] = values["compute"]
         for one, measured in zip(ordered["compute"], self.compute, strict=True):
@@ -166,12 +163,12 @@ class Profile:
         link = self.link if name == RING else self.links.get(name)
         return None if link is None else link.corrections
 
-    def codec_cost(self, name: str, message_values: float) -> CodecCost:
-        """Return a codec's cost for ``message_values`` per message. Raises ``ValueError`` if it was not measured."""
+    def codec_cost(self, name: str) -> CodecCost:
+        """Return a codec's cost. Raises ``ValueError`` if it was not measured."""
         if name == UNCOMPRESSED:
             return uncompressed(self.link.gamma.value)
         check_one_of("codec", name, [UNCOMPRESSED, *self.codecs])
-        return self.codecs[name].cost(name, message_values)
+        return self.codecs[name].cost(name)
 
 
 def _configuration(measured: MeasuredIteration) -> tuple[object, ...]:
@@ -217,23 +214,14 @@ def _names(table: Table, known: Sequence[str]) -> list[str]:
     return table.names()
 
 
-def _rates(table: Table) -> CodecRates:
-    return CodecRates(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(CodecRates)})
-
-
-def _codec(table: Table) -> CodecProfile:
-    rates, cache_bytes = None, 0
-    if "in_cache" in table:
-        inner = table.table("in_cache")
-        rates, cache_bytes = _rates(inner), inner.count("cache_bytes")
-        inner.done()
+def _codec(table: Table, version: int) -> CodecProfile:
+    if version in FORMER_FORMATS and "in_cache" in table:
+        table.table("in_cache")
     codec = CodecProfile(
         bits=table.number("bits", least=SMALLEST_BITS),
         gathered=table.flag("gathered"),
         call=_estimate(table, "call"),
-        rates=_rates(table),
-        in_cache=rates,
-        cache_bytes=cache_bytes,
+        rates=CodecRates(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(CodecRates)}),
     )
     table.done()
     return codec

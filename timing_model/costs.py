@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from timing_model.all_reduce import CollectiveTime, all_reduce_time, chunks_of, gather_time
+from timing_model.all_reduce import CollectiveTime, all_reduce_time, gather_time
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.iteration import (
     IterationTime,
@@ -19,10 +19,9 @@ from timing_model.iteration import (
     server_iteration_time,
 )
 from timing_model.job import Job
-from timing_model.measured import LINK, CodecProfile, Estimate, LinkProfile
+from timing_model.measured import LINK, Estimate, LinkProfile
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, uncompressed
-from timing_model.schedules import segments_of
 
 DEFAULT_SHARING = 0.5
 """Sharing of servers that were not measured: between both bounds, as it was on this project's testbed."""
@@ -50,7 +49,7 @@ def costs_of(job: Job) -> Costs:
     if correction is not None:
         link = link.times(correction[0])
     profile = job.codec_profile
-    codec = uncompressed(0.0) if profile is None else profile.cost(job.codec, _message_values(job, profile))
+    codec = uncompressed(0.0) if profile is None else profile.cost(job.codec)
     return Costs(
         link=link,
         inner=None if cluster.inner is None else cluster.inner.params(),
@@ -170,15 +169,6 @@ def correction_of(job: Job) -> tuple[float, float] | None:
     return corrections.at(job.world_size, nbytes)
 
 
-def _message_values(job: Job, codec: CodecProfile) -> float:
-    """Return the number of values in each message of this job."""
-    values = float(job.compute.numel)
-    if job.all_reduce not in (None, "native") and not job.gathered:
-        chunk = values / chunks_of(job.all_reduce, job.world_size)
-        values = chunk / segments_of(chunk * codec.bits / 8, job.segment_bytes)
-    return values
-
-
 def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     """Yield the estimates that the answer depends on: the name of a part of ``Costs``, and estimates of its fields.
 
@@ -190,8 +180,7 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
         yield from (("inner", {name: getattr(job.cluster.inner, name)}) for name in LINK)
     codec = job.codec_profile
     if codec is not None:
-        rates = codec.rates_of(_message_values(job, codec))
-        yield "codec", {one.name: getattr(rates, one.name) for one in dataclasses.fields(rates)}
+        yield "codec", {one.name: getattr(codec.rates, one.name) for one in dataclasses.fields(codec.rates)}
         yield "codec", {"call": codec.call}
     compute = job.accumulated
     update = compute.update if job.width == 1 else compute.late_update

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from timing_model.checks import check_above_0, check_at_least
-from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise
+from timing_model.params import CodecCost, ComputeTimes, LinkParams, Noise
 
 MOST = 1e9
 """Largest value of a number that is not a count: a larger one is a mistake and could overflow."""
@@ -129,7 +129,7 @@ class CodecRates:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecProfile:
-    """A ``CodecCost``, measured in memory and possibly in cache."""
+    """A measured ``CodecCost``."""
 
     bits: float
     """Bits per value on the wire, scales included."""
@@ -137,10 +137,6 @@ class CodecProfile:
     """Fixed cost of any operation, in s."""
     rates: CodecRates
     """Rates on messages that come from memory."""
-    in_cache: CodecRates | None = None
-    """Rates on messages that fit into ``cache_bytes``."""
-    cache_bytes: int = 0
-    """Bytes of float32 that fit into the cache."""
     gathered: bool = False
     """True if every rank gets all parts, as with topk; nothing is added on the way."""
 
@@ -150,15 +146,9 @@ class CodecProfile:
         rates = {one.name: Estimate.exact(getattr(cost, one.name)) for one in dataclasses.fields(CodecRates)}
         return cls(bits=cost.bits, call=Estimate.exact(cost.call), rates=CodecRates(**rates), gathered=gathered)
 
-    def rates_of(self, message_values: float) -> CodecRates:
-        """Return the rates for messages of ``message_values`` values."""
-        fits = FLOAT_BYTES * message_values <= self.cache_bytes
-        return self.in_cache if fits and self.in_cache is not None else self.rates
-
-    def cost(self, name: str, message_values: float) -> CodecCost:
-        """Return the codec's cost on messages of ``message_values`` values, without intervals."""
-        rates = self.rates_of(message_values)
-        costs = {one.name: getattr(rates, one.name).value for one in dataclasses.fields(rates)}
+    def cost(self, name: str) -> CodecCost:
+        """Return the codec's cost, without intervals."""
+        costs = {one.name: getattr(self.rates, one.name).value for one in dataclasses.fields(self.rates)}
         return CodecCost(name=name, bits=self.bits, call=self.call.value, **costs)
 
 

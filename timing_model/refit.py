@@ -159,7 +159,7 @@ def _unknown(profile: Profile, run: Run) -> ComputeProfile:
     if run.all_reduce not in ("ring", "halving-doubling", "all-to-all") or run.world_size == 1:
         raise ValueError(f"runs must tell the model's size, by a ring on 2 ranks or more; got {run.name}")
     share = 2 * (run.world_size - 1) / run.world_size
-    numel = round(run.wire_bytes * 8 / (share * profile.codec_cost(run.codec, 1.0).bits))
+    numel = round(run.wire_bytes * 8 / (share * profile.codec_cost(run.codec).bits))
     return ComputeProfile.exact(
         model=run.model,
         batch_size=run.batch_size,

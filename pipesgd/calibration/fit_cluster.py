@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed, cache_bytes
+from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed
 from pipesgd.calibration.computation import LATE, Computation
 from pipesgd.calibration.links import Probes
 from pipesgd.calibration.options import RING
@@ -301,15 +301,10 @@ def _link_profile(found: CollectiveFit) -> LinkProfile:
 
 
 def _codec_profile(speed: CodecSpeed) -> CodecProfile:
-    def rates(of: Mapping[str, Estimate]) -> CodecRates:
-        return CodecRates(**{operation: of[operation] for operation in OPERATIONS})
-
     return CodecProfile(
         bits=speed.bits,
         call=speed.call,
-        rates=rates(speed.memory),
-        in_cache=rates(speed.cache) if speed.cache else None,
-        cache_bytes=cache_bytes() if speed.cache else 0,
+        rates=CodecRates(**{operation: speed.memory[operation] for operation in OPERATIONS}),
         gathered=speed.gathered,
     )
 

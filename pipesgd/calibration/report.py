@@ -41,15 +41,11 @@ def show(
         table.add_row("held-out cells", held_out(one))
         console.print(table)
     if codecs:
-        table = Table(title="codecs, ns a value in memory (in cache)", title_justify="left", box=None)
+        table = Table(title="codecs, ns a value", title_justify="left", box=None)
         for head in ("", "encode", "decode", "add", "hop"):
             table.add_column(head, justify="right" if head else "left")
         for name, speed in codecs.items():
-            cells = []
-            for operation, rate in speed.memory.items():
-                cached = f" ({1e9 * speed.cache[operation].value:.2f})" if speed.cache else ""
-                cells.append(f"{1e9 * rate.value:.2f}{cached}")
-            table.add_row(name, *cells)
+            table.add_row(name, *(f"{1e9 * rate.value:.2f}" for rate in speed.memory.values()))
         console.print(table)
     table = Table(title="computation of an iteration", title_justify="left", show_header=False, box=None)
     for name, part in computation.parts.items():

@@ -64,9 +64,7 @@ PROFILE = Profile(
     link=LINK,
     links={"native": LINK, "ps-sync": LINK},
     codecs={
-        "int8": CodecProfile(
-            bits=8.25, call=about(2e-6), rates=rates(6e-10), in_cache=rates(4e-10), cache_bytes=1 << 20
-        ),
+        "int8": CodecProfile(bits=8.25, call=about(2e-6), rates=rates(6e-10)),
         "topk": CodecProfile(bits=0.64, call=about(2e-6), rates=rates(5e-9), gathered=True),
     },
     sharing=about(0.5),
