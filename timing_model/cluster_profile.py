@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from timing_model.checks import check_one_of
 from timing_model.measured import (
     LINK,
     MOST,
@@ -22,7 +21,6 @@ from timing_model.measured import (
     LinkProfile,
     MeasuredIteration,
 )
-from timing_model.params import CodecCost, LinkParams, uncompressed
 from timing_model.schedules import ALL_REDUCES
 from timing_model.toml_io import Scalar, Table, format_tables, read_tables
 
@@ -151,9 +149,6 @@ class Profile:
         except OSError as failure:
             raise ValueError(f"{path} must be a file to write; {failure.strerror}") from None
 
-    def link_params(self) -> LinkParams:
-        return self.link.params()
-
     def link_of(self, name: str) -> LinkProfile:
         """Return the link of an all-reduce, or of ``PARAMETER_SERVER``."""
         return self.links.get(name, self.link)
@@ -162,13 +157,6 @@ class Profile:
         """Return the corrections of an all-reduce, or of ``PARAMETER_SERVER``; None if it was not measured itself."""
         link = self.link if name == RING else self.links.get(name)
         return None if link is None else link.corrections
-
-    def codec_cost(self, name: str) -> CodecCost:
-        """Return a codec's cost. Raises ``ValueError`` if it was not measured."""
-        if name == UNCOMPRESSED:
-            return uncompressed(self.link.gamma.value)
-        check_one_of("codec", name, [UNCOMPRESSED, *self.codecs])
-        return self.codecs[name].cost(name)
 
 
 def _configuration(measured: MeasuredIteration) -> tuple[object, ...]:

@@ -38,8 +38,7 @@ MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """Typical costs of codecs that were not measured."""
 
-PASSES = ("forward", "backward")
-WITH_BATCH = (*PASSES, "loading")
+WITH_BATCH = ("forward", "backward", "loading")
 """Fields of a ``ComputeProfile`` that grow with the batch."""
 
 FAST = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from timing_model.checks import check_above_0, check_at_least
-from timing_model.params import CodecCost, ComputeTimes, LinkParams, Noise
+from timing_model.params import CodecCost, ComputeTimes, LinkParams
 
 MOST = 1e9
 """Largest value of a number that is not a count: a larger one is a mistake and could overflow."""
@@ -108,13 +108,6 @@ class LinkProfile:
 
     def params(self) -> LinkParams:
         return LinkParams(**{name: getattr(self, name).value for name in LINK})
-
-    def at_least_off(self, error: float) -> LinkProfile:
-        """Return a link whose corrections have errors of at least ``error``."""
-        if self.corrections is None:
-            return self
-        errors = tuple(max(error, own) for own in self.corrections.errors)
-        return dataclasses.replace(self, corrections=dataclasses.replace(self.corrections, errors=errors))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,9 +236,6 @@ class ComputeProfile:
             comm_slowdown=self.comm_slowdown_of(all_reduce).value,
             loading=self.loading.value,
         )
-
-    def noise(self) -> Noise:
-        return Noise(cv=self.cv, slow_ranks=self.slow_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

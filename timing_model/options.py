@@ -77,10 +77,6 @@ def add_job(options: Parser) -> None:
         "--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="slowdown factors of ranks that are always slow"
     )
     options.add_argument("--extrapolate", action="store_true", help="also answer far outside of what was measured")
-    add_output(options)
-
-
-def add_output(options: Parser) -> None:
     options.add_argument("--json", action="store_true", help="print JSON; times in s, sizes in bytes")
     options.add_argument("--plot", type=Path, metavar="FILE", help="also save a picture (needs matplotlib)")
 

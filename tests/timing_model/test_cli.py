@@ -217,7 +217,7 @@ def instead(words: str) -> list[str]:
 
 BAD = {
     "": None,
-    "predcit": r"command must be one of predict, plan, simulate, fit; got predcit (did you mean predict?)",
+    "predcit": r"command must be one of predict, plan, simulate; got predcit (did you mean predict?)",
     f"predict {HAND} --widht 2": "every option must be one that --help lists; got --widht (did you mean --width?)",
     f"predict {HAND} --wid 2": "every option must be one that --help lists; got --wid",
     f"predict {HAND} surplus": "every option must be one that --help lists; got surplus",
@@ -292,9 +292,6 @@ BAD = {
     f"simulate {HAND} --strategy ddp": "strategy must be pipelined or ps-sync to be simulated; got ddp",
     f"simulate {HAND} --iterations 9999999999": "iterations must be at most 2500000000 to be simulated; got 9999999999",
     f"simulate {HAND} --seed -1": "seed must be a whole number of at least 0; got '-1'",
-    "fit {folder} --cluster {cluster} --out {folder}/new.toml": "runs must be folders that pipesgd.train left; got ",
-    "fit {folder} --cluster {cluster}": "out must be given; got none",
-    "fit --cluster {cluster} --out {folder}/new.toml": "RUN must be given; got none",
 }
 
 
