@@ -7,8 +7,8 @@ contender, in rotated order: batches that are loaded by the rank itself, by work
 which is the limit. Iterations before each block, as many as batches are loaded ahead and two more, are not timed. A
 pipeline is empty when a block begins, and is emptied again within the timed region. The time of a block is that of the
 slowest rank, and so is the time in which it waited for batches. The files stay in the system's cache: what is measured
-is decoding, not a disk. Workers need cores: with as many ranks as cores they take them from the computation, so start
-fewer ranks than there are cores.
+is decoding, not a disk. Each rank computes on an emulated accelerator (accelerators.py), which leaves the cores to the
+loading, as a GPU does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import copy
 import itertools
 import os
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from PIL import Image
 from rich.console import Console
 
-from experiments import command, paired
+from experiments import accelerators, command, paired
 from experiments.loops import Batch, Piped
 from experiments.paired import Seconds, interquartile_range, median, paired_ratio, slowest
 from experiments.results import Row, save, save_figure
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 CLASSES, JPEG_SIDE, COARSE_SIDE = 2, 256, 32
 """Classes, side of a JPEG in pixels, and side of the random picture that it is enlarged from."""
 IMAGE_SIZE = 32
+ACCELERATOR = "60ms"
 AHEAD = 2
 """Batches that each worker loads ahead, torch's default."""
 IN_MEMORY = "in memory"
@@ -113,10 +115,12 @@ def measure(ranks: Ranks, effort: Effort, folder: Path, console: Console) -> lis
     data = load_dataset("images", folder, image_size=IMAGE_SIZE)
     torch.manual_seed(0)
     model = build_model("convnet", sample_shape=data.sample_shape, num_classes=data.num_classes)
+    accelerator, _ = accelerators.parse(ACCELERATOR, synthetic=True)
     with contextlib.ExitStack() as stack:
 
         def timed(batches: Iterator[Batch], untimed: int) -> TimedLoop:
-            loop = Piped(copy.deepcopy(model), ranks, width=2)
+            emulated = accelerators.Emulated(copy.deepcopy(model), accelerator, rank=ranks.rank)
+            loop = Piped(emulated, ranks, width=2)
             stack.callback(loop.close)
             return TimedLoop(loop=loop, batches=batches, untimed=untimed, block=effort.block)
 
@@ -175,7 +179,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     rest = [row["median_s"] * 1e3 - wait for row, wait in zip(rows[::-1], waits, strict=True)]
     axes.barh(names, rest, label="computation and exposed communication")
     axes.barh(names, waits, left=rest, hatch="//", alpha=0.5, label="exposed loading")
-    axes.set(title=rows[0]["title"], xlabel="time of an iteration, median (ms)")
+    axes.set(title=textwrap.fill(rows[0]["title"], 44), xlabel="time of an iteration, median (ms)")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return axes
 
@@ -194,7 +198,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
         rows = measure(ranks, effort, folder, console)
         number = f"{ranks.world_size} rank{'s' if ranks.world_size > 1 else ''} on {os.cpu_count()} cores"
-        title = f"convnet, {effort.batch_size} JPEGs a rank, {number}"
+        title = f"accelerators of {ACCELERATOR} (emulated), {effort.batch_size} JPEGs a rank, {number}"
         rows = [{"title": title, **row} for row in rows]
         if ranks.rank == 0:
             publish(rows, arguments.output)

@@ -130,12 +130,13 @@ def finite_norm(tensor: Tensor) -> float | None:
 
     It takes one pass, as ``are_finite`` does, and a second one only if squares of large finite values overflow.
     """
-    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)))
+    norm: float = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)).item()
     if math.isfinite(norm):
         return norm
     if not bool(tensor.isfinite().all()):
         return None
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float64)))
+    norm = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float64)).item()
+    return norm
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:

@@ -189,6 +189,7 @@ def _refused(ranks: Ranks) -> list[str]:
     def make(group: Any, **options: Any) -> None:
         Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, **options).close()
 
+    ranks.all_gather_object("groups", None)  # a group that one rank destroys must exist on the other one
     dist.destroy_process_group(other)
     return [
         attempt(lambda: make(group)),
