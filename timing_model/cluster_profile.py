@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from timing_model.former_links import with_one_latency
 from timing_model.measured import (
     LINK,
     MOST,
@@ -40,7 +42,7 @@ __all__ = [
 
 FORMAT, FORMER_FORMATS = 5, (3, 4)
 """Version of the file's format, raised whenever an older reader would misunderstand a newer file, and those that are
-still read: of format 4, the rates of codecs in cache count no longer."""
+still read: of these, the rates of codecs in cache count no longer, and ``former_links`` converts links."""
 FORMER_NAMES = {
     "compute_slowdown": "contention",
     "codec_compute_slowdown": "codec_contention",
@@ -48,7 +50,7 @@ FORMER_NAMES = {
     "comm_slowdowns": "hindrances",
 }
 """Fields of a computation, and their names in format 3."""
-RING = "ring"
+RING, HIERARCHICAL = "ring", "hierarchical"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
 """Names of the all-reduces, and of the parameter server, that may have a link of their own."""
 MOST_CV = 10.0
@@ -109,14 +111,16 @@ class Profile:
             raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate again)", version)
         links, codecs = (file.table(name) if name in file else None for name in ("links", "codecs"))
         servers = file.table("servers") if "servers" in file else None
+        sharing = _estimate(servers, "sharing", most=1.0) if servers else None
+        read_link = _link if version == FORMAT else partial(_former_link, sharing=sharing)
         profile = cls(
             provenance=file.table("provenance").scalars() if "provenance" in file else {},
             calibrated=_calibrated(file.table("calibrated")),
-            link=_link(file.table("link")),
-            links={name: _link(links.table(name)) for name in _names(links, BESIDE_RING)} if links else {},
-            inner=_link(file.table("inner")) if "inner" in file else None,
+            link=read_link(file.table("link"), RING),
+            links={name: read_link(links.table(name), name) for name in _names(links, BESIDE_RING)} if links else {},
+            inner=read_link(file.table("inner"), HIERARCHICAL) if "inner" in file else None,
             codecs={name: _codec(codecs.table(name), version) for name in codecs.names()} if codecs else {},
-            sharing=_estimate(servers, "sharing", most=1.0) if servers else None,
+            sharing=sharing,
             compute=tuple(
                 _compute(table, FORMER_NAMES if version == FORMER_FORMATS[0] else {})
                 for table in file.tables("compute")
@@ -135,6 +139,9 @@ class Profile:
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises ``ValueError`` if it cannot be written."""
         values = {"format": FORMAT, **dataclasses.asdict(self)}
+        for link in (values["link"], values["inner"], *values["links"].values()):
+            if link is not None:
+                del link["overhead"]  # is not measured
         ordered = {name: values[name] for name in ("format", "provenance", "calibrated", "link", "links", "inner")}
         ordered["codecs"] = {name: one | one.pop("rates") for name, one in values["codecs"].items()}
         ordered["servers"] = None if self.sharing is None else {"sharing": values["sharing"]}
@@ -177,11 +184,18 @@ def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
     return Estimate(value, low, high)
 
 
-def _link(table: Table) -> LinkProfile:
+def _link(table: Table, name: str) -> LinkProfile:
     corrections = _corrections(table.table("corrections")) if "corrections" in table else None
-    link = LinkProfile(corrections=corrections, **{name: _estimate(table, name) for name in LINK})
+    alpha, beta, gamma = (_estimate(table, name) for name in LINK)
     table.done()
-    return link
+    return LinkProfile(alpha=alpha, beta=beta, gamma=gamma, corrections=corrections)
+
+
+def _former_link(table: Table, name: str, *, sharing: Estimate | None) -> LinkProfile:
+    """Read the link of an all-reduce, or of ``PARAMETER_SERVER``, in a file of the former formats."""
+    sync, overhead = _estimate(table, "sync").value, _estimate(table, "overhead")
+    link = _link(table, name)
+    return with_one_latency(name, link, overhead=overhead, sync=sync, sharing=0.0 if sharing is None else sharing.value)
 
 
 def _corrections(table: Table) -> Corrections:

@@ -10,14 +10,15 @@ import numpy as np
 
 from timing_model.checks import check_above_0, check_at_least
 from timing_model.params import CodecCost, ComputeTimes, LinkParams
+from timing_model.presets import OVERHEAD
 
 MOST = 1e9
 """Largest value of a number that is not a count: a larger one is a mistake and could overflow."""
 PARAMETER_SERVER = "ps-sync"
 """Name of the parameter server among the measurements."""
 UNCOMPRESSED = "fp32"
-LINK = tuple(one.name for one in dataclasses.fields(LinkParams))
-"""Names of the parameters of a link."""
+LINK = ("alpha", "beta", "gamma")
+"""Names of the parameters of a link that are measured."""
 BACKWARD = 2 / 3
 """Share of the backward pass in both passes, where only their sum is known."""
 
@@ -91,23 +92,23 @@ class Corrections:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkProfile:
-    """A measured ``LinkParams``."""
+    """A ``LinkParams``, of which everything is measured but a message's CPU time: with the latency it is one number."""
 
     alpha: Estimate
     beta: Estimate
     gamma: Estimate
-    sync: Estimate
-    overhead: Estimate
+    overhead: float = OVERHEAD
     corrections: Corrections | None = None
     """Corrections of the formula; None if the formula is all that is known."""
 
     @classmethod
     def exact(cls, link: LinkParams) -> LinkProfile:
         """Return the profile of a link that is given, not measured."""
-        return cls(corrections=None, **{name: Estimate.exact(getattr(link, name)) for name in LINK})
+        alpha, beta, gamma = (Estimate.exact(getattr(link, name)) for name in LINK)
+        return cls(alpha=alpha, beta=beta, gamma=gamma, overhead=link.overhead)
 
     def params(self) -> LinkParams:
-        return LinkParams(**{name: getattr(self, name).value for name in LINK})
+        return LinkParams(overhead=self.overhead, **{name: getattr(self, name).value for name in LINK})
 
 
 @dataclass(frozen=True, kw_only=True)

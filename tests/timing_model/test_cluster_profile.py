@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.timing_model._profiles import CORRECTIONS, MLP, PROFILE
-from timing_model import ComputeTimes
+from timing_model import ComputeTimes, all_reduce_time, parameter_server_time
 from timing_model.cluster_profile import FORMER_NAMES, Estimate, Profile
+from timing_model.presets import OVERHEAD
 
 
 @pytest.fixture
@@ -189,25 +190,59 @@ def test_a_file_that_is_cut_or_changed_is_read_or_refused_in_a_line(
         assert Profile.load(path) == profile
 
 
+def former(text: str, version: int, *, overhead: float = OVERHEAD, sync: float = 0.0) -> str:
+    """Return the text of a file in a former format, with these two parameters of every link."""
+    more = "".join(
+        f"{name} = {{value = {x}, low = {x}, high = {x}}}\n" for name, x in (("sync", sync), ("overhead", overhead))
+    )
+    return re.sub(
+        r"^(gamma = .*\n)", rf"\1{more}", text.replace("format = 5", f"format = {version}"), flags=re.MULTILINE
+    )
+
+
 def test_rates_in_cache_of_a_former_file_do_not_count(path: Path) -> None:
     cached = "[codecs.int8.in_cache]\ncache_bytes = 1048576\nencode = {value = 0.1, low = 0.1, high = 0.1}\n\n"
     text = path.read_text().replace("[codecs.topk]", f"{cached}[codecs.topk]")
-    path.write_text(text.replace("format = 5", "format = 4"))
-    assert Profile.load(path) == PROFILE
+    path.write_text(former(text, 4))
+    assert Profile.load(path).codecs == PROFILE.codecs
     path.write_text(text)
     with pytest.raises(ValueError, match=r"codecs\.int8\.in_cache must not be there: there is no such field"):
         Profile.load(path)
 
 
+def test_a_former_links_parameters_become_one_latency_and_its_corrected_times_stay(path: Path) -> None:
+    link = dataclasses.replace(PROFILE.link, corrections=CORRECTIONS)
+    dataclasses.replace(PROFILE, link=link, links={"ps-sync": link}).save(path)
+    path.write_text(former(path.read_text(), 4, overhead=2e-4, sync=1e-3))
+    loaded = Profile.load(path)
+    before = dataclasses.replace(link.params(), overhead=2e-4)
+    for name, one in (("ring", loaded.link), ("ps-sync", loaded.links["ps-sync"])):
+        assert one.alpha.value + one.overhead == pytest.approx(link.alpha.value + 2e-4)
+        assert one.alpha.low <= one.alpha.value <= one.alpha.high
+        assert one.corrections is not None
+        for p, nbytes, old in ((2, 1024, 1.1), (3, 4096, 0.9)):
+            times = [
+                parameter_server_time(params, nbytes, p, sharing=0.5).total
+                if name == "ps-sync"
+                else all_reduce_time("ring", params, nbytes / 4, p).total
+                for params in (before, one.params())
+            ]
+            found = one.corrections.at(p, nbytes)
+            assert found is not None
+            assert found[0] * times[1] == pytest.approx(old * (times[0] + 1e-3))
+
+
 def test_a_file_of_format_3_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     PROFILE.save(path)
-    text = path.read_text()
-    for name, former in FORMER_NAMES.items():
+    text = former(path.read_text(), 3)
+    for name, former_name in FORMER_NAMES.items():
         assert f"{name} = " in text or f".{name}]" in text
-        text = re.sub(rf"(?<!\w){name}(?!\w)", former, text)
-    path.write_text(text.replace("format = 5", "format = 3"))
-    assert Profile.load(path) == PROFILE
-    path.write_text(text.replace("format = 5", "format = 3").replace("contention", "attention", 1))
+        text = re.sub(rf"(?<!\w){name}(?!\w)", former_name, text)
+    path.write_text(text)
+    loaded = Profile.load(path)
+    assert dataclasses.replace(loaded, link=PROFILE.link, links=PROFILE.links) == PROFILE
+    assert loaded.link.alpha.value == pytest.approx(PROFILE.link.alpha.value)
+    path.write_text(text.replace("contention", "attention", 1))
     with pytest.raises(ValueError, match=r"compute\[0\]\.contention must be there"):
         Profile.load(path)
