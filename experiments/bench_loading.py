@@ -179,7 +179,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     rest = [row["median_s"] * 1e3 - wait for row, wait in zip(rows[::-1], waits, strict=True)]
     axes.barh(names, rest, label="computation and exposed communication")
     axes.barh(names, waits, left=rest, hatch="//", alpha=0.5, label="exposed loading")
-    axes.set(title=textwrap.fill(rows[0]["title"], 44), xlabel="time of an iteration, median (ms)")
+    axes.set(title=textwrap.fill(rows[0]["title"], 34), xlabel="time of an iteration, median (ms)")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return axes
 

@@ -130,12 +130,17 @@ def finite_norm(tensor: Tensor) -> float | None:
 
     It takes one pass, as ``are_finite`` does, and a second one only if squares of large finite values overflow.
     """
-    norm: float = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)).item()
+    norm = _norm(tensor, torch.float32)
     if math.isfinite(norm):
         return norm
     if not bool(tensor.isfinite().all()):
         return None
-    norm = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, torch.float64)).item()
+    return _norm(tensor, torch.float64)
+
+
+def _norm(tensor: Tensor, least: torch.dtype) -> float:
+    """Return the norm of ``tensor``, added up in its dtype, or in ``least`` if that is wider."""
+    norm: float = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, least)).item()
     return norm
 
 
