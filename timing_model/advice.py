@@ -12,6 +12,8 @@ from timing_model.job import Job
 from timing_model.plan import Plan
 from timing_model.units import format_seconds
 
+NOTHING = 0.0005
+"""Share that people would read as 0.0 %."""
 MANY = 100
 """Speedup from which on decimals say nothing."""
 
@@ -67,6 +69,10 @@ def ratio(one: Choice, other: Choice) -> float:
 
 def training_arguments(job: Job) -> str:
     """Return the options of ``pipesgd.train`` that run a configuration."""
+    return _strategy_arguments(job) + (f" --accumulation {job.accumulation}" if job.accumulation > 1 else "")
+
+
+def _strategy_arguments(job: Job) -> str:
     if job.strategy == "ddp":
         return "--strategy ddp" + ("" if job.codec == UNCOMPRESSED else f" --ddp-hook {job.codec}")
     if job.strategy == "ps-sync":
@@ -116,9 +122,9 @@ def _codec(plan: Plan) -> str | None:
     if compressed is None:
         return "Use no codec: none of those searched could be faster."
     more = ratio(compressed, best) - 1
-    if more > 0:
+    if more > NOTHING:
         return f"Use no codec: with the best one ({compressed.job.codec}) it takes {more:.1%} longer."
-    gain = ratio(best, compressed) - 1
+    gain = max(0.0, ratio(best, compressed) - 1)
     return f"Use no codec: the best one ({compressed.job.codec}) would gain {gain:.1%}, which is a tie."
 
 
@@ -128,7 +134,7 @@ def _loading(plan: Plan) -> str | None:
 
 def _servers(plan: Plan) -> str | None:
     servers = next((one for one in plan.ranking if one.job.strategy == "ps-sync"), None)
-    if servers is None or servers is plan.best:
+    if servers is None or servers is plan.best or servers in plan.tied:
         return None
     times, number = ratio(servers, plan.best), servers.job.servers
     shown = f"{times:,.0f}" if times >= MANY else f"{times:.2f}"

@@ -14,7 +14,7 @@ from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, compute_of
 from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.presets import MODELS, NETWORKS, ethernet
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
-from timing_model.units import parse_bandwidth, parse_count, parse_seconds
+from timing_model.units import parse_bandwidth, parse_count, parse_price, parse_seconds
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
@@ -57,9 +57,19 @@ def add_job(options: Parser) -> None:
         "--loader-workers", type=whole(0), default=0, metavar="W", help="processes of a rank that load batches (0)"
     )
     group.add_argument("--batch-size", type=whole(), metavar="B", help="samples of a rank in an iteration")
+    group.add_argument(
+        "--accumulation",
+        type=whole(),
+        default=1,
+        metavar="A",
+        help="micro-batches of --batch-size, and of --compute, whose gradients are exchanged once (1)",
+    )
     group.add_argument("--samples", type=whole(), metavar="N", help="samples of the data set")
     group.add_argument("--epochs", type=whole(), metavar="N", help="length of the job in epochs")
     group.add_argument("--iterations", type=whole(), metavar="N", help="length of the job in iterations, instead")
+    group.add_argument(
+        "--price", type=quantity(parse_price, "price"), metavar="1.20/h", help="price of a rank, in any currency"
+    )
     group.add_argument(
         "--cv", type=number_of(0), help="spread of a rank's computation: standard deviation divided by mean"
     )
@@ -67,10 +77,6 @@ def add_job(options: Parser) -> None:
         "--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="slowdown factors of ranks that are always slow"
     )
     options.add_argument("--extrapolate", action="store_true", help="also answer far outside of what was measured")
-    add_output(options)
-
-
-def add_output(options: Parser) -> None:
     options.add_argument("--json", action="store_true", help="print JSON; times in s, sizes in bytes")
     options.add_argument("--plot", type=Path, metavar="FILE", help="also save a picture (needs matplotlib)")
 
@@ -121,9 +127,11 @@ def base_of(given: Namespace) -> Job:
         world_size=given.world_size,
         ranks_per_node=given.ranks_per_node,
         nics=given.nics,
+        accumulation=given.accumulation,
         loader_workers=given.loader_workers,
         iterations=given.iterations,
         epochs=given.epochs,
+        price=given.price,
     )
 
 
