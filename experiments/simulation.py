@@ -155,7 +155,7 @@ class SimulatedLocalSteps(SimulatedRanks):
     Args:
         model: the module whose parameters all ``optimizers`` update, all of one dtype.
         optimizers: the own optimizer of each rank.
-        outer, outer_lr, outer_momentum, clip_norm, clip_value: as in ``LocalSteps``.
+        outer, outer_lr, outer_momentum, width, clip_norm, clip_value: as in ``LocalSteps``.
         options: other arguments of ``SimulatedRanks``.
     """
 
@@ -167,6 +167,7 @@ class SimulatedLocalSteps(SimulatedRanks):
         outer: str = "average",
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
+        width: int = 2,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         **options: Any,
@@ -174,8 +175,9 @@ class SimulatedLocalSteps(SimulatedRanks):
         parameters = trainable_parameters(optimizers[0])
         super().__init__(
             model,
-            outer_optimizer(parameters, outer, outer_lr, outer_momentum),
+            outer_optimizer(parameters, outer, outer_lr, outer_momentum, width=width),
             world_size=len(optimizers),
+            width=width,
             prediction=OwnMovement,
             **options,
         )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         RunError,
         UserInputError,
     )
+    from pipesgd.pipeline.local_steps import LocalSteps
     from pipesgd.pipeline.pipelined import Pipelined
     from pipesgd.ranks import Ranks
 
@@ -25,6 +26,7 @@ __all__ = [
     "CommunicationError",
     "DeadlineExceeded",
     "DisagreementError",
+    "LocalSteps",
     "NonFiniteGradientError",
     "OutOfStepError",
     "Pipelined",
@@ -37,6 +39,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "CodecOptions": "pipesgd.codecs.options",
+    "LocalSteps": "pipesgd.pipeline.local_steps",
     "Pipelined": "pipesgd.pipeline.pipelined",
     "Ranks": "pipesgd.ranks",
 }

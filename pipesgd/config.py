@@ -286,10 +286,10 @@ class PipelineConfig:
     """Iterations that each rank trains by itself before ranks exchange what these have moved their weights. A window of
     this many iterations is then what --width counts, and each rank predicts with its own movement."""
     outer: str = "average"
-    """Outer optimizer, which applies the mean movement with --local-steps: average (gives all ranks the mean of their
-    weights) or nesterov (with momentum, as in DiLoCo)."""
+    """Outer optimizer, which applies the mean movement with --local-steps: average (of the ranks' weights) or nesterov
+    (with momentum, as in DiLoCo)."""
     outer_lr: float | None = None
-    """Learning rate of the outer optimizer; by default 1 for average and 0.7 for nesterov."""
+    """Learning rate of the outer optimizer; by default 0.7 for nesterov, and for average 0.8, or 1 at width 1."""
     outer_momentum: float | None = None
     """Momentum of --outer nesterov; 0.9 by default."""
     guard: bool = False

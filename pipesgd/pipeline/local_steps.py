@@ -41,22 +41,23 @@ from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.prediction import Agreement, OwnGradients, SwappedWeights
 from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
 from pipesgd.ranks import Ranks, current
-from pipesgd.strategy import StepReport, Strategy
+from pipesgd.strategy import Comparison, StepReport, Strategy
 from timing_model.schedules import SEGMENT_BYTES, Algorithm
 
 T = TypeVar("T")
 
-SHARE = "cos2"
-AVERAGE_LR, NESTEROV_LR, NESTEROV_MOMENTUM = 1.0, 0.7, 0.9
-"""Defaults of the outer optimizer: the mean of the ranks' weights, and DiLoCo's values."""
+AVERAGE_LR, LATE_AVERAGE_LR, NESTEROV_LR, NESTEROV_MOMENTUM = 1.0, 0.8, 0.7, 0.9
+"""Defaults of the outer optimizer: the mean of the ranks' weights at width 1, a little less of a mean movement that is
+late, which is more accurate (experiments/LOG.md), and DiLoCo's values."""
 
 
 def outer_optimizer(
-    parameters: Sequence[Tensor], outer: str, lr: float | None = None, momentum: float | None = None
+    parameters: Sequence[Tensor], outer: str, lr: float | None, momentum: float | None, *, width: int
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that applies mean movements; None stands for the defaults."""
+    """Return the optimizer that applies mean movements at this width; None stands for the defaults."""
     if outer == "average":
-        return torch.optim.SGD(parameters, lr=AVERAGE_LR if lr is None else lr)
+        default = AVERAGE_LR if width == 1 else LATE_AVERAGE_LR
+        return torch.optim.SGD(parameters, lr=default if lr is None else lr)
     return torch.optim.SGD(
         parameters,
         lr=NESTEROV_LR if lr is None else lr,
@@ -67,12 +68,30 @@ def outer_optimizer(
 
 @final
 class OwnMovement(OwnGradients):
+    """A prediction in which this rank's own movement takes the place of the mean, at the share c^2 of its length.
+
+    c is the cosine between this rank's movement and the mean in the newest window that has arrived; 1 before.
+
+    If the ranks' movements have about the same length, and what a rank's own one has in excess of what they have in
+    common is independent of the others', then the mean is c times as long as a rank's own movement, and its projection
+    on that is c^2 times as long: no other share of the movement is nearer to the mean. One rank, or ranks with the same
+    data, have c = 1 and lose nothing by the delay. Four ranks whose movements have nothing in common have c^2 = 1/4,
+    their own part of the mean.
+
+    The comparison is kept at width 1, too, where nothing is predicted: it is how far ranks drift apart.
+    """
+
     at_width_1 = True
 
+    def learn(
+        self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
+    ) -> None:
+        if comparison is not None and comparison.cosine is not None:
+            agreement.cosine = comparison.cosine  # all weights of a whole window: there is no noise to average over
+
     def _adapt(self, guess: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
-        share = {"cos2": agreement.cosine**2, "cos": agreement.cosine}.get(SHARE) or float(SHARE)
-        if share != 1.0:
-            torch._foreach_mul_(guess, share)
+        if agreement.cosine != 1.0:
+            torch._foreach_mul_(guess, agreement.cosine**2)
 
 
 class Window:
@@ -154,8 +173,8 @@ class LocalSteps(Strategy):
         optimizer: any ``torch.optim.Optimizer``. Schedules change its learning rate in every iteration.
         local_steps: iterations between exchanges, H.
         outer: how mean movements are applied: "average" or "nesterov".
-        outer_lr: learning rate of the outer optimizer; by default 1 for "average", which then gives all ranks the mean
-            of their weights, and 0.7 for "nesterov".
+        outer_lr: learning rate of the outer optimizer; by default 0.7 for "nesterov", and for "average" 0.8 or, at
+            width 1, 1, which gives all ranks the mean of their weights.
         outer_momentum: momentum of "nesterov", 0.9 by default.
         warmup_iterations: first iterations that are exchanged one by one, at width 1.
         clip_norm, clip_value: bounds of this rank's own gradient, as in ``Pipelined``.
@@ -216,7 +235,7 @@ class LocalSteps(Strategy):
         self._local_steps = local_steps
         self._warmup_iterations = warmup_iterations
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
-        self._outer = outer_optimizer(self._inner.parameters, outer, outer_lr, outer_momentum)
+        self._outer = outer_optimizer(self._inner.parameters, outer, outer_lr, outer_momentum, width=width)
         self._ranks = ranks or current(timeout)
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
