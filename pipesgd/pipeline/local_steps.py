@@ -177,11 +177,12 @@ class LocalSteps(Strategy):
             width 1, 1, which gives all ranks the mean of their weights.
         outer_momentum: momentum of "nesterov", 0.9 by default.
         warmup_iterations: first iterations that are exchanged one by one, at width 1.
-        clip_norm, clip_value: bounds of this rank's own gradient, as in ``Pipelined``.
+        clip_norm: largest norm of this rank's own gradient.
+        clip_value: largest magnitude of a single value in it.
         scaler: loss scaler for float16, as in ``Pipelined``; each rank's scale is its own.
         on_nonfinite: "stop" or "skip", for this rank's own gradients and for mean movements.
-        width, codec, all_reduce, timeout, segment_bytes, connections, seed, init_sync, allow_drift, ranks: as in
-            ``Pipelined``.
+
+    The other arguments are those of ``Pipelined``.
 
     Raises:
         UserInputError: a value out of range, or an optimizer without a parameter to train.
