@@ -8,10 +8,11 @@ those of real ranks, bit for bit.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,13 @@ from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.flat_buffer import FlatBuffer, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
-from pipesgd.optim.step import trainable_parameters
+from pipesgd.optim.step import SynchronousUpdate, trainable_parameters
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
+from pipesgd.pipeline.local_steps import OwnMovement, Window, outer_optimizer
 from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
 from timing_model.schedules import split
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,14 +89,25 @@ class SimulatedRanks:
 
     def iterate(self, loss_of: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> list[float]:
         """Run one iteration on ``batches``, one a rank, and return their losses."""
-        losses: list[float] = []
+
+        def compute(rank: int) -> float:
+            loss = loss_of(self._model, batches[rank])
+            loss.backward()
+            return loss.item()
+
+        return self._exchange(compute, iterations=1)
+
+    def _exchange(self, compute: Callable[[int], T], *, iterations: int) -> list[T]:
+        """Exchange what ``compute`` leaves in ``.grad`` for each rank, after this number of iterations.
+
+        Return what it returned, by rank.
+        """
+        results: list[T] = []
         unapplied: list[Unapplied] = []
-        for rank, batch in enumerate(batches):
+        for rank in range(self._world_size):
             self._updates.predict([gradient.unapplied[rank] for gradient in self._in_flight], self._agreements[rank])
             self._take_buffers(self._buffers[rank])
-            loss = loss_of(self._model, batch)
-            loss.backward()
-            losses.append(loss.item())
+            results.append(compute(rank))
             self._keep_buffers(self._buffers[rank])
             unapplied.append(self._updates.hand_over(pack_gradients(self._parameters, self._flats[rank])))
             self._updates.weights.restore()
@@ -100,9 +115,9 @@ class SimulatedRanks:
         self._ring.sum_into(mean.flats[0])
         take_mean(mean.flats[0], self._world_size)
         self._in_flight.append(_InFlight(mean, unapplied))
-        self.iteration += 1
+        self.iteration += iterations
         self._apply_until(self._updates.width_after(self.iteration) - 1)
-        return losses
+        return results
 
     def flush(self) -> None:
         """Apply the gradients in flight, and replace the model's floating-point buffers by their means over ranks."""
@@ -132,6 +147,69 @@ class SimulatedRanks:
     def _keep_buffers(self, values: Sequence[Tensor]) -> None:
         for buffer, value in zip(self._model.buffers(), values, strict=True):
             value.copy_(buffer)
+
+
+class SimulatedLocalSteps(SimulatedRanks):
+    """Simulation in one process of ``LocalSteps`` on as many ranks as there are ``optimizers``.
+
+    Args:
+        model: the module whose parameters all ``optimizers`` update, all of one dtype.
+        optimizers: the own optimizer of each rank.
+        outer, outer_lr, outer_momentum, width, clip_norm, clip_value: as in ``LocalSteps``.
+        options: other arguments of ``SimulatedRanks``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        outer: str = "average",
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        width: int = 2,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        **options: Any,
+    ):
+        parameters = trainable_parameters(optimizers[0])
+        super().__init__(
+            model,
+            outer_optimizer(parameters, outer, outer_lr, outer_momentum, width=width),
+            world_size=len(optimizers),
+            width=width,
+            prediction=OwnMovement,
+            **options,
+        )
+        clip = Clipping(norm=clip_norm, value=clip_value)
+        self._inner = [
+            SynchronousUpdate(optimizer, clip=clip, scaler=None, on_nonfinite="stop") for optimizer in optimizers
+        ]
+        self._window = Window(parameters, lambda: self._updates.weights)
+
+    def run_window(
+        self,
+        loss_of: Callable[[nn.Module, Any], Tensor],
+        batches: Sequence[Sequence[Any]],
+        before: Callable[[int, int], None] = lambda rank, iteration: None,
+    ) -> list[list[float]]:
+        """Run a window on ``batches``, by iteration and rank; return the losses likewise.
+
+        ``before`` is called with rank and iteration before each update, to set the learning rate.
+        """
+
+        def compute(rank: int) -> list[float]:
+            losses = []
+            for iteration, of_ranks in enumerate(batches, self.iteration):
+                loss = loss_of(self._model, of_ranks[rank])
+                loss.backward()
+                losses.append(loss.item())
+                before(rank, iteration)
+                self._window.step(functools.partial(self._inner[rank].apply, iteration))
+            self._window.end()
+            return losses
+
+        return [list(of_ranks) for of_ranks in zip(*self._exchange(compute, iterations=len(batches)), strict=True)]
 
 
 class Ring:

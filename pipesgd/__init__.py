@@ -1,8 +1,8 @@
 """pipesgd: decentralized, pipelined, ring-all-reduce training on torch.distributed.
 
 The names in ``__all__`` are the public API. A training loop of your own needs ``Pipelined``, whose ``step`` returns a
-``StepReport``; ``CodecOptions`` sets what is compressed and how, ``OwnCodec`` is for a codec of your own, ``Ranks`` are
-the ranks to work with, and the rest are the exceptions, drawn as a tree in ``pipesgd.errors``.
+``StepReport``, or ``LocalSteps``; ``CodecOptions`` sets what is compressed and how, ``OwnCodec`` is for a codec of your
+own, ``Ranks`` are the ranks to work with, and the rest are the exceptions, drawn as a tree in ``pipesgd.errors``.
 
 The doors into other programs are modules, each imported by its name, and only where it is used:
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         StoppedBySignal,
         UserInputError,
     )
+    from pipesgd.pipeline.local_steps import LocalSteps
     from pipesgd.pipeline.pipelined import Pipelined
     from pipesgd.ranks import Ranks
     from pipesgd.strategy import StepReport
@@ -49,6 +50,7 @@ __all__ = [
     "DatasetError",
     "DeadlineExceeded",
     "DisagreementError",
+    "LocalSteps",
     "NonFiniteGradientError",
     "OutOfStepError",
     "OwnCodec",
@@ -66,6 +68,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "CodecOptions": "pipesgd.codecs.options",
+    "LocalSteps": "pipesgd.pipeline.local_steps",
     "OwnCodec": "pipesgd.codecs.base",
     "Pipelined": "pipesgd.pipeline.pipelined",
     "Ranks": "pipesgd.ranks",

@@ -27,6 +27,7 @@ LOSSES = ("cross-entropy", OWN)
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
 PREDICTIONS = ("eager", "local", "none")
+OUTERS = ("average", "nesterov")
 SERVER_PLACEMENTS = ("colocated", "dedicated")
 DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
@@ -53,6 +54,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "strategy": STRATEGIES,
     "prediction": PREDICTIONS,
+    "outer": OUTERS,
     "buffers": BUFFERS,
     "all_reduce": tuple(ALL_REDUCES),
     "ddp_hook": DDP_HOOKS,
@@ -93,6 +95,20 @@ def check_width(width: int, warmup_iterations: int) -> None:
             f"width must be at most {MAX_WIDTH}, since every unit costs a copy of the gradient; got {width}"
         )
     check_at_least("warmup-iterations", warmup_iterations, 0)
+
+
+def check_local_steps(local_steps: int, outer: str, outer_lr: float | None, outer_momentum: float | None) -> None:
+    """Raise ``UserInputError`` unless windows can have this length and be applied by this outer optimizer."""
+    check_at_least("local-steps", local_steps, 1)
+    check_one_of("outer", outer, OUTERS)
+    if outer_lr is not None:
+        check_above_zero("outer-lr", outer_lr)
+    if outer_momentum is not None:
+        if outer != "nesterov":
+            raise UserInputError(f"outer-momentum must be left out with --outer {outer}; got {outer_momentum}")
+        check_above_zero("outer-momentum", outer_momentum)
+        if outer_momentum >= 1:
+            raise UserInputError(f"outer-momentum must be below 1; got {outer_momentum}")
 
 
 def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> None:
@@ -270,6 +286,16 @@ class PipelineConfig:
     """Weight prediction, which puts an estimate in place of the gradients in flight: local (this rank's own gradients),
     eager (the same, corrected by their past errors and extrapolated further the less they agree with the means), or
     none. Width 1 has none in flight."""
+    local_steps: int = 1
+    """Iterations that each rank trains by itself before ranks exchange what these have moved their weights. A window of
+    this many iterations is then what --width counts, and each rank predicts with its own movement."""
+    outer: str = "average"
+    """Outer optimizer, which applies the mean movement with --local-steps: average (of the ranks' weights) or nesterov
+    (with momentum, as in DiLoCo)."""
+    outer_lr: float | None = None
+    """Learning rate of the outer optimizer; by default 0.7 for nesterov, and for average 0.8, or 1 at width 1."""
+    outer_momentum: float | None = None
+    """Momentum of --outer nesterov; 0.9 by default."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness."""
     allow_drift: bool = False
@@ -300,6 +326,7 @@ class PipelineConfig:
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_width(self.width, self.warmup_iterations)
         check_one_of("prediction", self.prediction, PREDICTIONS)
+        check_local_steps(self.local_steps, self.outer, self.outer_lr, self.outer_momentum)
         check_one_of("buffers", self.buffers, BUFFERS)
         check_function("all-reduce", self.all_reduce, kind(self.all_reduce), (*ALL_REDUCES, OWN))
         check_messages(self.all_reduce, self.segment_bytes, self.connections)
@@ -309,12 +336,16 @@ class PipelineConfig:
         if self.staleness_bound is not None:
             check_at_least("staleness-bound", self.staleness_bound, 0)
         check_read(self, "strategy", self.strategy, _READ_BY_STRATEGY)
+        windows = "2 or more" if self.local_steps > 1 else "1"
+        check_read(self, "local-steps", windows, _READ_BY_LOCAL_STEPS)
 
     def describe(self) -> str:
         """Return a short description of what is done with the gradients."""
         if self.strategy == "pipelined":
             connections = f" on {self.connections} connections each" if self.connections > 1 else ""
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
+            if self.local_steps > 1:
+                prediction = f", {self.local_steps} local steps, outer {self.outer}"
             return f"pipelined width {self.width}{prediction}, {self.all_reduce} all-reduce{connections}"
         if self.strategy == "ddp":
             return f"ddp with {'no' if self.ddp_hook == 'none' else 'the ' + self.ddp_hook} hook"
@@ -347,6 +378,7 @@ _READ_BY_STRATEGY = {
     "width": ("pipelined",),
     "warmup_iterations": ("pipelined",),
     "prediction": ("pipelined",),
+    "local_steps": ("pipelined",),
     "guard": ("pipelined",),
     "allow_drift": ("pipelined",),
     "all_reduce": ("pipelined",),
@@ -358,6 +390,14 @@ _READ_BY_STRATEGY = {
     "staleness_bound": ("ps-async",),
 }
 """Strategies that read an option of ``PipelineConfig``, by option; one that would not be read is refused if set."""
+
+_READ_BY_LOCAL_STEPS = {
+    "prediction": ("1",),
+    "guard": ("1",),
+    **dict.fromkeys(("outer", "outer_lr", "outer_momentum"), ("2 or more",)),
+}
+"""Numbers of local steps with which an option of ``PipelineConfig`` is read, by option. A guard judges averaged
+gradients, which windows do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,6 +506,11 @@ class TrainConfig:
                 f"belong to pipelined); got --codec {self.compression.codec}"
             )
         self._check_planning()
+        if self.pipeline.local_steps > 1 and self.optimization.accumulation > 1:
+            raise UserInputError(
+                "accumulation must be 1 with --local-steps, the other way to exchange less often; "
+                f"got {self.optimization.accumulation}"
+            )
         correction, optimization = self.compression.momentum_correction, self.optimization
         if correction > 0 and optimization.optimizer == "nesterov":
             raise UserInputError(
@@ -513,6 +558,11 @@ class TrainConfig:
             return
         if self.pipeline.strategy != "pipelined":
             raise UserInputError(f"strategy must be pipelined with --{option}; got {self.pipeline.strategy}")
+        if self.pipeline.local_steps > 1:
+            raise UserInputError(
+                f"local-steps must be 1 with --{option}, since the timing model does not cover them; "
+                f"got {self.pipeline.local_steps}"
+            )
         if self.run.device != "cpu":
             raise UserInputError(
                 f"device must be cpu with --{option}, since calibrations are those of CPUs; got {self.run.device}"

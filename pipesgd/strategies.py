@@ -23,6 +23,18 @@ def make_strategy(
 ) -> Strategy:
     """Return the strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
     pipeline, run = config.pipeline, config.run
+    if pipeline.strategy == "pipelined" and pipeline.local_steps > 1:
+        from pipesgd.pipeline.local_steps import LocalSteps
+
+        return LocalSteps(
+            model,
+            optimizer,
+            local_steps=pipeline.local_steps,
+            outer=pipeline.outer,
+            outer_lr=pipeline.outer_lr,
+            outer_momentum=pipeline.outer_momentum,
+            **_pipeline_options(config, scaler, ranks),
+        )
     if pipeline.strategy == "pipelined":
         return make_pipeline(config, model, optimizer, scaler, ranks)
     clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
@@ -59,28 +71,13 @@ def make_pipeline(
     init_sync: bool = True,
 ) -> Pipelined:
     """Return the pipeline of strategy "pipelined"; for ``init_sync`` see ``Pipelined``."""
-    pipeline, run = config.pipeline, config.run
-    clip = Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value)
     return Pipelined(
         model,
         optimizer,
-        width=pipeline.width,
-        warmup_iterations=pipeline.warmup_iterations,
-        prediction=pipeline.prediction,
-        guard=pipeline.guard,
-        allow_drift=pipeline.allow_drift,
-        clip_norm=clip.norm,
-        clip_value=clip.value,
-        scaler=scaler,
-        codec=config.compression,
-        all_reduce=pipeline.all_reduce,
-        segment_bytes=pipeline.segment_bytes,
-        connections=pipeline.connections,
-        on_nonfinite=run.on_nonfinite,
-        timeout=run.timeout,
-        seed=config.optimization.seed,
+        prediction=config.pipeline.prediction,
+        guard=config.pipeline.guard,
         init_sync=init_sync,
-        ranks=ranks,
+        **_pipeline_options(config, scaler, ranks),
     )
 
 
@@ -93,6 +90,26 @@ def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimize
     from pipesgd.baselines.parameter_server.strategy import ParameterServers
 
     ParameterServers(model, optimizer, ranks=ranks, **_server_options(config)).serve()
+
+
+def _pipeline_options(config: TrainConfig, scaler: torch.amp.GradScaler, ranks: Ranks) -> dict[str, Any]:
+    pipeline, run = config.pipeline, config.run
+    return {
+        "width": pipeline.width,
+        "warmup_iterations": pipeline.warmup_iterations,
+        "allow_drift": pipeline.allow_drift,
+        "clip_norm": config.optimization.clip_norm,
+        "clip_value": config.optimization.clip_value,
+        "scaler": scaler,
+        "codec": config.compression,
+        "all_reduce": pipeline.all_reduce,
+        "segment_bytes": pipeline.segment_bytes,
+        "connections": pipeline.connections,
+        "on_nonfinite": run.on_nonfinite,
+        "timeout": run.timeout,
+        "seed": config.optimization.seed,
+        "ranks": ranks,
+    }
 
 
 def _server_options(config: TrainConfig) -> dict[str, Any]:

@@ -116,3 +116,67 @@ def pipe_sgd(
         apply(applied)
         applied += 1
     return losses
+
+
+def local_steps(
+    model: nn.Module,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    batches: Sequence[Sequence[Any]],
+    *,
+    steps: int,
+    width: int,
+    warmup_iterations: int = 0,
+    outer: Callable[[list[Tensor]], list[Tensor]] = lambda movement: movement,
+) -> list[list[float]]:
+    """Train ``model`` in place by windows of local steps, written from the definition; return losses likewise.
+
+    A window's movement is its start minus its end, on each rank. The mean movement of window n-K+1 is subtracted from
+    the weights, as ``outer`` makes it, when window n ends. The next window starts there, minus this rank's own movement
+    in each window that is still on its way, times its last cosine with a mean squared. ``outer`` changes nothing by
+    default: the result is then the mean of the ranks' weights.
+    """
+    parameters = list(model.parameters())
+    ranks = [copy.deepcopy(model) for _ in batches[0]]
+    optimizers = [make_optimizer(rank.parameters()) for rank in ranks]
+    cosines = [1.0] * len(ranks)
+    on_their_way: list[list[list[Tensor]]] = []  # by window and rank
+    losses: list[list[float]] = []
+
+    def arrive() -> None:
+        movements = on_their_way.pop(0)
+        mean = [sum(parts[1:], parts[0]) / len(ranks) for parts in zip(*movements, strict=True)]
+        for rank, own in enumerate(movements):
+            one, other = (torch.cat([part.reshape(-1) for part in parts]) for parts in (own, mean))
+            cosines[rank] = round(float(torch.cosine_similarity(one, other, dim=0)), 5)
+        with torch.no_grad():
+            for parameter, change in zip(parameters, outer(mean), strict=True):
+                parameter.sub_(change)
+
+    iteration = 0
+    while iteration < len(batches):
+        length, in_flight = (1, 0) if iteration < warmup_iterations else (steps, width - 1)
+        window = batches[iteration : iteration + length]
+        iteration += len(window)
+        losses += [[] for _ in window]
+        movements = []
+        for rank, (its_model, optimizer) in enumerate(zip(ranks, optimizers, strict=True)):
+            with torch.no_grad():
+                for index, (own, agreed) in enumerate(zip(its_model.parameters(), parameters, strict=True)):
+                    own.copy_(agreed)
+                    for late in on_their_way:
+                        own.sub_(late[rank][index] * cosines[rank] ** 2)
+            start = [own.detach().clone() for own in its_model.parameters()]
+            for number, of_ranks in enumerate(window, iteration - len(window)):
+                optimizer.zero_grad()
+                loss = loss_of(its_model, of_ranks[rank])
+                loss.backward()
+                optimizer.step()
+                losses[number].append(loss.item())
+            movements.append([a - b.detach() for a, b in zip(start, its_model.parameters(), strict=True)])
+        on_their_way.append(movements)
+        while len(on_their_way) > in_flight:
+            arrive()
+    while on_their_way:
+        arrive()
+    return losses

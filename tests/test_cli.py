@@ -69,6 +69,31 @@ from timing_model.schedules import ALL_REDUCES
             "parameters anywhere; got muon, which needs whole matrices",
         ),
         ("--accumulation 0", "accumulation must be at least 1; got 0"),
+        ("--local-steps 0", "local-steps must be at least 1; got 0"),
+        (
+            "--local-steps 4 --accumulation 2",
+            "accumulation must be 1 with --local-steps, the other way to exchange less often; got 2",
+        ),
+        (
+            "--local-steps 4 --strategy ps-sync",
+            "local-steps must be left out with --strategy ps-sync, which has no use for it (it belongs to pipelined); "
+            "got 4",
+        ),
+        (
+            "--outer nesterov",
+            "outer must be left out with --local-steps 1, which has no use for it (it belongs to 2 or more); "
+            "got 'nesterov'",
+        ),
+        (
+            "--local-steps 2 --prediction none",
+            "prediction must be left out with --local-steps 2 or more, which has no use for it (it belongs to 1); "
+            "got 'none'",
+        ),
+        ("--local-steps 2 --outer-momentum 0.5", "outer-momentum must be left out with --outer average; got 0.5"),
+        (
+            "--local-steps 2 --width auto",
+            "local-steps must be 1 with --width auto, since the timing model does not cover them; got 2",
+        ),
         ("--clip-norm 0", "clip-norm must be above 0; got 0.0"),
         ("--clip-value -1", "clip-value must be above 0; got -1.0"),
         ("--precision fp8", "precision must be one of fp32, bf16, fp16; got 'fp8'"),

@@ -183,7 +183,7 @@ class AttachedPipeline(Pipelined):
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take over a bucket of gradients; with the last, replace those of all buckets by the ones that are due."""
         try:
-            self._check_usable()
+            self.check_usable()
             self._buckets.append((bucket.parameters(), bucket.gradients()))
             if bucket.is_last():
                 buckets, self._buckets = self._buckets, []
@@ -200,7 +200,7 @@ class AttachedPipeline(Pipelined):
         self._ranks.iteration = iteration
         begin = time.perf_counter()
         gradients = {self._places[id(p)]: g for bucket in buckets for p, g in zip(*bucket, strict=True)}
-        with self._whole(f"taking over the gradients of iteration {iteration}"):
+        with self.whole(f"taking over the gradients of iteration {iteration}"):
             buffer = self._free_buffer()
             buffer.fill_from([gradients[place] for place in range(len(self._parameters))])
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
@@ -219,7 +219,7 @@ class AttachedPipeline(Pipelined):
         mean = None
         if len(self._in_flight) >= self._updates.width_after(self.iteration):
             gradient, report = self._wait_for_oldest()
-            with self._whole(f"the update of iteration {gradient.iteration}"):
+            with self.whole(f"the update of iteration {gradient.iteration}"):
                 if report.applied:
                     self._updates.learn(gradient.buffer.views, [self._guess_of(gradient)])
                 self._hyperparameters = gradient.unapplied.hyperparameters
@@ -263,7 +263,7 @@ class AttachedPipeline(Pipelined):
         return (args[0], compute_first), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _begin_update(self) -> None:
-        self._check_usable()
+        self.check_usable()
         if self._due is None:
             raise UserInputError("optimizer.step() must follow a backward pass; got a step without a new gradient")
         if not self._started:

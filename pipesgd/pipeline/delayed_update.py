@@ -39,7 +39,7 @@ class DelayedUpdate:
         parameters: the parameters that it updates.
         width: iterations in flight, K.
         warmup_iterations: first iterations that run at width 1.
-        prediction: a name or a class; not used at width 1.
+        prediction: a name or a class; not used at width 1, unless it is a class that says so (``at_width_1``).
         guard: whether to fall back to width 1 when gradients blow up; not used at width 1.
         clip: clipping of averaged gradients, and of the guesses in their place in a prediction.
 
@@ -60,7 +60,8 @@ class DelayedUpdate:
     ):
         self.width = width
         self.warmup_iterations = warmup_iterations
-        self._kind = prediction if width > 1 else "none"
+        used = width > 1 or (isinstance(prediction, type) and prediction.at_width_1)
+        self._kind = prediction if used else "none"
         self._prediction = make_prediction(self._kind, parameters, optimizer, clip)
         self._guard = Guard() if guard and width > 1 else None
         self._optimizer = optimizer

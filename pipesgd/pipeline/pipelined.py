@@ -33,7 +33,7 @@ from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
-from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
+from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied
 from pipesgd.pipeline.sameness import (
     check_same_bits,
     check_same_settings,
@@ -279,6 +279,16 @@ class Pipelined(Strategy):
         """True once ``close`` was called."""
         return self._closed
 
+    @property
+    def failed(self) -> bool:
+        """True if ``close`` would drop the gradients in flight, because of an error or an interruption."""
+        return self._error is not None or self._half_done is not None or self._thread.failed
+
+    @property
+    def weights(self) -> SwappedWeights:
+        """True and predicted weights, one of which the parameters hold."""
+        return self._updates.weights
+
     def step(self) -> StepReport:
         """Take over the gradients in ``.grad`` and apply the one that is due; see the class.
 
@@ -293,11 +303,11 @@ class Pipelined(Strategy):
         After an error, the parameters hold the true weights. No gradient is lost: after an interruption (Ctrl-C, a
         signal) all gradients that were not applied are still in flight, also in ``state_dict``.
         """
-        self._check_usable()
+        self.check_usable()
         self._follow_parameters()
         self._ranks.iteration = self.iteration
         begin = time.perf_counter()
-        with self._whole(f"taking over the gradients of iteration {self.iteration}"):
+        with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack.
             buffer = self._free_buffer()
             scale = self._loss_scale.divide(self._parameters)
@@ -323,7 +333,7 @@ class Pipelined(Strategy):
 
         Raises the same errors as ``step``.
         """
-        self._check_usable()
+        self.check_usable()
         if self._meeting is None:  # else an earlier call was interrupted
             self._meeting = self._meet("flush", lambda: None)
         scale = self._loss_scale.scale
@@ -368,13 +378,13 @@ class Pipelined(Strategy):
 
     def combine_buffers(self, how: str = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
-        self._check_usable()
+        self.check_usable()
         sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
         combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
-        self._check_usable()
+        self.check_usable()
         assert not self._left_out, "residuals of an earlier pipeline are added in the step that follows"
         in_flight = [
             {
@@ -449,7 +459,7 @@ class Pipelined(Strategy):
         failure: BaseException | None = None
         together = False
         try:
-            if self._error is None and self._half_done is None and not self._thread.failed:
+            if not self.failed:
                 if self._in_flight:
                     self.flush()
                 # Another rank may come much later, and a process that exits while gloo waits for that rank is aborted.
@@ -488,7 +498,7 @@ class Pipelined(Strategy):
         self._in_flight.clear()
         self._pool.clear()
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
         self._thread.check()
         if self._half_done is not None:
             raise RunError(
@@ -497,12 +507,12 @@ class Pipelined(Strategy):
             )
 
     @contextlib.contextmanager
-    def _whole(self, what: str) -> Iterator[None]:
+    def whole(self, what: str) -> Iterator[None]:
         """Make the pipeline unusable if the context, which does ``what``, is interrupted halfway."""
         self._half_done = what
         try:
             yield
-        except UserInputError:  # refused before anything was changed
+        except (UserInputError, NonFiniteGradientError):  # refused before anything was changed
             self._half_done = None
             raise
         self._half_done = None
@@ -626,7 +636,7 @@ class Pipelined(Strategy):
         gradient, report = self._wait_for_oldest()
         begin = time.perf_counter()
         fell_back = False
-        with self._whole(f"the update of iteration {gradient.iteration}"):
+        with self.whole(f"the update of iteration {gradient.iteration}"):
             self._loss_scale.observe(bool(report.applied), gradient.scale)
             if report.applied:
                 fell_back = self._updates.arrived(

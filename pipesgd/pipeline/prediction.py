@@ -138,6 +138,11 @@ class SwappedWeights:
         return bool(self.true)
 
     @property
+    def are_valid(self) -> bool:
+        """True if there are predicted weights, although the parameters may hold the true ones for the moment."""
+        return self.are_predicted or self._hidden
+
+    @property
     def nbytes(self) -> int:
         """Memory in bytes, besides that of the true weights."""
         return _nbytes(self.predicted)
@@ -148,6 +153,13 @@ class SwappedWeights:
             self.predicted = [torch.empty_like(parameter.data) for parameter in self._parameters]
         torch._foreach_copy_(self.predicted, list(weights))
         self._give_predicted()
+
+    def work(self) -> None:
+        """Let the parameters hold weights that may change in place: predicted ones, or a copy of the true ones."""
+        if self._hidden:
+            self._give_predicted()
+        elif not self.true:
+            self.begin([parameter.data for parameter in self._parameters])
 
     def restore(self) -> None:
         """Let the parameters hold the true weights from now on; the predicted ones are no longer valid."""
@@ -211,6 +223,8 @@ class Prediction(abc.ABC):
 
     keeps_gradients = False
     """True if ``keep`` returns the gradient itself."""
+    at_width_1 = False
+    """True if it is used at width 1, too, where no gradient is in flight after a step."""
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
         self._parameters = parameters

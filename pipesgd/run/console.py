@@ -114,9 +114,10 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
     if final["test_accuracy"] is not None:
         table.add_row("test accuracy", f"{final['test_accuracy']:.2%}")
     table.add_row("test loss", "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}")
+    middle = "mean" if (summary["local_steps"] or 1) > 1 else "median"  # few iterations exchange anything then
     for name in SECONDS:
-        if seconds[name]["median"] is not None:
-            figures = f"{seconds[name]['median'] * 1e3:.2f} ms median, {seconds[name]['p95'] * 1e3:.2f} ms p95"
+        if seconds[name][middle] is not None:
+            figures = f"{seconds[name][middle] * 1e3:.2f} ms {middle}, {seconds[name]['p95'] * 1e3:.2f} ms p95"
             table.add_row("exposed loading" if name == "loading" else name, figures)
     slow = slowest_rank(summary["compute_seconds_of_ranks"], seconds["iteration"]["median"] or 0.0)
     if slow is not None:

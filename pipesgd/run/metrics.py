@@ -47,7 +47,8 @@ class IterationMetrics:
     nonfinite_ranks: tuple[int, ...] = ()
     """Ranks whose own gradients were not finite in the skipped updates."""
     prediction_cosine: float | None = None
-    """Cosine between rank 0's gradient, which took the place of the mean in flight, and that mean when it arrived."""
+    """Cosine between rank 0's gradient, which took the place of the mean in flight, and that mean when it arrived. With
+    local steps, of movements, at width 1 too: it falls as ranks drift apart within a window."""
     prediction_error: float | None = None
     """Length of the difference between the two, as a multiple of the mean's length."""
     test_accuracy: float | None = None

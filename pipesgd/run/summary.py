@@ -78,6 +78,8 @@ def summarize(
     """Return the content of summary.json; ``lines`` are those of metrics.jsonl."""
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
+    window = lines[-pipeline.local_steps :]  # has one exchange
+    prediction = pipeline.prediction if pipeline.local_steps == 1 else "own movement"
     return {
         "world_size": ranks.world_size,
         "network": network,
@@ -86,14 +88,17 @@ def summarize(
         "width": pipeline.width if pipelined else None,
         "codec": config.compression.codec if pipelined else None,
         "all_reduce": pipeline.all_reduce if pipelined else None,
-        "prediction": pipeline.prediction if pipelined and pipeline.width > 1 else "none",
+        "prediction": prediction if pipelined and pipeline.width > 1 else "none",
+        "local_steps": pipeline.local_steps if pipelined else None,
         "iterations": result.iterations,
         "wall_seconds": result.wall_seconds,
         "seconds": {name: of_lines(name, lines) for name in SECONDS},
         "iteration_seconds_of_ranks": result.iteration_seconds,
         "compute_seconds_of_ranks": result.compute_seconds,
         "loading_share_of_ranks": [None if one is None else one.share for one in result.exposed_loading],
-        "wire_bytes_per_iteration": lines[-1]["wire_bytes"] if lines else None,
+        "wire_bytes_per_iteration": (
+            round(sum(line["wire_bytes"] for line in window) / len(window)) if window else None
+        ),
         "skipped_updates": sum(line["skipped"] for line in lines),
         "nonfinite_gradients_of_ranks": dict(
             collections.Counter(rank for line in lines for rank in line.get("nonfinite_ranks", ()))

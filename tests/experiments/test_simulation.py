@@ -12,8 +12,8 @@ from _small_problem import classify
 from torch import Tensor, nn
 
 from experiments.predictions import COMPARED
-from experiments.simulation import SimulatedRanks
-from pipesgd import Pipelined
+from experiments.simulation import SimulatedLocalSteps, SimulatedRanks
+from pipesgd import LocalSteps, Pipelined
 from pipesgd.data import ShardedBatches, build_model, load_dataset
 from pipesgd.ranks import Ranks
 
@@ -90,3 +90,44 @@ def test_simulated_ranks_are_real_ones_bit_for_bit(case: str, real: dict[str, An
                 torch.testing.assert_close(value, weights[name], rtol=1e-6, atol=1e-6)
             else:
                 assert torch.equal(value, weights[name]), name
+
+
+WINDOWS: list[dict[str, Any]] = [
+    {"width": 1},
+    {"width": 2, "codec": "int4", "clip_norm": 0.5},
+    {"width": 3, "outer": "nesterov"},
+]
+STEPS = 2
+
+
+def _train_by_windows(ranks: Ranks) -> list[tuple[list[float], dict[str, Tensor]]]:
+    results = []
+    for case in WINDOWS:
+        model = _model()
+        losses = []
+        with LocalSteps(model, _optimizer(model), local_steps=STEPS, ranks=ranks, **case) as strategy:
+            for batch in _batches(ranks.rank):
+                loss = classify(model, batch)
+                loss.backward()
+                strategy.step()
+                losses.append(loss.item())
+        results.append((losses, model.state_dict()))
+    return results
+
+
+def test_simulated_windows_are_real_ones_bit_for_bit() -> None:
+    real = run_ranks(4, _train_by_windows)
+    for index, case in enumerate(WINDOWS):
+        model = _model()
+        optimizers = [_optimizer(model) for _ in range(4)]
+        simulated = SimulatedLocalSteps(model, optimizers, **case)
+        of_ranks = list(zip(*map(_batches, range(4)), strict=True))
+        losses = []
+        for start in range(0, ITERATIONS, STEPS):
+            losses += simulated.run_window(classify, of_ranks[start : start + STEPS])
+        simulated.flush()
+        for rank, of_rank in enumerate(real):
+            own, weights = of_rank[index]
+            assert [all_losses[rank] for all_losses in losses] == own
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parameter, weights[name]), (case, name)

@@ -1,0 +1,412 @@
+"""Local steps: ranks train by themselves for H iterations, and exchange what that moved their weights.
+
+The window of H iterations takes the place of the iteration in Pipe-SGD, the movement (the weights at its start minus
+those at its end) that of the gradient, and an outer optimizer that of the optimizer. Everything else is ``Pipelined``.
+With rank i of p, window n, outer weights w and width K:
+
+.. math::
+
+    \\theta_i^n &= \\text{H steps of rank i's own optimizer, from } s_i^n \\\\
+    D_i^n &= s_i^n - \\theta_i^n \\\\
+    w^{n+1} &= w^n - \\text{Outer}\\Big(\\frac 1 p \\sum_i D_i^{n-K+1}\\Big) \\\\
+    s_i^{n+1} &= w^{n+1} - \\text{Outer}\\big(c_i^2 D_i^{n-K+2}\\big) - ... - \\text{Outer}\\big(c_i^2 D_i^{n}\\big)
+
+At width 1 nothing is in flight when a window begins: it starts at the outer weights. With plain averaging,
+Outer(D) = D, that is Local SGD (Stich, ICLR 2019), and with Nesterov momentum DiLoCo (Douillard et al., 2023). At
+larger widths the movements travel while the next windows compute, and each rank expects its own movement in place of
+the mean, at the share c^2 of its length; see ``OwnMovement``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from pipesgd.checks import check_timeout
+from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.config import DEFAULT_TIMEOUT, check_local_steps, check_width
+from pipesgd.flat_buffer import give_gradients
+from pipesgd.optim.clipping import Clipping
+from pipesgd.optim.step import SynchronousUpdate, set_aside_gradients
+from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.pipeline.prediction import Agreement, OwnGradients, SwappedWeights
+from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
+from pipesgd.ranks import Ranks, current
+from pipesgd.strategy import Comparison, StepReport, Strategy
+from timing_model.schedules import SEGMENT_BYTES, Algorithm
+
+T = TypeVar("T")
+
+AVERAGE_LR, LATE_AVERAGE_LR, NESTEROV_LR, NESTEROV_MOMENTUM = 1.0, 0.8, 0.7, 0.9
+"""Defaults of the outer optimizer: the mean of the ranks' weights at width 1, a little less of a mean movement that is
+late, which is more accurate (experiments/LOG.md), and DiLoCo's values."""
+
+
+def outer_optimizer(
+    parameters: Sequence[Tensor], outer: str, lr: float | None, momentum: float | None, *, width: int
+) -> torch.optim.Optimizer:
+    """Return the optimizer that applies mean movements at this width; None stands for the defaults."""
+    if outer == "average":
+        default = AVERAGE_LR if width == 1 else LATE_AVERAGE_LR
+        return torch.optim.SGD(parameters, lr=default if lr is None else lr)
+    return torch.optim.SGD(
+        parameters,
+        lr=NESTEROV_LR if lr is None else lr,
+        momentum=NESTEROV_MOMENTUM if momentum is None else momentum,
+        nesterov=True,
+    )
+
+
+@final
+class OwnMovement(OwnGradients):
+    """A prediction in which this rank's own movement takes the place of the mean, at the share c^2 of its length.
+
+    c is the cosine between this rank's movement and the mean in the newest window that has arrived; 1 before.
+
+    If the ranks' movements have about the same length, and what a rank's own one has in excess of what they have in
+    common is independent of the others', then the mean is c times as long as a rank's own movement, and its projection
+    on that is c^2 times as long: no other share of the movement is nearer to the mean. One rank, or ranks with the same
+    data, have c = 1 and lose nothing by the delay. Four ranks whose movements have nothing in common have c^2 = 1/4,
+    their own part of the mean.
+
+    The comparison is kept at width 1, too, where nothing is predicted: it is how far ranks drift apart.
+    """
+
+    at_width_1 = True
+
+    def learn(
+        self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
+    ) -> None:
+        if comparison is not None and comparison.cosine is not None:
+            agreement.cosine = comparison.cosine  # all weights of a whole window: there is no noise to average over
+
+    def _adapt(self, guess: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
+        if agreement.cosine != 1.0:
+            torch._foreach_mul_(guess, agreement.cosine**2)
+
+
+class Window:
+    """The iterations of one rank between two exchanges.
+
+    Args:
+        parameters: the parameters that the rank's own optimizer updates.
+        weights: returns their weights: the true ones are those of the outer optimizer, and a window changes the
+            others.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], weights: Callable[[], SwappedWeights]):
+        self._parameters = parameters
+        self._weights = weights
+        self._start: list[Tensor] = []
+        """Weights at the start of the window; empty before it."""
+        self.steps = 0
+        """Number of iterations so far."""
+
+    def step(self, update: Callable[[], T]) -> T:
+        """Do ``update``, which changes the parameters in place, on this rank's weights; return what it returns."""
+        self._work()
+        result = update()
+        # An optimizer may have given the parameters other storage.
+        self._weights().predicted = [parameter.data for parameter in self._parameters]
+        self.steps += 1
+        return result
+
+    def end(self) -> None:
+        """Make the movement, start minus end, the parameters' ``.grad``. The next step begins another window."""
+        self._work()
+        torch._foreach_sub_(self._start, [parameter.data for parameter in self._parameters])
+        give_gradients(self._parameters, self._start)
+        self._start, self.steps = [], 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and copies of the weights at the start and now if there are any."""
+        weights = self._weights()
+        begun = bool(self._start) and weights.are_valid
+        return {
+            "steps": self.steps,
+            "start": [tensor.clone() for tensor in self._start] if begun else [],
+            "now": [tensor.clone() for tensor in weights.predicted] if begun else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict``; the parameters' true weights must be those of that moment already."""
+        self.steps, self._start = state["steps"], []
+        if state["start"]:
+            self._weights().work()
+            device = self._parameters[0].device
+            self._start = [tensor.to(device, copy=True) for tensor in state["start"]]
+            torch._foreach_copy_([parameter.data for parameter in self._parameters], list(state["now"]))
+
+    def _work(self) -> None:
+        """Let the parameters hold this rank's weights, from which the window begins if it has not begun."""
+        weights = self._weights()
+        if not weights.are_valid:  # others were loaded, or an error has put the true ones in
+            self._start = []
+        weights.work()
+        if not self._start:
+            self._start = [parameter.data.clone() for parameter in self._parameters]
+
+
+class LocalSteps(Strategy):
+    """Exchange of what H iterations moved the weights, by ``Pipelined``; see the module.
+
+    ``step`` is called in every iteration, as with ``Pipelined``: it steps ``optimizer`` on this rank's own gradients,
+    which are divided by the loss scale, checked and clipped before. In every H-th iteration it also exchanges the
+    movement. An iteration of the pipeline underneath is a window, and bears the number of its last iteration, for
+    instance in ``StepReport.applied``.
+
+    In the middle of a window the parameters hold this rank's own weights. The true ones, which are the same on all
+    ranks, are the outer weights. The state of ``optimizer`` is each rank's own and never sent; it is part of
+    ``state_dict``, so that each rank continues with its own wherever the pipeline is saved.
+
+    Args:
+        model: the module whose parameters ``optimizer`` updates, on one device.
+        optimizer: any ``torch.optim.Optimizer``. Schedules change its learning rate in every iteration.
+        local_steps: iterations between exchanges, H.
+        outer: how mean movements are applied: "average" or "nesterov".
+        outer_lr: learning rate of the outer optimizer; by default 0.7 for "nesterov", and for "average" 0.8 or, at
+            width 1, 1, which gives all ranks the mean of their weights.
+        outer_momentum: momentum of "nesterov", 0.9 by default.
+        warmup_iterations: first iterations that are exchanged one by one, at width 1.
+        clip_norm: largest norm of this rank's own gradient.
+        clip_value: largest magnitude of a single value in it.
+        scaler: loss scaler for float16, as in ``Pipelined``; each rank's scale is its own.
+        on_nonfinite: "stop" or "skip", for this rank's own gradients and for mean movements.
+
+    The other arguments are those of ``Pipelined``.
+
+    Raises:
+        UserInputError: a value out of range, or an optimizer without a parameter to train.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with LocalSteps(model, optimizer, local_steps=2, width=1) as strategy:
+        ...     for _ in range(3):
+        ...         model(torch.ones(4, 2)).sum().backward()
+        ...         print(strategy.step().applied)
+        ...     strategy.flush().applied
+        ()
+        (1,)
+        ()
+        (2,)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        local_steps: int,
+        outer: str = "average",
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        width: int = 2,
+        warmup_iterations: int = 0,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        codec: str | CodecOptions | OwnCodec = "fp32",
+        all_reduce: str | Algorithm = "ring",
+        on_nonfinite: str = "stop",
+        timeout: float = DEFAULT_TIMEOUT,
+        segment_bytes: int = SEGMENT_BYTES,
+        connections: int = 1,
+        seed: int = 0,
+        init_sync: bool = True,
+        allow_drift: bool = False,
+        ranks: Ranks | None = None,
+    ):
+        check_local_steps(local_steps, outer, outer_lr, outer_momentum)
+        check_width(width, warmup_iterations)
+        check_timeout(timeout)
+        clip = Clipping(norm=clip_norm, value=clip_value)
+        self.module = model
+        self.replicated = True
+        self._optimizer = optimizer
+        self._local_steps = local_steps
+        self._warmup_iterations = warmup_iterations
+        self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
+        self._outer = outer_optimizer(self._inner.parameters, outer, outer_lr, outer_momentum, width=width)
+        self._ranks = ranks or current(timeout)
+        self._error: BaseException | None = None
+        """Error that the last ``step`` or ``flush`` raised."""
+        own = {"local_steps": local_steps, "clip_norm": clip_norm, "clip_value": clip_value}
+        check_same_settings(self._ranks, own | optimizer_settings(optimizer), {})
+        self._pipeline = Pipelined(
+            model,
+            self._outer,
+            width=width,
+            warmup_iterations=warmup_iterations,
+            prediction=OwnMovement,
+            codec=codec,
+            all_reduce=all_reduce,
+            on_nonfinite=on_nonfinite,
+            timeout=timeout,
+            segment_bytes=segment_bytes,
+            connections=connections,
+            seed=seed,
+            init_sync=init_sync,
+            allow_drift=allow_drift,
+            ranks=self._ranks,
+        )
+        self.drifts = self._pipeline.drifts
+        self._window = Window(self._inner.parameters, lambda: self._pipeline.weights)
+
+    @property
+    def iteration(self) -> int:  # type: ignore[override]
+        """Number of iterations so far."""
+        return self._pipeline.iteration
+
+    @property
+    def closed(self) -> bool:
+        """True once ``close`` was called."""
+        return self._pipeline.closed
+
+    def step(self) -> StepReport:
+        """Apply this rank's gradients to its own weights, and exchange the movement if the window ends.
+
+        The report's ``applied`` and ``skipped`` are about movements; ``skipped`` also has this iteration if this rank's
+        own gradient was not finite. ``comparison`` compares this rank's movement with the mean: how far ranks drift
+        apart in a window.
+
+        Raises:
+            NonFiniteGradientError: this rank's own gradient, or a mean movement, holds a NaN or an infinity.
+            UserInputError: the strategy was closed, or parameters were frozen, unfrozen or added.
+            CommunicationError: a rank was lost, or silent for longer than the timeout.
+            OutOfStepError: another rank is in a different call or iteration.
+        """
+        with self._noting_errors():
+            self._pipeline.check_usable()
+            self._inner.check_parameters("local steps")
+            iteration = self.iteration
+            with self._pipeline.whole(f"the local step of iteration {iteration}"):
+                report = self._window.step(functools.partial(self._inner.apply, iteration))
+            report = dataclasses.replace(
+                report, applied=(), nonfinite_ranks=(self._ranks.rank,) * len(report.skipped), schedule_steps=1
+            )
+            if self._window.steps < (1 if iteration < self._warmup_iterations else self._local_steps):
+                self._pipeline.iteration += 1
+                return report
+            return _joined(report, self._exchange())
+
+    def flush(self) -> StepReport:
+        """Exchange the window so far, if there is one, and apply all movements in flight. Collective.
+
+        Gradients in ``.grad`` stay there for the next step, which begins another window.
+
+        Raises the same errors as ``step``.
+        """
+        with self._noting_errors(), set_aside_gradients(self._optimizer):
+            self._pipeline.check_usable()
+            report = StepReport()
+            if self._window.steps:
+                self._pipeline.iteration -= 1  # a window bears the number of its last iteration
+                report = self._exchange()
+            return _joined(report, self._pipeline.flush())
+
+    @contextlib.contextmanager
+    def true_weights(self) -> Iterator[None]:
+        """Make the model hold the outer weights while the context is open; changes then are kept."""
+        with self._pipeline.true_weights():
+            yield
+
+    def share_weights(self) -> None:
+        """Give all ranks rank 0's outer weights, if replicas drift. Collective."""
+        self._pipeline.share_weights()
+
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
+        """Return an empty context: backward passes before a ``step`` add up."""
+        return contextlib.nullcontext()
+
+    def combine_buffers(self, how: str = "average") -> None:
+        """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
+        self._pipeline.combine_buffers(how)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the pipeline, of both optimizers and of the window so far, after waiting for movements in
+        flight."""
+        return {
+            "iteration": self.iteration,
+            "pipeline": self._pipeline.state_dict(),
+            "outer": self._outer.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "loss_scale": self._inner.loss_scale.state_dict(),
+            "window": self._window.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped."""
+        self._error = None
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._outer.load_state_dict(state["outer"])
+        self._inner.loss_scale.load_state_dict(state["loss_scale"])
+        self._pipeline.load_state_dict(state["pipeline"])
+        self._window.load_state_dict(state["window"])
+
+    def fail(self, error: BaseException) -> None:
+        """End every wait at once with ``error``, such as a failure of another rank. Thread-safe."""
+        self._pipeline.fail(error)
+
+    def close(self) -> None:
+        """Flush, and end the pipeline, as ``Pipelined.close`` does; after an error, drop the window instead."""
+        if self.closed:
+            return
+        try:
+            if self._error is None and not self._pipeline.failed:
+                self.flush()
+            elif self._window.steps:
+                warnings.warn(
+                    "the pipeline was closed after an error: this rank's local steps since the last exchange are "
+                    f"dropped ({self._window.steps}), and the model holds the weights without them",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        finally:
+            self._pipeline.__exit__(None, self._error, None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._error = self._error or error
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def _exchange(self) -> StepReport:
+        with self._pipeline.whole(f"the movement that ends with iteration {self.iteration}"):
+            self._window.end()
+        return self._pipeline.step()
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._error = error
+            raise
+        self._error = None
+
+
+def _joined(first: StepReport, then: StepReport) -> StepReport:
+    """Return the report of two things that were done one after the other."""
+    return StepReport(
+        applied=first.applied + then.applied,
+        skipped=first.skipped + then.skipped,
+        nonfinite_ranks=first.nonfinite_ranks + then.nonfinite_ranks,
+        spans=first.spans + then.spans,
+        wire_bytes=first.wire_bytes + then.wire_bytes,
+        gradient_norm=then.gradient_norm,
+        comparison=then.comparison or first.comparison,
+        fell_back=first.fell_back or then.fell_back,
+    )

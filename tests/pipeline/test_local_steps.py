@@ -1,0 +1,375 @@
+"""Local steps compared with a one-process reference, with synchronous training, and with themselves when resumed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from _ranks import run_ranks
+from _reference import local_steps
+from _small_problem import assert_same_weights, regress, small_problem
+from torch import Tensor, nn
+
+from pipesgd import LocalSteps, Pipelined
+from pipesgd.errors import DisagreementError, NonFiniteGradientError, UserInputError
+from pipesgd.ranks import Ranks
+from pipesgd.replicas import weights_sha256
+
+Outcome = tuple[list[float], list[str], dict[str, Tensor]]
+"""Losses, hashes of the true weights after every iteration and the flush, and the weights at the end."""
+
+ITERATIONS = 11
+"""Iterations of most runs here: no multiple of the windows' lengths, so the last window is shorter."""
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[Outcome]:
+    return [_train_one(ranks, case) for case in cases]
+
+
+def _train_one(ranks: Ranks, options: dict[str, Any]) -> Outcome:
+    model, batches = small_problem(3, [4, 5, 2], ITERATIONS, ranks.world_size)
+    losses, hashes = [], []
+    with LocalSteps(model, _adamw(model.parameters()), ranks=ranks, **options) as strategy:
+        for iteration, of_ranks in enumerate(batches):
+            assert strategy.iteration == iteration
+            loss = regress(model, of_ranks[ranks.rank])
+            loss.backward()
+            strategy.step()
+            losses.append(loss.item())
+            with strategy.true_weights():
+                hashes.append(weights_sha256(model))
+        strategy.flush()
+        assert strategy.iteration == ITERATIONS
+    return losses, [*hashes, weights_sha256(model)], model.state_dict()
+
+
+CASES: list[dict[str, Any]] = [
+    *({"local_steps": steps, "width": width} for steps in (1, 4) for width in (1, 2)),
+    {"local_steps": 3, "width": 3},
+    {"local_steps": 20, "width": 2},
+    {"local_steps": 3, "width": 2, "warmup_iterations": 4},
+]
+
+
+@pytest.mark.slow
+def test_it_is_the_recursion_of_windows_bit_for_bit() -> None:
+    """With two ranks a sum does not depend on the order of its parts."""
+    outcomes = run_ranks(2, _train, [{"outer_lr": 1.0, **case} for case in CASES])
+    for index, case in enumerate(CASES):
+        model, batches = small_problem(3, [4, 5, 2], ITERATIONS, 2)
+        rest = {name: value for name, value in case.items() if name != "local_steps"}
+        losses = local_steps(model, _adamw, regress, batches, steps=case["local_steps"], **rest)
+        for rank, of_rank in enumerate(outcomes):
+            ours, hashes, weights = of_rank[index]
+            assert ours == [of_ranks[rank] for of_ranks in losses], case
+            assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items()), case
+            assert hashes == outcomes[0][index][1], "the outer weights are the same on all ranks after every iteration"
+
+
+class Nesterov:
+    """DiLoCo's outer optimizer, from its equations: m <- mu m + D, and the weights fall by lr (D + mu m)."""
+
+    def __init__(self, lr: float, momentum: float):
+        self._lr, self._momentum = lr, momentum
+        self._buffers: list[Tensor] = []
+
+    def __call__(self, movement: list[Tensor]) -> list[Tensor]:
+        if not self._buffers:
+            self._buffers = [torch.zeros_like(part) for part in movement]
+        self._buffers = [self._momentum * m + part for m, part in zip(self._buffers, movement, strict=True)]
+        return [self._lr * (part + self._momentum * m) for part, m in zip(movement, self._buffers, strict=True)]
+
+
+@pytest.mark.slow
+def test_nesterov_is_diloco() -> None:
+    cases = [
+        {"local_steps": 3, "width": 1, "outer": "nesterov"},
+        {"local_steps": 3, "width": 1, "outer": "nesterov", "outer_lr": 0.5, "outer_momentum": 0.6},
+        {"local_steps": 3, "width": 1, "outer_lr": 0.8},
+    ]
+    outers = [Nesterov(0.7, 0.9), Nesterov(0.5, 0.6), Nesterov(0.8, 0.0)]
+    outcomes = run_ranks(3, _train, cases)
+    for index, outer in enumerate(outers):
+        model, batches = small_problem(3, [4, 5, 2], ITERATIONS, 3)
+        local_steps(model, _adamw, regress, batches, steps=3, width=1, outer=outer)
+        for of_rank in outcomes:
+            assert_same_weights(of_rank[index][2], model.state_dict(), rtol=1e-12)
+
+
+def _train_synchronously(ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    results = []
+    for kind, options in ((LocalSteps, {"local_steps": 1}), (Pipelined, {})):
+        model, batches = small_problem(3, [4, 5, 2], 30, ranks.world_size)
+        model.float()
+        with kind(model, _sgd(model.parameters()), width=1, ranks=ranks, **options) as strategy:
+            for of_ranks in batches:
+                inputs, targets = of_ranks[ranks.rank]
+                regress(model, (inputs.float(), targets.float())).backward()
+                strategy.step()
+        results.append(model.state_dict())
+    return results[0], results[1]
+
+
+@pytest.mark.slow
+def test_one_local_step_with_sgd_is_synchronous_training() -> None:
+    """SGD is linear in the gradient, momentum and weight decay included; the means differ in float32 rounding only."""
+    for local, synchronous in run_ranks(4, _train_synchronously):
+        assert_same_weights(local, synchronous, rtol=1e-5)
+
+
+def test_one_rank_trains_at_any_width_as_at_width_1_bit_for_bit() -> None:
+    """A rank's own movement is the mean, so nothing is lost by its arriving late."""
+    weights = []
+    cosines = []
+    for width in (1, 2, 3):
+        model, batches = small_problem(3, [4, 5, 2], ITERATIONS, 1)
+        with LocalSteps(model, _adamw(model.parameters()), local_steps=3, width=width, outer_lr=1.0) as strategy:
+            for of_ranks in batches:
+                regress(model, of_ranks[0]).backward()
+                compared = strategy.step().comparison
+                cosines += [] if compared is None else [compared.cosine]
+        weights.append(weights_sha256(model))
+    assert len(set(weights)) == 1
+    assert cosines == [1.0] * (3 + 2 + 1), "at width 1, too: it is the drift between ranks"
+
+
+def _reports(ranks: Ranks) -> list[tuple[Any, ...]]:
+    model, batches = small_problem(3, [40, 50, 20], 8, ranks.world_size)
+    model.float()
+    found = []
+    with LocalSteps(model, _sgd(model.parameters()), local_steps=3, codec="int4", ranks=ranks) as strategy:
+        for of_ranks in batches:
+            inputs, targets = of_ranks[ranks.rank]
+            regress(model, (inputs.float(), targets.float())).backward()
+            report = strategy.step()
+            drift = None if report.comparison is None else report.comparison.relative_error
+            found.append((report.applied, report.wire_bytes, drift, report.seconds("communication") > 0))
+        found.append((strategy.flush().applied, weights_sha256(model)))
+    return found
+
+
+@pytest.mark.slow
+def test_a_report_has_the_bytes_the_drift_and_the_communication_of_windows() -> None:
+    outcomes = run_ranks(2, _reports)
+    for found in outcomes:
+        assert [applied for applied, *_ in found] == [(), (), (), (), (), (2,), (), (), (5, 7)]
+        sent = [nbytes for _, nbytes, *_ in found[:-1]]
+        assert [nbytes > 0 for nbytes in sent] == [False, False, True, False, False, True, False, False]
+        values = 40 * 50 + 50 + 50 * 20 + 20
+        assert sent[2] < values * 0.6, "about half a byte a value, for twice half of the values"
+        drifts = [drift for *_, drift, _ in found[:-1]]
+        assert [drift is not None for drift in drifts] == [index == 5 for index in range(8)]
+        assert drifts[5] > 0
+        assert [communicated for *_, communicated in found[:-1]] == [index == 5 for index in range(8)]
+        assert found[-1] == outcomes[0][-1]
+
+
+def _resume(ranks: Ranks, options: dict[str, Any], at: int) -> tuple[str, str, bool]:
+    def build() -> tuple[nn.Module, Any, Any, LocalSteps]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return model, optimizer, schedule, LocalSteps(model, optimizer, ranks=ranks, **options)
+
+    def run(parts: tuple[nn.Module, Any, Any, LocalSteps], first: int, last: int) -> None:
+        model, _, schedule, strategy = parts
+        for iteration in range(first, last):
+            generator = torch.Generator().manual_seed(100 * iteration + ranks.rank)
+            model(torch.randn(3, 4, generator=generator)).square().sum().backward()
+            strategy.step()
+            schedule.step()
+
+    one, other = build(), build()
+    run(one, 0, at)
+    with one[3].true_weights():
+        shared = copy.deepcopy([part.state_dict() for part in one[:3]])
+    for state in shared[1]["state"].values():  # another rank's optimizer, as in a checkpoint for all
+        state["exp_avg"] += ranks.rank
+    own = copy.deepcopy(one[3].state_dict())
+    run(one, at, 12)
+    one[3].flush()
+
+    run(other, 0, 5)  # something else is under way when the state is loaded
+    for part, state in zip(other, (*shared, own), strict=True):
+        part.load_state_dict(state)
+    assert other[3].iteration == at
+    run(other, at, 12)
+    other[3].flush()
+    for parts in (one, other):
+        parts[3].close()
+    same_inner = repr(one[1].state_dict()) == repr(other[1].state_dict())
+    return weights_sha256(one[0]), weights_sha256(other[0]), same_inner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "at"),
+    [
+        ({"local_steps": 4, "width": 1}, 6),
+        ({"local_steps": 4, "width": 2}, 4),
+        ({"local_steps": 4, "width": 2, "codec": "int4"}, 7),
+        ({"local_steps": 2, "width": 2, "outer": "nesterov"}, 7),
+    ],
+)
+def test_a_state_dict_continues_bit_for_bit_in_the_middle_of_a_window(options: dict[str, Any], at: int) -> None:
+    results = run_ranks(2, _resume, options, at)
+    for uninterrupted, resumed, same_inner in results:
+        assert resumed == uninterrupted == results[0][0]
+        assert same_inner, "each rank's optimizer continues with its own state, not with what was saved for all"
+
+
+def _evaluate_now_and_then(ranks: Ranks, width: int, evaluates: bool) -> tuple[str, bool]:
+    model, batches = small_problem(3, [4, 5, 2], ITERATIONS, ranks.world_size)
+    same = True
+    with LocalSteps(model, _adamw(model.parameters()), local_steps=4, width=width, ranks=ranks) as strategy:
+        for of_ranks in batches:
+            regress(model, of_ranks[ranks.rank]).backward()
+            if evaluates:
+                model.eval()
+                hashes = ranks.all_gather_object("hash", _of_a_pass(model))
+                same = same and len(set(hashes)) == 1
+                strategy.step()
+                model.train()
+                model.state_dict()
+            else:
+                strategy.step()
+    return weights_sha256(model), same
+
+
+def _of_a_pass(model: nn.Module) -> str:
+    """Return a hash of the weights that a forward pass in evaluation mode leaves in the model."""
+    with torch.no_grad():
+        model(torch.ones(1, 4, dtype=torch.float64))
+    model(torch.ones(1, 4, dtype=torch.float64))
+    return weights_sha256(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 2])
+def test_an_evaluation_in_a_window_has_the_outer_weights_and_changes_nothing(width: int) -> None:
+    plain, evaluated = (run_ranks(2, _evaluate_now_and_then, width, evaluates) for evaluates in (False, True))
+    assert [weights for weights, _ in evaluated] == [weights for weights, _ in plain]
+    assert all(same for _, same in evaluated)
+
+
+def test_weights_loaded_in_a_window_begin_it_again() -> None:
+    model, batches = small_problem(3, [4, 5, 2], 4, 1)
+    loaded = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    with LocalSteps(model, torch.optim.SGD(model.parameters(), lr=0.1), local_steps=4, width=1) as strategy:
+        for of_ranks in batches[:2]:
+            regress(model, of_ranks[0]).backward()
+            strategy.step()
+        model.load_state_dict(loaded)
+        assert strategy.flush().applied == (1,)
+        assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items()), "no movement yet"
+        regress(model, batches[2][0]).backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        strategy.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, loaded[name] - 0.1 * gradients[name])
+
+
+def test_gradients_that_have_not_been_stepped_with_survive_a_flush() -> None:
+    model, batches = small_problem(3, [4, 5, 2], 2, 1)
+    with LocalSteps(model, _sgd(model.parameters()), local_steps=4) as strategy:
+        regress(model, batches[0][0]).backward()
+        strategy.step()
+        regress(model, batches[1][0]).backward()
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        strategy.flush()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_clipping_and_the_loss_scale_act_on_this_ranks_own_gradient() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    start = model.weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with LocalSteps(model, optimizer, local_steps=2, width=1, clip_norm=0.5, scaler=scaler) as strategy:
+        for factor in (1.0, float("inf"), 1.0):
+            scaler.scale(model(torch.tensor([[3.0, 4.0]])).sum() * factor).backward()
+            report = strategy.step()
+            assert report.skipped == ((1,) if factor == float("inf") else ())
+            assert report.nonfinite_ranks == ((0,) if factor == float("inf") else ())
+    assert scaler.get_scale() == 4.0
+    torch.testing.assert_close(start - model.weight.detach(), 2 * 0.5 * torch.tensor([[0.6, 0.8]]))
+
+
+def _one_rank_fails(ranks: Ranks) -> tuple[str, str, bool]:
+    model, batches = small_problem(3, [4, 5, 2], 6, ranks.world_size)
+    strategy = LocalSteps(model, _sgd(model.parameters()), local_steps=4, width=1, ranks=ranks)
+    before = weights_sha256(model)
+    error = ""
+    try:
+        for number, of_ranks in enumerate(batches):
+            scale = float("nan") if ranks.rank == 1 and number == 2 else 1.0
+            (scale * regress(model, of_ranks[ranks.rank])).backward()
+            strategy.step()
+    except Exception as failure:  # noqa: BLE001 (the kind is what is tested)
+        error = type(failure).__name__
+    with pytest.warns(RuntimeWarning, match="closed after an error") as warned:
+        strategy.close()
+    return error, str(warned[0].message), weights_sha256(model) == before
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_a_window_ends_all_and_says_what_is_dropped() -> None:
+    (other, said_0, true_0), (own, said_1, true_1) = run_ranks(2, _one_rank_fails)
+    assert own == NonFiniteGradientError.__name__
+    assert other != ""
+    assert "this rank's local steps since the last exchange are dropped (2)" in said_1
+    assert "gradients in flight are dropped (iterations 3)" in said_0
+    assert true_0
+    assert true_1
+
+
+def _differ(ranks: Ranks) -> str:
+    model = nn.Linear(2, 1)
+    try:
+        LocalSteps(model, _sgd(model.parameters()), local_steps=2 + ranks.rank, ranks=ranks)
+    except DisagreementError as failure:
+        return str(failure)
+    return ""
+
+
+def test_windows_of_different_lengths_are_named() -> None:
+    for line in run_ranks(2, _differ):
+        assert "local_steps" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"local_steps": 0}, "local-steps must be at least 1; got 0"),
+        ({"outer": "elastic"}, "outer must be average or nesterov; got 'elastic'"),
+        ({"outer_lr": 0.0}, "outer-lr must be above 0; got 0"),
+        ({"outer_momentum": 0.9}, "outer-momentum must be left out with --outer average; got 0.9"),
+        ({"outer": "nesterov", "outer_momentum": 1.0}, "outer-momentum must be below 1; got 1"),
+        ({"width": 0}, "width must be at least 1; got 0"),
+        ({"clip_norm": -1.0}, "clip-norm must be above 0; got -1"),
+    ],
+)
+def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(UserInputError, match=message):
+        LocalSteps(model, _sgd(model.parameters()), **({"local_steps": 2} | arguments))
+
+
+def test_parameters_that_are_frozen_later_are_refused() -> None:
+    model = nn.Linear(2, 1)
+    with LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1) as strategy:
+        model.bias.requires_grad_(False)
+        with pytest.raises(UserInputError, match="must not be frozen, unfrozen or added while local steps"):
+            strategy.step()
+        model.bias.requires_grad_(True)
