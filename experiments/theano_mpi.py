@@ -59,7 +59,7 @@ def per_exchange(seconds: float, batch: int) -> float:
 def formula(exchange: str, numel: int, beta: float) -> float:
     """Return the model's time of an exchange, in s, on a link that takes ``beta`` seconds a byte."""
     all_reduce, codec = EXCHANGES[exchange]
-    link = LinkParams(alpha=0.0, beta=beta, gamma=0.0)
+    link = LinkParams(alpha=0.0, beta=beta, gamma=0.0, sync=0.0)
     return all_reduce_time(all_reduce, link, numel, GPUS, codec=codec).total
 
 

@@ -186,16 +186,16 @@ def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
 
 def _link(table: Table, name: str) -> LinkProfile:
     corrections = _corrections(table.table("corrections")) if "corrections" in table else None
-    alpha, beta, gamma = (_estimate(table, name) for name in LINK)
+    alpha, beta, gamma, sync = (_estimate(table, name) for name in LINK)
     table.done()
-    return LinkProfile(alpha=alpha, beta=beta, gamma=gamma, corrections=corrections)
+    return LinkProfile(alpha=alpha, beta=beta, gamma=gamma, sync=sync, corrections=corrections)
 
 
 def _former_link(table: Table, name: str, *, sharing: Estimate | None) -> LinkProfile:
     """Read the link of an all-reduce, or of ``PARAMETER_SERVER``, in a file of the former formats."""
-    sync, overhead = _estimate(table, "sync").value, _estimate(table, "overhead")
+    overhead = _estimate(table, "overhead")
     link = _link(table, name)
-    return with_one_latency(name, link, overhead=overhead, sync=sync, sharing=0.0 if sharing is None else sharing.value)
+    return with_one_latency(name, link, overhead=overhead, sharing=0.0 if sharing is None else sharing.value)
 
 
 def _corrections(table: Table) -> Corrections:

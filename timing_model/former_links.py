@@ -1,4 +1,4 @@
-"""Links of former formats of ``cluster.toml``, with two more parameters: a message's CPU time, a collective's S."""
+"""Links of former formats of ``cluster.toml``, in which the CPU time of a message was fitted, too."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ MOST_RANKS, MOST_BYTES = 64, 1 << 30
 """Most ranks, and bytes, of a correction that is converted: with more, a simulation would take long."""
 
 
-def with_one_latency(name: str, link: LinkProfile, *, overhead: Estimate, sync: float, sharing: float) -> LinkProfile:
+def with_one_latency(name: str, link: LinkProfile, *, overhead: Estimate, sharing: float) -> LinkProfile:
     """Return the link of an all-reduce, or of ``PARAMETER_SERVER``, with one latency for each message.
 
     Corrections are changed by as much as the formula: where something was measured, predictions stay as they were.
 
     Args:
         name: name of the all-reduce.
-        link: link as it was fitted together with the following.
+        link: link as it was fitted, with ``overhead``.
         overhead: CPU time of a message, in s.
-        sync: fixed cost of a collective, in s.
         sharing: ``sharing`` of parameter servers.
     """
     sums = (getattr(link.alpha, end) + getattr(overhead, end) - OVERHEAD for end in ("value", "low", "high"))
@@ -36,7 +35,7 @@ def with_one_latency(name: str, link: LinkProfile, *, overhead: Estimate, sync: 
         if world_size > MOST_RANKS or nbytes > MOST_BYTES:
             return factor
         old, new = (_time(name, one, nbytes, world_size, sharing) for one in (before, changed.params()))
-        return factor * (old + sync) / new
+        return factor * old / new
 
     known = link.corrections
     cells = zip(known.world_sizes, known.nbytes, known.factors, strict=True)

@@ -25,7 +25,7 @@ class IterationTime(NamedTuple):
     compute: float
     """Time of update, forward and backward on a rank that is not slow."""
     wire: float
-    """Latency and transfer that the computation waits for."""
+    """Latency, transfer and synchronization that the computation waits for."""
     codec: float
     """Encoding, decoding and adding that the computation waits for, too."""
     jitter: float

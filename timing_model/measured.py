@@ -17,7 +17,7 @@ MOST = 1e9
 PARAMETER_SERVER = "ps-sync"
 """Name of the parameter server among the measurements."""
 UNCOMPRESSED = "fp32"
-LINK = ("alpha", "beta", "gamma")
+LINK = ("alpha", "beta", "gamma", "sync")
 """Names of the parameters of a link that are measured."""
 BACKWARD = 2 / 3
 """Share of the backward pass in both passes, where only their sum is known."""
@@ -97,6 +97,7 @@ class LinkProfile:
     alpha: Estimate
     beta: Estimate
     gamma: Estimate
+    sync: Estimate
     overhead: float = OVERHEAD
     corrections: Corrections | None = None
     """Corrections of the formula; None if the formula is all that is known."""
@@ -104,8 +105,8 @@ class LinkProfile:
     @classmethod
     def exact(cls, link: LinkParams) -> LinkProfile:
         """Return the profile of a link that is given, not measured."""
-        alpha, beta, gamma = (Estimate.exact(getattr(link, name)) for name in LINK)
-        return cls(alpha=alpha, beta=beta, gamma=gamma, overhead=link.overhead)
+        alpha, beta, gamma, sync = (Estimate.exact(getattr(link, name)) for name in LINK)
+        return cls(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=link.overhead)
 
     def params(self) -> LinkParams:
         return LinkParams(overhead=self.overhead, **{name: getattr(self, name).value for name in LINK})

@@ -23,6 +23,8 @@ class LinkParams:
     """Transfer time, in s per byte."""
     gamma: float
     """Reduction time, in s per byte summed."""
+    sync: float
+    """Fixed cost of one collective (S), in s."""
     overhead: float = 0.0
     """CPU time of a message (o), in s, at the rank that sends it. Unlike latency, it never overlaps."""
 

@@ -177,7 +177,7 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
         COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "forward", "backward")),
         LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
         NETWORK: dataclasses.replace(costs, link=half(link, "beta")),
-        LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead")),
+        LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead", "sync")),
         CODEC: dataclasses.replace(
             costs, codec=half(costs.codec, "encode", "decode", "add", "hop", "call"), link=half(link, "gamma")
         ),

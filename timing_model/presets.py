@@ -20,7 +20,7 @@ FASTEST_CHECKED = 10e9 / 8
 def ethernet(bytes_per_second: float, alpha: float) -> LinkParams:
     """Return an Ethernet link of this rate, headers included, and this latency in s."""
     beta = 1 / (bytes_per_second * PAYLOAD_SHARE)
-    return LinkParams(alpha=alpha, beta=beta, gamma=SUMS, overhead=OVERHEAD)
+    return LinkParams(alpha=alpha, beta=beta, gamma=SUMS, sync=0.0, overhead=OVERHEAD)
 
 
 NETWORKS: dict[str, LinkParams] = {
@@ -28,7 +28,7 @@ NETWORKS: dict[str, LinkParams] = {
     "10GbE": ethernet(10e9 / 8, 30e-6),
     "25GbE": ethernet(25e9 / 8, 20e-6),
     "100GbE": ethernet(100e9 / 8, 15e-6),
-    "infiniband": LinkParams(alpha=2e-6, beta=8 / 200e9, gamma=SUMS, overhead=OVERHEAD),
+    "infiniband": LinkParams(alpha=2e-6, beta=8 / 200e9, gamma=SUMS, sync=0.0, overhead=OVERHEAD),
 }
 """Networks by name, with typical latencies of TCP through a switch, and of 200 Gbit/s InfiniBand; measure your own."""
 

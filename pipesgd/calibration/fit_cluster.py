@@ -37,11 +37,11 @@ from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES
 from timing_model.presets import OVERHEAD
 
-LATENCY_AND_RATE = ("alpha", "beta")
-"""Names of the parameters of an all-reduce."""
-ALPHA, BETA = range(len(LATENCY_AND_RATE))
+FITTED = ("alpha", "beta", "sync")
+"""Names of the parameters of an all-reduce that are fitted."""
+ALPHA, BETA, SYNC = range(len(FITTED))
 """Their indices in a fit."""
-SERVER_PARAMETERS = (*LATENCY_AND_RATE, "shared")
+SERVER_PARAMETERS = ("beta", "sync", "shared")
 """Names of a parameter server's parameters; the last is beta times ``sharing``."""
 RATE_OFF = 1.0
 """Relative uncertainty of a byte's time given that between two ranks."""
@@ -63,7 +63,7 @@ class CollectiveFit:
     fit: Fit
     sums: Estimate
     """Time of a sum, measured alone, in s per byte."""
-    names: Sequence[str] = LATENCY_AND_RATE
+    names: Sequence[str] = FITTED
     """Names of the parameters."""
 
     @property
@@ -157,7 +157,7 @@ def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums:
 
     found = fit(
         predict,
-        np.array([alpha, beta]),
+        np.array([alpha, beta, alpha]),
         [cell.seconds for cell in own],
         halves=_halves(own),
         priors=(Prior(BETA, beta, RATE_OFF),),
@@ -168,7 +168,7 @@ def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums:
 def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
     """Fit ``timing_model.parameter_server_time`` to the measured rounds: ``SERVER_PARAMETERS``.
 
-    Sums are the ring's.
+    Latency and sums are the ring's: a fit to few sizes and numbers of ranks could not tell them from these.
     """
     own = sorted(
         (cell for cell in cells if cell.all_reduce == PARAMETER_SERVER), key=lambda c: (c.world_size, c.nbytes)
@@ -176,25 +176,25 @@ def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
     known = ring.link
 
     def predict(parameters: Floats) -> Floats:
-        alpha, beta, shared = map(float, parameters)
-        link = dataclasses.replace(known, alpha=alpha, beta=beta)
+        beta, sync, shared = map(float, parameters)
+        link = dataclasses.replace(known, beta=beta, sync=sync)
         sharing = min(1.0, shared / beta) if beta > 0 else 0.0
         return np.array([parameter_server_time(link, c.nbytes, c.world_size, sharing=sharing).total for c in own])
 
     beta = max(known.beta, SMALLEST_BETA)
     found = fit(
         predict,
-        np.array([max(known.alpha, SMALLEST_START), beta, beta / 2]),
+        np.array([beta, max(known.sync, SMALLEST_START), beta / 2]),
         [cell.seconds for cell in own],
         halves=_halves(own),
-        priors=(Prior(BETA, beta, RATE_OFF), Prior(2, beta / 2, RATE_OFF)),
+        priors=(Prior(0, beta, RATE_OFF), Prior(2, beta / 2, RATE_OFF)),
     )
     return CollectiveFit(all_reduce=PARAMETER_SERVER, cells=own, fit=found, sums=ring.sums, names=SERVER_PARAMETERS)
 
 
 def sharing_of(servers: CollectiveFit) -> Estimate:
     """Return ``sharing``, from 0 to 1, by the fitted ``SERVER_PARAMETERS``."""
-    _, beta, shared = servers.fit.estimates()
+    beta, _, shared = servers.fit.estimates()
     return Estimate(*(min(1.0, one / beta.value) if beta.value > 0 else 0.0 for one in dataclasses.astuple(shared)))
 
 
@@ -228,8 +228,11 @@ def make_profile(
 ) -> Profile:
     """Return the file's content; ``fits`` holds all-reduces and servers by name."""
     ring, servers = fits[RING], fits.get(PARAMETER_SERVER)
-    links = {name: _link_profile(one) for name, one in fits.items()}
+    links = {name: _link_profile(one) for name, one in fits.items() if one is not servers}
     link = links.pop(RING)
+    if servers is not None:
+        beta, sync, _ = servers.fit.estimates()
+        links[PARAMETER_SERVER] = dataclasses.replace(link, beta=beta, sync=sync, corrections=servers.corrections)
     return Profile(
         provenance=provenance,
         calibrated=Calibrated(
@@ -286,12 +289,13 @@ def _time(all_reduce: str, link: LinkParams, cell: Cell) -> CollectiveTime:
 
 
 def _link_params(parameters: Floats, sums: Estimate) -> LinkParams:
-    return LinkParams(alpha=float(parameters[ALPHA]), beta=float(parameters[BETA]), gamma=sums.value, overhead=OVERHEAD)
+    alpha, beta, sync = map(float, parameters)
+    return LinkParams(alpha=alpha, beta=beta, gamma=sums.value, sync=sync, overhead=OVERHEAD)
 
 
 def _link_profile(found: CollectiveFit) -> LinkProfile:
-    alpha, beta, *_ = found.fit.estimates()
-    return LinkProfile(alpha=alpha, beta=beta, gamma=found.sums, corrections=found.corrections)
+    alpha, beta, sync = found.fit.estimates()
+    return LinkProfile(alpha=alpha, beta=beta, gamma=found.sums, sync=sync, corrections=found.corrections)
 
 
 def _codec_profile(speed: CodecSpeed) -> CodecProfile:

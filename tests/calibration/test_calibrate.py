@@ -118,7 +118,7 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
     assert profile.sharing is not None
     [compute] = profile.compute
     assert compute.comm_slowdowns.keys() == set(others)
-    assert profile.links["ps-sync"].gamma == profile.link.gamma
+    assert profile.links["ps-sync"].alpha == profile.link.alpha
     assert "parameter server" in text
     assert "halving-doubling meanwhile" in text
     assert 0 < float(str(profile.provenance["product_seconds"])) < 1

@@ -18,7 +18,7 @@ from timing_model.measured import Estimate
 from timing_model.parameter_server import parameter_server_time
 from timing_model.presets import OVERHEAD
 
-LINK = LinkParams(alpha=60e-6, beta=4.2e-8, gamma=2e-10, overhead=OVERHEAD)
+LINK = LinkParams(alpha=60e-6, beta=4.2e-8, gamma=2e-10, sync=40e-6, overhead=OVERHEAD)
 SIZES = tuple(1 << k for k in range(10, 25, 2))
 
 
@@ -52,7 +52,9 @@ def test_latency_and_bandwidth_are_recovered_from_noise_and_interruptions(name: 
     found = fitted(name, made_cells(name, link, seed, noise=0.03, interrupted=0.15))
     assert found.fit.parameters[BETA] == pytest.approx(link.beta, rel=0.02)
     # Latency and CPU time of a message are one number, which native's notices count twice.
-    assert found.link.alpha + found.link.overhead == pytest.approx(link.alpha + link.overhead, rel=0.08)
+    assert found.link.alpha + found.link.overhead == pytest.approx(
+        link.alpha + link.overhead, rel=0.05 if name == "ring" else 0.15
+    )
     assert found.errors.mean() < 0.02
 
 
@@ -182,7 +184,7 @@ def test_ranges_hold_the_value_and_shrink_with_more_times() -> None:
 def test_how_far_workers_share_a_servers_card_is_recovered(sharing: float) -> None:
     generator = np.random.default_rng(0)
     ring = fitted("ring", made_cells("ring", LINK, 0, noise=0.0, interrupted=0.0))
-    truth = dataclasses.replace(ring.link, beta=1.1 * LINK.beta, alpha=3e-4)
+    truth = dataclasses.replace(ring.link, beta=1.1 * LINK.beta, sync=3e-4)
     cells = [
         Cell(
             all_reduce="ps-sync",
@@ -195,7 +197,7 @@ def test_how_far_workers_share_a_servers_card_is_recovered(sharing: float) -> No
         for n in (1 << 16, 1 << 18, 1 << 20, 1 << 22)
     ]
     found = fit_servers(cells, ring)
-    assert found.fit.parameters[BETA] == pytest.approx(truth.beta, rel=0.03)
+    assert found.fit.parameters[0] == pytest.approx(truth.beta, rel=0.03)
     assert sharing_of(found).value == pytest.approx(sharing, abs=0.05)
     assert sharing_of(found).low <= sharing_of(found).value <= sharing_of(found).high <= 1
     assert found.errors.mean() < 0.03

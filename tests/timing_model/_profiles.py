@@ -29,6 +29,7 @@ LINK = LinkProfile(
     alpha=about(5e-5),
     beta=about(8e-8),
     gamma=about(1e-10),
+    sync=about(1e-4),
 )
 
 CORRECTIONS = Corrections(world_sizes=(2, 3), nbytes=(1024, 4096), factors=(1.1, 0.9), errors=(0.05, 0.02))

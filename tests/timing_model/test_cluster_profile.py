@@ -190,14 +190,11 @@ def test_a_file_that_is_cut_or_changed_is_read_or_refused_in_a_line(
         assert Profile.load(path) == profile
 
 
-def former(text: str, version: int, *, overhead: float = OVERHEAD, sync: float = 0.0) -> str:
-    """Return the text of a file in a former format, with these two parameters of every link."""
-    more = "".join(
-        f"{name} = {{value = {x}, low = {x}, high = {x}}}\n" for name, x in (("sync", sync), ("overhead", overhead))
-    )
-    return re.sub(
-        r"^(gamma = .*\n)", rf"\1{more}", text.replace("format = 5", f"format = {version}"), flags=re.MULTILINE
-    )
+def former(text: str, version: int, *, overhead: float = OVERHEAD) -> str:
+    """Return the text of a file in a former format, with this CPU time of a message in every link."""
+    more = f"overhead = {{value = {overhead}, low = {overhead}, high = {overhead}}}\n"
+    current = text.replace("format = 5", f"format = {version}")
+    return re.sub(r"^(sync = .*\n)", rf"\1{more}", current, flags=re.MULTILINE)
 
 
 def test_rates_in_cache_of_a_former_file_do_not_count(path: Path) -> None:
@@ -210,10 +207,10 @@ def test_rates_in_cache_of_a_former_file_do_not_count(path: Path) -> None:
         Profile.load(path)
 
 
-def test_a_former_links_parameters_become_one_latency_and_its_corrected_times_stay(path: Path) -> None:
+def test_a_former_links_cpu_time_is_part_of_its_latency_and_its_corrected_times_stay(path: Path) -> None:
     link = dataclasses.replace(PROFILE.link, corrections=CORRECTIONS)
     dataclasses.replace(PROFILE, link=link, links={"ps-sync": link}).save(path)
-    path.write_text(former(path.read_text(), 4, overhead=2e-4, sync=1e-3))
+    path.write_text(former(path.read_text(), 4, overhead=2e-4))
     loaded = Profile.load(path)
     before = dataclasses.replace(link.params(), overhead=2e-4)
     for name, one in (("ring", loaded.link), ("ps-sync", loaded.links["ps-sync"])):
@@ -229,7 +226,7 @@ def test_a_former_links_parameters_become_one_latency_and_its_corrected_times_st
             ]
             found = one.corrections.at(p, nbytes)
             assert found is not None
-            assert found[0] * times[1] == pytest.approx(old * (times[0] + 1e-3))
+            assert found[0] * times[1] == pytest.approx(old * times[0])
 
 
 def test_a_file_of_format_3_is_read(tmp_path: Path) -> None:

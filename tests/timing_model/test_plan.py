@@ -68,7 +68,7 @@ def everything(base: Job, space: Space) -> list[tuple[Job, float]]:
 def test_it_chooses_what_trying_everything_would(
     alpha: float, beta: float, gamma: float, overhead: float, values: int, seconds: float, cv: float, p: int
 ) -> None:
-    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, overhead=overhead)
+    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
     work = compute(seconds, values, cv=cv, tensors=(values // 3 + 1,) * 3)
     base = Job(cluster=by_hand(link), compute=work, world_size=p)
     found, all_times = plan(base, SPACE), everything(base, SPACE)
@@ -155,14 +155,14 @@ def test_of_16_bits_rounding_is_simpler_than_truncation() -> None:
 def test_a_codec_must_gain_3_percent(longer: float, codec: str) -> None:
     """An fp32 all-reduce takes longer than the overlapping computation by this share."""
     seconds, values = 1.0, 10_000_000
-    link = LinkParams(alpha=0.0, beta=(1 + longer) * seconds / (2 * 3 / 4 * 4 * values), gamma=0.0)
+    link = LinkParams(alpha=0.0, beta=(1 + longer) * seconds / (2 * 3 / 4 * 4 * values), gamma=0.0, sync=0.0)
     base = Job(cluster=by_hand(link), compute=compute(seconds, values), world_size=4)
     found = plan(base, dataclasses.replace(SPACE, strategies=("pipelined",), widths=(2,)))
     assert found.best.job.codec == codec
 
 
 def test_all_to_all_is_not_searched_among_many_unless_asked_for() -> None:
-    link = LinkParams(alpha=0.05, beta=8e-8, gamma=1e-10)
+    link = LinkParams(alpha=0.05, beta=8e-8, gamma=1e-10, sync=0.0)
     work = compute(1.0, 1_000_000, tensors=(20_000,) * 50)
     many = Job(cluster=by_hand(link), compute=work, world_size=10_000)
     found = plan(many)
@@ -194,7 +194,7 @@ def test_ties_are_one_line() -> None:
 
 def test_a_third_width_comes_with_what_it_depends_on() -> None:
     """There are many ranks with jitter, and a collective as long as the computation."""
-    link = LinkParams(alpha=0.0, beta=1 / (2 * 63 / 64 * 4e7), gamma=0.0)
+    link = LinkParams(alpha=0.0, beta=1 / (2 * 63 / 64 * 4e7), gamma=0.0, sync=0.0)
     base = Job(cluster=by_hand(link), compute=compute(1.0, 10_000_000, cv=0.2), world_size=64)
     found = plan(base, dataclasses.replace(SPACE, codecs=("fp32",), all_reduces=("ring",)))
     assert found.best.job.width == 3
