@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipesgd.codecs.base import OwnCodec
+from pipesgd import OwnCodec
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 SMALLEST_SCALE = 2.0**-100  # so that zeros can be divided by it

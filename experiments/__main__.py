@@ -97,6 +97,7 @@ def _raced(workload: str, rate: str, target: float, iterations: int, minutes: fl
 EXPERIMENTS = (
     Experiment(name="bench_ring", words="bench_ring --all", minutes=10),
     Experiment(name="bench_pipelined", words="bench_pipelined", minutes=10, ranks=4),
+    Experiment(name="bench_loading", words="bench_loading", minutes=3, ranks=2),
     Experiment(name="bench_doors", words="bench_doors", minutes=4),
     Experiment(name="bench_accelerators", words="bench_accelerators", minutes=7),
     Experiment(name="compare_commits", words="compare_commits --baseline c7f0a3b", minutes=85),
@@ -119,6 +120,7 @@ EXPERIMENTS = (
     ),
     Experiment(name="bench_codecs", words="bench_codecs", minutes=15),
     Experiment(name="bench_prediction", words="bench_prediction", minutes=5),
+    Experiment(name="bench_import", words="bench_import", minutes=3),
     Experiment(name="bench_timing_model", words="bench_timing_model", minutes=1),
     Experiment(name="codec_accuracy", words="codec_accuracy", minutes=90),
     Experiment(name="staleness", words="staleness", minutes=4 * 60),
@@ -176,6 +178,7 @@ EXPERIMENTS = (
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=150),
     Experiment(name="validate_auto", words="validate_auto", minutes=40),
     Experiment(name="paper_question", words="paper_question", minutes=1),
+    Experiment(name="theano_mpi", words="theano_mpi", minutes=0.1),
     Experiment(name="tutorial", words="tutorial", minutes=6),
     # Experiments that read the results of others come after them.
     *(

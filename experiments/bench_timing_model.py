@@ -48,7 +48,7 @@ from timing_model.plan import plan
 from timing_model.presets import CODECS, NETWORKS
 from timing_model.simulate_messages import simulate_ring
 
-LINK = LinkParams(alpha=5e-5, beta=8e-10, gamma=1e-10, sync=1e-4, overhead=1e-5)
+LINK = LinkParams(alpha=5e-5, beta=8e-10, gamma=1e-10, overhead=1e-5)
 CODEC = CodecCost(name="int8", bits=8.03, encode=2e-10, decode=1e-10, add=2e-10, hop=3e-10, call=1e-5)
 NOISE = Noise(cv=0.1)
 JOB = "--network 10GbE --compute 0.3s --model gpt2"

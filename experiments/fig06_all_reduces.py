@@ -48,7 +48,7 @@ def link_of(rows: Sequence[Row]) -> LinkParams:
     rings = [row for row in rows if (row["algorithm"], row["nbytes"]) == ("ring", smallest)]
     overhead = float(np.median([row["median_s"] / (2 * (row["p"] - 1)) for row in rings]))
     beta = 8 / (rows[0]["rate"] * PAYLOAD_SHARE)
-    return LinkParams(alpha=0.0, beta=beta, gamma=SUMS, sync=0.0, overhead=overhead)
+    return LinkParams(alpha=0.0, beta=beta, gamma=SUMS, overhead=overhead)
 
 
 def compute(results: Path = RESULTS, *, quick: bool = False) -> list[Row]:

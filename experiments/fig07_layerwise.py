@@ -230,9 +230,7 @@ def tabulate(times: Sequence[Row], nodes: int, latency: float) -> list[Row]:
     compute_times = ComputeTimes(
         **{name: float(np.median([row[name] for row in alone])) for name in ("forward", "backward", "update")}
     )
-    link = LinkParams(
-        alpha=latency, beta=8 / (RATE * PAYLOAD_SHARE), gamma=SUMS, sync=0.0, overhead=_cost_of_a_message()
-    )
+    link = LinkParams(alpha=latency, beta=8 / (RATE * PAYLOAD_SHARE), gamma=SUMS, overhead=_cost_of_a_message())
     most = max(row["parts"] for row in rows)
     for parts in sorted({*(2**power for power in range(most.bit_length())), most}):
         for series, seconds in model(compute_times, link, nodes, parts):

@@ -15,6 +15,7 @@ from rich.console import Console
 from experiments import (
     bench_all_reduce,
     bench_codecs,
+    bench_loading,
     bench_pipelined,
     bench_prediction,
     bench_ring,
@@ -34,6 +35,7 @@ from experiments import (
     loops_on_links,
     paper_question,
     staleness_figure,
+    theano_mpi,
     validate_auto,
     validate_timing_model,
 )
@@ -90,6 +92,7 @@ DRAWN: dict[str, Draw] = {
     "bench_all_reduce": bench_all_reduce.draw,
     "bench_codecs": bench_codecs.draw,
     "bench_doors": panels_by("title", loops_on_links.plot),
+    "bench_loading": panels_by("title", bench_loading.plot),
     "bench_pipelined": panels_by("workload", bench_pipelined.plot),
     "bench_prediction": panels_by("optimizer", bench_prediction.plot),
     "bench_ring": panels_by("p", bench_ring.plot),
@@ -97,13 +100,14 @@ DRAWN: dict[str, Draw] = {
     "compare_": compared,
     "paper_question": of_the_paper,
     "staleness": staleness_figure.draw,
+    "theano_mpi": theano_mpi.draw,
     "time_to_accuracy_": compared,
     "validate_auto": validate_auto.draw,
     "validate_timing_model": validate_timing_model.draw,
 }
 """Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
-    *("bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
+    *("bench_import", "bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
     *("paper_question_jitter", "staleness_summary", "torch_ddp_tests", "tutorial"),
     "validate_auto_cells",
     "validate_timing_model_decisions",

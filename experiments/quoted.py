@@ -248,6 +248,7 @@ def other_figures() -> str:
         if str(row["contender"]).startswith("pipelined width 2")
     ]
     kills, testbeds = load(RESULTS / "kill_and_resume.csv"), load(RESULTS / "kill_testbed.csv")
+    loading = load(RESULTS / "bench_loading.csv")
     same = sum(row["identical"] is True for row in kills)
     clean = sum(all(int(row[name]) == 0 for name in row if name.endswith("_left")) for row in testbeds)
     found = {
@@ -283,6 +284,11 @@ def other_figures() -> str:
             spread(pipelined),
             "bench_pipelined",
         ),
+        "32 JPEGs a rank loaded by the rank itself / by one worker, 2 ranks on emulated accelerators of 60 ms": (
+            f"{loading[1]['times_as_fast']:.2f}",
+            "bench_loading",
+        ),
+        "the same / in memory already": (f"{loading[-1]['times_as_fast']:.2f}", "bench_loading"),
         "runs that lost a rank to `kill -9`, and ended in the very same weights": (
             f"{same} of {len(kills)}",
             "kill_and_resume",

@@ -38,9 +38,9 @@ from rich.console import Console
 from experiments import command
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, code_state, save, save_panels
-from experiments.testbed import Link, Testbed
-from experiments.testbed.links import parse_latency, parse_rate
+from experiments.testbed import Testbed
 from experiments.testbed_jobs import last_words, run_job
+from experiments.validation_runs import Network
 from pipesgd.config import AUTO_OPTIONS
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.planning.choose import AUTO_CODECS
@@ -71,22 +71,14 @@ MEAN_REGRET, LARGEST_REGRET, REPORTED_ERROR = 0.005, 0.03, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Setting(Network):
     """A testbed, and the accelerator of each of its nodes."""
 
-    nodes: int
-    rate: str
     accelerator: str
-    latency: str = "0s"
 
     @property
     def name(self) -> str:
-        late = "" if self.latency == "0s" else f" {self.latency}"
-        return f"{self.nodes} x {self.rate}{late}, {self.accelerator}"
-
-    @property
-    def link(self) -> Link:
-        return Link(rate=parse_rate(self.rate), latency=parse_latency(self.latency))
+        return f"{self.place}, {self.accelerator}"
 
     @property
     def words(self) -> str:
@@ -124,7 +116,8 @@ class Measured:
     began_after: float
     """Seconds from the start of torchrun to the first iteration: loading, connecting, and the calibration."""
     cells: dict[str, dict[str, Any]]
-    """By arguments of pipesgd.train: prediction with its interval, seconds of each pass, share of the cores used."""
+    """Configurations by their arguments of pipesgd.train: prediction with its interval, seconds of each half of the
+    passes, share of the cores used."""
 
 
 def configurations() -> list[str]:
@@ -297,7 +290,7 @@ def tabulate(found: Mapping[str, Measured]) -> list[Row]:
 
 
 def summarize(rows: Sequence[Row], cells: Sequence[Row]) -> dict[str, Any]:
-    """Return the figures that have targets, and those beside them."""
+    """Return the figures that have targets, and others."""
     regrets = [row["regret"] for row in rows]
     reported = [abs(row["reported_error"]) for row in rows if row["reported_how"] == "measured"]
     shares = [row["audition_share"] for row in rows if row["audition_share"] is not None]

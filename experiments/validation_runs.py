@@ -34,12 +34,27 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """A testbed, and the workload that trains on it."""
+class Network:
+    """Nodes of a testbed with equal links."""
 
     nodes: int
     rate: str
     latency: str = "0s"
+
+    @property
+    def place(self) -> str:
+        """Nodes and links in a few words."""
+        return f"{self.nodes} x {self.rate}{'' if self.latency == '0s' else f' {self.latency}'}"
+
+    @property
+    def link(self) -> Link:
+        return Link(rate=parse_rate(self.rate), latency=parse_latency(self.latency))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Network):
+    """A testbed, and the workload that trains on it."""
+
     workload: str
     calibrated_nodes: int | None = None
     """Number of nodes that are calibrated, if not all."""
@@ -48,8 +63,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        late = "" if self.latency == "0s" else f" {self.latency}"
-        name = f"{self.nodes} x {self.rate}{late} {self.workload}"
+        name = f"{self.place} {self.workload}"
         if self.extrapolated:
             name += (
                 f", calibrated on {self.calibrated_nodes or self.nodes} x {self.calibrated_workload or self.workload}"
@@ -60,10 +74,6 @@ class Setting:
     def extrapolated(self) -> bool:
         """True if the setting is not itself calibrated."""
         return self.calibrated_nodes is not None or self.calibrated_workload is not None
-
-    @property
-    def link(self) -> Link:
-        return Link(rate=parse_rate(self.rate), latency=parse_latency(self.latency))
 
 
 SETTINGS = {

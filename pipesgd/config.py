@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check_read, check_timeout
 from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
@@ -146,6 +144,10 @@ class DataConfig:
     """Samples per rank and iteration; with --accumulation, per micro-batch."""
     image_size: int = 64
     """Side length in pixels to which the pictures of --dataset images are scaled and cropped."""
+    random_crop: int = 0
+    """Pixels added on each side of every training image, before a random part of its former size is cut out of it."""
+    mirror: bool = False
+    """Mirror every second training image, chosen at random."""
     context: int = 64
     """Length of a text sample in bytes."""
     loader_workers: int | None = None
@@ -155,8 +157,10 @@ class DataConfig:
         check_function("dataset", self.dataset, dataset_kind(self.dataset), DATASETS)
         check_at_least("batch-size", self.batch_size, 1)
         check_at_least("image-size", self.image_size, 1)
+        check_at_least("random-crop", self.random_crop, 0)
         check_at_least("context", self.context, 1)
-        check_read(self, "dataset", dataset_kind(self.dataset), {"context": (*TEXTS, OWN)})
+        readers = {"context": (*TEXTS, OWN), "random_crop": IMAGE_DATASETS, "mirror": IMAGE_DATASETS}
+        check_read(self, "dataset", dataset_kind(self.dataset), readers)
         if self.loader_workers is not None:
             check_at_least("loader-workers", self.loader_workers, 0)
 
@@ -404,7 +408,7 @@ class PlanningConfig:
     """File that pipesgd.calibrate wrote for this cluster and model, used to predict the time of an iteration and to
     choose options set to auto. Rank 0's file counts. Without one, a run with auto first calibrates for some seconds. A
     run with auto then compares the best candidates in its first iterations."""
-    auto: Annotated[tuple[str, ...], tyro.conf.Suppress, tyro.conf.Fixed] = ()
+    auto: tuple[str, ...] = ()
     """Options from ``AUTO_OPTIONS`` still to be chosen, whose own fields hold defaults until then. This is not an
     option itself: on the command line, each of them has the value auto."""
 

@@ -1,26 +1,24 @@
-"""The exceptions of pipesgd.
+"""The exceptions of pipesgd, as a tree:
 
-::
-
-    PipesgdError
-    ├── UserInputError (ValueError)                the input was wrong: one line, exit code 2
-    │   ├── DatasetError                           missing, truncated or foreign data files
-    │   ├── CheckpointError                        the run to resume is a different one
-    │   └── DisagreementError                      the ranks were started with different options
-    └── RunError (RuntimeError)                    the run failed: exit code 1
-        ├── CommunicationError (ConnectionError)   a peer was lost
-        │   ├── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
-        │   └── PeerFailed                         a peer has reported that it failed
-        ├── OutOfStepError                         the ranks are in different calls or iterations
-        ├── StoppedBySignal                        Ctrl-C or SIGTERM ended it in order: exit code 130 or 143
-        ├── NonFiniteGradientError                 NaN or infinity in an averaged gradient
-        └── ReplicasDivergedError                  the true weights differ between ranks
+PipesgdError
+├── UserInputError (ValueError)                the input was wrong: one line, exit code 2
+│   ├── DatasetError                           missing, truncated or foreign data files
+│   ├── CheckpointError                        the run to resume is a different one
+│   └── DisagreementError                      the ranks were started with different options
+└── RunError (RuntimeError)                    the run failed: exit code 1
+    ├── CommunicationError (ConnectionError)   a peer was lost
+    │   ├── DeadlineExceeded (TimeoutError)    a peer did not answer within the deadline
+    │   └── PeerFailed                         a peer has reported that it failed
+    ├── OutOfStepError                         the ranks are in different calls or iterations
+    ├── StoppedBySignal                        Ctrl-C or SIGTERM ended it in order: exit code 130 or 143
+    ├── NonFiniteGradientError                 NaN or infinity in an averaged gradient
+    └── ReplicasDivergedError                  the true weights differ between ranks
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 
@@ -83,6 +81,11 @@ class CommunicationError(RunError, ConnectionError):
         self.iteration = iteration
         super().__init__(rank, peer, operation, reason, iteration)
 
+    def name_ranks(self, number: Callable[[int], int]) -> None:
+        """Name the ranks by ``number`` of each from now on: those of a process group by their numbers in the job."""
+        self.rank = number(self.rank)
+        self.peer = None if self.peer is None else number(self.peer)
+
     def __str__(self) -> str:
         where = f"rank {self.rank}: {self.operation}"
         if self.peer is not None:
@@ -139,6 +142,10 @@ class OutOfStepError(RunError):
         self.peer_call = peer_call
         self.peer_iteration = peer_iteration
         super().__init__(rank, call, iteration, peer, peer_call, peer_iteration)
+
+    def name_ranks(self, number: Callable[[int], int]) -> None:
+        """Name the ranks by ``number`` of each from now on: those of a process group by their numbers in the job."""
+        self.rank, self.peer = number(self.rank), number(self.peer)
 
     def __str__(self) -> str:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -122,6 +123,25 @@ def take_mean(flat: Tensor, world_size: int) -> None:
 def all_finite(buffer: FlatBuffer) -> bool:
     """Return True if ``buffer`` holds neither NaN nor infinity."""
     return are_finite(buffer.flats)
+
+
+def finite_norm(tensor: Tensor) -> float | None:
+    """Return the norm of ``tensor``, to as many digits as float32 sums have; None if it holds a NaN or an infinity.
+
+    It takes one pass, as ``are_finite`` does, and a second one only if squares of large finite values overflow.
+    """
+    norm = _norm(tensor, torch.float32)
+    if math.isfinite(norm):
+        return norm
+    if not bool(tensor.isfinite().all()):
+        return None
+    return _norm(tensor, torch.float64)
+
+
+def _norm(tensor: Tensor, least: torch.dtype) -> float:
+    """Return the norm of ``tensor``, added up in its dtype, or in ``least`` if that is wider."""
+    norm: float = torch.linalg.vector_norm(tensor, dtype=torch.promote_types(tensor.dtype, least)).item()
+    return norm
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:

@@ -13,7 +13,6 @@ import inspect
 import os
 import pkgutil
 import re
-import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ SOURCES = {
 }
 """Sources of those offered values that may be missing."""
 
-_NOT_THE_USERS = [str(folder) + os.sep for folder in (Path(__file__).parent, sysconfig.get_path("stdlib"))]
+_NOT_THE_USERS = [str(folder) + os.sep for folder in (Path(__file__).parent, Path(os.__file__).parent)]
 """Folders of code that is not the user's own, in addition to those of installed packages."""
 
 

@@ -60,15 +60,18 @@ REPORT_GRACE_SECONDS = 2.0
 
 @dataclass(eq=False)
 class Ranks:
-    """The ranks of this job and the store that they share.
+    """The ranks of this job, or those of a process group of it, and the store that they share.
 
     ``all_gather_object`` and ``raise_together`` must be called by all ranks in the same order.
     """
 
     rank: int
+    """Number of this rank, from 0."""
     world_size: int
+    """Number of ranks."""
     store: dist.Store
     local_rank: int = 0
+    """Number of this rank among those on this node."""
     local_world_size: int = 1
     """Ranks on this node."""
     restart_count: int = 0
@@ -82,6 +85,9 @@ class Ranks:
     """Store that all attempts of the job share, whereas ``store`` is the part of this attempt."""
     job_size: int = 0
     """Number of all ranks of the job, of which these may be only the ``first``; by default ``world_size``."""
+    numbers: tuple[int, ...] = ()
+    """Numbers of these ranks in torch's default process group, if they are those of another group, of which each is
+    counted from 0; empty if they are those of the default group."""
     _gathers: int = field(default=0, init=False)
     _process_groups: int = field(default=0, init=False)
     _own_keys: list[str] = field(default_factory=list, init=False)
@@ -118,6 +124,15 @@ class Ranks:
     def iteration(self, iteration: int) -> None:
         self.standing.iteration = iteration
 
+    def number(self, rank: int) -> int:
+        """Return the number of ``rank`` in torch's default process group, which messages name it by."""
+        return self.numbers[rank] if self.numbers else rank
+
+    def group_store(self) -> dist.Store:
+        """Return the part of the store for the next process group of these ranks, with keys of its own. Collective."""
+        self._process_groups += 1
+        return dist.PrefixStore(f"process group of {self.world_size}/{self._process_groups}", self.store)
+
     def enter(self, phase: str, *, waiting: bool = False) -> None:
         """Set what this rank does from now on, and whether it waits for others meanwhile; heartbeats report it."""
         self.standing.enter(phase, time.monotonic(), waiting=waiting)
@@ -148,7 +163,13 @@ class Ranks:
                 job.enter("start")
             store = job._calls.clone(lambda: job.timeout)
             job._watcher = Watcher(
-                store, job.rank, job.world_size, job.standing, on_failure=job._tell_listeners, on_stall=say
+                store,
+                job.rank,
+                job.world_size,
+                job.standing,
+                on_failure=job._tell_listeners,
+                on_stall=say,
+                number=job.number,
             )
 
         def stop() -> None:
@@ -179,8 +200,8 @@ class Ranks:
         for rank, place in enumerate(places):
             if not _is_place(place):
                 raise CommunicationError(
-                    rank=self.rank,
-                    peer=rank,
+                    rank=self.number(self.rank),
+                    peer=self.number(rank),
                     operation="exchange of ranks on each node",
                     reason=f"it must be a number of ranks and a place among them; got {reprlib.repr(place)}",
                 )
@@ -232,7 +253,8 @@ class Ranks:
             if len(self._own_keys) > 2:
                 self._calls.delete(self._own_keys.pop(0))
         except dist.DistError as failure:
-            raise lost(failure, self.rank, None, f"exchange of {what} through the store", self.timeout) from failure
+            operation = f"exchange of {what} through the store"
+            raise lost(failure, self.number(self.rank), None, operation, self.timeout) from failure
         self.standing.resume(phase)
         return [self._decoded(answer, rank, what, key.format(rank), value) for rank, answer in enumerate(answers)]
 
@@ -244,8 +266,8 @@ class Ranks:
                 raise MalformedValue(f"it must be of the same kind as this rank's own; got {reprlib.repr(value)}")
         except MalformedValue as problem:
             raise CommunicationError(
-                rank=self.rank,
-                peer=rank,
+                rank=self.number(self.rank),
+                peer=self.number(rank),
                 operation=f"exchange of {what}",
                 reason=f"the store's value of {key!r} cannot be read: {problem}",
                 iteration=self.iteration,
@@ -257,13 +279,14 @@ class Ranks:
         cause = root_cause({rank: reports.get(report_key(rank), b"") for rank in range(self.job_size)})
         beats = self._beats(missing)
         silent = self.silent()
-        alive = [f"rank {rank} is alive: {beat.place()}" for rank, beat in beats.items() if rank not in silent]
-        text = f"no message within {seconds:g} s from {named(missing)}" + "".join(f"; {one}" for one in alive)
+        alive = [f"rank {self.number(rank)} is alive: {b.place()}" for rank, b in beats.items() if rank not in silent]
+        numbers = [self.number(rank) for rank in missing]
+        text = f"no message within {seconds:g} s from {named(numbers)}" + "".join(f"; {one}" for one in alive)
         if cause is None and self._job._failure is not None:
             raise self._job._failure
         raise (PeerFailed if cause else DeadlineExceeded)(
-            rank=self.rank,
-            peer=cause[0] if cause else missing[0],
+            rank=self.number(self.rank),
+            peer=self.number(cause[0] if cause else missing[0]),
             operation=operation,
             reason=cause[1] if cause else text,
             iteration=self.iteration,
@@ -290,7 +313,7 @@ class Ranks:
         if not errors:
             return result
         rank, text = errors[0]
-        agreed = text if said.count(text) == self.world_size else f"rank {rank}: {text}"
+        agreed = text if said.count(text) == self.world_size else f"rank {self.number(rank)}: {text}"
         raise UserInputError.on_all_ranks(agreed) from failure
 
     def mark_job(self, name: str) -> None:
@@ -341,13 +364,12 @@ class Ranks:
             CommunicationError: not every rank could be reached.
         """
         self.timeout = timeout
-        self._process_groups += 1
         if device == "cuda":
             torch.cuda.set_device(self.local_rank)
         try:
             dist.init_process_group(
                 backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-                store=dist.PrefixStore(f"process group of {self.world_size}/{self._process_groups}", self.store),
+                store=self.group_store(),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=timedelta(seconds=timeout),
@@ -471,31 +493,61 @@ def check_same(ranks: Ranks, what: str, value: str) -> None:
     for rank, other in enumerate(everybody):
         if other != everybody[0]:
             raise DisagreementError(
-                f"{what} must be the same on all ranks; got {everybody[0]} on rank 0, {other} on rank {rank}"
+                f"{what} must be the same on all ranks; got {everybody[0]} on rank {ranks.number(0)}, {other} on rank "
+                f"{ranks.number(rank)}"
             )
 
 
-def current(timeout: float) -> Ranks:
-    """Return the ranks of the existing process group, or else those of ``join()`` after starting a group of them."""
-    if not dist.is_initialized():
+def current(timeout: float, process_group: dist.ProcessGroup | None = None) -> Ranks:
+    """Return the ranks of ``process_group``, by default torch's default group, which is started if there is none yet.
+
+    All ranks of the group call this together. Those of other groups of the job may do so at the same time, or not.
+
+    Raises:
+        UserInputError: ``process_group`` is no group of torch.distributed, or one without this rank.
+        CommunicationError: not every rank could be reached.
+    """
+    if process_group is not None:
+        _check_group(process_group)
+    elif not dist.is_initialized():
         ranks = join()
         ranks.start_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout)
         return ranks
+    everybody = dist.distributed_c10d._get_default_group()
+    group = process_group or everybody
     # torch offers no public access to the store of a group that somebody else has started.
-    store = dist.PrefixStore("pipesgd", dist.distributed_c10d._get_default_store())
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    session = _open_session(store, rank, world_size, timeout)
+    store = dist.PrefixStore("pipesgd", dist.distributed_c10d._get_process_group_store(group))
+    rank, numbers = dist.get_rank(group), dist.get_process_group_ranks(group)
+    session = _open_session(store, rank, len(numbers), timeout, numbers.__getitem__)
     started = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
-    by_torchrun = started == [str(rank), str(world_size)]  # else torchrun's variables are not those of this group
+    # Else torchrun's variables are not those of the default group.
+    by_torchrun = started == [str(dist.get_rank()), str(dist.get_world_size())]
+    first = dist.get_rank() - _local_rank()
+    close_by = [number for number in numbers if first <= number < first + _local_world_size()]
     return Ranks(
         rank=rank,
-        world_size=world_size,
+        world_size=len(numbers),
         store=session,
         job_store=store,
         standing=Standing(timeout),
-        local_rank=_local_rank() if by_torchrun else 0,
-        local_world_size=_local_world_size() if by_torchrun else 1,
+        local_rank=close_by.index(dist.get_rank()) if by_torchrun else 0,
+        local_world_size=len(close_by) if by_torchrun else 1,
+        numbers=() if group is everybody else tuple(numbers),
     )
+
+
+def _check_group(group: Any) -> None:
+    """Refuse what ``process_group`` cannot be.
+
+    Raises:
+        UserInputError: it is no group of torch.distributed that still exists, or one without this rank.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UserInputError(f"process_group must have this rank in it; got one without rank {dist.get_rank()}")
+    if not isinstance(group, dist.ProcessGroup):
+        raise UserInputError(f"process_group must be a group of torch.distributed; got {type(group).__name__}")
+    if group not in dist.distributed_c10d._world.pg_map:
+        raise UserInputError("process_group must be a group of torch.distributed that exists; got a destroyed one")
 
 
 def _local_rank() -> int:
@@ -506,19 +558,23 @@ def _local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float) -> dist.Store:
+def _open_session(
+    store: dist.Store, rank: int, world_size: int, timeout: float, number: Callable[[int], int] = int
+) -> dist.Store:
     """Return a part of ``store`` that no process of an earlier attempt has written to.
 
     torchrun keeps the store when it restarts the ranks (``--max-restarts``), and its count of restarts may
     differ between machines. So every process chooses a name of its own, and rank 0 answers each name that it
     finds with its own name, which becomes the session's. Nobody reads an answer to a dead process.
+    Errors name each rank by its ``number``.
     """
     calls = BoundedStore(store, lambda: timeout)
     me = uuid.uuid4().hex
     if rank > 0:
         calls.set(f"name of rank {rank}", me)
         if not _poll(lambda: calls.check([f"answer to {me}"]), timeout):
-            raise DeadlineExceeded(rank=rank, peer=0, operation="start", reason=f"no answer within {timeout:g} s")
+            reason = f"no answer within {timeout:g} s"
+            raise DeadlineExceeded(rank=number(rank), peer=number(0), operation="start", reason=reason)
         session = decode_text(calls.get([f"answer to {me}"])[0])
         calls.set(f"{session}/joined by {rank}", "")
         return dist.PrefixStore(session, store)
@@ -534,8 +590,8 @@ def _open_session(store: dist.Store, rank: int, world_size: int, timeout: float)
         return not missing
 
     if not _poll(answer, timeout):
-        reason = f"no message within {timeout:g} s from ranks {missing}"
-        raise DeadlineExceeded(rank=rank, peer=missing[0], operation="start", reason=reason)
+        reason = f"no message within {timeout:g} s from {named([number(other) for other in missing])}"
+        raise DeadlineExceeded(rank=number(rank), peer=number(missing[0]), operation="start", reason=reason)
     return dist.PrefixStore(me, store)
 
 

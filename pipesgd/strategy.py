@@ -12,8 +12,8 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time in which one iteration's data, forward, backward, pack, wait, update,
-    predict or communication ran, on the clock of ``time.perf_counter``, in seconds."""
+    """A stretch of time in which one iteration's data, forward, backward, pack, wait, update, predict or communication
+    ran, or a loader process on its data, on the clock of ``time.perf_counter``, in seconds."""
 
     what: str
     iteration: int
@@ -34,6 +34,11 @@ class Comparison(NamedTuple):
     """Length of the difference between the two, as a multiple of the mean's length; None like ``cosine``."""
 
 
+def hidden_share(communication: float, exposed: float) -> float | None:
+    """Return the share of the communication that the computation did not wait for; None without communication."""
+    return None if communication <= 0 else max(0.0, 1 - exposed / communication)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     """Report of one ``step`` or ``flush``; by default it did nothing."""
@@ -49,12 +54,22 @@ class StepReport:
     which may have run during earlier steps."""
     wire_bytes: int = 0
     """Bytes that this rank sends for the gradient handed over in this step."""
+    gradient_norm: float | None = None
+    """Norm of the averaged gradient that was applied last, before clipping, to as many digits as float32 sums have. It
+    is the same on all ranks that have the same processor and number of threads. None if none was applied, and from
+    strategies other than ``Pipelined``, which gets it from the pass that looks for NaN and infinity."""
     comparison: Comparison | None = None
     """Quality of the prediction of the newest mean that arrived."""
     fell_back: bool = False
     """True if the guard has found that staleness hurts, so that a period at width 1 begins."""
     schedule_steps: int = 1
     """Number of steps that a learning-rate schedule must take now: one, unless other ranks' updates count too."""
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Share of the communication of the gradients that arrived in this step which ran while this rank computed:
+        1 - wait/communication, and at least 0. None if no gradient arrived."""
+        return hidden_share(self.seconds("communication"), self.seconds("wait"))
 
     def seconds(self, what: str) -> float:
         """Return the seconds in spans of this name; "wait" is exposed communication."""

@@ -40,6 +40,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipesgd.cli import as_toml, parse
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
 from pipesgd.data import DataSplits, ShardedBatches, find_loss
+from pipesgd.data.loading import Batches
 from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySignal, named
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
@@ -59,13 +60,14 @@ from pipesgd.run.evaluation import Evaluation, evaluate
 from pipesgd.run.files import write_text_atomically
 from pipesgd.run.folder_lock import FolderLock
 from pipesgd.run.forward_backward import forward_backward
+from pipesgd.run.loading_time import ExposedLoading, LoadingTimes, hint
 from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
 from pipesgd.run.state import RunState
 from pipesgd.run.summary import Result, describe, summarize
-from pipesgd.run.trace import Trace
+from pipesgd.run.trace import Trace, loader
 from pipesgd.run.workload import agree_on_workload, check_own_exchange, load
 from pipesgd.strategies import make_pipeline, make_strategy, serve
-from pipesgd.strategy import Strategy
+from pipesgd.strategy import Span, Strategy
 
 DEFAULT_EPOCHS = 3
 FELL_BACK = (
@@ -231,6 +233,7 @@ class Run:
         self._drift: Drift | None = None
         self._audition_began: float | None = None
         """Time when the present audition began; None if it did in an earlier attempt at this run."""
+        self._loading = LoadingTimes(workers=config.data.workers)
         self._blamed: set[int] = set()
         """Ranks whose gradients were not finite and that have been named in a warning."""
         self._stack = contextlib.ExitStack()
@@ -285,7 +288,7 @@ class Run:
             seconds=config.run.checkpoint_seconds,
             start=self.start,
         )
-        samples = self._stack.enter_context(contextlib.closing(job.batches.from_iteration(self.start)))
+        samples = self._stack.enter_context(contextlib.closing(job.batches.from_iteration(self.start, job.device)))
         if job.workers.rank == 0:
             job.say(describe(config, ranks, job.model, job.network, total=job.iterations, start=self.start))
             self._recorders.append(self._stack.enter_context(MetricsWriter(job.folder, start=self.start)))
@@ -322,7 +325,7 @@ class Run:
             self._last = time.perf_counter()
         farewell.is_open = False
 
-    def _iterate(self, iteration: int, samples: Iterator[Any]) -> IterationMetrics:
+    def _iterate(self, iteration: int, samples: Batches) -> IterationMetrics:
         """One iteration: its gradients, what the strategy makes of them, and an evaluation where one is due."""
         job, ranks, per_epoch = self.job, self.job.ranks, self.job.batches.iterations_per_epoch
         ranks.iteration = iteration
@@ -341,8 +344,12 @@ class Run:
             job.say(FELL_BACK.format(iteration=iteration))
         if self.trace is not None:
             self.trace.add([*spans, *report.spans])
-        seconds = step_seconds(report, time.perf_counter() - self._last)
+            if (worker := samples.last.worker) is not None:
+                self.trace.add([Span(loader(worker), iteration, samples.last.start, samples.last.end)])
+        loading = sum(span.seconds for span in spans if span.what == "data")
+        seconds = step_seconds(report, time.perf_counter() - self._last, loading)
         self._paces.append(seconds["iteration"])
+        self._loading.times.append((seconds["iteration"], loading, samples.last.seconds))
         self._computing.append(seconds["compute"])
         evaluation = None
         if (iteration + 1) % (job.config.run.evaluate_iterations or per_epoch) == 0 and iteration + 1 < job.iterations:
@@ -443,6 +450,7 @@ class Run:
         if self.strategy.replicated:
             check_replicas(hashes, job.iterations)
         evaluation = self._evaluate()
+        exposed = workers.all_gather_object("exposed loading", self._loading.summarize(job.ranks.local_world_size))
         return Result(
             iterations=job.iterations,
             wall_seconds=time.perf_counter() - self._begin,
@@ -451,6 +459,7 @@ class Run:
             test_loss=evaluation.loss,
             iteration_seconds=workers.all_gather_object("pace", statistics(self._paces)["median"]),
             compute_seconds=workers.all_gather_object("pace of computing", statistics(self._computing)["median"]),
+            exposed_loading=[None if one is None else ExposedLoading(*one) for one in exposed],
             weights_sha256=hashes[0],
             replicas_identical=len(set(hashes)) == 1,
         )
@@ -487,6 +496,8 @@ class Run:
             show_summary(job.console, summary, [folder / name for name in names if (folder / name).exists()])
             if planned is not None and summary["planned"]["measured_seconds"] is not None:
                 job.say(planned.compare(summary["planned"]["measured_seconds"]))
+            if (line := hint(result.exposed_loading)) is not None:
+                job.say(line)
             job.say(f"next: tensorboard --logdir {shlex.quote(str(folder))} shows the curves")
         for rank, failures in enumerate(job.workers.all_gather_object("the end", trouble)):
             if failures:

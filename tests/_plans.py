@@ -17,8 +17,8 @@ AUTOS = "--width auto --codec auto --all-reduce auto"
 SMALL = dataclasses.replace(
     MLP, batch_size=16, tensors=(64 * 20, 20, 20 * 10, 10), samples=1497, comm_slowdown=Estimate.exact(0.0)
 )
-SLOW = LinkParams(alpha=5e-5, beta=8e-8, gamma=1e-10, sync=1e-4)
-INSTANT = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
+SLOW = LinkParams(alpha=5e-5, beta=8e-8, gamma=1e-10)
+INSTANT = LinkParams(alpha=0.0, beta=0.0, gamma=0.0)
 
 
 def cluster(link: LinkParams = SLOW, compute: ComputeProfile = MLP, **changes: Any) -> Profile:

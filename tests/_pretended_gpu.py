@@ -39,6 +39,11 @@ class _Unordered:
 
     def synchronize(self) -> None: ...
 
+    def record_event(self) -> _Unordered:
+        return _Unordered()
+
+    def wait_event(self, event: _Unordered) -> None: ...
+
 
 def pretend_cuda(mode: PretendedGpu) -> None:
     """Make threads of this process that open a stream compute in ``mode``; for a process that does nothing else."""
@@ -46,6 +51,7 @@ def pretend_cuda(mode: PretendedGpu) -> None:
     torch.cuda.current_stream = _Unordered  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: mode  # type: ignore[assignment, misc, return-value]
     # Replace those torch methods that ask the driver for a tensor's device before they ask any mode.
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
     torch.Tensor.copy_ = _copy  # type: ignore[method-assign]
     torch.Tensor.__getitem__ = _item  # type: ignore[method-assign, assignment]
 

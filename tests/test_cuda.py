@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from pipesgd.backend import BackendOptions
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.thread import CommunicationThread
 from pipesgd.config import PREDICTIONS
+from pipesgd.data import ShardedBatches
+from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.ranks import Ranks
 from timing_model.schedules import ALL_REDUCES
 
@@ -41,6 +45,31 @@ def test_a_job_begins_after_the_computation_and_is_done_when_its_future_is() -> 
     with torch.cuda.stream(other):  # a stream that has waited for nothing
         assert copied.cpu().eq(1.0).all()
     thread.close()
+
+
+class Large(BatchedDataset):
+    """Samples whose values are their numbers, large enough that a copy takes a while."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, indices: torch.Tensor) -> Batch:
+        return indices.float().view(-1, 1).repeat(1, 1 << 20), indices
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_on_the_gpu_are_those_of_the_cpu_however_late_it_computes(workers: int) -> None:
+    shards = ShardedBatches(Large(), batch_size=4, rank=0, world_size=1, seed=0, loader_workers=workers)
+    sums, expected = [], []
+    with contextlib.closing(shards.from_iteration(0, torch.device("cuda"))) as there:
+        for inputs, targets in itertools.islice(there, 15):
+            torch.cuda._sleep(CYCLES // 10)  # by then, batches far ahead are copied
+            sums.append(torch.stack([inputs.double().mean(1).sum(), targets.double().sum()]))
+            del inputs, targets  # their memory is free for the next copies once this stream has used it
+    with contextlib.closing(shards.from_iteration(0)) as here:
+        for _, targets in itertools.islice(here, 15):
+            expected.append([float(targets.sum())] * 2)
+    assert torch.stack(sums).tolist() == expected
 
 
 def _weights(ranks: Ranks, device: str, all_reduce: str, codec: str) -> tuple[torch.Tensor, int]:

@@ -358,8 +358,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "part": "optimizer must hold all parameters of ddp_model that require a gradient; got one without "
             "first.weight (8 of 10 are missing)",
             "guard": "guard must be left out: a loop with DistributedDataParallel has its own steps",
-            "topk": f"codec must be one of {', '.join(DENSE_CODECS)}; got 'topk'",
-            "codec": f"codec must be one of {', '.join(CODECS)}; got 'int7' (did you mean int8?)",
+            "topk": f"codec must be one of {', '.join(DENSE_CODECS)}, module:function; got 'topk'",
+            "codec": f"codec must be one of {', '.join(CODECS)}, module:function; got 'int7' (did you mean int8?)",
             "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",
             "no backward": "optimizer.step() must follow a backward pass; got a step without a new gradient",
             "flush": "flush must not be called between backward() and optimizer.step()",

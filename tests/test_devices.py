@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,8 @@ from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.config import PREDICTIONS
+from pipesgd.data import ShardedBatches
+from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.flat_buffer import FlatBuffer, on_device
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.base import Reducer
@@ -107,6 +111,53 @@ def _exchange_and_resume(ranks: Ranks) -> dict[tuple[str, torch.dtype], set[str]
             second.wire_bytes(buffer, 1)
             devices[name, dtype] = _devices(second.state_dict())
     return devices
+
+
+class InMode(BatchedDataset):
+    """Twelve samples without values, which count how many batches were loaded."""
+
+    loaded = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, indices: Tensor) -> Batch:
+        self.loaded += 1
+        return torch.zeros(len(indices), 3), {"labels": torch.zeros(len(indices), dtype=torch.int64)}
+
+
+def _load_on_the_gpu(ranks: Ranks) -> list[tuple[int, list[int], set[str]]]:
+    """Return for each of some batches: how many were loaded by then, whose copies were waited for, and its devices."""
+    mode = PretendedGpu()
+    pretend_cuda(mode)
+    waited: list[int] = []
+    copies = itertools.count()
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def record_event(self) -> int:
+            return next(copies)
+
+        def wait_event(self, number: int) -> None:
+            waited.append(number)
+
+    torch.cuda.Stream = torch.cuda.current_stream = Stream  # type: ignore[misc, assignment]
+    found = []
+    with mode, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*no accelerator is found")  # to pin memory for
+        data = InMode()
+        shards = ShardedBatches(data, batch_size=4, rank=0, world_size=1, seed=0)
+        with contextlib.closing(shards.from_iteration(0, torch.device("cuda", 0))) as batches:
+            for images, targets in itertools.islice(batches, 4):
+                devices = _devices([images, targets, batches.last.batch])
+                found.append((data.loaded, list(waited), devices))
+    return found
+
+
+def test_batches_are_copied_to_the_gpu_one_ahead_and_each_waits_for_its_own_copy() -> None:
+    [found] = run_ranks(1, _load_on_the_gpu, process_group=False)
+    assert found == [(number + 2, list(range(number + 1)), {"cuda"}) for number in range(4)]
 
 
 def test_an_exchange_keeps_what_it_remembers_on_the_gpu() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import pipesgd.ddp
 from experiments.quotes import QUOTE
 from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.config import TrainConfig
@@ -40,6 +41,17 @@ def test_the_options_page_has_every_option(site: Path) -> None:
     page = html.unescape((site / "options.html").read_text(encoding="utf-8"))
     names = [*TrainConfig().options(), *CalibrateConfig().options(), "accuracy-cost", "slow-ranks", "seed", "out"]
     assert [name for name in names if f"<code>--{name}</code>" not in page] == []
+
+
+def test_the_api_reference_has_every_public_name_with_its_text(site: Path) -> None:
+    page = html.unescape((site / "api.html").read_text(encoding="utf-8"))
+    doors = [f"ddp.{name}" for name in pipesgd.ddp.__all__] + ["backend.BackendOptions", "accelerate.attach"]
+    names = [f"pipesgd.{name}" for name in [*pipesgd.__all__, *doors, "transformers.PipesgdCallback"]]
+    assert [name for name in names if f'id="{name}"' not in page] == []
+    text = re.sub(r"\s+", " ", re.sub("<[^>]+>", "", page))
+    assert "Pipe-SGD of width K (Li et al., NeurIPS 2018)" in text
+    assert "Norm of the averaged gradient that was applied last" in text, "fields of dataclasses"
+    assert ">>> with Pipelined(model" in text, "examples"
 
 
 def test_it_can_be_read_and_searched_from_a_folder(site: Path) -> None:

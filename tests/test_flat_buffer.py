@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipesgd.flat_buffer import FlatBuffer, all_finite, give_gradients, pack_gradients, take_mean
+from pipesgd.flat_buffer import FlatBuffer, all_finite, finite_norm, give_gradients, pack_gradients, take_mean
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
@@ -59,3 +59,13 @@ def test_finite_means_every_value(values: list[float], finite: bool) -> None:
     buffer = FlatBuffer([torch.zeros(len(values))])
     buffer.fill_from([torch.tensor(values)])
     assert all_finite(buffer) is finite
+    assert (finite_norm(buffer.flats[0]) is not None) is finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("scale", [1.0, 100.0, 1e30])
+def test_the_norm_is_that_of_the_values_in_float64(dtype: torch.dtype, scale: float) -> None:
+    values = (torch.randn(1000, dtype=torch.float64) * scale).to(dtype)
+    wide = values.to(torch.complex128 if dtype.is_complex else torch.float64)
+    exact = float(torch.linalg.vector_norm(wide))
+    assert finite_norm(values) == (pytest.approx(exact, rel=1e-5) if bool(values.isfinite().all()) else None)

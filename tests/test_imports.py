@@ -16,6 +16,7 @@ from conftest import REPOSITORY
 
 import pipesgd
 import timing_model
+from pipesgd import errors
 
 TESTBED = REPOSITORY / "experiments" / "testbed"
 
@@ -143,3 +144,29 @@ def test_every_public_name_is_there_and_documented() -> None:
         assert getattr(pipesgd, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'Piplined'"):
         _ = pipesgd.Piplined
+
+
+def test_the_public_names_are_those_that_python_shows() -> None:
+    starred: dict[str, object] = {}
+    exec("from pipesgd import *", starred)
+    assert [name for name in starred if name != "__builtins__"] == pipesgd.__all__ == dir(pipesgd)
+    exceptions = {
+        kind.__name__ for kind in vars(errors).values() if isinstance(kind, type) and kind.__module__ == errors.__name__
+    }
+    assert exceptions <= set(pipesgd.__all__)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("statement", ["from pipesgd import *", "import pipesgd.ddp, pipesgd.backend"])
+def test_importing_pipesgd_imports_no_other_package(statement: str) -> None:
+    """torch's compiler, tyro and numba take from a tenth of a second to more than one: they wait for a first use."""
+    program = f"import sys, torch; before = set(sys.modules); {statement}; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    packages = {room(module) for module in done.stdout.split()}
+    assert packages - sys.stdlib_module_names == {"pipesgd", "timing_model"}
+
+
+def test_importing_the_package_alone_does_not_import_torch() -> None:
+    program = "import sys, pipesgd; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

@@ -6,6 +6,8 @@ import importlib.metadata
 import re
 import tomllib
 
+import pipesgd
+import timing_model
 from experiments.results import REPOSITORY
 
 
@@ -25,6 +27,13 @@ def test_a_source_distribution_has_what_the_readme_names() -> None:
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     linked = {link.split("/")[0].split("#")[0] for link in re.findall(r"\]\((?!https?:|#)([^)]+)\)", readme)}
     assert linked <= set(included)
+
+
+def test_one_version_is_named_everywhere() -> None:
+    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
+    [newest, *_] = re.findall(r"^## (\S+) \(", (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert f"\nversion: {pipesgd.__version__}\n" in citation
+    assert newest == pipesgd.__version__ == timing_model.__version__
 
 
 def test_the_citation_names_the_license_of_the_package() -> None:

@@ -38,13 +38,15 @@ def test_the_main_job_leaves_what_it_promises(tmp_path: Path) -> None:
     assert (result["strategy"], result["width"], result["codec"]) == ("pipelined", 2, "fp32")
     assert (result["all_reduce"], result["prediction"], result["iterations"]) == ("ring", "eager", 150)
     assert result["replicas_identical"] is True
+    assert len(result["loading_share_of_ranks"]) == 4
+    assert all(0 < share < 1 for share in result["loading_share_of_ranks"])
     assert result["final"]["test_accuracy"] > 0.75
     assert 0 < result["final"]["train_loss"] < 1.5
     assert 0 < result["final"]["test_loss"] < 1
     seconds = result["seconds"]
-    assert set(seconds) == {"iteration", "compute", "communication", "exposed", "update"}
+    assert set(seconds) == {"iteration", "loading", "compute", "communication", "exposed", "update"}
     assert all(set(values) == {"median", "mean", "p95"} for values in seconds.values())
-    parts = sum(seconds[name]["mean"] for name in ("compute", "exposed", "update"))
+    parts = sum(seconds[name]["mean"] for name in ("loading", "compute", "exposed", "update"))
     assert parts == pytest.approx(seconds["iteration"]["mean"])
     # 784-500-500-10 has 648,010 parameters: 2 * 3/4 of 4 bytes each, up to the rounding of chunks.
     assert result["wire_bytes_per_iteration"] == pytest.approx(648_010 * 4 * 1.5, abs=16)
@@ -182,6 +184,7 @@ def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, worker
     "words",
     [
         "--width 2",
+        "--width 2 --random-crop 2 --mirror",
         "--width 3 --warmup-iterations 4 --optimizer adamw --schedule one-cycle",
         "--width 3 --optimizer muon --schedule one-cycle",
         "--width 2 --codec int4",

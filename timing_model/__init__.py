@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from timing_model.schedules import ALL_REDUCES
     from timing_model.simulate import simulate_iterations
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "all_reduce": ("CollectiveTime", "all_reduce_time", "gather_time"),

@@ -6,12 +6,14 @@ import math
 
 from timing_model.choices import TIE, Choice
 from timing_model.cluster_profile import UNCOMPRESSED
+from timing_model.costs import HIDDEN, workers_that_hide
+from timing_model.iteration import IterationTime
 from timing_model.job import Job
 from timing_model.plan import Plan
 from timing_model.units import format_seconds
 
-HIDDEN = 0.01
-"""Share of an iteration up to which waiting counts as nothing."""
+NOTHING = 0.0005
+"""Share that people would read as 0.0 %."""
 MANY = 100
 """Speedup from which on decimals say nothing."""
 
@@ -37,13 +39,25 @@ def reason(choice: Choice) -> str:
     if iteration.exposed <= HIDDEN * iteration.total:
         return "computation hides all of the communication"
     waits = {"the network": iteration.wire, "the codec": iteration.codec, "the slowest rank": iteration.jitter}
+    waits["its batch"] = iteration.loading
     worst = max(waits, key=lambda name: waits[name])
     return f"waits {format_seconds(waits[worst])} for {worst}"
 
 
 def advice(plan: Plan) -> list[str]:
     """Return sentences on what a person should know about a plan."""
-    return [one for one in (_pipelining(plan), _wider(plan), _codec(plan), _servers(plan)) if one]
+    return [one for one in (_pipelining(plan), _wider(plan), _codec(plan), _servers(plan), _loading(plan)) if one]
+
+
+def loading_advice(job: Job, iteration: IterationTime) -> str | None:
+    """Return a sentence on exposed loading, and the number of loader workers that hides it; None if it is hidden."""
+    if iteration.loading <= HIDDEN * iteration.total:
+        return None
+    exposed = f"Loading adds {format_seconds(iteration.loading)} to an iteration"
+    workers = workers_that_hide(job)
+    if workers is not None:
+        return f"{exposed}: --loader-workers {workers} hides it."
+    return f"{exposed}, and no number of --loader-workers hides all of it: cores are the limit."
 
 
 def ratio(one: Choice, other: Choice) -> float:
@@ -55,6 +69,10 @@ def ratio(one: Choice, other: Choice) -> float:
 
 def training_arguments(job: Job) -> str:
     """Return the options of ``pipesgd.train`` that run a configuration."""
+    return _strategy_arguments(job) + (f" --accumulation {job.accumulation}" if job.accumulation > 1 else "")
+
+
+def _strategy_arguments(job: Job) -> str:
     if job.strategy == "ddp":
         return "--strategy ddp" + ("" if job.codec == UNCOMPRESSED else f" --ddp-hook {job.codec}")
     if job.strategy == "ps-sync":
@@ -104,15 +122,19 @@ def _codec(plan: Plan) -> str | None:
     if compressed is None:
         return "Use no codec: none of those searched could be faster."
     more = ratio(compressed, best) - 1
-    if more > 0:
+    if more > NOTHING:
         return f"Use no codec: with the best one ({compressed.job.codec}) it takes {more:.1%} longer."
-    gain = ratio(best, compressed) - 1
+    gain = max(0.0, ratio(best, compressed) - 1)
     return f"Use no codec: the best one ({compressed.job.codec}) would gain {gain:.1%}, which is a tie."
+
+
+def _loading(plan: Plan) -> str | None:
+    return loading_advice(plan.best.job, plan.best.iteration)
 
 
 def _servers(plan: Plan) -> str | None:
     servers = next((one for one in plan.ranking if one.job.strategy == "ps-sync"), None)
-    if servers is None or servers is plan.best:
+    if servers is None or servers is plan.best or servers in plan.tied:
         return None
     times, number = ratio(servers, plan.best), servers.job.servers
     shown = f"{times:,.0f}" if times >= MANY else f"{times:.2f}"

@@ -32,7 +32,7 @@ class CollectiveTime(NamedTuple):
 
     total: float
     wire: float
-    """Latency, transfer, message overhead and synchronization: the time left with a codec that costs nothing."""
+    """Latency, transfer and message overhead: the time left with a codec that costs nothing."""
     codec: float
     """Encoding, decoding and adding that the wire does not hide."""
 
@@ -100,9 +100,9 @@ def all_reduce_time(
     Raises:
         ValueError: a value is out of range.
 
-    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.5)
+    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0)
     >>> all_reduce_time("ring", link, 4.0, world_size=2)
-    CollectiveTime(total=6.5, wire=6.5, codec=0.0)
+    CollectiveTime(total=6.0, wire=6.0, codec=0.0)
     """
     check_all_reduce("all_reduce", all_reduce)
     check_at_least("numel", numel, 0)
@@ -135,7 +135,7 @@ def gather_time(
 ) -> CollectiveTime:
     r"""Time of a reducer that gathers every rank's part around the ring, as topk does, in s.
 
-    .. math:: T = n k_e + (p-1)(\alpha + o + w) + p\, n k_a + S
+    .. math:: T = n k_e + (p-1)(\alpha + o + w) + p\, n k_a
 
     n is ``numel``, k_e and k_a are ``codec.encode`` (choosing) and ``codec.add`` (adding one rank's part, per value of
     the whole), and w is the transfer of a part; the latencies of its segments overlap. The time grows with p. Nothing
@@ -144,7 +144,7 @@ def gather_time(
 
     Raises ``ValueError`` if a value is out of range.
 
-    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.0)
+    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0)
     >>> topk = CodecCost(name="topk", bits=8.0, encode=0.5, decode=0.0, add=0.25, hop=0.0)
     >>> gather_time(link, 4.0, 3, codec=topk)
     CollectiveTime(total=9.0, wire=4.0, codec=5.0)
@@ -186,7 +186,7 @@ def _time(
     segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
     if messages_meet(all_reduce, world_size):
         programs = tasks_of(_parts(all_reduce, world_size), numel, codec, segments=segments, ahead=SEGMENTS_AHEAD)
-        return max(simulate_messages(programs, Network(link=link))) + link.sync
+        return max(simulate_messages(programs, Network(link=link)))
     values = chunk / segments
     nbytes = codec.wire_bytes(values)
     costs = SegmentCosts(
@@ -201,7 +201,7 @@ def _time(
         time = critical_path.hierarchical(costs, world_size, segments, ranks_per_node=ranks_per_node)
     else:
         time = PATHS[all_reduce](costs, world_size, segments)
-    return time + link.sync
+    return time
 
 
 @lru_cache(maxsize=65536)

@@ -9,11 +9,11 @@ import re
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from timing_model import __version__
 from timing_model.advice import advice, describe, reason, training_arguments
+from timing_model.alternatives import alternatives
 from timing_model.arguments import Parser, whole
 from timing_model.checks import check_one_of
 from timing_model.choices import (
@@ -26,14 +26,12 @@ from timing_model.choices import (
     Space,
     all_codecs,
 )
-from timing_model.cluster_profile import Profile
 from timing_model.costs import costs_of, iteration_time
 from timing_model.job import STRATEGIES
-from timing_model.options import add_configuration, add_job, add_nodes, add_output, base_of, job_of
+from timing_model.options import add_configuration, add_job, add_nodes, base_of, job_of
 from timing_model.plan import plan
 from timing_model.plots import check_plot, plot_parts, save_plot
 from timing_model.predict import Answer, predict
-from timing_model.refit import fit, fit_text
 from timing_model.report import answer_text, job_line, plan_text
 from timing_model.simulate_job import plot_simulated_job, simulate_job
 
@@ -45,7 +43,6 @@ HELP = """Predict what a training job will cost, and how to run it, before it ru
   predict    time of an iteration, an epoch and the job, by parts, and what limits it
   plan       best strategy, width, codec and all-reduce, and why
   simulate   the iterations one by one, with jitter and slow ranks
-  fit        adjust a profile to runs of pipesgd.train
 
 For a measured cluster (torchrun ... -m pipesgd.calibrate --out cluster.toml):
   timing-model plan --cluster cluster.toml --model resnet18 --batch-size 64 --world-size 8
@@ -163,9 +160,10 @@ def _plan(given: Namespace) -> str:
     asked = {name: tuple(dict.fromkeys(getattr(given, name))) for name in names if getattr(given, name)}
     if ALL in asked.get("codecs", ()):
         asked["codecs"] = all_codecs(base.cluster)
+    space = dataclasses.replace(space, **asked)
     found = plan(
         base,
-        dataclasses.replace(space, **asked),
+        space,
         accuracy_cost=dict(map(_accuracy_cost, given.accuracy_cost)),
         extrapolate=given.extrapolate,
     )
@@ -178,14 +176,15 @@ def _plan(given: Namespace) -> str:
             height=2 + 0.3 * len(shown),
         )
     answer = predict(found.best.job, extrapolate=given.extrapolate)
+    others = alternatives(found, space, extrapolate=given.extrapolate)
     if not given.json:
-        return plan_text(found, answer, given.top)
+        return plan_text(found, answer, given.top, others)
     values = {
         "predicted": answer.as_json(),
         "best": _choice(found.best),
         "synchronous": found.synchronous and _choice(found.synchronous),
         "uncompressed": found.uncompressed and _choice(found.uncompressed),
-        "advice": advice(found),
+        "advice": [*advice(found), *others],
         "ranking": [_choice(one) | {"tie": one in found.tied} for one in found.kinds[: given.top]],
         "considered": found.considered,
     }
@@ -224,25 +223,10 @@ def _simulate(given: Namespace) -> str:
     return json.dumps(simulated.as_json(), indent=1) if given.json else simulated.text()
 
 
-def _add_fit(options: Parser) -> None:
-    options.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders that pipesgd.train left")
-    options.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="profile to begin with")
-    options.add_argument("--out", type=Path, required=True, metavar="FILE", help="profile to write")
-    add_output(options)
-
-
-def _fit(given: Namespace) -> str:
-    """Fit the link and the computation of a profile to runs that were made."""
-    refitted = fit(Profile.load(given.cluster), given.runs)
-    refitted.profile.save(given.out)
-    return json.dumps(refitted.as_json(), indent=1) if given.json else fit_text(refitted)
-
-
 COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Namespace], str]]] = {
     "predict": (_add_predict, _predict),
     "plan": (_add_plan, _plan),
     "simulate": (_add_simulate, _simulate),
-    "fit": (_add_fit, _fit),
 }
 
 if __name__ == "__main__":

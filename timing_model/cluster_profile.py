@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from timing_model.checks import check_one_of
+from timing_model.former_links import with_one_latency
 from timing_model.measured import (
     LINK,
     MOST,
@@ -22,7 +23,6 @@ from timing_model.measured import (
     LinkProfile,
     MeasuredIteration,
 )
-from timing_model.params import CodecCost, LinkParams, uncompressed
 from timing_model.schedules import ALL_REDUCES
 from timing_model.toml_io import Scalar, Table, format_tables, read_tables
 
@@ -40,16 +40,17 @@ __all__ = [
     "Profile",
 ]
 
-FORMAT = 4
-"""Version of the file's format; raised whenever an older reader would misunderstand a newer file."""
+FORMAT, FORMER_FORMATS = 5, (3, 4)
+"""Version of the file's format, raised whenever an older reader would misunderstand a newer file, and those that are
+still read: of these, the rates of codecs in cache count no longer, and ``former_links`` converts links."""
 FORMER_NAMES = {
     "compute_slowdown": "contention",
     "codec_compute_slowdown": "codec_contention",
     "comm_slowdown": "hindrance",
     "comm_slowdowns": "hindrances",
 }
-"""Fields of a computation, and their names in format 3, which this version still reads."""
-RING = "ring"
+"""Fields of a computation, and their names in format 3."""
+RING, HIERARCHICAL = "ring", "hierarchical"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
 """Names of the all-reduces, and of the parameter server, that may have a link of their own."""
 MOST_CV = 10.0
@@ -106,20 +107,23 @@ class Profile:
         """
         file = read_tables(path)
         version = file.count("format")
-        if version not in (FORMAT, FORMAT - 1):
+        if version not in (FORMAT, *FORMER_FORMATS):
             raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate again)", version)
         links, codecs = (file.table(name) if name in file else None for name in ("links", "codecs"))
         servers = file.table("servers") if "servers" in file else None
+        sharing = _estimate(servers, "sharing", most=1.0) if servers else None
+        read_link = _link if version == FORMAT else partial(_former_link, sharing=sharing)
         profile = cls(
             provenance=file.table("provenance").scalars() if "provenance" in file else {},
             calibrated=_calibrated(file.table("calibrated")),
-            link=_link(file.table("link")),
-            links={name: _link(links.table(name)) for name in _names(links, BESIDE_RING)} if links else {},
-            inner=_link(file.table("inner")) if "inner" in file else None,
-            codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
-            sharing=_estimate(servers, "sharing", most=1.0) if servers else None,
+            link=read_link(file.table("link"), RING),
+            links={name: read_link(links.table(name), name) for name in _names(links, BESIDE_RING)} if links else {},
+            inner=read_link(file.table("inner"), HIERARCHICAL) if "inner" in file else None,
+            codecs={name: _codec(codecs.table(name), version) for name in codecs.names()} if codecs else {},
+            sharing=sharing,
             compute=tuple(
-                _compute(table, FORMER_NAMES if version < FORMAT else {}) for table in file.tables("compute")
+                _compute(table, FORMER_NAMES if version == FORMER_FORMATS[0] else {})
+                for table in file.tables("compute")
             ),
         )
         if servers:
@@ -135,24 +139,22 @@ class Profile:
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises ``ValueError`` if it cannot be written."""
         values = {"format": FORMAT, **dataclasses.asdict(self)}
+        for link in (values["link"], values["inner"], *values["links"].values()):
+            if link is not None:
+                del link["overhead"]  # is not measured
         ordered = {name: values[name] for name in ("format", "provenance", "calibrated", "link", "links", "inner")}
         ordered["codecs"] = {name: one | one.pop("rates") for name, one in values["codecs"].items()}
-        for one in ordered["codecs"].values():
-            if one["in_cache"] is None:
-                del one["in_cache"], one["cache_bytes"]
-            else:
-                one["in_cache"] = {"cache_bytes": one.pop("cache_bytes"), **one["in_cache"]}
         ordered["servers"] = None if self.sharing is None else {"sharing": values["sharing"]}
         ordered["compute"] = values["compute"]
+        for one, measured in zip(ordered["compute"], self.compute, strict=True):
+            if measured.loading.value == 0:  # readers of format 4 that do not know it can then read the file, too
+                one["loading"] = None
         aside = path.with_name(f".{path.name}.tmp")
         try:
             aside.write_text(format_tables(ordered) + "\n", encoding="utf-8")
             aside.replace(path)
         except OSError as failure:
             raise ValueError(f"{path} must be a file to write; {failure.strerror}") from None
-
-    def link_params(self) -> LinkParams:
-        return self.link.params()
 
     def link_of(self, name: str) -> LinkProfile:
         """Return the link of an all-reduce, or of ``PARAMETER_SERVER``."""
@@ -162,13 +164,6 @@ class Profile:
         """Return the corrections of an all-reduce, or of ``PARAMETER_SERVER``; None if it was not measured itself."""
         link = self.link if name == RING else self.links.get(name)
         return None if link is None else link.corrections
-
-    def codec_cost(self, name: str, message_values: float) -> CodecCost:
-        """Return a codec's cost for ``message_values`` per message. Raises ``ValueError`` if it was not measured."""
-        if name == UNCOMPRESSED:
-            return uncompressed(self.link.gamma.value)
-        check_one_of("codec", name, [UNCOMPRESSED, *self.codecs])
-        return self.codecs[name].cost(name, message_values)
 
 
 def _configuration(measured: MeasuredIteration) -> tuple[object, ...]:
@@ -189,11 +184,18 @@ def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
     return Estimate(value, low, high)
 
 
-def _link(table: Table) -> LinkProfile:
+def _link(table: Table, name: str) -> LinkProfile:
     corrections = _corrections(table.table("corrections")) if "corrections" in table else None
-    link = LinkProfile(corrections=corrections, **{name: _estimate(table, name) for name in LINK})
+    alpha, beta, gamma = (_estimate(table, name) for name in LINK)
     table.done()
-    return link
+    return LinkProfile(alpha=alpha, beta=beta, gamma=gamma, corrections=corrections)
+
+
+def _former_link(table: Table, name: str, *, sharing: Estimate | None) -> LinkProfile:
+    """Read the link of an all-reduce, or of ``PARAMETER_SERVER``, in a file of the former formats."""
+    sync, overhead = _estimate(table, "sync").value, _estimate(table, "overhead")
+    link = _link(table, name)
+    return with_one_latency(name, link, overhead=overhead, sync=sync, sharing=0.0 if sharing is None else sharing.value)
 
 
 def _corrections(table: Table) -> Corrections:
@@ -214,23 +216,14 @@ def _names(table: Table, known: Sequence[str]) -> list[str]:
     return table.names()
 
 
-def _rates(table: Table) -> CodecRates:
-    return CodecRates(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(CodecRates)})
-
-
-def _codec(table: Table) -> CodecProfile:
-    rates, cache_bytes = None, 0
-    if "in_cache" in table:
-        inner = table.table("in_cache")
-        rates, cache_bytes = _rates(inner), inner.count("cache_bytes")
-        inner.done()
+def _codec(table: Table, version: int) -> CodecProfile:
+    if version in FORMER_FORMATS and "in_cache" in table:
+        table.table("in_cache")
     codec = CodecProfile(
         bits=table.number("bits", least=SMALLEST_BITS),
         gathered=table.flag("gathered"),
         call=_estimate(table, "call"),
-        rates=_rates(table),
-        in_cache=rates,
-        cache_bytes=cache_bytes,
+        rates=CodecRates(**{one.name: _estimate(table, one.name) for one in dataclasses.fields(CodecRates)}),
     )
     table.done()
     return codec
@@ -262,6 +255,7 @@ def _compute(table: Table, names: Mapping[str, str]) -> ComputeProfile:
         slow_ranks=table.numbers("slow_ranks", least=1.0),
         comm_slowdowns={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
         measured=tuple(map(_measured, table.tables("measured"))),
+        loading=_estimate(table, "loading") if "loading" in table else Estimate.exact(0.0),
         **{name: _estimate(table, names.get(name, name)) for name in ESTIMATES},
     )
     table.done()

@@ -38,7 +38,7 @@ def lower_bound_time(link: LinkParams, nbytes: float, world_size: int) -> float:
     An algorithm that sends to several ranks at once, such as all-to-all, needs only 2 alpha.
     Source: Patarasuk & Yuan, 2009; Chan et al., 2007.
 
-    >>> lower_bound_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 8.0, 4)
+    >>> lower_bound_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0), 8.0, 4)
     12.0
     """
     transferred = ring_all_reduce_bytes(nbytes, world_size)
@@ -48,11 +48,11 @@ def lower_bound_time(link: LinkParams, nbytes: float, world_size: int) -> float:
 def ring_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> float:
     r"""Time of one ring all-reduce, in s.
 
-    .. math:: T = 2(p-1)(\alpha + o) + 2\frac{p-1}{p} n \beta + \frac{p-1}{p} n \gamma + S
+    .. math:: T = 2(p-1)(\alpha + o) + 2\frac{p-1}{p} n \beta + \frac{p-1}{p} n \gamma
 
     Source: Patarasuk & Yuan, 2009.
 
-    >>> ring_all_reduce_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), nbytes=8, world_size=4)
+    >>> ring_all_reduce_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0), nbytes=8, world_size=4)
     6.0
     """
     transferred = ring_all_reduce_bytes(nbytes, world_size)
@@ -67,7 +67,7 @@ def ring_codec_time(link: LinkParams, codec: CodecCost, numel: float, world_size
     .. math::
 
         T = \frac{e + o' + w}{k} + \alpha + (p-2) H(h) + H(h + d) + (p-2) H(d) + \frac{d}{k}
-          + \frac{k-1}{k} \max(w, e + o', h + o') + S, \qquad
+          + \frac{k-1}{k} \max(w, e + o', h + o'), \qquad
         H(c) = \max\left(\frac{c + o' + w}{k} + \alpha,\; c + o',\; w\right)
 
     A step takes the sum of codec and wire without segments, and the larger of them with many. The formula is exact for
@@ -77,7 +77,7 @@ def ring_codec_time(link: LinkParams, codec: CodecCost, numel: float, world_size
     Source: timing.md, "Codecs in the ring".
 
     >>> codec = CodecCost(name="", bits=32.0, encode=1.0, decode=0.5, add=0.0, hop=2.0)
-    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0, sync=0.0)
+    >>> link = LinkParams(alpha=1.0, beta=0.25, gamma=0.0)
     >>> [ring_codec_time(link, codec, 4.0, 2, segments=segments) for segments in (1, 2)]
     [14.0, 10.5]
     """
@@ -96,19 +96,19 @@ def ring_codec_time(link: LinkParams, codec: CodecCost, numel: float, world_size
     filling = (encode + overhead + wire + decode) / segments + link.alpha
     steps = (world_size - 2) * (step(hop) + step(decode)) + step(hop + decode)
     rest = (segments - 1) / segments * max(wire, encode + overhead, hop + overhead)
-    return filling + steps + rest + link.sync
+    return filling + steps + rest
 
 
 def recursive_doubling_time(link: LinkParams, nbytes: float, world_size: int) -> float:
     r"""Time of one all-reduce by recursive doubling, in s.
 
-    .. math:: T = \log_2 p\,(\alpha + o + n \beta + n \gamma) + S
+    .. math:: T = \log_2 p\,(\alpha + o + n \beta + n \gamma)
 
     If p is not a power of two, the ranks above the largest one below p fold in first and get the result at the end:
     the logarithm is :math:`\lfloor \log_2 p \rfloor`, and two messages of n bytes and one sum of n are added.
     Source: Thakur, Rabenseifner & Gropp, 2005.
 
-    >>> [recursive_doubling_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, p) for p in (1, 2, 4, 5)]
+    >>> [recursive_doubling_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0), 8, p) for p in (1, 2, 4, 5)]
     [0.0, 1.0, 2.0, 4.0]
     """
     _check(nbytes, world_size)
@@ -119,16 +119,16 @@ def recursive_doubling_time(link: LinkParams, nbytes: float, world_size: int) ->
 def halving_doubling_time(link: LinkParams, nbytes: float, world_size: int) -> float:
     r"""Time of one all-reduce by recursive halving and doubling, in s.
 
-    .. math:: T = 2 \log_2 p\,(\alpha + o) + 2\frac{p-1}{p} n \beta + \frac{p-1}{p} n \gamma + S
+    .. math:: T = 2 \log_2 p\,(\alpha + o) + 2\frac{p-1}{p} n \beta + \frac{p-1}{p} n \gamma
 
     If p is not a power of two, q is the largest one below it, and the ranks above q fold in first:
 
-    .. math:: T = (2 \log_2 q + 2)(\alpha + o) + (2\frac{q-1}{q} + 2) n \beta + (\frac{q-1}{q} + 1) n \gamma + S
+    .. math:: T = (2 \log_2 q + 2)(\alpha + o) + (2\frac{q-1}{q} + 2) n \beta + (\frac{q-1}{q} + 1) n \gamma
 
     (timing.md has p for q in the fractions, which counts more than is sent.)
     Source: Rabenseifner, 2004; Thakur, Rabenseifner & Gropp, 2005.
 
-    >>> [halving_doubling_time(LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0), 8, p) for p in (1, 2, 4, 5)]
+    >>> [halving_doubling_time(LinkParams(alpha=0.0, beta=1.0, gamma=0.0), 8, p) for p in (1, 2, 4, 5)]
     [0.0, 8.0, 12.0, 28.0]
     """
     _check(nbytes, world_size)
@@ -140,13 +140,13 @@ def halving_doubling_time(link: LinkParams, nbytes: float, world_size: int) -> f
 def all_to_all_time(link: LinkParams, nbytes: float, world_size: int) -> float:
     r"""Time of an all-to-all, a sum and an all-gather, each rank with all others at once, in s.
 
-    .. math:: T = 2 \alpha + 2(p-1) o + 2\frac{p-1}{p} n \beta + \frac{p-1}{p} n \gamma + S
+    .. math:: T = 2 \alpha + 2(p-1) o + 2\frac{p-1}{p} n \beta + \frac{p-1}{p} n \gamma
 
     Messages are posted together, so their latencies overlap; p-1 senders meet at every NIC, which costs more than this
     where a switch is short of buffers.
     Source: Ma, Mao & Taylor, 2016 (Theano-MPI's ASA).
 
-    >>> all_to_all_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 8, 4)
+    >>> all_to_all_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0), 8, 4)
     14.0
     """
     transferred = ring_all_reduce_bytes(nbytes, world_size)
@@ -163,35 +163,35 @@ def hierarchical_time(
 
         T = 2(g-1)(\alpha_i + o_i) + 2\frac{g-1}{g} n \beta_i + \frac{g-1}{g} n \gamma_i
           + 2(N-1)(\alpha_e + o_e) + 2\frac{N-1}{N} \frac{n}{\min(r, g)} \beta_e
-          + \frac{N-1}{N} \frac{n}{g} \gamma_e + S_e
+          + \frac{N-1}{N} \frac{n}{g} \gamma_e
 
     i is ``inner``, e is ``link``. The g ranks of a node share its NICs; a single rank can use only one of them.
     Source: timing.md; Thakur & Gropp, 2003, for the composition.
 
-    >>> one = LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0)
+    >>> one = LinkParams(alpha=1.0, beta=0.0, gamma=0.0)
     >>> hierarchical_time(one, one, 8.0, nodes=4, ranks_per_node=2)
     8.0
     """
     for name, value in (("nodes", nodes), ("ranks_per_node", ranks_per_node), ("nics", nics)):
         check_count(name, value)
-    inside = ring_all_reduce_time(inner, nbytes, ranks_per_node) - (inner.sync if ranks_per_node > 1 else 0.0)
+    inside = ring_all_reduce_time(inner, nbytes, ranks_per_node)
     share = nbytes / ranks_per_node
     sharing = max(1.0, ranks_per_node / nics)  # ranks at each NIC
     outside = ring_all_reduce_time(link, share, nodes) + (sharing - 1) * ring_all_reduce_bytes(share, nodes) * link.beta
-    return inside + outside + (link.sync if nodes == 1 < ranks_per_node else 0.0)
+    return inside + outside
 
 
 def chain_all_reduce_time(link: LinkParams, nbytes: float, *, depth: int, segment_bytes: float | None = None) -> float:
     r"""Time of a pipelined chain or tree of ``depth`` d, in messages of m bytes, in s.
 
-    .. math:: T = (d + n/m)(\alpha + o + m (\beta + \gamma)) + S
+    .. math:: T = (d + n/m)(\alpha + o + m (\beta + \gamma))
 
     Without ``segment_bytes``, m is the best size, :math:`\sqrt{n(\alpha + o) / (d(\beta + \gamma))}`, from 1 to n. This
     project does not run the algorithm; the formula is here for comparison. A chain and back has d = 2(p-1), a double
     binary tree d = 2 log2 p and twice the bytes.
     Source: timing.md.
 
-    >>> chain_all_reduce_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 16.0, depth=4)
+    >>> chain_all_reduce_time(LinkParams(alpha=1.0, beta=1.0, gamma=0.0), 16.0, depth=4)
     36.0
     """
     _check(nbytes, 1)
@@ -203,7 +203,7 @@ def chain_all_reduce_time(link: LinkParams, nbytes: float, *, depth: int, segmen
         best = math.sqrt(nbytes * latency / (depth * rate)) if rate > 0 else nbytes
         segment_bytes = min(nbytes, max(1.0, best))
     check_at_least("segment_bytes", segment_bytes, min(1.0, nbytes))
-    return (depth + nbytes / segment_bytes) * (latency + segment_bytes * rate) + link.sync
+    return (depth + nbytes / segment_bytes) * (latency + segment_bytes * rate)
 
 
 def _check(nbytes: float, world_size: int) -> None:
@@ -220,4 +220,4 @@ def _doublings(world_size: int) -> tuple[int, int]:
 def _sum(link: LinkParams, messages: int, transferred: float, added: float, world_size: int) -> float:
     if world_size == 1:
         return 0.0
-    return messages * (link.alpha + link.overhead) + transferred * link.beta + added * link.gamma + link.sync
+    return messages * (link.alpha + link.overhead) + transferred * link.beta + added * link.gamma

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
-from timing_model.all_reduce import CollectiveTime, all_reduce_time, chunks_of, gather_time
+from timing_model.all_reduce import CollectiveTime, all_reduce_time, gather_time
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.iteration import (
     IterationTime,
     ddp_buckets,
     layerwise_iteration_time,
+    loaded_iteration_time,
     pipelined_iteration_time,
     server_iteration_time,
 )
 from timing_model.job import Job
-from timing_model.measured import LINK, CodecProfile, Estimate, LinkProfile
+from timing_model.measured import LINK, Estimate, LinkProfile
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, uncompressed
-from timing_model.schedules import segments_of
 
 DEFAULT_SHARING = 0.5
 """Sharing of servers that were not measured: between both bounds, as it was on this project's testbed."""
+
+HIDDEN = 0.01
+"""Share of an iteration up to which waiting counts as nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,37 +49,60 @@ def costs_of(job: Job) -> Costs:
     if correction is not None:
         link = link.times(correction[0])
     profile = job.codec_profile
-    codec = uncompressed(0.0) if profile is None else profile.cost(job.codec, _message_values(job, profile))
+    codec = uncompressed(0.0) if profile is None else profile.cost(job.codec)
     return Costs(
         link=link,
         inner=None if cluster.inner is None else cluster.inner.params(),
         codec=codec,
-        times=job.compute.times(job.width, job.all_reduce, job.codec),
+        times=job.accumulated.times(job.width, job.all_reduce, job.codec),
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
     )
 
 
 def iteration_time(job: Job, costs: Costs) -> tuple[IterationTime, CollectiveTime]:
     """Return the time of one iteration, and that of all its communication, hidden or not."""
-    if job.strategy == "ps-sync":
-        traffic = parameter_server_time(
-            costs.link,
-            job.nbytes,
-            job.world_size,
-            servers=job.servers,
-            placement=job.placement,
-            sharing=costs.sharing,
-        )
-        iteration = server_iteration_time(costs.times, traffic, world_size=job.workers, noise=job.noise)
-        return iteration, traffic
-    if job.strategy == "ddp":
-        cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
-        buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
-        whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
-        noise = job.noise
-        return layerwise_iteration_time(costs.times, buckets, world_size=job.workers, noise=noise), whole
+    iteration, communication = ITERATIONS[job.strategy](job, costs)
+    return loaded_time(job, costs, iteration), communication
+
+
+Iteration = Callable[[ComputeTimes], IterationTime]
+"""Time of an iteration without the loading of its batch, given the times of the computation."""
+
+
+def _pipelined(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
     whole = collective_time(job, costs, job.compute.numel)
-    return pipelined_time(job, costs, whole), whole
+    return partial(_pipelined_iteration, job, whole), whole
+
+
+def _pipelined_iteration(job: Job, collective: CollectiveTime, times: ComputeTimes) -> IterationTime:
+    return pipelined_iteration_time(times, collective, job.width, world_size=job.workers, noise=job.noise)
+
+
+def _ddp(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
+    cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
+    buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
+    whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
+    return partial(layerwise_iteration_time, buckets=buckets, world_size=job.workers, noise=job.noise), whole
+
+
+def _servers(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
+    traffic = parameter_server_time(
+        costs.link,
+        job.nbytes,
+        job.world_size,
+        servers=job.servers,
+        placement=job.placement,
+        sharing=costs.sharing,
+    )
+    return partial(server_iteration_time, traffic=traffic, world_size=job.workers, noise=job.noise), traffic
+
+
+ITERATIONS: dict[str, Callable[[Job, Costs], tuple[Iteration, CollectiveTime]]] = {
+    "pipelined": _pipelined,
+    "ddp": _ddp,
+    "ps-sync": _servers,
+}
+"""Cost of each strategy: functions that return the time of its iteration, and of all its communication."""
 
 
 def as_measured(job: Job, iteration: IterationTime) -> IterationTime:
@@ -87,7 +115,24 @@ def as_measured(job: Job, iteration: IterationTime) -> IterationTime:
 
 def pipelined_time(job: Job, costs: Costs, collective: CollectiveTime) -> IterationTime:
     """Return the time of one iteration of the pipeline, given the time of its collective."""
-    return pipelined_iteration_time(costs.times, collective, job.width, world_size=job.workers, noise=job.noise)
+    return loaded_time(job, costs, partial(_pipelined_iteration, job, collective))
+
+
+def loaded_time(job: Job, costs: Costs, iteration: Iteration) -> IterationTime:
+    """Return the time of one iteration with the loading of its batch, given the time without."""
+    return loaded_iteration_time(iteration, costs.times, job.loader_workers, cores_used=job.cores_used)
+
+
+def workers_that_hide(job: Job) -> int | None:
+    """Return the smallest number of loader workers with which loading takes no time; None if cores or nothing do."""
+    costs = costs_of(job)
+    iteration = iteration_time(job, costs)[0]
+    without = iteration.total - iteration.loading
+    if costs.times.loading == 0 or without == 0:
+        return None
+    workers = math.ceil(costs.times.loading / without)
+    hidden = iteration_time(dataclasses.replace(job, loader_workers=workers), costs)[0]
+    return workers if hidden.loading <= HIDDEN * hidden.total else None
 
 
 def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
@@ -124,15 +169,6 @@ def correction_of(job: Job) -> tuple[float, float] | None:
     return corrections.at(job.world_size, nbytes)
 
 
-def _message_values(job: Job, codec: CodecProfile) -> float:
-    """Return the number of values in each message of this job."""
-    values = float(job.compute.numel)
-    if job.all_reduce not in (None, "native") and not job.gathered:
-        chunk = values / chunks_of(job.all_reduce, job.world_size)
-        values = chunk / segments_of(chunk * codec.bits / 8, job.segment_bytes)
-    return values
-
-
 def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     """Yield the estimates that the answer depends on: the name of a part of ``Costs``, and estimates of its fields.
 
@@ -144,11 +180,11 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
         yield from (("inner", {name: getattr(job.cluster.inner, name)}) for name in LINK)
     codec = job.codec_profile
     if codec is not None:
-        rates = codec.rates_of(_message_values(job, codec))
-        yield "codec", {one.name: getattr(rates, one.name) for one in dataclasses.fields(rates)}
+        yield "codec", {one.name: getattr(codec.rates, one.name) for one in dataclasses.fields(codec.rates)}
         yield "codec", {"call": codec.call}
-    compute = job.compute
+    compute = job.accumulated
     update = compute.update if job.width == 1 else compute.late_update
     yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
+    yield "times", {"loading": compute.loading}
     yield "times", {"compute_slowdown": compute.compute_slowdown_of(job.codec)}
     yield "times", {"comm_slowdown": compute.comm_slowdown_of(job.all_reduce)}

@@ -27,16 +27,16 @@ def native_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> 
         P(i) = \max(P(i-1), C(i) + \alpha) + b, \qquad
         A(i) = P(i) + \alpha
 
-    Here b = beta m, and g = gamma m, but 0 while gathering. The two phases and S add up. One rank takes 0 s.
+    Here b = beta m, and g = gamma m, but 0 while gathering. The two phases add up. One rank takes 0 s.
     Raises ``ValueError`` if ``world_size < 1`` or ``nbytes < 0``. Source: gloo's allreduce.cc.
 
-    >>> native_all_reduce_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, 2)
+    >>> native_all_reduce_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0), 8, 2)
     4.0
     """
     messages, segment = native_messages(nbytes, world_size)
     if world_size == 1:
         return 0.0
-    return link.sync + sum(_phase(link, messages, segment, added) for added in (link.gamma * segment, 0.0))
+    return sum(_phase(link, messages, segment, added) for added in (link.gamma * segment, 0.0))
 
 
 def _phase(link: LinkParams, messages: int, segment: int, added: float) -> float:
@@ -78,14 +78,14 @@ def native_closed_time(link: LinkParams, nbytes: float, world_size: int) -> floa
     It is within 0.5 % of ``native_all_reduce_time`` on average and 13 % at worst (2 to 16 ranks, 4 kB to 100 MB, 5 us
     to 5 ms, 0.1 to 100 Gbit/s). timing.md adds 2 o, which would make that 1.5 and 80 %: it counts overhead differently.
 
-    >>> native_closed_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0), 8, 2)
+    >>> native_closed_time(LinkParams(alpha=1.0, beta=0.0, gamma=0.0), 8, 2)
     4.0
     """
     messages, segment = native_messages(nbytes, world_size)
     if world_size == 1:
         return 0.0
     h, b, o = 2 * link.alpha, link.beta * segment, link.overhead
-    total = link.sync
+    total = 0.0
     for g in (link.gamma * segment, 0.0):
         in_turn = math.ceil(messages / 2) * (h + b + g + o) + (g + o if messages % 2 == 0 else 0.0)
         total += max(in_turn, h + messages * b + g + o, h + b + messages * (g + o))

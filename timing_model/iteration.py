@@ -25,16 +25,18 @@ class IterationTime(NamedTuple):
     compute: float
     """Time of update, forward and backward on a rank that is not slow."""
     wire: float
-    """Latency, transfer and synchronization that the computation waits for."""
+    """Latency and transfer that the computation waits for."""
     codec: float
     """Encoding, decoding and adding that the computation waits for, too."""
     jitter: float
     """Additional time because times differ between ranks and iterations."""
+    loading: float = 0.0
+    """Additional time because batches are loaded."""
 
     @property
     def exposed(self) -> float:
         """Total time that the computation waits, in s."""
-        return self.wire + self.codec + self.jitter
+        return self.wire + self.codec + self.jitter + self.loading
 
 
 def pipelined_iteration_time(
@@ -52,9 +54,9 @@ def pipelined_iteration_time(
 
     >>> times = ComputeTimes(update=0.5, forward=1.0, backward=1.5)
     >>> pipelined_iteration_time(times, CollectiveTime(2.0, 2.0, 0.0), width=1)
-    IterationTime(total=5.0, compute=3.0, wire=2.0, codec=0.0, jitter=0.0)
+    IterationTime(total=5.0, compute=3.0, wire=2.0, codec=0.0, jitter=0.0, loading=0.0)
     >>> pipelined_iteration_time(times, CollectiveTime(5.0, 4.0, 1.0), width=2)
-    IterationTime(total=5.0, compute=3.0, wire=1.0, codec=1.0, jitter=0.0)
+    IterationTime(total=5.0, compute=3.0, wire=1.0, codec=1.0, jitter=0.0, loading=0.0)
     """
     check_count("width", width)
 
@@ -64,6 +66,50 @@ def pipelined_iteration_time(
 
     total = steady_state_period(*times.at_width(width, collective.total), width, world_size, noise)
     return _parts(times.total, without_noise(collective.wire), without_noise(collective.total), total)
+
+
+def loaded_iteration_time(
+    iteration: Callable[[ComputeTimes], IterationTime], times: ComputeTimes, workers: int, *, cores_used: float = 0.0
+) -> IterationTime:
+    r"""Iteration time where batches are loaded, too: the longest of computing, communicating and loading.
+
+    .. math::
+
+        T = \max\left(T_0(c),\; \frac{l}{W},\; u (c + l)\right), \qquad T = T_0(c + l) \text{ if } W = 0
+
+    T_0 is the time without loading and l is ``times.loading``. W worker processes of a rank load as many batches at the
+    same time, and the computation finds the next one ready. Without workers the rank loads each batch before its
+    forward pass. What takes a core takes it from the others: on a machine whose cores the ranks use to a share u of 1,
+    loading lasts as long as without workers.
+
+    Args:
+        iteration: time without loading, given the times of the computation.
+        times: the computation, and the loading of a batch by one process.
+        workers: loader workers of a rank.
+        cores_used: share of the machine's cores that the ranks use, at most 1; 0 if cores are no limit.
+
+    Raises ``ValueError`` if ``workers < 0`` or ``cores_used`` is not from 0 to 1.
+
+    >>> def synchronous(times: ComputeTimes) -> IterationTime:
+    ...     return pipelined_iteration_time(times, CollectiveTime(1.0, 1.0, 0.0), width=1)
+    >>> times = ComputeTimes(update=0.0, forward=1.0, backward=2.0, loading=6.0)
+    >>> [loaded_iteration_time(synchronous, times, workers).total for workers in (0, 1, 2)]
+    [10.0, 6.0, 4.0]
+    >>> loaded_iteration_time(synchronous, times, 2, cores_used=0.5)
+    IterationTime(total=4.5, compute=3.0, wire=1.0, codec=0.0, jitter=0.0, loading=0.5)
+    """
+    check_at_least("workers", workers, 0)
+    if not 0 <= cores_used <= 1:
+        raise ValueError(f"cores_used must be from 0 to 1; got {cores_used}")
+    without = iteration(times)
+    if times.loading == 0:
+        return without
+    if workers == 0:
+        slowed = iteration(times.loading_itself()).total
+    else:
+        slowed = max(times.loading / workers, cores_used * (times.total + times.loading))
+    total = max(without.total, slowed)
+    return without._replace(total=total, loading=total - without.total)
 
 
 def collective_within(
@@ -125,7 +171,7 @@ def layerwise_iteration_time(
 
     >>> times = ComputeTimes(update=1.0, forward=1.0, backward=2.0)
     >>> layerwise_iteration_time(times, [(0.5, CollectiveTime(2.0, 2.0, 0.0)), (1.0, CollectiveTime(1.0, 1.0, 0.0))])
-    IterationTime(total=6.0, compute=4.0, wire=2.0, codec=0.0, jitter=0.0)
+    IterationTime(total=6.0, compute=4.0, wire=2.0, codec=0.0, jitter=0.0, loading=0.0)
     """
     before = 0.0
     for share, _ in buckets:

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from timing_model.all_reduce import messages_meet
-from timing_model.checks import check_count, check_one_of
+from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
-from timing_model.measured import PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
+from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
 from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise
 from timing_model.presets import CODECS, FASTEST_CHECKED
@@ -30,13 +30,15 @@ REACH = 8.0
 """Factor above or below the measured range up to which a job is extrapolated; further away it is outside."""
 LARGEST_WORLD, LARGEST_SIMULATED = 1 << 16, 128
 """Most ranks, and most ranks of an all-reduce whose messages meet and so are simulated one by one."""
+MOST_MICRO_BATCHES = 1 << 16
+"""Most micro-batches of an iteration."""
 MOST_SEGMENTS, MOST_SIMULATED = 200_000, 20_000
 """Most segments of a gradient, and most segments times ranks where messages are simulated: a second or so."""
 
 TYPICAL_CODECS = {name: CodecProfile.exact(cost) for name, cost in CODECS.items()}
 """Typical costs of codecs that were not measured."""
 
-WITH_BATCH = ("forward", "backward")
+WITH_BATCH = ("forward", "backward", "loading")
 """Fields of a ``ComputeProfile`` that grow with the batch."""
 
 FAST = (
@@ -80,20 +82,31 @@ class Job:
     segment_bytes: int = SEGMENT_BYTES
     ranks_per_node: int = 1
     """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
+    loader_workers: int = 0
+    """Processes of a rank that load batches; with 0, the rank loads them itself."""
     nics: int = 1
     """NICs of a node, which the ranks of a hierarchical all-reduce share."""
     servers: int = 1
     """Servers of ps-sync, which ``placement`` colocates with workers or puts on ranks of their own."""
     placement: str = "colocated"
+    accumulation: int = 1
+    """Micro-batches of an iteration, each as large as the batch of ``compute``, whose gradients are exchanged once."""
     iterations: int | None = None
     """Iterations of the job; None if ``epochs``, or no length, is given."""
     epochs: int | None = None
+    price: float | None = None
+    """Price of a rank, in any currency, per second."""
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers"):
+        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers", "accumulation"):
             check_count(name, getattr(self, name))
+        check_at_least("loader_workers", self.loader_workers, 0)
         if self.world_size > LARGEST_WORLD:
             raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
+        slowest = max(getattr(self.compute, name).high for name in WITH_BATCH)
+        most = int(min(MOST_MICRO_BATCHES, MOST / max(slowest, 1.0)))
+        if self.accumulation > most:
+            raise ValueError(f"accumulation must be at most {most}; got {self.accumulation}")
         for name in ("iterations", "epochs"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
@@ -110,6 +123,13 @@ class Job:
                 "epochs must be left out where the samples or the batch size are not known (give both, or iterations); "
                 f"got {self.epochs}"
             )
+        if self.price is not None:
+            check_at_least("price", self.price, 0)
+            if self.job_iterations is None and self.iterations_per_epoch is None:
+                raise ValueError(
+                    "price must be left out where neither the job's iterations nor the samples and the batch size are "
+                    f"known; got {self.price:g} per second"
+                )
 
     def _check_nodes(self) -> None:
         g = self.ranks_per_node
@@ -162,6 +182,12 @@ class Job:
             )
 
     @property
+    def cores_used(self) -> float:
+        """Share of the machines' cores that the ranks use, at most 1; 0 if nothing was measured."""
+        measured = self.cluster.calibrated
+        return min(1.0, measured.ranks_per_core) if measured.world_sizes else 0.0
+
+    @property
     def codec_profile(self) -> CodecProfile | None:
         """Costs of the codec: those that were measured, otherwise typical ones. None for fp32."""
         if self.codec == UNCOMPRESSED:
@@ -171,7 +197,7 @@ class Job:
     @property
     def measured(self) -> MeasuredIteration | None:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
-        if self.strategy != "pipelined" or self.ranks_per_node > 1:
+        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.accumulation > 1:
             return None
         own = (self.world_size, self.width, self.codec, self.all_reduce, self.segment_bytes)
         found = [
@@ -219,6 +245,14 @@ class Job:
         return Noise(cv=self.compute.cv, slow_ranks=self.compute.slow_ranks[: self.workers])
 
     @property
+    def accumulated(self) -> ComputeProfile:
+        """Computation of a whole iteration: of all its micro-batches, and one update."""
+        if self.accumulation == 1:
+            return self.compute
+        passes = {name: getattr(self.compute, name).times(self.accumulation) for name in WITH_BATCH}
+        return dataclasses.replace(self.compute, batch_size=self.accumulation * self.compute.batch_size, **passes)
+
+    @property
     def job_iterations(self) -> int | None:
         """Iterations of the whole job; None if the job does not say how long it is."""
         per_epoch = self.iterations_per_epoch
@@ -229,7 +263,11 @@ class Job:
         """Iterations of an epoch, which drops the remaining samples. None if samples or batch size are not known."""
         if self.compute.samples is None or self.compute.batch_size == 0:
             return None
-        return max(1, self.compute.samples // (self.workers * self.compute.batch_size))
+        return max(1, self.compute.samples // (self.workers * self.accumulation * self.compute.batch_size))
+
+    def cost(self, seconds: float | None) -> float | None:
+        """Return the price of all ranks for this time; None if the price, or the time, is not known."""
+        return None if self.price is None or seconds is None else self.price * self.world_size * seconds
 
 
 def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> ComputeProfile:

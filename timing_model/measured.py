@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from timing_model.checks import check_above_0, check_at_least
-from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise
+from timing_model.params import CodecCost, ComputeTimes, LinkParams
+from timing_model.presets import OVERHEAD
 
 MOST = 1e9
 """Largest value of a number that is not a count: a larger one is a mistake and could overflow."""
 PARAMETER_SERVER = "ps-sync"
 """Name of the parameter server among the measurements."""
 UNCOMPRESSED = "fp32"
-LINK = tuple(one.name for one in dataclasses.fields(LinkParams))
-"""Names of the parameters of a link."""
+LINK = ("alpha", "beta", "gamma")
+"""Names of the parameters of a link that are measured."""
 BACKWARD = 2 / 3
 """Share of the backward pass in both passes, where only their sum is known."""
 
@@ -91,30 +92,23 @@ class Corrections:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkProfile:
-    """A measured ``LinkParams``."""
+    """A ``LinkParams``, of which everything is measured but a message's CPU time: with the latency it is one number."""
 
     alpha: Estimate
     beta: Estimate
     gamma: Estimate
-    sync: Estimate
-    overhead: Estimate
+    overhead: float = OVERHEAD
     corrections: Corrections | None = None
     """Corrections of the formula; None if the formula is all that is known."""
 
     @classmethod
     def exact(cls, link: LinkParams) -> LinkProfile:
         """Return the profile of a link that is given, not measured."""
-        return cls(corrections=None, **{name: Estimate.exact(getattr(link, name)) for name in LINK})
+        alpha, beta, gamma = (Estimate.exact(getattr(link, name)) for name in LINK)
+        return cls(alpha=alpha, beta=beta, gamma=gamma, overhead=link.overhead)
 
     def params(self) -> LinkParams:
-        return LinkParams(**{name: getattr(self, name).value for name in LINK})
-
-    def at_least_off(self, error: float) -> LinkProfile:
-        """Return a link whose corrections have errors of at least ``error``."""
-        if self.corrections is None:
-            return self
-        errors = tuple(max(error, own) for own in self.corrections.errors)
-        return dataclasses.replace(self, corrections=dataclasses.replace(self.corrections, errors=errors))
+        return LinkParams(overhead=self.overhead, **{name: getattr(self, name).value for name in LINK})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +123,7 @@ class CodecRates:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecProfile:
-    """A ``CodecCost``, measured in memory and possibly in cache."""
+    """A measured ``CodecCost``."""
 
     bits: float
     """Bits per value on the wire, scales included."""
@@ -137,10 +131,6 @@ class CodecProfile:
     """Fixed cost of any operation, in s."""
     rates: CodecRates
     """Rates on messages that come from memory."""
-    in_cache: CodecRates | None = None
-    """Rates on messages that fit into ``cache_bytes``."""
-    cache_bytes: int = 0
-    """Bytes of float32 that fit into the cache."""
     gathered: bool = False
     """True if every rank gets all parts, as with topk; nothing is added on the way."""
 
@@ -150,15 +140,9 @@ class CodecProfile:
         rates = {one.name: Estimate.exact(getattr(cost, one.name)) for one in dataclasses.fields(CodecRates)}
         return cls(bits=cost.bits, call=Estimate.exact(cost.call), rates=CodecRates(**rates), gathered=gathered)
 
-    def rates_of(self, message_values: float) -> CodecRates:
-        """Return the rates for messages of ``message_values`` values."""
-        fits = FLOAT_BYTES * message_values <= self.cache_bytes
-        return self.in_cache if fits and self.in_cache is not None else self.rates
-
-    def cost(self, name: str, message_values: float) -> CodecCost:
-        """Return the codec's cost on messages of ``message_values`` values, without intervals."""
-        rates = self.rates_of(message_values)
-        costs = {one.name: getattr(rates, one.name).value for one in dataclasses.fields(rates)}
+    def cost(self, name: str) -> CodecCost:
+        """Return the codec's cost, without intervals."""
+        costs = {one.name: getattr(self.rates, one.name).value for one in dataclasses.fields(self.rates)}
         return CodecCost(name=name, bits=self.bits, call=self.call.value, **costs)
 
 
@@ -203,6 +187,8 @@ class ComputeProfile:
     """Share by which a collective is slower while the computation runs: a ring, and any not in ``comm_slowdowns``."""
     comm_slowdowns: dict[str, Estimate] = field(default_factory=dict)
     """Hindrances of other all-reduces, by name."""
+    loading: Estimate = Estimate(0.0, 0.0, 0.0)
+    """Time that one process takes to load a batch; 0 in files that were written before it was measured."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
     slow_ranks: tuple[float, ...] = ()
@@ -249,10 +235,8 @@ class ComputeProfile:
             backward=self.backward.value,
             compute_slowdown=self.compute_slowdown_of(codec).value,
             comm_slowdown=self.comm_slowdown_of(all_reduce).value,
+            loading=self.loading.value,
         )
-
-    def noise(self) -> Noise:
-        return Noise(cv=self.cv, slow_ranks=self.slow_ranks)
 
 
 @dataclass(frozen=True, kw_only=True)

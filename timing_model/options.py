@@ -11,10 +11,10 @@ from timing_model.arguments import Parser, number_of, quantity, whole
 from timing_model.checks import check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, compute_of
-from timing_model.measured import MOST, Calibrated, ComputeProfile, LinkProfile
+from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
 from timing_model.presets import MODELS, NETWORKS, ethernet
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
-from timing_model.units import parse_bandwidth, parse_count, parse_seconds
+from timing_model.units import parse_bandwidth, parse_count, parse_price, parse_seconds
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
@@ -50,10 +50,26 @@ def add_job(options: Parser) -> None:
     group.add_argument(
         "--update", type=quantity(parse_seconds, "update"), metavar="5ms", help="time of the optimizer (0s)"
     )
+    group.add_argument(
+        "--loading", type=quantity(parse_seconds, "loading"), metavar="20ms", help="time of loading a batch (0s)"
+    )
+    group.add_argument(
+        "--loader-workers", type=whole(0), default=0, metavar="W", help="processes of a rank that load batches (0)"
+    )
     group.add_argument("--batch-size", type=whole(), metavar="B", help="samples of a rank in an iteration")
+    group.add_argument(
+        "--accumulation",
+        type=whole(),
+        default=1,
+        metavar="A",
+        help="micro-batches of --batch-size, and of --compute, whose gradients are exchanged once (1)",
+    )
     group.add_argument("--samples", type=whole(), metavar="N", help="samples of the data set")
     group.add_argument("--epochs", type=whole(), metavar="N", help="length of the job in epochs")
     group.add_argument("--iterations", type=whole(), metavar="N", help="length of the job in iterations, instead")
+    group.add_argument(
+        "--price", type=quantity(parse_price, "price"), metavar="1.20/h", help="price of a rank, in any currency"
+    )
     group.add_argument(
         "--cv", type=number_of(0), help="spread of a rank's computation: standard deviation divided by mean"
     )
@@ -61,10 +77,6 @@ def add_job(options: Parser) -> None:
         "--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="slowdown factors of ranks that are always slow"
     )
     options.add_argument("--extrapolate", action="store_true", help="also answer far outside of what was measured")
-    add_output(options)
-
-
-def add_output(options: Parser) -> None:
     options.add_argument("--json", action="store_true", help="print JSON; times in s, sizes in bytes")
     options.add_argument("--plot", type=Path, metavar="FILE", help="also save a picture (needs matplotlib)")
 
@@ -103,7 +115,7 @@ def add_nodes(group: argparse._ArgumentGroup) -> None:
 
 def base_of(given: Namespace) -> Job:
     """Return the job that the options of ``add_job`` name, at width 1. Raises ``ValueError``."""
-    for name in ("latency", "compute", "update"):
+    for name in ("latency", "compute", "update", "loading"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
     if given.bandwidth is not None and given.bandwidth < 1 / MOST:
@@ -115,8 +127,11 @@ def base_of(given: Namespace) -> Job:
         world_size=given.world_size,
         ranks_per_node=given.ranks_per_node,
         nics=given.nics,
+        accumulation=given.accumulation,
+        loader_workers=given.loader_workers,
         iterations=given.iterations,
         epochs=given.epochs,
+        price=given.price,
     )
 
 
@@ -197,6 +212,7 @@ def _by_hand(given: Namespace) -> ComputeProfile:
 def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
     """Return the computation with the noise and the data set that are given."""
     changes = {"cv": given.cv, "samples": given.samples, "slow_ranks": given.slow_ranks and tuple(given.slow_ranks)}
+    changes["loading"] = None if given.loading is None else Estimate.exact(given.loading)
     present = {name: value for name, value in changes.items() if value is not None}
     if "slow_ranks" in present and len(given.slow_ranks) > given.world_size:
         raise ValueError(f"slow_ranks must be at most {given.world_size}; got {len(given.slow_ranks)}")

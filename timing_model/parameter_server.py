@@ -26,12 +26,12 @@ def parameter_server_time(
 
     .. math::
 
-        T_{shared} = 2 (\alpha + o) + 2 \max\left(n',\; w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma + S
+        T_{shared} = 2 (\alpha + o) + 2 \max\left(n',\; w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma
 
     if all workers share a server's NIC evenly, so that all begin and end together. If they are served in turn, those
     that have their weights compute and send while others still wait, and the steady state takes only
 
-    .. math:: T_{turn} = 2 (\alpha + o) + \left(n' + w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma + S
+    .. math:: T_{turn} = 2 (\alpha + o) + \left(n' + w \frac{n}{s}\right) \beta + w \frac{n}{s} \gamma
 
     That is (p + 1) n beta instead of 2 p n beta for one server and p workers. The truth is in between: ``sharing`` is 1
     for the first formula and 0 for the second. On this project's testbed, with one server colocated with worker 0, it
@@ -41,7 +41,7 @@ def parameter_server_time(
     Codecs do not apply. The time of the servers' optimizer is part of the computation. Raises ``ValueError`` if a value
     is out of range, or no rank is left to work.
 
-    >>> link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
+    >>> link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0)
     >>> [parameter_server_time(link, 100.0, 4, sharing=sharing).total for sharing in (1.0, 0.0)]
     [600.0, 400.0]
     """
@@ -65,6 +65,6 @@ def parameter_server_time(
     from_worker = nbytes - share if beside and servers == world_size else nbytes
     shared = 2 * max(from_worker, workers * share) * link.beta
     in_turn = (from_worker + workers * share) * link.beta
-    wire = 2 * (link.alpha + link.overhead) + in_turn + sharing * (shared - in_turn) + link.sync
+    wire = 2 * (link.alpha + link.overhead) + in_turn + sharing * (shared - in_turn)
     sums = workers * share * link.gamma
     return CollectiveTime(wire + sums, wire, sums)

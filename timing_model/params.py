@@ -23,8 +23,6 @@ class LinkParams:
     """Transfer time, in s per byte."""
     gamma: float
     """Reduction time, in s per byte summed."""
-    sync: float
-    """Fixed cost of one collective (S), in s."""
     overhead: float = 0.0
     """CPU time of a message (o), in s, at the rank that sends it. Unlike latency, it never overlaps."""
 
@@ -49,6 +47,8 @@ class ComputeTimes:
     """Share by which the computation is slower while a collective runs."""
     comm_slowdown: float = 0.0
     """Share by which a collective in a pipeline is slower while the computation runs."""
+    loading: float = 0.0
+    """Time that one process takes to load a batch; not a part of the computation, unless the rank loads it itself."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -58,6 +58,10 @@ class ComputeTimes:
     def total(self) -> float:
         """Time of the whole computation (c in the formulas), in s."""
         return self.update + self.forward + self.backward
+
+    def loading_itself(self) -> ComputeTimes:
+        """Return the times of a rank that loads each batch before its forward pass, without any loader worker."""
+        return dataclasses.replace(self, forward=self.forward + self.loading, loading=0.0)
 
     def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
         r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.

@@ -22,15 +22,14 @@ class Plan:
     best: Choice
     """Simplest of the fastest configurations."""
     ranking: tuple[Choice, ...]
-    """Configurations that bounds did not rule out, each with its best segment size; the best of each codec is among
-    them. The fastest come first, and within a tie the simplest."""
+    """All configurations, each with its best segment size. The fastest come first, and within a tie the simplest."""
     synchronous: Choice | None
     """Best configuration of width 1, ddp, or parameter servers, with a codec that torch has, too (``NATIVE_CODECS``),
     if one of these is searched; None if no such configuration was searched."""
     uncompressed: Choice | None
     """Best configuration without a codec; None if none was searched."""
     considered: int
-    """Number of configurations in the space, including those that were ruled out."""
+    """Number of configurations, all segment sizes included."""
 
     @property
     def kinds(self) -> tuple[Choice, ...]:
@@ -71,8 +70,7 @@ def plan(
 ) -> Plan:
     """Search for the best way to run the job of ``base``, whose own strategy, width, codec and so on do not count.
 
-    An iteration never takes less if its collective takes more, so one segment size is the best for every width, and a
-    pair of codec and all-reduce is left out if its ``least_collective_time`` is too long for it to be chosen.
+    An iteration never takes less if its collective takes more, so one segment size is the best for every width.
 
     Args:
         base: the job.

@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from timing_model.all_reduce import CollectiveTime
-from timing_model.costs import Costs, as_measured, correction_of, costs_of, estimates_of, iteration_time
+from timing_model.costs import Costs, as_measured, correction_of, costs_of, estimates_of, iteration_time, loaded_time
 from timing_model.iteration import IterationTime, job_time
 from timing_model.jitter import lasting_period
 from timing_model.job import OUTSIDE, Job, Support, support_of
 
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
-LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER)
+LOADING = "loading"
+LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER, LOADING)
 BALANCE = "balance"
 """Limit of an answer without a single one: several of them take about equally long."""
 LEAST_GAIN = 0.05
 """Gain of the best of the ``LIMITS`` below which none of them is the limit."""
+EQUAL = 0.03
+"""Relative difference between two gains up to which both parts are named as the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,14 @@ class Answer:
     """Factors by which an iteration is faster with half of each of the ``LIMITS``, and without any jitter and slow
     ranks: 1 if that changes nothing."""
 
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """The limit, and after it those of the ``LIMITS`` whose gain is as large, up to ``EQUAL``."""
+        if self.limit == BALANCE:
+            return (BALANCE,)
+        least = max(1 + LEAST_GAIN, self.gains[self.limit] / (1 + EQUAL))
+        return (self.limit, *(name for name in LIMITS if name != self.limit and self.gains[name] >= least))
+
     def as_json(self) -> dict[str, Any]:
         """Return the answer for programs; times are in s."""
         job, iteration = self.job, self.iteration
@@ -59,9 +70,12 @@ class Answer:
             "collective_seconds": self.collective._asdict(),
             "epoch_seconds": self.epoch,
             "job_seconds": self.total,
+            "epoch_cost": job.cost(self.epoch),
+            "job_cost": job.cost(self.total),
             "samples_per_second": self.samples_per_second,
             "efficiency": self.efficiency,
             "limited_by": self.limit,
+            "limits": list(self.limits),
             "gains": self.gains,
             "support": self.support.kind,
             "reasons": list(self.support.reasons),
@@ -90,8 +104,9 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     if job.measured is not None:
         iteration, found = as_measured(job, iteration), job.measured.iteration
         below, above = found.value - found.low, found.high - found.value
-    alone = costs_of(dataclasses.replace(job, width=1)).times.total
-    workers, batch_size = job.workers, job.compute.batch_size
+    synchronous = costs_of(dataclasses.replace(job, width=1))
+    alone = loaded_time(job, synchronous, lambda times: IterationTime(times.total, times.total, 0.0, 0.0, 0.0)).total
+    workers, batch_size = job.workers, job.accumulated.batch_size
     per_epoch = job.iterations_per_epoch
     iterations = job.job_iterations
     in_flight = collective.total if job.width > 1 else 0.0
@@ -160,8 +175,9 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
     link = costs.link
     changed = {
         COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "forward", "backward")),
+        LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
         NETWORK: dataclasses.replace(costs, link=half(link, "beta")),
-        LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead", "sync")),
+        LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead")),
         CODEC: dataclasses.replace(
             costs, codec=half(costs.codec, "encode", "decode", "add", "hop", "call"), link=half(link, "gamma")
         ),
@@ -174,7 +190,8 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
 def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: CollectiveTime) -> float:
     if job.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
         return iteration.total
-    t_compute, t_comm = costs.times.at_width(job.width, collective.total)
+    times = costs.times if job.loader_workers else costs.times.loading_itself()
+    t_compute, t_comm = times.at_width(job.width, collective.total)
     return max(iteration.total, lasting_period(t_compute, t_comm, job.width, job.workers, job.noise))
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from timing_model.advice import advice, describe, ratio, reason, training_arguments
+from timing_model.advice import advice, describe, loading_advice, ratio, reason, training_arguments
 from timing_model.choices import TIE, Choice
 from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Job, Support
+from timing_model.measured import Estimate
 from timing_model.plan import Plan
-from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, NETWORK, Answer
-from timing_model.units import format_bandwidth, format_bytes, format_count, format_seconds
+from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, LOADING, NETWORK, Answer
+from timing_model.units import format_bandwidth, format_bytes, format_cost, format_count, format_seconds
 
 BAR = 30
 """Characters of a full bar."""
@@ -29,6 +30,7 @@ LIMIT_WORDS = {
     LATENCY: "latency",
     CODEC: "the codec and sums",
     JITTER: "slow ranks, which the others wait for",
+    LOADING: "the loading of batches",
     BALANCE: "several parts that take equally long",
 }
 
@@ -48,14 +50,27 @@ def table(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
 def job_line(job: Job) -> str:
     """Return a line that describes the cluster and the model."""
     compute, link = job.compute, job.cluster.link
-    batch = f", batch of {compute.batch_size} a rank" if compute.batch_size else ""
+    batch = f", batch of {_times(job)}{compute.batch_size} a rank" if compute.batch_size else ""
+    if job.accumulation > 1 and not compute.batch_size:
+        batch = f", {job.accumulation} micro-batches an iteration"
     rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
     model = "a model" if compute.model == "given" else compute.model
     ranks = "1 rank" if job.world_size == 1 else f"{job.world_size} ranks"
     return (
         f"{model} of {format_count(compute.numel)} parameters ({format_bytes(job.nbytes)}){batch}, "
-        f"on {ranks}: {rate}, {format_seconds(link.alpha.value)} latency"
+        f"on {ranks}: {rate}, {_latency(link.alpha)}"
     )
+
+
+def _times(job: Job) -> str:
+    return f"{job.accumulation} x " if job.accumulation > 1 else ""
+
+
+def _latency(alpha: Estimate) -> str:
+    """Return the latency in words; a fit cannot tell a very short one from none."""
+    if alpha.value > 0 or alpha.high == 0:
+        return f"{format_seconds(alpha.value)} latency"
+    return f"latency of at most {format_seconds(alpha.high)}"
 
 
 def answer_text(answer: Answer) -> str:
@@ -68,6 +83,7 @@ def answer_text(answer: Answer) -> str:
     lines += [f"an iteration takes {whole}", ""]
     parts = [("computation", iteration.compute), ("waiting for the network", iteration.wire)]
     parts += [("waiting for codec and sums", iteration.codec), ("waiting for slow ranks", iteration.jitter)]
+    parts += [("loading batches", iteration.loading)] if job.compute.loading.value else []
     rows = []
     for name, seconds in parts:
         share = seconds / iteration.total if iteration.total > 0 else 0.0
@@ -80,12 +96,19 @@ def answer_text(answer: Answer) -> str:
         facts.append(("an iteration, if slow phases of a rank last", format_seconds(answer.lasting)))
     facts.append(("scaling efficiency", f"{answer.efficiency:.1%} of {job.world_size} times one rank"))
     if answer.epoch is not None:
-        facts.append(("an epoch", format_seconds(answer.epoch)))
+        facts.append(("an epoch", _with_cost(job, answer.epoch)))
     if answer.total is not None:
-        facts.append(("the whole job", format_seconds(answer.total)))
-    facts.append(("limited by", LIMIT_WORDS[answer.limit]))
+        facts.append(("the whole job", _with_cost(job, answer.total)))
+    facts.append(("limited by", " and as much by ".join(LIMIT_WORDS[one] for one in answer.limits)))
     facts += [(words, f"{answer.gains[name]:.2f} times as fast as now") for name, words in CHANGES.items()]
-    return "\n".join([*lines, *table(facts), "", *support_lines(answer.support)])
+    hint = loading_advice(job, iteration)
+    return "\n".join([*lines, *table(facts), *([] if hint is None else [hint]), "", *support_lines(answer.support)])
+
+
+def _with_cost(job: Job, seconds: float) -> str:
+    """Return a time, and what all ranks cost for it, if that is known."""
+    cost = job.cost(seconds)
+    return format_seconds(seconds) + ("" if cost is None else f", at a price of {format_cost(cost)}")
 
 
 def support_lines(support: Support) -> list[str]:
@@ -106,10 +129,10 @@ def compared(one: Choice, best: Choice) -> str:
     return f"{more - 1:+.1%}" if more < 2 else f"{more:.1f} x"
 
 
-def plan_text(plan: Plan, answer: Answer, top: int) -> str:
-    """Return the plan as text for people."""
+def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) -> str:
+    """Return the plan as text for people, with ``others`` to do, as ``alternatives`` has them."""
     best = plan.best
-    considered = f"{plan.considered:,} configurations searched, {len(plan.ranking):,} of them computed to the end"
+    considered = f"{plan.considered:,} configurations searched"
     lines = [job_line(best.job), considered, ""]
     rows = [("", "configuration", "iteration", "", "why")]
     for one in plan.shown(top):
@@ -124,6 +147,8 @@ def plan_text(plan: Plan, answer: Answer, top: int) -> str:
     lines += [f"Choose {describe(best.job)}: {training_arguments(best.job)}"]
     if answer.low < answer.high:
         lines += [f"An iteration will take {format_seconds(answer.low)} to {format_seconds(answer.high)} (90 %)."]
+    if answer.epoch is not None and best.job.price is not None:
+        lines += [f"An epoch will take {_with_cost(best.job, answer.epoch)}."]
     if answer.total is not None:
-        lines += [f"The whole job will take {format_seconds(answer.total)}."]
-    return "\n".join([*lines, *advice(plan), "", *support_lines(answer.support)])
+        lines += [f"The whole job will take {_with_cost(best.job, answer.total)}."]
+    return "\n".join([*lines, *advice(plan), *others, "", *support_lines(answer.support)])

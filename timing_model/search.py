@@ -1,4 +1,4 @@
-"""Search of a plan, which decides which configurations are computed to the end and which cannot matter."""
+"""Search of a plan: every configuration that works, each with its best segment size."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import as_measured, collective_time, costs_of, pipelined_time
 from timing_model.iteration import IterationTime
 from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
-from timing_model.lower_bound import least_collective_time
 from timing_model.schedules import SEGMENT_BYTES, segments_of
 
 LARGEST_MEETING = 32
 """Most ranks for which an all-reduce is searched whose messages meet (other than 2^k ranks): it is slow to answer, and
 it sends about twice the bytes, so others are faster."""
 
-
-def _has_codec(codec: str) -> Callable[[Job], bool]:
-    return lambda job: job.codec == codec
+MOST_SEARCHED = 2_000
+"""Most segments of a gradient times ranks for which such an all-reduce is searched: about a tenth of a second."""
 
 
 class Group:
@@ -45,12 +43,6 @@ class Group:
             self._fast.append((simplicity(choice.job), choice))
             self._fast = [one for one in self._fast if one[1].score <= self._fastest * (1 + TIE)]
 
-    def could_choose(self, job: Job, floor: float) -> bool:
-        """Return True if a configuration like ``job`` that takes at least ``floor`` could change the choice."""
-        if not self._belongs(job) or floor > self._fastest * (1 + TIE):
-            return False
-        return floor < self._fastest or simplicity(job) < min(key for key, _ in self._fast)
-
 
 class Search:
     """A search in progress."""
@@ -69,9 +61,6 @@ class Search:
         self.all = Group(lambda job: True)
         self.synchronous = Group(lambda job: job.width == 1 and job.codec in usual)
         self.uncompressed = Group(lambda job: job.codec == UNCOMPRESSED)
-        self._groups = [self.all, self.synchronous, self.uncompressed]
-        # These groups make the ranking compare codecs.
-        self._groups += [Group(_has_codec(codec)) for codec in space.codecs]
         self.choices: list[Choice] = []
         self.considered = 0
 
@@ -86,21 +75,14 @@ class Search:
                         yield job
 
     def pairs(self) -> None:
-        """Look at pairs of codec and all-reduce as long as one could change what is chosen."""
+        """Add every pair of codec and all-reduce, in every width."""
         if "pipelined" not in self._space.strategies:
             return
-        pending = []
         for codec, all_reduce in product(self._space.codecs, self._space.all_reduces):
             pair = self._working(codec=codec, all_reduce=all_reduce)
             if pair is not None and self._segments(pair):
                 self.considered += len(self._space.widths) * len(self._segments(pair))
-                pending.append(self._with_floors(pair))
-        pending.sort(key=lambda floors: min(floor for _, floor in floors))
-        while pending:
-            chosen = next((number for number, floors in enumerate(pending) if self._could_choose(floors)), None)
-            if chosen is None:
-                return
-            self._look_at([job for job, _ in pending.pop(chosen)])
+                self._add_widths(pair)
 
     def add(self, job: Job, iteration: IterationTime, collective: CollectiveTime) -> None:
         """Keep a configuration and its times."""
@@ -108,7 +90,7 @@ class Search:
         score = iteration.total * self._more_iterations(job)
         choice = Choice(job=job, iteration=iteration, collective=collective, score=score)
         self.choices.append(choice)
-        for group in self._groups:
+        for group in (self.all, self.synchronous, self.uncompressed):
             group.add(choice)
 
     def _working(self, **options: str | None) -> Job | None:
@@ -123,44 +105,35 @@ class Search:
             return None
         return job if self._extrapolate or support_of(job).kind != OUTSIDE else None
 
-    def _segments(self, pair: Job) -> tuple[int, ...]:
+    def _segments(self, pair: Job) -> list[int]:
+        """Return the segment sizes to look at, those nearest to the default first; only one where messages meet."""
         if pair.all_reduce == "native":
-            return (SEGMENT_BYTES,)
-        return tuple(one for one in self._space.segments if one >= pair.least_segment_bytes)
+            return [SEGMENT_BYTES]
+        working = [one for one in self._space.segments if one >= pair.least_segment_bytes]
+        working.sort(key=lambda one: abs(math.log2(one / SEGMENT_BYTES)))
+        if pair.meets:
+            quick = [one for one in working if pair.nbytes * pair.world_size <= MOST_SEARCHED * one]
+            return (quick or sorted(working)[-1:])[:1]
+        return working
 
-    def _with_floors(self, pair: Job) -> list[tuple[Job, float]]:
-        """Return the pair in each width, with a lower bound on its score."""
-        floors = []
-        for width in self._space.widths:
-            job = dataclasses.replace(pair, width=width)
-            costs = costs_of(job)
-            least = least_collective_time(job, costs)
-            total = as_measured(job, pipelined_time(job, costs, CollectiveTime(least, least, 0.0))).total
-            floors.append((job, total * self._more_iterations(job)))
-        return floors
+    def _add_widths(self, pair: Job) -> None:
+        """Find the best segment size, which is that of every width, and add every width with it.
 
-    def _could_choose(self, floors: list[tuple[Job, float]]) -> bool:
-        return any(group.could_choose(job, floor) for job, floor in floors for group in self._groups)
-
-    def _look_at(self, jobs: list[Job]) -> None:
-        """Find the best segment size, and add every width with it."""
-        pair = jobs[0]
-        enough = least_collective_time(pair, costs_of(pair)) * (1 + TIE / 2)
+        An iteration never takes less if its collective takes more.
+        """
         times: dict[int, tuple[CollectiveTime, int]] = {}
-        for segment in sorted(self._segments(pair), key=lambda one: abs(math.log2(one / SEGMENT_BYTES))):
+        for segment in self._segments(pair):
             job = dataclasses.replace(pair, segment_bytes=segment)
             costs = costs_of(job)
             chunk = costs.codec.wire_bytes(pair.compute.numel / chunks_of(str(pair.all_reduce), pair.world_size))
             cut = segments_of(chunk, segment)
             if cut not in times:  # segments larger than a chunk are all the same
                 times[cut] = collective_time(job, costs, pair.compute.numel), segment
-                if times[cut][0].total <= enough:
-                    break
         fastest = min(collective.total for collective, _ in times.values())
         # The first ones are nearest to the default.
         collective, segment = next(one for one in times.values() if one[0].total <= fastest * (1 + TIE / 2))
-        for one in jobs:
-            job = dataclasses.replace(one, segment_bytes=segment)
+        for width in self._space.widths:
+            job = dataclasses.replace(pair, width=width, segment_bytes=segment)
             self.add(job, pipelined_time(job, costs_of(job), collective), collective)
 
     def _more_iterations(self, job: Job) -> float:

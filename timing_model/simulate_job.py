@@ -83,7 +83,10 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
     if iterations * job.world_size > MOST_DRAWS:
         most = MOST_DRAWS // job.world_size
         raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
-    t_compute, t_comm = costs_of(job).times.at_width(job.width, answer.collective.total)
+    times = costs_of(job).times
+    if job.loader_workers == 0:
+        times = times.loading_itself()
+    t_compute, t_comm = times.at_width(job.width, answer.collective.total)
     simulation = simulate_iterations(
         t_compute=t_compute,
         t_comm=t_comm,

@@ -63,7 +63,7 @@ def simulate_messages(programs: Sequence[Sequence[Task]], network: Network) -> l
     receives posted at the common start are there at once. Raises ``ValueError`` if ranks wait for messages that nobody
     sends.
 
-    >>> link = LinkParams(alpha=1.0, beta=2.0, gamma=0.0, sync=0.0)
+    >>> link = LinkParams(alpha=1.0, beta=2.0, gamma=0.0)
     >>> simulate_messages([[Task(sends=((1, 8.0),))], [Task(source=0, seconds=3.0)]], Network(link=link))
     [16.0, 20.0]
     """
@@ -260,7 +260,7 @@ def simulate_ring(
 
     Raises ``ValueError`` if a number is out of range.
 
-    >>> simulate_ring(LinkParams(alpha=1.0, beta=0.5, gamma=0.0, sync=0.0), 8.0, 2).tolist()
+    >>> simulate_ring(LinkParams(alpha=1.0, beta=0.5, gamma=0.0), 8.0, 2).tolist()
     [6.0, 6.0]
     """
     check_count("world_size", world_size)
@@ -283,4 +283,4 @@ def simulate_ring(
         np.maximum(cpu, arrival, out=cpu)
         if step < p - 1:
             cpu += sums
-    return np.maximum(cpu, wire) + (link.sync if p > 1 else 0.0)
+    return np.maximum(cpu, wire)

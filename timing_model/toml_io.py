@@ -29,7 +29,7 @@ class Table:
         self._left = dict(values)
 
     def __contains__(self, field: str) -> bool:
-        return field in self._left
+        return self._left.get(field) is not None  # JSON has null
 
     def number(self, field: str, *, least: float = 0.0, most: float = MOST) -> float:
         """Take a finite number from ``least`` to ``most``."""

@@ -21,6 +21,7 @@ NBYTES = {
     **{f"{prefix}B": factor for prefix, factor in (("k", 1e3), ("M", 1e6), ("G", 1e9))},
     **{f"{prefix}iB": factor for prefix, factor in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30))},
 }
+PER_SECOND = {f"/{unit}": 1 / SECONDS[unit] for unit in ("s", "min", "h")} | {"/d": 1 / 86400}
 MOST = 1e18
 """Largest quantity, in its base unit: a larger one is a mistake and could overflow."""
 _NUMBER = re.compile(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)\s*(\D*?)\s*", re.IGNORECASE)
@@ -78,6 +79,19 @@ def parse_bytes(name: str, text: str) -> float:
     return _parse(name, text, NBYTES, "25MiB")
 
 
+def parse_price(name: str, text: str) -> float:
+    """Parse a price for a time, in any currency, into one per second. Raises ``ValueError`` in one line that begins
+    with ``name``.
+
+    >>> parse_price("price", "1.20/h") * 3600
+    1.2
+    >>> parse_price("price", "1.20")
+    Traceback (most recent call last):
+    ValueError: price must have a unit such as 1.20/h; got '1.20' (did you mean 1.20/h?)
+    """
+    return _parse(name, text, PER_SECOND, "1.20/h")
+
+
 def format_seconds(seconds: float) -> str:
     """Format a time for people, with three digits.
 
@@ -119,6 +133,15 @@ def format_count(count: float) -> str:
     return _scaled(count, "").strip()
 
 
+def format_cost(cost: float) -> str:
+    """Format an amount of money for people, without a currency.
+
+    >>> [format_cost(value) for value in (0, 0.001234, 1.5, 12345.678)]
+    ['0.00', '0.00123', '1.50', '12,345.68']
+    """
+    return f"{cost:,.2f}" if cost == 0 or cost >= 1 else f"{cost:.3g}"
+
+
 def _scaled(value: float, unit: str) -> str:
     for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
@@ -151,6 +174,8 @@ def _did_you_mean(number: str, unit: str, units: Mapping[str, float]) -> str:
         prefix = match[1].upper().replace("K", "k")
         of = {"b": ("bit/s", "B/s"), "B": ("B/s",), "b/s": ("bit/s", "B/s"), "bps": ("bit/s",)}[match[2]]
         likely = [prefix + rest for rest in of]
+    elif not unit and "/h" in units:
+        likely = ["/h"]
     elif unit in _MISSPELT:
         likely = [_MISSPELT[unit]]
     else:

@@ -71,7 +71,7 @@ def whole_profile(folder: Path) -> str:
     def about(value: float) -> Estimate:
         return Estimate(value, 0.95 * value, 1.1 * value)
 
-    link = LinkProfile(alpha=about(5e-5), beta=about(8e-8), gamma=about(1e-10), sync=about(1e-4), overhead=about(2e-6))
+    link = LinkProfile(alpha=about(5e-5), beta=about(8e-8), gamma=about(1e-10))
     rates = CodecRates(encode=about(6e-10), decode=about(6e-10), add=about(6e-10), hop=about(12e-10))
     compute = ComputeProfile(
         model="mlp",

@@ -1,8 +1,7 @@
-"""CPU cost of codecs and of sums on a rank, for messages in cache and for messages from memory."""
+"""CPU cost of codecs and of sums on a rank, for messages from memory."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -26,21 +25,19 @@ OPERATIONS = ("encode", "decode", "add", "hop")
 TOPK = "topk"
 SMALL_NUMEL = 1 << 10
 """Values in a call, few enough for its fixed cost to show."""
-CACHED_NUMEL = 32 << 10
 MEMORY_NUMEL = 8 << 20
 """Values in one pass over memory, segment by segment: a segment has left the caches since the pass before."""
 TOPK_NUMEL = 2 << 20
 ADDED = 33
 """Parts of topk that are added up in a measurement: the cost of adding one is lost in the noise of the selection."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
-SMALL_CALLS, CACHED_CALLS = 30, 10
-"""Calls that are timed together, for small messages and for cached ones."""
-DEFAULT_CACHE_BYTES, SMALLEST_CACHE_BYTES = 1 << 20, 256 << 10
+SMALL_CALLS = 30
+"""Calls that are timed together for small messages."""
 FINISHED_FOR = 2
 """Number of ranks in the mean that is timed; any number costs the same."""
 
 Times = dict[str, dict[str, list[float]]]
-"""Times by place and operation: seconds per call for "small" and "cache", seconds per value for "memory"."""
+"""Times by place and operation: seconds per call for "small", seconds per value for "memory"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +47,9 @@ class CodecSpeed:
     bits: float
     call: Estimate
     memory: dict[str, Estimate]
-    """Seconds per value on messages from memory, by operation."""
-    cache: dict[str, Estimate]
-    """Seconds per value on messages in cache, by operation; empty for topk, which is never used in small pieces."""
+    """Seconds per value, by operation."""
     gathered: bool = False
     """True if every rank gets all parts and adds them once all have arrived, as with topk."""
-
-
-def cache_bytes() -> int:
-    """Return the bytes of float32 in a message that stays in a core's own cache; message and source take half of it."""
-    try:
-        found = os.sysconf("SC_LEVEL2_CACHE_SIZE")
-    except (ValueError, OSError):  # only Linux reports it
-        found = 0
-    return max(found // 2, SMALLEST_CACHE_BYTES) if found > 0 else DEFAULT_CACHE_BYTES
 
 
 def measure(names: Sequence[str], seconds: float, advance: Callable[[float], None]) -> dict[str, Times]:
@@ -99,18 +85,16 @@ def summarize(name: str, everybody: Sequence[Times]) -> CodecSpeed:
     def pooled(place: str, operation: str) -> Floats:
         return np.concatenate([times[place][operation] for times in everybody])
 
-    cache, calls = {}, []
+    memory, calls = {}, []
     for operation in OPERATIONS:
-        small, cached = pooled("small", operation), pooled("cache", operation)
-        rate = np.maximum(cached - small, 0.0) / (CACHED_NUMEL - SMALL_NUMEL)
-        cache[operation] = median_of(rate)
-        calls.append(median_of(np.maximum(small - SMALL_NUMEL * rate, 0.0)))
+        small, rate = pooled("small", operation), pooled("memory", operation)
+        memory[operation] = median_of(rate)
+        calls.append(median_of(np.maximum(small - SMALL_NUMEL * memory[operation].value, 0.0)))
     codec = make_codec(CodecOptions(codec=name))
     return CodecSpeed(
         bits=8 * codec.wire_bytes(MEMORY_NUMEL) / MEMORY_NUMEL,
         call=Estimate(*(float(one) for one in np.median([astuple(one) for one in calls], axis=0))),
-        memory={operation: median_of(pooled("memory", operation)) for operation in OPERATIONS},
-        cache=cache,
+        memory=memory,
     )
 
 
@@ -149,14 +133,13 @@ def _round(found: Times, codec: Codec, values: Tensor, residual: Tensor | None, 
 
     places = {
         "small": ([0] * SMALL_CALLS, SMALL_NUMEL, SMALL_CALLS),
-        "cache": ([0] * CACHED_CALLS, CACHED_NUMEL, CACHED_CALLS),
         "memory": (list(starts), segment, len(starts) * segment),
     }
     for operation in OPERATIONS:
         for place, (offsets, numel, divisor) in places.items():
             in_memory = place == "memory"
             (values if in_memory else values[:numel]).fill_(1e-3)
-            if first or not in_memory:  # compiles it, and brings the values into the cache
+            if first or not in_memory:  # compiles it, and brings small messages into the cache
                 call(operation, 0, numel)
             begin = time.thread_time()
             for start in offsets:
@@ -220,4 +203,4 @@ def _summarize_topk(everybody: Sequence[Times]) -> CodecSpeed:
     for operation in ("encode", "add"):
         memory[operation] = median_of(np.concatenate([times["memory"][operation] for times in everybody]))
     bits = 32 * NUMBERS_PER_VALUE * CodecOptions(codec=TOPK).density
-    return CodecSpeed(bits=bits, call=nothing, memory=memory, cache={}, gathered=True)
+    return CodecSpeed(bits=bits, call=nothing, memory=memory, gathered=True)

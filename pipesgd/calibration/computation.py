@@ -46,17 +46,18 @@ LEAST_OVERLAP, MOST_SLOWED = 0.2, 0.75
 amplifying noise; and the largest share of that time which counts as lost."""
 T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
 """Standard errors to the ends of a 90 % interval, with 1, 2, ... degrees of freedom (Student)."""
-PARTS = ("forward", "backward", "update", "late_update")
-FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU = range(6)
+PARTS = ("forward", "backward", "update", "late_update", "loading")
+FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU, DATA, LOADING = range(8)
 """Indices of an iteration's seconds. The first four add up to the iteration; then come the all-reduce that ended in it,
-and the time for which this thread had a core in the passes."""
+the time for which this thread had a core in the passes, the part of the first in which the rank waited for its batch,
+and the time in which a process loaded that batch."""
 EXPOSED = 0.05
 """Share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
 
 Laps = list[list[list[float]]]
 """One rank's times: laps, iterations, seconds."""
 Lap = NDArray[np.float64]
-"""Seconds of one lap: (ranks, iterations, 6)."""
+"""Seconds of one lap: (ranks, iterations, 8)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,9 @@ class Training:
                 update = time.perf_counter() - computed - wait
                 backward = sum(span.seconds for span in spans if span.what == "backward")
                 forward = computed - begin - backward
-                times.append([forward, backward, update, wait, report.seconds("communication"), cpu])
+                data = sum(span.seconds for span in spans if span.what == "data")
+                communication = report.seconds("communication")
+                times.append([forward, backward, update, wait, communication, cpu, data, samples.last.seconds])
         strategy.flush()
         return times
 
@@ -244,7 +247,7 @@ def _values(
     In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow.
     """
     uncompressed, compressed = late[: len(t_comms)], late[len(t_comms) :]
-    forward, backward, update, *_ = synchronous.mean(axis=(0, 1))
+    forward, backward, update, *_, data, loading = synchronous.mean(axis=(0, 1))
     all_reduces = np.array([_all_reduce(way, model) for way in uncompressed])
     slowed = [
         min(1 - t_comm / all_reduce, MOST_SLOWED) if all_reduce > t_comm else 0.0
@@ -269,7 +272,7 @@ def _values(
     own = lost_of(uncompressed[0], float(all_reduces[0]), lost)
     with_codec = lost_of(compressed[0], t_compressed / (1 - slowed[0]), own) if compressed else own
     shares = np.array([own, with_codec, *slowed])
-    return np.array([forward, backward, update, late_update, *(shares / (1 - shares))])
+    return np.array([forward - data, backward, update, late_update, loading, *(shares / (1 - shares))])
 
 
 def _all_reduce(late: Lap, model: LateIteration) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed, cache_bytes
+from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed
 from pipesgd.calibration.computation import LATE, Computation
 from pipesgd.calibration.links import Probes
 from pipesgd.calibration.options import RING
@@ -33,17 +33,18 @@ from timing_model.cluster_profile import (
     Profile,
 )
 from timing_model.iteration import collective_within, computation_within
-from timing_model.measured import LINK
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES
+from timing_model.presets import OVERHEAD
 
-ALPHA, BETA, GAMMA, SYNC, OVERHEAD = range(len(LINK))
-"""Indices of the link's parameters in a fit."""
-SERVER_PARAMETERS = ("beta", "sync", "shared")
+LATENCY_AND_RATE = ("alpha", "beta")
+"""Names of the parameters of an all-reduce."""
+ALPHA, BETA = range(len(LATENCY_AND_RATE))
+"""Their indices in a fit."""
+SERVER_PARAMETERS = (*LATENCY_AND_RATE, "shared")
 """Names of a parameter server's parameters; the last is beta times ``sharing``."""
-SUMS_OFF, OVERHEAD_OFF, RATE_OFF = 0.5, 1.0, 1.0
-"""Relative uncertainty of a sum's cost in an all-reduce given its cost alone, of a message's given its cost in a
-stream, and of a byte's given its cost between two ranks."""
+RATE_OFF = 1.0
+"""Relative uncertainty of a byte's time given that between two ranks."""
 MEDIAN_ERROR = 1.25
 """Standard error of a median over that of a mean."""
 REPEATS = 0.15
@@ -60,7 +61,9 @@ class CollectiveFit:
     """Name of the algorithm, or ``PARAMETER_SERVER``."""
     cells: list[Cell]
     fit: Fit
-    names: Sequence[str] = LINK
+    sums: Estimate
+    """Time of a sum, measured alone, in s per byte."""
+    names: Sequence[str] = LATENCY_AND_RATE
     """Names of the parameters."""
 
     @property
@@ -119,7 +122,7 @@ class CollectiveFit:
 
     @property
     def link(self) -> LinkParams:
-        return _link_params(self.fit.parameters)
+        return _link_params(self.fit.parameters, self.sums)
 
     def predicted(self, cell: Cell) -> CollectiveTime:
         """Return the time that the formula predicts for a cell."""
@@ -135,8 +138,8 @@ class CollectiveFit:
 def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Estimate) -> CollectiveFit:
     """Fit ``timing_model.all_reduce_time`` to the measured cells of one algorithm.
 
-    In most cells the wire hides sums and message overhead, and in the smallest ones latency hides the wire: the results
-    of the probes count, too.
+    In most cells the wire hides sums, whose cost is therefore the one measured alone. In the smallest ones latency
+    hides the wire, so the rate that the probes found counts, too.
 
     Args:
         all_reduce: name of the algorithm, the same as in the timing model.
@@ -145,33 +148,27 @@ def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums:
         sums: s per byte of a sum that is measured alone.
     """
     own = sorted((cell for cell in cells if cell.all_reduce == all_reduce), key=lambda c: (c.world_size, c.nbytes))
-    overhead = max(probes.middle("overhead"), SMALLEST_START)
     alpha = max(probes.middle("latency"), SMALLEST_START)
     beta = 1 / probes.middle("rate")
-    start = np.array([alpha, beta, sums.value, alpha, overhead])
 
     def predict(parameters: Floats) -> Floats:
-        link = _link_params(parameters)
+        link = _link_params(parameters, sums)
         return np.array([_time(all_reduce, link, cell).total for cell in own])
 
     found = fit(
         predict,
-        start,
+        np.array([alpha, beta]),
         [cell.seconds for cell in own],
         halves=_halves(own),
-        priors=(
-            Prior(BETA, beta, RATE_OFF),
-            Prior(GAMMA, sums.value, SUMS_OFF),
-            Prior(OVERHEAD, overhead, OVERHEAD_OFF),
-        ),
+        priors=(Prior(BETA, beta, RATE_OFF),),
     )
-    return CollectiveFit(all_reduce=all_reduce, cells=own, fit=found)
+    return CollectiveFit(all_reduce=all_reduce, cells=own, fit=found, sums=sums)
 
 
 def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
     """Fit ``timing_model.parameter_server_time`` to the measured rounds: ``SERVER_PARAMETERS``.
 
-    Latency, overhead and sums are the ring's: a fit to few sizes and numbers of ranks could not tell them from these.
+    Sums are the ring's.
     """
     own = sorted(
         (cell for cell in cells if cell.all_reduce == PARAMETER_SERVER), key=lambda c: (c.world_size, c.nbytes)
@@ -179,25 +176,25 @@ def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
     known = ring.link
 
     def predict(parameters: Floats) -> Floats:
-        beta, sync, shared = map(float, parameters)
-        link = dataclasses.replace(known, beta=beta, sync=sync)
+        alpha, beta, shared = map(float, parameters)
+        link = dataclasses.replace(known, alpha=alpha, beta=beta)
         sharing = min(1.0, shared / beta) if beta > 0 else 0.0
         return np.array([parameter_server_time(link, c.nbytes, c.world_size, sharing=sharing).total for c in own])
 
     beta = max(known.beta, SMALLEST_BETA)
     found = fit(
         predict,
-        np.array([beta, max(known.sync, SMALLEST_START), beta / 2]),
+        np.array([max(known.alpha, SMALLEST_START), beta, beta / 2]),
         [cell.seconds for cell in own],
         halves=_halves(own),
-        priors=(Prior(0, beta, RATE_OFF), Prior(2, beta / 2, RATE_OFF)),
+        priors=(Prior(BETA, beta, RATE_OFF), Prior(2, beta / 2, RATE_OFF)),
     )
-    return CollectiveFit(all_reduce=PARAMETER_SERVER, cells=own, fit=found, names=SERVER_PARAMETERS)
+    return CollectiveFit(all_reduce=PARAMETER_SERVER, cells=own, fit=found, sums=ring.sums, names=SERVER_PARAMETERS)
 
 
 def sharing_of(servers: CollectiveFit) -> Estimate:
     """Return ``sharing``, from 0 to 1, by the fitted ``SERVER_PARAMETERS``."""
-    beta, _, shared = servers.fit.estimates()
+    _, beta, shared = servers.fit.estimates()
     return Estimate(*(min(1.0, one / beta.value) if beta.value > 0 else 0.0 for one in dataclasses.astuple(shared)))
 
 
@@ -231,11 +228,8 @@ def make_profile(
 ) -> Profile:
     """Return the file's content; ``fits`` holds all-reduces and servers by name."""
     ring, servers = fits[RING], fits.get(PARAMETER_SERVER)
-    links = {name: _link_profile(one) for name, one in fits.items() if one.names == LINK}
+    links = {name: _link_profile(one) for name, one in fits.items()}
     link = links.pop(RING)
-    if servers is not None:
-        beta, sync, _ = servers.fit.estimates()
-        links[PARAMETER_SERVER] = dataclasses.replace(link, beta=beta, sync=sync, corrections=servers.corrections)
     return Profile(
         provenance=provenance,
         calibrated=Calibrated(
@@ -291,25 +285,20 @@ def _time(all_reduce: str, link: LinkParams, cell: Cell) -> CollectiveTime:
     return all_reduce_time(all_reduce, link, cell.nbytes / 4, cell.world_size)
 
 
-def _link_params(parameters: Floats) -> LinkParams:
-    return LinkParams(**dict(zip(LINK, map(float, parameters), strict=True)))
+def _link_params(parameters: Floats, sums: Estimate) -> LinkParams:
+    return LinkParams(alpha=float(parameters[ALPHA]), beta=float(parameters[BETA]), gamma=sums.value, overhead=OVERHEAD)
 
 
 def _link_profile(found: CollectiveFit) -> LinkProfile:
-    fitted = dict(zip(LINK, found.fit.estimates(), strict=True))
-    return LinkProfile(**fitted, corrections=found.corrections)
+    alpha, beta, *_ = found.fit.estimates()
+    return LinkProfile(alpha=alpha, beta=beta, gamma=found.sums, corrections=found.corrections)
 
 
 def _codec_profile(speed: CodecSpeed) -> CodecProfile:
-    def rates(of: Mapping[str, Estimate]) -> CodecRates:
-        return CodecRates(**{operation: of[operation] for operation in OPERATIONS})
-
     return CodecProfile(
         bits=speed.bits,
         call=speed.call,
-        rates=rates(speed.memory),
-        in_cache=rates(speed.cache) if speed.cache else None,
-        cache_bytes=cache_bytes() if speed.cache else 0,
+        rates=CodecRates(**{operation: speed.memory[operation] for operation in OPERATIONS}),
         gathered=speed.gathered,
     )
 

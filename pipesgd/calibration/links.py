@@ -22,9 +22,6 @@ Links = NDArray[np.bool_]
 PINGS = 20
 PAYLOAD_BYTES = 512 << 10
 REPETITIONS = 4
-STREAMED = 8, 64
-"""Numbers of small messages in a row, few and many; the difference in time is what each costs the ranks."""
-STREAMED_BYTES = 64
 SLOW = 0.7
 """Share of the good links' rate below which a link is slow."""
 GOOD = 0.75
@@ -41,8 +38,6 @@ class Probes:
     """Seconds one way, half of the shortest round trip: a rank's wait for its core is no property of the link."""
     rate: Floats
     """Bytes per second."""
-    overhead: Floats
-    """Seconds that a small message takes in a stream of them."""
 
     def middle(self, name: str) -> float:
         """Return the median over all pairs."""
@@ -66,7 +61,7 @@ def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
 
 def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], None]) -> Probes:
     """Probe the link between every two ranks, both ways. Collective."""
-    own: dict[int, tuple[float, float, float]] = {}
+    own: dict[int, tuple[float, float]] = {}
     rounds = rounds_of_pairs(ranks.world_size)
     for number, pairs in enumerate(rounds):
         ranks.all_gather_object("round of probes", None)
@@ -78,39 +73,33 @@ def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], No
                     if found is not None:
                         own[peer] = found
         advance((number + 1) / len(rounds))
-    table = np.full((3, ranks.world_size, ranks.world_size), np.nan)
+    table = np.full((2, ranks.world_size, ranks.world_size), np.nan)
     for rank, found_by in enumerate(ranks.all_gather_object("probes", list(own.items()))):
         for peer, values in found_by:
             table[:, rank, peer] = values
-    return Probes(latency=table[0], rate=table[1], overhead=table[2])
+    return Probes(latency=table[0], rate=table[1])
 
 
-def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[float, float, float] | None:
-    """Return the latency, rate and overhead of messages to ``peer``, which answers; None on the side that answers."""
+def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[float, float] | None:
+    """Return the latency and rate of messages to ``peer``, which answers; None on the side that answers."""
 
-    def send_and_receive(messages: int, nbytes: int) -> float:
+    def send_and_receive(nbytes: int) -> float:
         outgoing, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         begin = time.perf_counter()
         if sends:
             back = transport.receive(answer, peer, "answer to a probe")
-            pending = [transport.send(outgoing, peer, "probe") for _ in range(messages)]
-        else:
-            pending = [transport.receive(outgoing, peer, "probe") for _ in range(messages)]
-        for one in pending:
-            one.wait()
-        if sends:
+            transport.send(outgoing, peer, "probe").wait()
             back.wait()
         else:
+            transport.receive(outgoing, peer, "probe").wait()
             transport.send(answer, peer, "answer to a probe").wait()
         return time.perf_counter() - begin
 
-    round_trip = min(send_and_receive(1, 1) for _ in range(PINGS))
-    with_payload = min(send_and_receive(1, PAYLOAD_BYTES) for _ in range(REPETITIONS))
-    few, many = (float(np.median([send_and_receive(n, STREAMED_BYTES) for _ in range(REPETITIONS)])) for n in STREAMED)
+    round_trip = min(send_and_receive(1) for _ in range(PINGS))
+    with_payload = min(send_and_receive(PAYLOAD_BYTES) for _ in range(REPETITIONS))
     if not sends:
         return None
-    overhead = max(many - few, 0.0) / (STREAMED[1] - STREAMED[0])
-    return round_trip / 2, PAYLOAD_BYTES / max(with_payload - round_trip, 1e-9), overhead
+    return round_trip / 2, PAYLOAD_BYTES / max(with_payload - round_trip, 1e-9)
 
 
 class SlowLink(NamedTuple):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ import torch
 
 import pipesgd
 from pipesgd.ranks import Ranks
+from pipesgd.run.loading_time import usable_cores
 
 PRODUCT_SIZE, PRODUCTS = 512, 9
 """Rows and columns of the matrices; and number of products in a row, of which the first does not count."""
@@ -47,10 +46,9 @@ def machines_of(ranks: Ranks) -> list[Machine]:
         kernel = BOOT_ID.read_text(encoding="utf-8").strip()
     except OSError:  # not Linux
         kernel = host
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return [
         Machine(**one)
-        for one in ranks.all_gather_object("machine", asdict(Machine(host=host, kernel=kernel, cores=cores)))
+        for one in ranks.all_gather_object("machine", asdict(Machine(host=host, kernel=kernel, cores=usable_cores())))
     ]
 
 

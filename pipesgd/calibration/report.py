@@ -12,10 +12,10 @@ from rich.table import Table
 from pipesgd.calibration import machines
 from pipesgd.calibration.codec_speeds import CodecSpeed
 from pipesgd.calibration.computation import Computation
-from pipesgd.calibration.fit_cluster import BETA, CollectiveFit
+from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.errors import UserInputError
 from timing_model.cluster_profile import PARAMETER_SERVER
-from timing_model.measured import LINK, Estimate
+from timing_model.measured import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,15 +41,11 @@ def show(
         table.add_row("held-out cells", held_out(one))
         console.print(table)
     if codecs:
-        table = Table(title="codecs, ns a value in memory (in cache)", title_justify="left", box=None)
+        table = Table(title="codecs, ns a value", title_justify="left", box=None)
         for head in ("", "encode", "decode", "add", "hop"):
             table.add_column(head, justify="right" if head else "left")
         for name, speed in codecs.items():
-            cells = []
-            for operation, rate in speed.memory.items():
-                cached = f" ({1e9 * speed.cache[operation].value:.2f})" if speed.cache else ""
-                cells.append(f"{1e9 * rate.value:.2f}{cached}")
-            table.add_row(name, *cells)
+            table.add_row(name, *(f"{1e9 * rate.value:.2f}" for rate in speed.memory.values()))
         console.print(table)
     table = Table(title="computation of an iteration", title_justify="left", show_header=False, box=None)
     for name, part in computation.parts.items():
@@ -140,12 +136,12 @@ def plot_residuals(one: CollectiveFit, axes: Axes) -> Axes:
 
 
 def _parameter(name: str, value: Estimate) -> str:
-    if name == LINK[BETA] and value.value > 0:
+    if name == "beta" and value.value > 0:
         low, middle, high = (
             f"{8e-6 / one:,.0f}" if one else "no limit" for one in (value.high, value.value, value.low)
         )
         return f"{1e9 * value.value:.4g} ns a byte: {middle} Mbit/s ({low} to {high})"
-    unit, scale = ("ns a byte", 1e9) if name in ("gamma", "shared") else ("us", 1e6)
+    unit, scale = ("ns a byte", 1e9) if name == "shared" else ("us", 1e6)
     return f"{scale * value.value:.3g} {unit} ({scale * value.low:.3g} to {scale * value.high:.3g})"
 
 

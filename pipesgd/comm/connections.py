@@ -19,7 +19,7 @@ from pipesgd.comm.transport import (
     destroy,
     wait_for_all,
 )
-from pipesgd.errors import CommunicationError
+from pipesgd.errors import CommunicationError, OutOfStepError, UserInputError
 from pipesgd.ranks import Ranks
 from timing_model.schedules import SEGMENT_BYTES, Algorithm, Schedule, gather_ring
 
@@ -55,6 +55,10 @@ class Connections:
         connections: int = 1,
         device: str = "cpu",
     ):
+        if all_reduce == "native" and device == "cuda" and ranks.numbers:
+            raise UserInputError(
+                "all_reduce must not be native with a process_group of GPUs, for which nccl is not set up"
+            )
         self._name = all_reduce
         self.ranks = ranks
         self._timeout = timeout
@@ -106,6 +110,10 @@ class Connections:
             self.check()
         except CommunicationError as failure:
             failure.iteration = iteration
+            failure.name_ranks(self.ranks.number)
+            raise
+        except OutOfStepError as failure:
+            failure.name_ranks(self.ranks.number)
             raise
         return result
 

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -145,17 +145,26 @@ def communication_group(
 
     With ``members``, only these ranks form the group, and the others get a placeholder that is not a group.
 
+    Ranks of another group than torch's default one call this without the rest of the job. torch's own way of doing that
+    (``use_local_synchronization``) names a group after the number of groups that its ranks have, which may differ
+    between them and repeats after one has ended, so here gloo's group is made from the store of ``ranks``.
+
     Raises:
         CommunicationError: not every rank could be reached.
     """
     try:
+        if ranks.numbers:
+            own: Any = dist.ProcessGroupGloo(
+                ranks.group_store(), ranks.rank, ranks.world_size, timedelta(seconds=timeout)
+            )
+            return cast(dist.ProcessGroup, own)  # it has all that is used of a group
         group: dist.ProcessGroup = dist.new_group(
             list(range(ranks.world_size) if members is None else members),
             timeout=timedelta(seconds=timeout),
             backend=backend,
         )
     except RuntimeError as failure:
-        raise lost(failure, ranks.rank, None, "connection to all ranks", timeout) from failure
+        raise lost(failure, ranks.number(ranks.rank), None, "connection to all ranks", timeout) from failure
     return group
 
 

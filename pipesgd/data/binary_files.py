@@ -6,18 +6,14 @@ the file, what it must be and what it is.
 
 from __future__ import annotations
 
-import gzip
 import math
-import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from pipesgd.data.mapped_files import read_mapped
 from pipesgd.errors import DatasetError
-
-LARGEST_BYTES = 1 << 30
-"""Most bytes of a file's content: the largest data sets of these formats have half. A .gz file can hold any amount."""
 
 CIFAR100_RECORD_BYTES = 1 + 1 + 3 * 32 * 32  # coarse label, fine label, pixels
 _IDX_UINT8 = 0x0800  # an IDX magic number is the element type in this byte, the number of dimensions below it
@@ -29,7 +25,7 @@ def read_idx(path: Path, *, item_shape: tuple[int, ...]) -> torch.Tensor:
     Raises ``DatasetError`` if the file is unreadable, of another type or shape, or of another length
     than its header says.
     """
-    content = _read(path)
+    content = read_mapped(path)
     dimensions = 1 + len(item_shape)
     header_bytes = 4 + 4 * dimensions
     if len(content) < header_bytes:
@@ -75,8 +71,8 @@ def read_cifar100(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     Raises ``DatasetError`` if the file is unreadable, not a whole number of records, or has a label
     above 99.
     """
-    content = _read(path)
-    if not content or len(content) % CIFAR100_RECORD_BYTES:
+    content = read_mapped(path)
+    if not len(content) or len(content) % CIFAR100_RECORD_BYTES:
         raise DatasetError(
             f"{path} must be a whole number of CIFAR-100 records, {CIFAR100_RECORD_BYTES} bytes each, and at "
             f"least one; got {len(content)} bytes"
@@ -85,20 +81,6 @@ def read_cifar100(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     labels = records[:, 1]
     _check_labels(path, labels, 100)
     return records[:, 2:].view(-1, 3, 32, 32), labels
-
-
-def _read(path: Path) -> bytearray:
-    """Read the whole file, unzipped if it is a ``.gz``, into a bytearray, since tensors need writable memory."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = bytearray()
-            while len(content) <= LARGEST_BYTES and (piece := file.read(1 << 20)):
-                content += piece
-    except (OSError, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path} must be readable and complete; got {type(error).__name__}: {error}") from None
-    if len(content) > LARGEST_BYTES:
-        raise DatasetError(f"{path} must hold at most {LARGEST_BYTES:,} bytes, unpacked; got more")
-    return content
 
 
 def _check_labels(path: Path, labels: torch.Tensor, num_classes: int) -> None:

@@ -16,7 +16,7 @@ from pipesgd.config import DATASETS, dataset_kind
 from pipesgd.data.binary_files import read_cifar100, read_labelled_idx
 from pipesgd.data.image_folder import ImageFolder, class_names
 from pipesgd.data.own import own_splits
-from pipesgd.data.samples import DataSplits, InMemoryImages, PixelScale
+from pipesgd.data.samples import DataSplits, ImagesOfFiles, InMemoryImages, PixelScale
 from pipesgd.data.text import TextWindows, read_text
 from pipesgd.errors import DatasetError
 from pipesgd.functions import Function, call, check_function, function_of
@@ -117,7 +117,7 @@ def _mnist_like(name: str, data_dir: Path | None = None) -> DataSplits:
         )
     paths = _locate(name, [data_dir] if data_dir else [], IDX_FILES, how)
     train, test = (
-        InMemoryImages(*read_labelled_idx(images, labels, num_classes=10), _SCALES[name])
+        ImagesOfFiles(functools.partial(read_labelled_idx, images, labels, num_classes=10), _SCALES[name])
         for images, labels in (paths[:2], paths[2:])
     )
     return DataSplits(train=train, test=test, num_classes=10, sample_shape=(1, 28, 28))
@@ -127,7 +127,7 @@ def _cifar100(data_dir: Path | None = None) -> DataSplits:
     folders = [data_dir, data_dir / "cifar-100-binary"] if data_dir else []
     how = "the binary version, cifar-100-binary.tar.gz unpacked; --data-dir names the folder"
     paths = _locate("cifar100", folders, CIFAR100_FILES, how)
-    train, test = (InMemoryImages(*read_cifar100(path), _SCALES["cifar100"]) for path in paths)
+    train, test = (ImagesOfFiles(functools.partial(read_cifar100, path), _SCALES["cifar100"]) for path in paths)
     return DataSplits(train=train, test=test, num_classes=100, sample_shape=(3, 32, 32))
 
 

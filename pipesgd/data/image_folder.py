@@ -29,7 +29,7 @@ def class_names(split_dir: Path) -> list[str]:
 
 
 class ImageFolder(BatchedDataset):
-    """The images ``split_dir/CLASS/*``, as RGB, resized and centre cropped to a square; no augmentation."""
+    """The images ``split_dir/CLASS/*``, as RGB, resized and centre cropped to a square."""
 
     def __init__(self, split_dir: Path, classes: Sequence[str], *, image_size: int, scale: PixelScale) -> None:
         """Lists the files; a sample's label is the position of its folder's name in ``classes``.

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 from warnings import catch_warnings, filterwarnings
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from pipesgd.data.samples import Batch, BatchedDataset
+from pipesgd.data.augmentation import Augmentation, epoch_seed
+from pipesgd.data.samples import Batch, BatchedDataset, on_tensors
 from pipesgd.errors import DatasetError, UserInputError
 from pipesgd.functions import in_one_line
+
+Asked: TypeAlias = tuple[int, torch.Tensor]
+"""An epoch, and the samples of a batch in it, int64 (B,)."""
+
+
+class Loaded(NamedTuple):
+    """A batch, and the time in which a process loaded it, in seconds of ``time.perf_counter``, the machine's clock."""
+
+    batch: Batch | UserInputError
+    worker: int | None
+    """Number of the worker process; None if the process that uses the batch loaded it."""
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Batches(Iterator[Batch]):
+    """Iterator over batches. Worker processes end with it: ``close()`` it, or drop it."""
+
+    last: Loaded
+    """Batch that was returned last, and how it was loaded."""
+
+    def __init__(self, items: Generator[Loaded, None, None]):
+        self._items = items
+
+    def __next__(self) -> Batch:
+        """Return the next batch; raises the ``UserInputError`` of a sample that cannot be read."""
+        self.last = next(self._items)
+        assert not isinstance(self.last.batch, UserInputError)
+        return self.last.batch
+
+    def close(self) -> None:
+        self._items.close()
+
+
+CPU = torch.device("cpu")
 
 
 class ShardedBatches:
@@ -38,8 +78,11 @@ class ShardedBatches:
         world_size: int,
         seed: int,
         loader_workers: int = 0,
+        augmentation: Augmentation | None = None,
     ) -> None:
         """Take ``batch_size`` samples per rank and iteration; with 0 ``loader_workers`` this process loads them.
+
+        An ``augmentation`` changes their images, wherever they are loaded.
 
         Raises ``DatasetError`` if not even one batch of all ranks can be taken from ``dataset``.
         """
@@ -58,87 +101,125 @@ class ShardedBatches:
         self._world_size = world_size
         self._seed = seed
         self._loader_workers = loader_workers
+        self._augmentation = augmentation
 
-    def from_iteration(self, iteration: int) -> Generator[Batch, None, None]:
-        """Yield the batches of global iteration ``iteration`` (from 0) and of all after it, without end.
+    def from_iteration(self, iteration: int, device: torch.device = CPU) -> Batches:
+        """Return the batches on ``device`` of global iteration ``iteration`` (from 0) and of all after it, without end.
 
-        Each batch has ``batch_size`` samples. Raises, at the batch concerned, the ``UserInputError`` of a sample that
-        cannot be read. Worker processes take about a second to start, at the first batch, and end with the iterator:
-        ``close()`` it, or drop it.
+        Each batch has ``batch_size`` samples. Worker processes take about a second to start, at the first batch. A GPU
+        copies a batch while it computes on the one before.
         """
         assert iteration >= 0
-        return _load(self._dataset, self._indices(iteration), self._loader_workers)
+        samples = _Samples(self._dataset, self._augmentation)
+        return _load(samples, self._batches(iteration), self._loader_workers, device)
 
-    def _indices(self, iteration: int) -> Iterator[torch.Tensor]:
+    def _batches(self, iteration: int) -> Iterator[Asked]:
         first_epoch, first = divmod(iteration, self.iterations_per_epoch)
         for epoch in count(first_epoch):
             number = len(self._dataset)
             order = torch.arange(number) if self._dataset.in_order else _epoch_order(number, self._seed, epoch)
             for i in range(first, self.iterations_per_epoch):
                 start = (i * self._world_size + self._rank) * self._batch_size
-                yield order[start : start + self._batch_size]
+                yield epoch, order[start : start + self._batch_size]
             first = 0
 
 
 def evaluation_batches(
     dataset: BatchedDataset, *, batch_size: int, rank: int, world_size: int, loader_workers: int = 0
-) -> Iterator[Batch]:
-    """Yield this rank's share of ``dataset``, every ``world_size``-th sample: over all ranks, each exactly once.
+) -> Batches:
+    """Return this rank's share of ``dataset``, every ``world_size``-th sample: over all ranks, each exactly once.
 
     A batch has at most ``batch_size`` samples, the last may be short, and a rank without a share gets no
     batch. Raises, at the batch concerned, the ``UserInputError`` of a sample that cannot be read.
     """
     share = torch.arange(len(dataset))[rank::world_size]
-    batches = [share[i : i + batch_size] for i in range(0, len(share), batch_size)]
-    return _load(dataset, batches, loader_workers)
+    batches = [(0, share[i : i + batch_size]) for i in range(0, len(share), batch_size)]
+    return _load(_Samples(dataset), batches, loader_workers)
 
 
 def _epoch_order(num_samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return a permutation of the samples, int64 (num_samples,)."""
-    # The seed is hashed, because seed + epoch would make run 1 repeat the epochs of run 0 one epoch late.
-    mixed = int(np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)[0])
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(mixed))
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(epoch_seed(seed, epoch)))
 
 
-def _load(
-    dataset: BatchedDataset, indices: Iterable[torch.Tensor], loader_workers: int
-) -> Generator[Batch, None, None]:
-    """Yield ``dataset[i]`` for each i in ``indices``; worker processes end with the iterator."""
+def _load(samples: _Samples, batches: Iterable[Asked], loader_workers: int, device: torch.device = CPU) -> Batches:
+    """Return ``samples[batch]`` for each of ``batches``."""
     loader = DataLoader(
-        _ErrorsAsValues(dataset),
+        samples,
         batch_size=None,
-        sampler=indices,
+        sampler=batches,
         num_workers=loader_workers,
         collate_fn=_unchanged,
+        pin_memory=device.type == "cuda",  # copies from memory that is not pinned would wait for the GPU
         # Without its own generator the loader would draw from the global one.
         generator=torch.Generator(),
         # A forked worker would hold copies of this rank's connections, so that its peers would not
         # notice its death; and it would be forked with the communication thread at work.
         multiprocessing_context="spawn" if loader_workers else None,
     )
+    return Batches(_copied_ahead(_items(loader), device) if device.type == "cuda" else _items(loader))
+
+
+def _items(loader: DataLoader[Any]) -> Generator[Loaded, None, None]:
     for item in _begin(loader):  # no name here may hold the iterator: the workers end with it, after an error, too
-        if isinstance(item, UserInputError):
-            raise item
+        if isinstance(item.batch, UserInputError):
+            raise item.batch
         yield item
 
 
-def _begin(loader: DataLoader[Any]) -> Iterator[Any]:
+def _copied_ahead(items: Iterator[Loaded], device: torch.device) -> Generator[Loaded, None, None]:
+    """Yield ``items`` on the GPU ``device``, each with its successor's copy begun on a stream of its own.
+
+    The current stream waits for the copy of the item that is yielded, and the memory stays taken until the work that
+    this stream was given has used it.
+    """
+    copies = torch.cuda.Stream(device)
+    ahead: tuple[Loaded, torch.cuda.Event] | None = None
+
+    def ready(item: Loaded, copied: torch.cuda.Event) -> Loaded:
+        computing = torch.cuda.current_stream(device)
+        computing.wait_event(copied)
+        on_tensors(lambda tensor: tensor.record_stream(computing), item.batch)
+        return item
+
+    for item in items:
+        with torch.cuda.stream(copies):
+            batch = on_tensors(lambda tensor: tensor.to(device, non_blocking=True), item.batch)
+            copied = copies.record_event()
+        if ahead is not None:
+            yield ready(*ahead)
+        ahead = item._replace(batch=batch), copied
+    if ahead is not None:
+        yield ready(*ahead)
+
+
+def _begin(loader: DataLoader[Any]) -> Iterator[Loaded]:
     with in_one_line("loader-workers must be 0 where the data cannot be sent to other processes"), catch_warnings():
         filterwarnings("ignore", "Got pickle error")  # the error itself follows
         return iter(loader)
 
 
-class _ErrorsAsValues(Dataset[Batch | UserInputError]):
-    """Data set that returns errors: DataLoader would put a worker's traceback into the one line of those it raises."""
+class _Samples(Dataset[Loaded]):
+    """Samples as they look in an epoch, and when they were loaded.
 
-    def __init__(self, dataset: BatchedDataset) -> None:
+    Errors are returned: DataLoader would put a worker's traceback into the one line of those that it raises.
+    """
+
+    def __init__(self, dataset: BatchedDataset, augmentation: Augmentation | None = None) -> None:
         self._dataset = dataset
+        self._augmentation = augmentation
 
-    def __getitem__(self, indices: torch.Tensor) -> Batch | UserInputError:
+    def __getitem__(self, asked: Asked) -> Loaded:
+        worker, start = get_worker_info(), time.perf_counter()
+        epoch, indices = asked
+        batch: Batch | UserInputError
         try:
-            return self._dataset[indices]
+            images, targets = batch = self._dataset[indices]
+            if self._augmentation is not None:
+                batch = self._augmentation(images, epoch, indices), targets
         except UserInputError as error:
-            return error
+            batch = error
+        return Loaded(batch, None if worker is None else worker.id, start, time.perf_counter())
 
 
 def _unchanged(item: Any) -> Any:

@@ -131,3 +131,15 @@ class InMemoryImages(BatchedDataset):
 
     def __getitem__(self, indices: torch.Tensor) -> Batch:
         return self._scale(self._pixels[indices]), self._labels[indices]
+
+
+class ImagesOfFiles(InMemoryImages):
+    """Images kept in memory that is mapped from files, which a process that this is sent to maps again."""
+
+    def __init__(self, read: Callable[[], tuple[torch.Tensor, torch.Tensor]], scale: PixelScale) -> None:
+        """Take a function that returns what ``InMemoryImages`` takes, and that can be sent to other processes."""
+        super().__init__(*read(), scale)
+        self._read = read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._read, self._scale)

@@ -42,7 +42,7 @@ def attach(
 ) -> AttachedPipeline:
     """Let the training loop of ``ddp_model`` and ``optimizer`` be Pipe-SGD of width K; the loop stays as it is.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> ddp_model = DistributedDataParallel(nn.Linear(2, 1))
@@ -63,8 +63,9 @@ def attach(
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
-        options: further arguments of ``pipesgd.Pipelined``, except ``guard``. ``clip_norm`` and ``clip_value`` say how
-            the loop clips gradients, so that predictions and ``close`` clip them in the same way.
+        options: further arguments of ``pipesgd.Pipelined``, except ``guard``. ``process_group`` is by default that of
+            ``ddp_model``. ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and
+            ``close`` clip them in the same way.
 
     Raises:
         UserInputError: the model has a communication hook, the optimizer does not hold all of its parameters, or a
@@ -125,6 +126,8 @@ class AttachedPipeline(Pipelined):
         """Contexts that the end of a step of the optimizer closes."""
         self._stepping_itself = False
         self._started = False
+        if options.get("ranks") is None:
+            options["process_group"] = options.get("process_group") or ddp_model.process_group
         super().__init__(
             ddp_model, optimizer, on_nonfinite="skip" if self._scaler is not None else on_nonfinite, **options
         )

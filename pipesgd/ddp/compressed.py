@@ -22,6 +22,7 @@ from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CommunicationThread
+from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT, check_messages
 from pipesgd.ddp.hook import check_model, comm_hook, done
 from pipesgd.errors import UserInputError
@@ -45,6 +46,7 @@ def compress(
     segment_bytes: int = SEGMENT_BYTES,
     connections: int = 1,
     seed: int = 0,
+    process_group: Group | None = None,
 ) -> CompressedBuckets:
     """Compress the gradients of ``ddp_model`` on the wire; the loop stays as it is, and synchronous.
 
@@ -55,10 +57,11 @@ def compress(
         ddp_model: a model in DistributedDataParallel without a communication hook.
         codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``; all but topk and powersgd.
         all_reduce: the algorithm, by its name on the command line or as a function; see ``pipesgd.Pipelined``.
-        timeout: seconds that a rank waits for another one in any one message.
-        segment_bytes: largest message in bytes.
+        timeout: seconds that a rank waits for another one in any one message; 120 by default.
+        segment_bytes: largest message in bytes, 1 MiB by default.
         connections: connections to each rank, used in turn.
         seed: seed of the random numbers of stochastic rounding.
+        process_group: the group whose ranks sum their gradients; by default that of ``ddp_model``.
 
     Raises:
         UserInputError: the model has a communication hook, or a value is out of range.
@@ -72,6 +75,7 @@ def compress(
         segment_bytes=segment_bytes,
         connections=connections,
         seed=seed,
+        process_group=process_group,
     )
 
 
@@ -94,6 +98,7 @@ class CompressedBuckets:
         segment_bytes: int,
         connections: int,
         seed: int,
+        process_group: Group | None,
     ):
         check_model(ddp_model)
         check_one_of("codec", kind(options.codec), (*DENSE_CODECS, OWN))
@@ -106,7 +111,7 @@ class CompressedBuckets:
         self._options = options
         self._parameters = [parameter for parameter in ddp_model.parameters() if parameter.requires_grad]
         self._seed = seed
-        self._ranks = current(timeout)
+        self._ranks = current(timeout, process_group or ddp_model.process_group)
         settings = {"all_reduce": name, "segment_bytes": segment_bytes, "connections": connections, "seed": seed}
         check_same_settings(self._ranks, settings | plain(options), {})
         device = self._parameters[0].device

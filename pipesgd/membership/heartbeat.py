@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pipesgd.config import DEFAULT_STALL_SECONDS, DEFAULT_TIMEOUT
@@ -91,13 +91,14 @@ class Liveness:
 
     Rank 0 reads all heartbeats (``observe``) and reports to the others which ranks are silent (``news``). They read
     only these reports (``observe_news``), which are rank 0's heartbeat to them. Each rank begins its round with
-    ``wake``. All times are seconds of one clock of the caller's.
+    ``wake``. All times are seconds of one clock of the caller's. Lines name each rank by its ``number``.
     """
 
-    def __init__(self, rank: int, world_size: int, now: float):
+    def __init__(self, rank: int, world_size: int, now: float, number: Callable[[int], int] = int):
         self.beats: list[Beat | None] = [None] * world_size
         """Newest heartbeat of each rank, as far as this rank has read it."""
         self._rank = rank
+        self._number = number
         self._heard = [now] * world_size
         self._told: dict[int, float] = {}
         self._news = -1
@@ -157,11 +158,12 @@ class Liveness:
             return None
         self._said_stall = now
         silent = self.silent(now)
-        awaited = [f"rank {rank} (no heartbeat for {seconds:.0f} s)" for rank, seconds in sorted(silent.items())]
+        name = self._number
+        awaited = [f"rank {name(rank)} (no heartbeat for {seconds:.0f} s)" for rank, seconds in sorted(silent.items())]
         for rank, beat in enumerate(self.beats):
             if beat is not None and not beat.waiting and rank not in silent and beat.phase != LEFT:
-                awaited.append(f"rank {rank} ({beat.place()})")
-        return f"stalled: rank {self._rank} waits in {own.place()}, for " + (
+                awaited.append(f"rank {name(rank)} ({beat.place()})")
+        return f"stalled: rank {name(self._rank)} waits in {own.place()}, for " + (
             ", ".join(awaited) or "the network: no rank is silent, and all of them wait"
         )
 

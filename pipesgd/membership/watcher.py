@@ -63,7 +63,8 @@ class Watcher:
 
     gloo's waits cannot be ended from inside, and the main thread may be in one of them, so all of this happens in a
     thread. ``on_failure`` is called in it, once; the heartbeat continues afterwards. ``Liveness`` makes the decisions.
-    ``on_stall`` gets rank 0's line about a long wait. The thread needs its own client of the store.
+    ``on_stall`` gets rank 0's line about a long wait. The thread needs its own client of the store. Messages name each
+    rank by its ``number``.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Watcher:
         *,
         on_failure: Callable[[RunError], None],
         on_stall: Callable[[str], None],
+        number: Callable[[int], int] = int,
     ):
         self.store = store
         self._rank = rank
@@ -82,7 +84,8 @@ class Watcher:
         self._standing = standing
         self._on_failure = on_failure
         self._on_stall = on_stall
-        self._liveness = Liveness(rank, world_size, time.monotonic())
+        self._number = number
+        self._liveness = Liveness(rank, world_size, time.monotonic(), number)
         self._answered = time.monotonic()
         self._failed = False
         self._stopping: tuple[str, float] | None = None
@@ -133,8 +136,8 @@ class Watcher:
         if lost:
             silent = self._liveness.silent(now)
             if 1 < len(silent) == self._world_size - 1:  # more likely this rank is cut off: accuse nobody
-                return self._error(DeadlineExceeded, None, "heartbeat", no_word_from(silent, self._world_size))
-            return self._error(DeadlineExceeded, min(lost), "heartbeat", no_word_from(lost, self._world_size))
+                return self._error(DeadlineExceeded, None, "heartbeat", self._no_word_from(silent))
+            return self._error(DeadlineExceeded, min(lost), "heartbeat", self._no_word_from(lost))
         if self._stopping is not None:
             return self._late_farewell(now)
         if self._rank == 0 and (line := self._liveness.stall(now, self._standing.stall_seconds)):
@@ -196,10 +199,15 @@ class Watcher:
             signal,
             iteration=self._standing.iteration,
             newest=self._standing.newest_checkpoint,
-            without=no_word_from(silent, self._world_size) if silent else late,
+            without=self._no_word_from(silent) if silent else late,
         )
+
+    def _no_word_from(self, silent: Mapping[int, float]) -> str:
+        return no_word_from({self._number(rank): seconds for rank, seconds in silent.items()}, self._world_size)
 
     def _error(
         self, kind: type[CommunicationError], peer: int | None, operation: str, reason: str
     ) -> CommunicationError:
-        return kind(rank=self._rank, peer=peer, operation=operation, reason=reason, iteration=self._standing.iteration)
+        error = kind(rank=self._rank, peer=peer, operation=operation, reason=reason, iteration=self._standing.iteration)
+        error.name_ranks(self._number)
+        return error

@@ -25,9 +25,10 @@ from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
+from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
-from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, on_device, pack_gradients
+from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, finite_norm, on_device, pack_gradients
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
@@ -59,9 +60,9 @@ class _Reduction:
     finite: bool
     span: Span
     """Time in which the mean was computed."""
-    comparison: Comparison | None = None
-    norm: float | None = None
-    """Norm of the mean, the same on all ranks; None without a guard."""
+    comparison: Comparison | None
+    norm: float | None
+    """Norm of the mean if that is finite; with a guard, the same bits on all ranks, whatever processors they have."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,9 @@ class Pipelined(Strategy):
         all_reduce: the algorithm, by its name on the command line ("native" is torch's own), or a function of a rank
             and the number of ranks that returns the rank's ``timing_model.schedules.Schedule``.
         on_nonfinite: "stop" raises ``NonFiniteGradientError``, "skip" leaves the update out.
-        timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native).
-        segment_bytes: largest message in bytes; native splits messages as torch does.
+        timeout: seconds that a rank waits for another one in any one message (ring) or all-reduce (native); 120 by
+            default.
+        segment_bytes: largest message in bytes, 1 MiB by default; native splits messages as torch does.
         connections: connections to each rank, used in turn.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
         init_sync: whether all ranks get rank 0's parameters and buffers; without it they must have the same
@@ -132,13 +134,16 @@ class Pipelined(Strategy):
         allow_drift: whether to train on processors that compute different bits (``pipesgd.pipeline.sameness``), which
             are refused by default. ``share_weights`` then makes the replicas equal again: call it before weights are
             saved.
-        ranks: the ranks to work with; by default those of torch's process group, which is started from
-            torchrun's variables if there is none yet.
+        ranks: the ranks to work with; by default those of ``process_group``.
+        process_group: the group of torch.distributed whose ranks train this model together; the job's other ranks may
+            train another one at the same time. By default torch's default group, which is started from torchrun's
+            variables if there is none yet. Messages name ranks by their numbers in the default group.
 
     Raises:
-        UserInputError: a value out of range, or an optimizer without a parameter to train.
+        UserInputError: a value out of range, an optimizer without a parameter to train, or a ``process_group`` without
+            this rank.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2) as pipeline:
         ...     model(torch.ones(4, 2)).sum().backward()
@@ -168,7 +173,10 @@ class Pipelined(Strategy):
         init_sync: bool = True,
         allow_drift: bool = False,
         ranks: Ranks | None = None,
+        process_group: Group | None = None,
     ):
+        if ranks is not None and process_group is not None:
+            raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
         check_width(width, warmup_iterations)
         name = all_reduce_name(all_reduce)
         check_messages(name, segment_bytes, connections)
@@ -228,7 +236,7 @@ class Pipelined(Strategy):
             "device": device.type,
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
         }
-        self._ranks = ranks or current(timeout)
+        self._ranks = ranks or current(timeout, process_group)
         self._check_same_on_all_ranks()
         self.drifts = not check_same_bits(self._ranks, optimizer, clip, allow_drift=allow_drift)
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
@@ -575,16 +583,18 @@ class Pipelined(Strategy):
 
         def reduce() -> _Reduction:
             start = time.perf_counter()
-            finite = True
+            norms: list[float | None] = []
             if not kept_anyway:  # here, during the computation, and not in the caller's thread
                 looked_at.append(all_finite(buffer))
 
             def look(part: Tensor) -> None:
-                nonlocal finite
-                finite = finite and are_finite([part])
+                norms.append(finite_norm(part))
 
             mean_over_ranks(self._reducer, buffer, iteration, self._ranks.world_size, look)
-            norm = self._agreed_norm(buffer) if self._updates.wants_norms else None
+            # Parts arrive in another order on every rank.
+            of_finite = sorted(norm for norm in norms if norm is not None)
+            finite = len(of_finite) == len(norms)
+            norm = self._agreed_norm(buffer) if self._updates.wants_norms else math.hypot(*of_finite)
             comparison = self._updates.compare(buffer.views, unapplied)
             return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)
 
@@ -608,6 +618,7 @@ class Pipelined(Strategy):
             raise
         self._error = None
         spans = [span for arrival in arrivals for span in arrival.spans]
+        norms = [arrival.gradient_norm for arrival in arrivals if arrival.applied]
         if self._updates.weights.are_predicted:
             spans.append(Span("predict", self.iteration, begin, time.perf_counter()))
         return StepReport(
@@ -615,6 +626,7 @@ class Pipelined(Strategy):
             skipped=tuple(iteration for arrival in arrivals for iteration in arrival.skipped),
             nonfinite_ranks=tuple(rank for arrival in arrivals for rank in arrival.nonfinite_ranks),
             spans=tuple(spans),
+            gradient_norm=norms[-1] if norms else None,
             comparison=arrivals[-1].comparison if arrivals else None,
             fell_back=any(arrival.fell_back for arrival in arrivals),
         )
@@ -650,6 +662,7 @@ class Pipelined(Strategy):
             skipped=() if reduction.finite else (gradient.iteration,),
             nonfinite_ranks=culprits,
             spans=(reduction.span, wait),
+            gradient_norm=reduction.norm if reduction.finite else None,
             comparison=reduction.comparison,
         )
 
@@ -668,7 +681,7 @@ class Pipelined(Strategy):
     def _who_is_not_finite(self, gradient: InFlight) -> tuple[int, ...]:
         """Return the ranks whose own gradients made a mean not finite. Collective, in the same step on all ranks."""
         finite = self._ranks.all_gather_object("finite gradients", gradient.own_is_finite())
-        return tuple(rank for rank, own in enumerate(finite) if not own)
+        return tuple(self._ranks.number(rank) for rank, own in enumerate(finite) if not own)
 
     def _agreed_norm(self, buffer: FlatBuffer) -> float:
         """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""

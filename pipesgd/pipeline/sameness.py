@@ -47,11 +47,11 @@ def check_same_settings(ranks: Ranks, settings: Mapping[str, Any], tensors: Mapp
         names = sorted(first["settings"].keys() | other["settings"].keys())
         differing = [name for name in names if first["settings"].get(name) != other["settings"].get(name)]
         if differing:
-            said = [_difference(n, first["settings"].get(n), rank, other["settings"].get(n)) for n in differing]
+            said = [_difference(ranks, n, first["settings"].get(n), rank, other["settings"].get(n)) for n in differing]
             raise DisagreementError("; ".join(said))
     for name, described in tensors.items():
         if any(other["hashes"][name] != first["hashes"][name] for other in everybody):
-            _name_first_difference(name, ranks.all_gather_object(name, list(described)))
+            _name_first_difference(ranks, name, ranks.all_gather_object(name, list(described)))
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -89,16 +89,17 @@ def plain(value: Any) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)  # no addresses: they differ
 
 
-def _difference(name: str, on_rank_0: Any, rank: int, on_rank: Any) -> str:
-    return f"{name} must be the same on all ranks; got {on_rank_0!r} on rank 0, {on_rank!r} on rank {rank}"
+def _difference(ranks: Ranks, name: str, on_rank_0: Any, rank: int, on_rank: Any) -> str:
+    first, other = ranks.number(0), ranks.number(rank)
+    return f"{name} must be the same on all ranks; got {on_rank_0!r} on rank {first}, {on_rank!r} on rank {other}"
 
 
-def _name_first_difference(name: str, everybody: Sequence[Sequence[str]]) -> None:
+def _name_first_difference(ranks: Ranks, name: str, everybody: Sequence[Sequence[str]]) -> None:
     for rank, described in enumerate(everybody):
         for number in range(max(len(described), len(everybody[0]))):
             one, other = ([*of_rank, *["none"] * (number + 1)][number] for of_rank in (everybody[0], described))
             if one != other:
-                raise DisagreementError(_difference(f"{name} (number {number})", one, rank, other))
+                raise DisagreementError(_difference(ranks, f"{name} (number {number})", one, rank, other))
 
 
 def _describe(name: str, tensor: Tensor) -> str:
@@ -129,7 +130,7 @@ def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Pre
         return same
     kinds: dict[str, list[int]] = {}
     for rank, (_, machine, instructions) in enumerate(found):
-        kinds.setdefault(f"{machine} {instructions}", []).append(rank)
+        kinds.setdefault(f"{machine} {instructions}", []).append(ranks.number(rank))
     got = ", ".join(f"{kind} on {named(of)}" for kind, of in kinds.items())
     common = _common_capability([(machine, instructions) for _, machine, instructions in found])
     remedy = (

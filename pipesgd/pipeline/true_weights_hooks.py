@@ -124,7 +124,7 @@ class _Hook:
 class _OutsideOfGraphs(_Hook):
     """A hook that is called in every forward pass of a compiled model, whose graphs do not contain it."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # as torch.compiler.disable, but imports the compiler, which takes a second, when called
     def __call__(self, *arguments: Any) -> None:
         self._call(*arguments)
 

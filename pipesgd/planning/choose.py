@@ -84,7 +84,13 @@ def decide(
         UserInputError: the job is outside of what was measured.
     """
     try:
-        base = Job(cluster=profile, compute=compute, world_size=world_size, iterations=iterations)
+        base = Job(
+            cluster=profile,
+            compute=compute,
+            world_size=world_size,
+            iterations=iterations,
+            loader_workers=config.data.workers,
+        )
         measured = support_of(base)
         if measured.kind == OUTSIDE and not own:
             raise UserInputError(f"cluster must have been measured near this job; got {measured.reasons[0]}")

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from pipesgd.ranks import Ranks
-from pipesgd.run.metrics import IterationMetrics, hidden_share, slowest_rank
+from pipesgd.run.metrics import SECONDS, IterationMetrics, slowest_rank
+from pipesgd.strategy import hidden_share
 
 PLAIN_LINE_SECONDS = 10.0
 """Seconds between two lines of progress, which replace the bar if output is not a terminal (a log file)."""
@@ -114,10 +115,10 @@ def show_summary(console: Console, summary: dict[str, Any], written: Iterable[Pa
         table.add_row("test accuracy", f"{final['test_accuracy']:.2%}")
     table.add_row("test loss", "not finite" if final["test_loss"] is None else f"{final['test_loss']:.4f}")
     middle = "mean" if (summary["local_steps"] or 1) > 1 else "median"  # few iterations exchange anything then
-    for name in ("iteration", "compute", "communication", "exposed", "update"):
+    for name in SECONDS:
         if seconds[name][middle] is not None:
             figures = f"{seconds[name][middle] * 1e3:.2f} ms {middle}, {seconds[name]['p95'] * 1e3:.2f} ms p95"
-            table.add_row(name, figures)
+            table.add_row("exposed loading" if name == "loading" else name, figures)
     slow = slowest_rank(summary["compute_seconds_of_ranks"], seconds["iteration"]["median"] or 0.0)
     if slow is not None:
         rank, extra = slow

@@ -10,7 +10,7 @@ import torch
 
 from pipesgd.config import TrainConfig
 from pipesgd.data import find_loss
-from pipesgd.data.samples import micro_batches_of, on_tensors, outputs_of
+from pipesgd.data.samples import micro_batches_of, outputs_of
 from pipesgd.strategy import Span, Strategy
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -20,11 +20,14 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def forward_backward(
     strategy: Strategy, samples: Any, config: TrainConfig, scaler: torch.amp.GradScaler, iteration: int
 ) -> tuple[float, tuple[Span, ...]]:
-    """Load one batch and add its gradients to ``.grad`` by micro-batches; return its loss and the spans."""
+    """Add the gradients of the next batch, which is on the model's device, to ``.grad`` by micro-batches.
+
+    Returns its loss and the spans.
+    """
     device, micro_batches = torch.device(config.run.device), config.optimization.accumulation
     autocast, mean_loss = AUTOCAST[config.optimization.precision], find_loss(config.model.loss)
     begin = time.perf_counter()
-    batch = on_tensors(lambda tensor: tensor.to(device, non_blocking=True), next(samples))
+    batch = next(samples)
     now = time.perf_counter()
     spans = [Span("data", iteration, begin, now)]
     losses = []

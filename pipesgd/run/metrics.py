@@ -20,7 +20,9 @@ from pipesgd.run.event_file import EventFile
 from pipesgd.run.files import Appender, reason, write_text_atomically
 from pipesgd.strategy import StepReport
 
-SECONDS = ("iteration", "compute", "communication", "exposed", "update")
+SECONDS = ("iteration", "loading", "compute", "communication", "exposed", "update")
+ADDED_SECONDS = ("loading",)
+"""Names in ``SECONDS`` that a run of the previous version, which may be resumed, did not record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +37,9 @@ class IterationMetrics:
     samples_per_second: float
     """Samples per second of all ranks together."""
     seconds: dict[str, float]
-    """Durations: iteration = compute + exposed + update, where exposed is communication that was waited for, and update
-    includes prediction; communication is the all-reduce of the applied gradients, hidden or not."""
+    """Durations: iteration = loading + compute + exposed + update, where loading is the wait for the batch, exposed is
+    communication that was waited for, and update includes prediction; communication is the all-reduce of the applied
+    gradients, hidden or not."""
     wire_bytes: int
     """Bytes that rank 0 sent."""
     skipped: int
@@ -55,21 +58,17 @@ class IterationMetrics:
     """Mean loss of a sample of the test set in the same evaluation."""
 
 
-def step_seconds(report: StepReport, iteration_seconds: float) -> dict[str, float]:
-    """Return the five durations of one iteration that took ``iteration_seconds``."""
+def step_seconds(report: StepReport, iteration_seconds: float, loading: float) -> dict[str, float]:
+    """Return the ``SECONDS`` of one iteration that took ``iteration_seconds`` and waited ``loading`` for its batch."""
     exposed, update = report.seconds("wait"), report.seconds("update") + report.seconds("predict")
     return {
         "iteration": iteration_seconds,
-        "compute": iteration_seconds - exposed - update,
+        "loading": loading,
+        "compute": iteration_seconds - loading - exposed - update,
         "communication": report.seconds("communication"),
         "exposed": exposed,
         "update": update,
     }
-
-
-def hidden_share(communication: float, exposed: float) -> float | None:
-    """Return the share of the communication that the computation did not wait for; None without communication."""
-    return None if communication <= 0 else max(0.0, 1 - exposed / communication)
 
 
 SLOW_SHARE = 0.05
@@ -180,7 +179,8 @@ def _line(text: str) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl; return None if it is damaged."""
     try:
         line = json.loads(text)
-        numbers = [line["samples_per_second"], line["lr"], *(line["seconds"][name] for name in SECONDS)]
+        seconds = [line["seconds"][name] for name in SECONDS if name in line["seconds"] or name not in ADDED_SECONDS]
+        numbers = [line["samples_per_second"], line["lr"], *seconds]
         counts = [line[name] for name in ("iteration", "epoch", "wire_bytes", "skipped")]
         whole = all(type(count) is int and count >= 0 for count in counts)
         optional = [line.get(name) for name in ("loss", "test_loss", "test_accuracy")]

@@ -15,6 +15,7 @@ from torch import nn
 import pipesgd
 from pipesgd.config import TrainConfig
 from pipesgd.ranks import HOW_TO_START, Ranks
+from pipesgd.run.loading_time import ExposedLoading
 from pipesgd.run.metrics import SECONDS, statistics
 
 
@@ -33,6 +34,8 @@ class Result:
     """Median duration of each rank's iterations."""
     compute_seconds: list[float | None]
     """Median duration of the computation in each rank's iterations, without waiting for others."""
+    exposed_loading: list[ExposedLoading | None]
+    """Each rank's wait for its batches."""
     weights_sha256: str
     """SHA-256 of rank 0's weights, in hexadecimal."""
     replicas_identical: bool
@@ -64,6 +67,11 @@ def _where_it_resumes(start: int, total: int) -> str:
     return f"continuing after iteration {start} of {total}"
 
 
+def of_lines(name: str, lines: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the statistics of the seconds ``name`` in those lines of metrics.jsonl that have them."""
+    return statistics(line["seconds"][name] for line in lines if name in line["seconds"])
+
+
 def summarize(
     config: TrainConfig, ranks: Ranks, network: list[str], result: Result, lines: list[dict[str, Any]]
 ) -> dict[str, Any]:
@@ -84,9 +92,10 @@ def summarize(
         "local_steps": pipeline.local_steps if pipelined else None,
         "iterations": result.iterations,
         "wall_seconds": result.wall_seconds,
-        "seconds": {name: statistics(line["seconds"][name] for line in lines) for name in SECONDS},
+        "seconds": {name: of_lines(name, lines) for name in SECONDS},
         "iteration_seconds_of_ranks": result.iteration_seconds,
         "compute_seconds_of_ranks": result.compute_seconds,
+        "loading_share_of_ranks": [None if one is None else one.share for one in result.exposed_loading],
         "wire_bytes_per_iteration": (
             round(sum(line["wire_bytes"] for line in window) / len(window)) if window else None
         ),

@@ -1,7 +1,7 @@
 """Trace of a run: spans of computation and communication in Chrome's trace format.
 
 Open the file in https://ui.perfetto.dev or chrome://tracing. It shows one process row per rank, with a row for the
-computation above one for the communication.
+computation above one for the communication, and below them one for each worker process that loads batches.
 """
 
 from __future__ import annotations
@@ -21,8 +21,19 @@ from pipesgd.strategy import Span
 LAST_SPANS = 10_000
 """Number of spans kept per rank: those at the end of a long run, in a file that a browser can open."""
 
-_ROWS = {"communication": (1, "communication")}
-_COMPUTATION = (0, "computation")
+_COMPUTATION, _COMMUNICATION = (0, "computation"), (1, "communication")
+_LOADER = "loader "
+
+
+def loader(worker: int) -> str:
+    """Return the name of a loader worker's spans, which have a row of their own."""
+    return f"{_LOADER}{worker}"
+
+
+def _row(what: str) -> tuple[int, str]:
+    if what.startswith(_LOADER):
+        return int(what.removeprefix(_LOADER)) + 2, what
+    return _COMMUNICATION if what == "communication" else _COMPUTATION
 
 
 class Trace:
@@ -59,15 +70,15 @@ def chrome_events(rows_of_ranks: list[list[tuple[str, int, float, float]]]) -> l
     for rank, rows in enumerate(rows_of_ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
-        for row, name in (_COMPUTATION, *_ROWS.values()):
+        for row, name in sorted({_COMPUTATION, _COMMUNICATION, *(_row(what) for what, *_ in rows)}):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}})
         events += [
             {
                 "ph": "X",
                 "name": what,
-                "cat": _ROWS.get(what, _COMPUTATION)[1],
+                "cat": _row(what)[1],
                 "pid": rank,
-                "tid": _ROWS.get(what, _COMPUTATION)[0],
+                "tid": _row(what)[0],
                 "ts": (start - first) * 1e6,
                 "dur": seconds * 1e6,
                 "args": {"iteration": iteration},

@@ -9,6 +9,7 @@ from pipesgd.codecs.own import codec_options
 from pipesgd.comm.own_all_reduce import agreed_schedule
 from pipesgd.config import TrainConfig, dataset_kind
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
+from pipesgd.data.augmentation import Augmentation
 from pipesgd.data.losses import Loss
 from pipesgd.data.samples import outputs_of
 from pipesgd.errors import DisagreementError, UserInputError
@@ -57,10 +58,27 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         world_size=1 if data.sharded else ranks.world_size,
         seed=config.optimization.seed,
         loader_workers=config.data.workers,
+        augmentation=augmentation_of(config, data),
     )
     check_model(config.optimization, model)
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
     return data, batches, model, torch.device(config.run.device)
+
+
+def augmentation_of(config: TrainConfig, data: DataSplits) -> Augmentation | None:
+    """Return what changes the training images at random; None if nothing does.
+
+    Raises:
+        UserInputError: more would be cut off than the images have.
+    """
+    crop, mirror = config.data.random_crop, config.data.mirror
+    if not (crop or mirror):
+        return None
+    assert data.sample_shape is not None, "images have a size"
+    side = min(data.sample_shape[1:])
+    if crop >= side:
+        raise UserInputError(f"random-crop must be below {side}, the side of an image in pixels; got {crop}")
+    return Augmentation(crop=crop, mirror=mirror, seed=config.optimization.seed)
 
 
 def check_fit(data: DataSplits, model: nn.Module, loss: Loss) -> None:

@@ -13,7 +13,9 @@ from pipesgd.calibration.computation import (
     BACKWARD,
     COMMUNICATION,
     CPU,
+    DATA,
     FORWARD,
+    LOADING,
     PARTS,
     UPDATE,
     WAIT,
@@ -24,7 +26,7 @@ from pipesgd.calibration.computation import (
 from timing_model import ComputeTimes
 from timing_model.measured import Estimate
 
-MEANS = (1.0, 2.0, 0.5, 0.75)
+MEANS = (1.0, 2.0, 0.5, 0.75, 0.0)
 """Means of ``PARTS``, in seconds."""
 
 
@@ -38,12 +40,18 @@ def laps(
     t_comm: float = 0.0,
     compute_slowdown: float = 0.0,
     comm_slowdown: float = 0.0,
+    waiting: float = 0.0,
+    loading: float = 0.0,
 ) -> list[Laps]:
-    """Return a rank's laps at widths 1 and 2: ``MEANS`` times ``scale`` and drift, with a ``t_comm`` s all-reduce."""
+    """Return a rank's laps at widths 1 and 2: ``MEANS`` times ``scale`` and drift, with a ``t_comm`` s all-reduce.
+
+    A batch takes ``loading`` s, of which the rank waits for ``waiting``.
+    """
     generator = np.random.default_rng(seed)
     found: list[Laps] = []
     for width in (1, 2):
-        forward, backward, update, late_update = (scale * mean for mean in MEANS)
+        forward, backward, update, late_update, _ = (scale * mean for mean in MEANS)
+        forward += waiting
         own = update if width == 1 else late_update
         times = ComputeTimes(
             forward=forward,
@@ -62,7 +70,7 @@ def laps(
         found.append([])
         for lap in range(count):
             noise = drift(lap) * np.exp(cv * generator.standard_normal(10))
-            times_of_lap = np.empty((10, 6))
+            times_of_lap = np.empty((10, 8))
             for column, seconds in (
                 (FORWARD, slower * forward),
                 (BACKWARD, slower * backward),
@@ -70,6 +78,8 @@ def laps(
                 (WAIT, total - computed),
                 (COMMUNICATION, communicated),
                 (CPU, 3.0),
+                (DATA, waiting),
+                (LOADING, loading),
             ):
                 times_of_lap[:, column] = seconds * noise
             found[-1].append(times_of_lap.tolist())
@@ -107,6 +117,13 @@ def test_means_are_those_of_the_ranks_that_are_not_slow_and_their_difference_is_
     assert found.cv == pytest.approx(0.05, rel=0.15)
     assert found.compute_slowdown == Estimate.exact(0.0)
     assert found.comm_slowdowns == {"ring": Estimate.exact(0.0)}
+
+
+@pytest.mark.parametrize("waiting", [0.6, 0.1])
+def test_the_wait_for_a_batch_is_not_computation_and_its_loading_is_known(waiting: float) -> None:
+    found = of([1.0, 1.0], waiting=waiting, loading=0.6)
+    assert found.parts["forward"].value == pytest.approx(1.0)
+    assert found.parts["loading"].value == pytest.approx(0.6)
 
 
 def test_a_rank_that_is_always_slow_is_found_by_its_factor() -> None:

@@ -25,7 +25,6 @@ def made(world_size: int, seed: int = 0) -> Probes:
     return Probes(
         latency=1e-4 * diagonal * generator.uniform(0.9, 1.3, shape),
         rate=GIGABIT * diagonal * generator.uniform(0.9, 1.0, shape),
-        overhead=1e-5 * diagonal,
     )
 
 
@@ -147,7 +146,7 @@ def _probe(ranks: Ranks) -> Probes:
 def test_real_ranks_probe_every_link_and_agree_on_the_table() -> None:
     found = run_ranks(3, _probe)
     for one in found:
-        for name in ("latency", "rate", "overhead"):
+        for name in ("latency", "rate"):
             table = getattr(one, name)
             assert np.array_equal(table, getattr(found[0], name), equal_nan=True)
             assert np.array_equal(np.isnan(table), np.eye(3, dtype=bool))

@@ -16,8 +16,9 @@ from pipesgd.calibration.sweep import Cell
 from timing_model import LinkParams, all_reduce_time
 from timing_model.measured import Estimate
 from timing_model.parameter_server import parameter_server_time
+from timing_model.presets import OVERHEAD
 
-LINK = LinkParams(alpha=60e-6, beta=4.2e-8, gamma=2e-10, sync=40e-6, overhead=4e-6)
+LINK = LinkParams(alpha=60e-6, beta=4.2e-8, gamma=2e-10, overhead=OVERHEAD)
 SIZES = tuple(1 << k for k in range(10, 25, 2))
 
 
@@ -37,7 +38,7 @@ def made_cells(name: str, link: LinkParams, seed: int, *, noise: float, interrup
 def probes(link: LinkParams) -> Probes:
     """Return probes of ``link`` as they would be measured: not quite right."""
     one = np.full((4, 4), 1.0)
-    return Probes(latency=1.4 * link.alpha * one, rate=0.9 / link.beta * one, overhead=1.2 * link.overhead * one)
+    return Probes(latency=1.4 * link.alpha * one, rate=0.9 / link.beta * one)
 
 
 def fitted(name: str, cells: list[Cell], link: LinkParams = LINK) -> CollectiveFit:
@@ -47,19 +48,18 @@ def fitted(name: str, cells: list[Cell], link: LinkParams = LINK) -> CollectiveF
 @pytest.mark.parametrize("name", ["ring", "native"])
 @pytest.mark.parametrize("seed", range(3))
 def test_latency_and_bandwidth_are_recovered_from_noise_and_interruptions(name: str, seed: int) -> None:
-    found = fitted(name, made_cells(name, LINK, seed, noise=0.03, interrupted=0.15))
-    assert found.fit.parameters[BETA] == pytest.approx(LINK.beta, rel=0.02)
-    # Latency and CPU time of a message are hard to tell apart; only their sum counts.
-    assert found.link.alpha + found.link.overhead == pytest.approx(LINK.alpha + LINK.overhead, rel=0.05)
+    link = dataclasses.replace(LINK, overhead=2 * OVERHEAD)
+    found = fitted(name, made_cells(name, link, seed, noise=0.03, interrupted=0.15))
+    assert found.fit.parameters[BETA] == pytest.approx(link.beta, rel=0.02)
+    # Latency and CPU time of a message are one number, which native's notices count twice.
+    assert found.link.alpha + found.link.overhead == pytest.approx(link.alpha + link.overhead, rel=0.08)
     assert found.errors.mean() < 0.02
 
 
 @pytest.mark.parametrize("name", ["ring", "native"])
 def test_without_noise_the_fit_is_the_truth(name: str) -> None:
     cells = made_cells(name, LINK, 0, noise=0.0, interrupted=0.0)
-    exact = probes(LINK)
-    exact = dataclasses.replace(exact, overhead=exact.overhead / 1.2)
-    found = fit_collective(name, cells, exact, Estimate.exact(LINK.gamma))
+    found = fit_collective(name, cells, probes(LINK), Estimate.exact(LINK.gamma))
     assert found.fit.parameters[[ALPHA, BETA]] == pytest.approx([LINK.alpha, LINK.beta], rel=1e-3)
     assert np.abs(found.fit.held_out).max() < 0.01
     for cell in found.cells:
@@ -182,7 +182,7 @@ def test_ranges_hold_the_value_and_shrink_with_more_times() -> None:
 def test_how_far_workers_share_a_servers_card_is_recovered(sharing: float) -> None:
     generator = np.random.default_rng(0)
     ring = fitted("ring", made_cells("ring", LINK, 0, noise=0.0, interrupted=0.0))
-    truth = dataclasses.replace(ring.link, beta=1.1 * LINK.beta, sync=3e-4)
+    truth = dataclasses.replace(ring.link, beta=1.1 * LINK.beta, alpha=3e-4)
     cells = [
         Cell(
             all_reduce="ps-sync",
@@ -195,7 +195,7 @@ def test_how_far_workers_share_a_servers_card_is_recovered(sharing: float) -> No
         for n in (1 << 16, 1 << 18, 1 << 20, 1 << 22)
     ]
     found = fit_servers(cells, ring)
-    assert found.fit.parameters[0] == pytest.approx(truth.beta, rel=0.03)
+    assert found.fit.parameters[BETA] == pytest.approx(truth.beta, rel=0.03)
     assert sharing_of(found).value == pytest.approx(sharing, abs=0.05)
     assert sharing_of(found).low <= sharing_of(found).value <= sharing_of(found).high <= 1
     assert found.errors.mean() < 0.03

@@ -14,7 +14,7 @@ from _memory_transport import MemoryTransport, integers, run_threads
 from _ranks import run_ranks
 
 from pipesgd.calibration import codec_speeds
-from pipesgd.calibration.codec_speeds import CACHED_NUMEL, OPERATIONS, SMALL_NUMEL
+from pipesgd.calibration.codec_speeds import OPERATIONS, SMALL_NUMEL
 from pipesgd.calibration.groups import Part, groups_to_measure, places
 from pipesgd.calibration.sweep import Cell, Sweep
 from pipesgd.codecs.floats import Uncompressed
@@ -113,14 +113,12 @@ def test_fixed_cost_and_rates_of_a_codec_are_told_apart() -> None:
     call = 5e-6
     times = {
         "small": {name: [call + SMALL_NUMEL * rate] * 3 for name, rate in rates.items()},
-        "cache": {name: [call + CACHED_NUMEL * rate] * 3 for name, rate in rates.items()},
-        "memory": {name: [2 * rate] * 3 for name, rate in rates.items()},
+        "memory": {name: [rate] * 3 for name, rate in rates.items()},
     }
     speed = codec_speeds.summarize("int8", [times, times])
     assert speed.bits == pytest.approx(8 + 32 / 1024)
     assert dataclasses.astuple(speed.call) == pytest.approx((call,) * 3)
-    assert [speed.cache[name].value for name in OPERATIONS] == pytest.approx(list(rates.values()))
-    assert [speed.memory[name].value for name in OPERATIONS] == pytest.approx([2 * rate for rate in rates.values()])
+    assert [speed.memory[name].value for name in OPERATIONS] == pytest.approx(list(rates.values()))
 
 
 def test_a_sum_costs_an_addition_of_most_bytes_and_the_finish_of_all() -> None:
@@ -132,7 +130,7 @@ def test_every_codec_is_measured_in_every_place() -> None:
     found = codec_speeds.measure(["int4"], 0.0, lambda share: None)
     assert found.keys() == {"fp32", "int4"}
     for times in found.values():
-        assert times.keys() == {"small", "cache", "memory"}
+        assert times.keys() == {"small", "memory"}
         assert all(own.keys() == set(OPERATIONS) for own in times.values())
         assert all(len(own) == codec_speeds.LEAST_ROUNDS for one in times.values() for own in one.values())
 

@@ -197,7 +197,7 @@ def test_the_model_predicts_the_example_by_its_messages(example: Algorithm, caps
 
 @pytest.mark.parametrize("world_size", range(1, 10))
 def test_the_predicted_time_is_that_of_the_code(world_size: int, example: Algorithm) -> None:
-    link = LinkParams(alpha=3e-4, beta=1.1e-8, gamma=0.7e-9, sync=0.0, overhead=2e-5)
+    link = LinkParams(alpha=3e-4, beta=1.1e-8, gamma=0.7e-9, overhead=2e-5)
     numel = 1 << 20
     measured = virtual_time(
         example,
@@ -218,7 +218,7 @@ def test_a_text_of_the_name_is_the_first_argument(monkeypatch: pytest.MonkeyPatc
         return {"ring": ring, "tree": example}[text](rank, world_size)
 
     monkeypatch.setattr("own_all_reduce.named", named, raising=False)
-    link = LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=1.0, beta=1.0, gamma=0.0)
     tree, same = (all_reduce_time(name, link, 64, 4) for name in (NAME, "own_all_reduce:named=tree"))
     assert tree == same != all_reduce_time("own_all_reduce:named=ring", link, 64, 4)
 
@@ -233,7 +233,7 @@ def test_a_text_of_the_name_is_the_first_argument(monkeypatch: pytest.MonkeyPatc
 def test_the_model_refuses_what_cannot_be_imported(name: str, message: str, example: Algorithm) -> None:
     assert "own_all_reduce" in sys.modules
     with pytest.raises(ValueError) as caught:
-        all_reduce_time(name, LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 8, 2)
+        all_reduce_time(name, LinkParams(alpha=1.0, beta=1.0, gamma=0.0), 8, 2)
     assert str(caught.value) == f"all_reduce must be a function that can be imported; got {name}: {message}"
 
 
@@ -241,4 +241,4 @@ def test_the_model_refuses_what_is_no_all_reduce(monkeypatch: pytest.MonkeyPatch
     alone = Schedule(chunks=1, operations=(Encode(0),))
     monkeypatch.setattr("own_all_reduce.alone", lambda rank, world_size: alone, raising=False)
     with pytest.raises(ValueError, match="must sum every chunk over all ranks; got chunk 0 on rank 0 without rank 1"):
-        all_reduce_time("own_all_reduce:alone", LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0), 8, 2)
+        all_reduce_time("own_all_reduce:alone", LinkParams(alpha=1.0, beta=1.0, gamma=0.0), 8, 2)

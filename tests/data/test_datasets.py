@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipesgd.config import DATASETS
-from pipesgd.data import DataSplits, ShardedBatches, binary_files, evaluation_batches, load_dataset
+from pipesgd.data import DataSplits, ShardedBatches, binary_files, evaluation_batches, load_dataset, mapped_files
 from pipesgd.data.datasets import DEBIAN_FASHION_MNIST, IDX_FILES
 from pipesgd.data.samples import Batch, BatchedDataset
 from pipesgd.errors import DatasetError, UserInputError
@@ -218,7 +218,7 @@ def test_cifar100_gives_back_pixels_and_fine_labels(tmp_path: Path, subfolder: s
 
 def test_a_zip_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bomb unpacks from 64 kB to 64 MiB, though its header claims one item."""
-    monkeypatch.setattr(binary_files, "LARGEST_BYTES", 1 << 20)
+    monkeypatch.setattr(mapped_files, "LARGEST_BYTES", 1 << 20)
     bomb = tmp_path / "bomb.gz"
     bomb.write_bytes(gzip.compress(struct.pack(">II", 0x801, 1) + bytes(64 << 20)))
     tracemalloc.start()

@@ -205,7 +205,7 @@ def test_what_differs_between_clusters_shows_in_their_names() -> None:
 
 def write_run(folder: Path, lines: Sequence[tuple[float, float | None]], paces: list[float]) -> None:
     """Write a run whose iterations took these seconds, with these accuracies after them."""
-    names = ("compute", "communication", "exposed", "update")
+    names = ("loading", "compute", "communication", "exposed", "update")
     text = "".join(
         json.dumps(
             {
@@ -234,7 +234,7 @@ def test_a_cell_is_read_from_a_run_without_its_first_iterations(tmp_path: Path) 
     got = Cell(contender="ddp", index=1, started="", **read_run(tmp_path / "run"))
     assert got.iterations_s == [1.0, 2.0, 3.0]
     assert got.iteration_s == 2.5
-    assert got.medians_s == {"compute": 0.5, "communication": 0.5, "exposed": 0.5, "update": 0.5}
+    assert got.medians_s == {"loading": 0.5, "compute": 0.5, "communication": 0.5, "exposed": 0.5, "update": 0.5}
     assert (got.wire_bytes, got.loss) == (100, 0.25)
     # On the clock of the slowest rank, which takes 1.25 times as long; nearly all iterations follow an evaluation.
     assert got.points == [[18 * 1.25, 0.5], [21 * 1.25, 0.8], [24 * 1.25, 0.9]]

@@ -24,7 +24,7 @@ from timing_model.cluster_profile import Profile
 
 pytestmark = pytest.mark.slow
 
-CLOSE = LinkParams(alpha=1e-4, beta=2e-7, gamma=0.0, sync=0.0)
+CLOSE = LinkParams(alpha=1e-4, beta=2e-7, gamma=0.0)
 """A link with which all widths are predicted to be about equally fast."""
 WORDS = "--hidden-sizes 20 --batch-size 16 --lr 0.05 --width auto --checkpoint-iterations 5 --keep-checkpoints 100"
 

@@ -112,7 +112,7 @@ def options_of(result: dict[str, Any]) -> str:
 
 def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_same_plan(tmp_path: Path) -> None:
     slow, instant = tmp_path / "slow.toml", tmp_path / "instant.toml"
-    cluster(LinkParams(alpha=1e-3, beta=1e-4, gamma=0.0, sync=0.0), SMALL).save(slow)
+    cluster(LinkParams(alpha=1e-3, beta=1e-4, gamma=0.0), SMALL).save(slow)
     cluster(INSTANT, SMALL).save(instant)
     words = f"{SHORT} {AUTOS} --checkpoint-iterations 5"
     result, text = succeed(2, f"{words} --cluster {slow}", tmp_path / "run")
@@ -192,7 +192,7 @@ def test_a_cluster_without_an_auto_predicts(tmp_path: Path) -> None:
 
 def test_iterations_that_take_another_time_than_was_predicted_are_said_once(tmp_path: Path) -> None:
     slow = tmp_path / "slow.toml"  # two seconds per iteration
-    cluster(LinkParams(alpha=1.0, beta=1e-3, gamma=0.0, sync=0.0), SMALL).save(slow)
+    cluster(LinkParams(alpha=1.0, beta=1e-3, gamma=0.0), SMALL).save(slow)
     iterations = SETTLING + WINDOW * WINDOWS
     words = SHORT.replace("--iterations 12", f"--iterations {iterations}")
     _, text = succeed(2, f"{words} --cluster {slow}", tmp_path / "run")
@@ -201,7 +201,7 @@ def test_iterations_that_take_another_time_than_was_predicted_are_said_once(tmp_
 
 def test_rank_0s_cluster_counts_and_it_says_who_has_another_one(tmp_path: Path) -> None:
     own, other, none = tmp_path / "own.toml", tmp_path / "other.toml", tmp_path / "none.toml"
-    cluster(LinkParams(alpha=1e-3, beta=1e-4, gamma=0.0, sync=0.0), SMALL).save(own)
+    cluster(LinkParams(alpha=1e-3, beta=1e-4, gamma=0.0), SMALL).save(own)
     cluster(INSTANT, SMALL).save(other)
     words = f"{SHORT} {AUTOS} --output {tmp_path / 'run'}"
     results = run(3, *(f"{words} --cluster {path}" for path in (own, other, none)))
@@ -222,7 +222,7 @@ def _file(tmp_path: Path, name: str) -> Path:
     if name == "truncated.toml":
         path.write_text(path.read_text()[:700])
     if name == "format.toml":
-        path.write_text(path.read_text().replace("format = 4", "format = 7"))
+        path.write_text(path.read_text().replace("format = 5", "format = 7"))
     if name == "binary.toml":
         path.write_bytes(bytes(range(256)))
     return path
@@ -237,7 +237,7 @@ def _file(tmp_path: Path, name: str) -> Path:
         (
             "format.toml",
             "",
-            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 4",
+            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 5",
         ),
         (
             "cluster.toml",

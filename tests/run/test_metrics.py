@@ -19,9 +19,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipesgd.ranks import join
 from pipesgd.run.files import Appender
-from pipesgd.run.metrics import IterationMetrics, MetricsWriter, hidden_share, read_metrics, statistics, step_seconds
-from pipesgd.run.trace import Trace, chrome_events
-from pipesgd.strategy import Span, StepReport
+from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, statistics, step_seconds
+from pipesgd.run.summary import of_lines
+from pipesgd.run.trace import Trace, chrome_events, loader
+from pipesgd.strategy import Span, StepReport, hidden_share
+
+SECONDS = {
+    "iteration": 3.0,
+    "loading": 0.25,
+    "compute": 1.25,
+    "communication": 4.0,
+    "exposed": 1.0,
+    "update": 0.5,
+}
 
 
 def metrics(iteration: int, loss: float = 1.5, test_loss: float | None = None) -> IterationMetrics:
@@ -31,7 +41,7 @@ def metrics(iteration: int, loss: float = 1.5, test_loss: float | None = None) -
         loss=loss,
         lr=0.1,
         samples_per_second=10.0,
-        seconds={"iteration": 3.0, "compute": 1.5, "communication": 4.0, "exposed": 1.0, "update": 0.5},
+        seconds=SECONDS,
         wire_bytes=100,
         skipped=0,
         test_loss=test_loss,
@@ -46,9 +56,9 @@ def test_the_parts_of_an_iteration_sum_to_it() -> None:
         Span("update", 3, 11.0, 11.5),
     )
     report = StepReport(applied=(3,), skipped=(), spans=spans, wire_bytes=0)
-    seconds = step_seconds(report, 3.0)
-    assert seconds == metrics(0).seconds
-    assert seconds["compute"] + seconds["exposed"] + seconds["update"] == seconds["iteration"]
+    seconds = step_seconds(report, 3.0, 0.25)
+    assert seconds == SECONDS
+    assert sum(seconds[name] for name in ("loading", "compute", "exposed", "update")) == seconds["iteration"]
 
 
 def test_lines_events_and_what_an_interrupted_run_left(tmp_path: Path) -> None:
@@ -74,6 +84,17 @@ def test_lines_events_and_what_an_interrupted_run_left(tmp_path: Path) -> None:
 
 
 GOOD = json.dumps(asdict(metrics(7)))
+
+
+def test_lines_of_the_previous_version_stay_where_its_run_is_resumed(tmp_path: Path) -> None:
+    old = {name: seconds for name, seconds in SECONDS.items() if name != "loading"}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(asdict(metrics(0)) | {"seconds": old}) + "\n")
+    with MetricsWriter(tmp_path, start=1) as writer:
+        writer.record(metrics(1))
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["seconds"] for line in lines] == [old, SECONDS]
+    assert of_lines("loading", lines)["mean"] == 0.25
+    assert of_lines("compute", lines)["mean"] == 1.25
 
 
 @pytest.mark.parametrize(
@@ -240,6 +261,25 @@ def test_nothing_measured_is_not_zero() -> None:
 @pytest.mark.parametrize(("exposed", "share"), [(0.0, 1.0), (1.0, 0.75), (4.0, 0.0), (5.0, 0.0)])
 def test_hidden_is_what_was_not_waited_for(exposed: float, share: float) -> None:
     assert hidden_share(4.0, exposed) == share
+
+
+def test_every_loader_has_a_row_of_its_own_in_the_trace() -> None:
+    rows = [[(loader(worker), 3, 1.0, 0.5) for worker in (1, 0)], [("data", 3, 1.0, 0.5)]]
+    events = chrome_events(rows)
+    assert [(e["pid"], e["tid"], e["cat"]) for e in events if e["ph"] == "X"] == [
+        (0, 3, "loader 1"),
+        (0, 2, "loader 0"),
+        (1, 0, "computation"),
+    ]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {
+        (0, 0): "computation",
+        (0, 1): "communication",
+        (0, 2): "loader 0",
+        (0, 3): "loader 1",
+        (1, 0): "computation",
+        (1, 1): "communication",
+    }
 
 
 def test_a_trace_has_one_process_row_per_rank_and_communication_over_computation(tmp_path: Path) -> None:

@@ -29,8 +29,6 @@ LINK = LinkProfile(
     alpha=about(5e-5),
     beta=about(8e-8),
     gamma=about(1e-10),
-    sync=about(1e-4),
-    overhead=about(2e-6),
 )
 
 CORRECTIONS = Corrections(world_sizes=(2, 3), nbytes=(1024, 4096), factors=(1.1, 0.9), errors=(0.05, 0.02))
@@ -64,9 +62,7 @@ PROFILE = Profile(
     link=LINK,
     links={"native": LINK, "ps-sync": LINK},
     codecs={
-        "int8": CodecProfile(
-            bits=8.25, call=about(2e-6), rates=rates(6e-10), in_cache=rates(4e-10), cache_bytes=1 << 20
-        ),
+        "int8": CodecProfile(bits=8.25, call=about(2e-6), rates=rates(6e-10)),
         "topk": CodecProfile(bits=0.64, call=about(2e-6), rates=rates(5e-9), gathered=True),
     },
     sharing=about(0.5),

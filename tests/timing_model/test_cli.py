@@ -66,6 +66,18 @@ def test_predict_of_a_measured_cluster(capsys: pytest.CaptureFixture[str], clust
     assert "OUTSIDE" in said(capsys, f"predict --cluster {cluster} --model mlp --world-size 64 --extrapolate")
 
 
+def test_what_a_job_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"{HAND} --batch-size 64 --samples 50000 --epochs 10 --price 1.20/h --accumulation 2"
+    out = said(capsys, f"predict {words} --width 1")
+    assert "batch of 2 x 64 a rank" in out
+    [line] = [line for line in out.splitlines() if line.startswith("the whole job")]
+    assert line.endswith("14.7 min, at a price of 1.17")
+    out = said(capsys, f"plan {words}")
+    assert "An epoch will take 58.2 s, at a price of 0.0776.\nThe whole job will take " in out
+    assert "--accumulation 2\n" in out
+    assert json.loads(said(capsys, f"plan {words} --json"))["predicted"]["job_cost"] == pytest.approx(0.78, rel=0.01)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "ps-sync"])
 def test_other_strategies(capsys: pytest.CaptureFixture[str], strategy: str) -> None:
     assert strategy in said(capsys, f"predict {HAND} --strategy {strategy}")
@@ -205,7 +217,7 @@ def instead(words: str) -> list[str]:
 
 BAD = {
     "": None,
-    "predcit": r"command must be one of predict, plan, simulate, fit; got predcit (did you mean predict?)",
+    "predcit": r"command must be one of predict, plan, simulate; got predcit (did you mean predict?)",
     f"predict {HAND} --widht 2": "every option must be one that --help lists; got --widht (did you mean --width?)",
     f"predict {HAND} --wid 2": "every option must be one that --help lists; got --wid",
     f"predict {HAND} surplus": "every option must be one that --help lists; got surplus",
@@ -228,6 +240,13 @@ BAD = {
     f"predict {HAND} --parameters 0": "parameters must be from 1 to 1e13; got 0",
     f"predict {HAND} --parameters 61.1": None,
     f"predict {HAND} --compute 1e300s": "compute must be from 0 to 1e+18; got '1e300s'",
+    f"predict {HAND} --accumulation 0": "accumulation must be a whole number of at least 1; got '0'",
+    f"predict {HAND} --accumulation 65537": "accumulation must be at most 65536; got 65537",
+    f"predict {HAND} --price 1.20": "price must have a unit such as 1.20/h; got '1.20' (did you mean 1.20/h?)",
+    f"predict {HAND} --price $1.20/h": "price must be a number with a unit such as 1.20/h; got '$1.20/h'",
+    f"predict {HAND} --price 1.20/month": "price must have a unit such as 1.20/h; got '1.20/month'",
+    f"predict {HAND} --price -1/h": "price must be from 0 to 1e+18; got '-1/h'",
+    f"plan {HAND} --price 1.20/h": "price must be left out where neither the job's iterations nor the samples and",
     f"predict {HAND} --cv -1": "cv must be a number of at least 0; got '-1'",
     f"predict {HAND} --cv nan": "cv must be a number of at least 0; got 'nan'",
     f"predict {HAND} --cv 0.7": "outside of what was measured or checked; got cv 0.7; the",
@@ -256,7 +275,7 @@ BAD = {
     "predict --network 1GbE": "world-size must be given; got none",
     "predict --cluster {folder}/none.toml --world-size 4 --model mlp": "none.toml must be a file to read, which pipes",
     "predict --cluster {cut} --world-size 4 --model mlp": "cut.toml must be whole and of TOML's form; ",
-    "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 4, the version that this",
+    "predict --cluster {version} --world-size 4 --model mlp": "version.toml: format must be 5, the version that this",
     "predict --cluster {nonsense} --world-size 4 --model mlp": "nonsense.toml: link.beta.value must be a number from 0",
     "predict --cluster {cluster} --world-size 4": "model must be given, one of mlp, or --compute",
     "predict --cluster {cluster} --world-size 4 --model resnet18": "model must be one of mlp; got resnet18",
@@ -273,9 +292,6 @@ BAD = {
     f"simulate {HAND} --strategy ddp": "strategy must be pipelined or ps-sync to be simulated; got ddp",
     f"simulate {HAND} --iterations 9999999999": "iterations must be at most 2500000000 to be simulated; got 9999999999",
     f"simulate {HAND} --seed -1": "seed must be a whole number of at least 0; got '-1'",
-    "fit {folder} --cluster {cluster} --out {folder}/new.toml": "runs must be folders that pipesgd.train left; got ",
-    "fit {folder} --cluster {cluster}": "out must be given; got none",
-    "fit --cluster {cluster} --out {folder}/new.toml": "RUN must be given; got none",
 }
 
 
@@ -286,7 +302,7 @@ def test_what_is_wrong_is_one_line(
     text = cluster.read_text()
     named = {
         "cut": text[: len(text) // 2],
-        "version": text.replace("format = 4", "format = 2"),
+        "version": text.replace("format = 5", "format = 2"),
         "nonsense": text.replace("beta = {value = ", "beta = {value = -"),
     }
     paths = {name: tmp_path / f"{name}.toml" for name in named}
@@ -308,7 +324,7 @@ WORDS = st.sampled_from(
     f"""{HAND} --width --codec --all-reduce --strategy --cv --slow-ranks --json --segment-bytes --batch-size --samples
     --epochs --iterations --model --network --update --servers --ranks-per-node --extrapolate --top --seed
     0 1 2 -1 1e9 1e308s nan inf int8 native ddp ps-sync hierarchical halving-doubling 1GbE vgg16 3 7 64 1s
-    1e-300bit/s 0s --compute --bandwidth --latency --parameters
+    1e-300bit/s 0s --accumulation --price 1.2/h --compute --bandwidth --latency --parameters
     = -- - é predict --width=2 999999999999999999999999999999""".split()
 )
 

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.timing_model._profiles import CORRECTIONS, MLP, PROFILE
-from timing_model import ComputeTimes, Noise
+from timing_model import ComputeTimes, all_reduce_time, parameter_server_time
 from timing_model.cluster_profile import FORMER_NAMES, Estimate, Profile
+from timing_model.presets import OVERHEAD
 
 
 @pytest.fixture
@@ -76,26 +77,22 @@ def test_any_name_and_text_comes_back(tmp_path: Path, name: str, value: str) -> 
 
 
 def test_parameters_of_the_formulas() -> None:
-    assert PROFILE.link_params().beta == 8e-8
-    assert PROFILE.codec_cost("fp32", 10).hop == pytest.approx(4e-10)
-    in_cache, in_memory = PROFILE.codec_cost("int8", 1 << 18), PROFILE.codec_cost("int8", (1 << 18) + 1)
-    assert (in_cache.encode, in_memory.encode, in_memory.call, in_memory.bits) == (4e-10, 6e-10, 2e-6, 8.25)
+    assert PROFILE.link.params().beta == 8e-8
+    int8 = PROFILE.codecs["int8"].cost("int8")
+    assert (int8.encode, int8.call, int8.bits) == (6e-10, 2e-6, 8.25)
     assert MLP.times(1) == ComputeTimes(
         update=0.005, forward=0.02, backward=0.04, compute_slowdown=0.1, comm_slowdown=0.05
     )
     assert MLP.times(3).update == 0.006
     assert MLP.times(3, codec="int8").compute_slowdown == 0.15
-    assert MLP.noise() == Noise(cv=0.02, slow_ranks=(1.31,))
     assert MLP.numel == 1_796_010
-    with pytest.raises(ValueError, match=r"codec must be one of fp32, int8, topk; got int9 \(did you mean int8\?\)"):
-        PROFILE.codec_cost("int9", 10)
 
 
 @pytest.mark.parametrize(
     ("what", "by", "message"),
     [
-        ("format = 4", "format = 2", "cluster.toml: format must be 4, the version that this program reads .*; got 2"),
-        ("format = 4", "", "cluster.toml: format must be there; it is missing"),
+        ("format = 5", "format = 2", "cluster.toml: format must be 5, the version that this program reads .*; got 2"),
+        ("format = 5", "", "cluster.toml: format must be there; it is missing"),
         ("residuals = {", "residues = {", "cluster.toml: calibrated.residuals must be there; it is missing"),
         ("ring = 0.012", "ring = -1", "calibrated.residuals.ring must be a number from 0"),
         ("ring = 0.012", "rings = 0.012", "calibrated.residuals.rings must not be there, but some of ring, halv"),
@@ -193,15 +190,59 @@ def test_a_file_that_is_cut_or_changed_is_read_or_refused_in_a_line(
         assert Profile.load(path) == profile
 
 
-def test_a_file_of_the_previous_format_is_read(tmp_path: Path) -> None:
+def former(text: str, version: int, *, overhead: float = OVERHEAD, sync: float = 0.0) -> str:
+    """Return the text of a file in a former format, with these two parameters of every link."""
+    more = "".join(
+        f"{name} = {{value = {x}, low = {x}, high = {x}}}\n" for name, x in (("sync", sync), ("overhead", overhead))
+    )
+    return re.sub(
+        r"^(gamma = .*\n)", rf"\1{more}", text.replace("format = 5", f"format = {version}"), flags=re.MULTILINE
+    )
+
+
+def test_rates_in_cache_of_a_former_file_do_not_count(path: Path) -> None:
+    cached = "[codecs.int8.in_cache]\ncache_bytes = 1048576\nencode = {value = 0.1, low = 0.1, high = 0.1}\n\n"
+    text = path.read_text().replace("[codecs.topk]", f"{cached}[codecs.topk]")
+    path.write_text(former(text, 4))
+    assert Profile.load(path).codecs == PROFILE.codecs
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"codecs\.int8\.in_cache must not be there: there is no such field"):
+        Profile.load(path)
+
+
+def test_a_former_links_parameters_become_one_latency_and_its_corrected_times_stay(path: Path) -> None:
+    link = dataclasses.replace(PROFILE.link, corrections=CORRECTIONS)
+    dataclasses.replace(PROFILE, link=link, links={"ps-sync": link}).save(path)
+    path.write_text(former(path.read_text(), 4, overhead=2e-4, sync=1e-3))
+    loaded = Profile.load(path)
+    before = dataclasses.replace(link.params(), overhead=2e-4)
+    for name, one in (("ring", loaded.link), ("ps-sync", loaded.links["ps-sync"])):
+        assert one.alpha.value + one.overhead == pytest.approx(link.alpha.value + 2e-4)
+        assert one.alpha.low <= one.alpha.value <= one.alpha.high
+        assert one.corrections is not None
+        for p, nbytes, old in ((2, 1024, 1.1), (3, 4096, 0.9)):
+            times = [
+                parameter_server_time(params, nbytes, p, sharing=0.5).total
+                if name == "ps-sync"
+                else all_reduce_time("ring", params, nbytes / 4, p).total
+                for params in (before, one.params())
+            ]
+            found = one.corrections.at(p, nbytes)
+            assert found is not None
+            assert found[0] * times[1] == pytest.approx(old * (times[0] + 1e-3))
+
+
+def test_a_file_of_format_3_is_read(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     PROFILE.save(path)
-    text = path.read_text()
-    for name, former in FORMER_NAMES.items():
+    text = former(path.read_text(), 3)
+    for name, former_name in FORMER_NAMES.items():
         assert f"{name} = " in text or f".{name}]" in text
-        text = re.sub(rf"(?<!\w){name}(?!\w)", former, text)
-    path.write_text(text.replace("format = 4", "format = 3"))
-    assert Profile.load(path) == PROFILE
-    path.write_text(text.replace("format = 4", "format = 3").replace("contention", "attention", 1))
+        text = re.sub(rf"(?<!\w){name}(?!\w)", former_name, text)
+    path.write_text(text)
+    loaded = Profile.load(path)
+    assert dataclasses.replace(loaded, link=PROFILE.link, links=PROFILE.links) == PROFILE
+    assert loaded.link.alpha.value == pytest.approx(PROFILE.link.alpha.value)
+    path.write_text(text.replace("contention", "attention", 1))
     with pytest.raises(ValueError, match=r"compute\[0\]\.contention must be there"):
         Profile.load(path)

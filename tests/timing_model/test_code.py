@@ -23,7 +23,7 @@ from timing_model.schedules import (
 from timing_model.simulate_messages import Network
 
 EXACT = 1e-9
-ODD = LinkParams(alpha=3e-4, beta=1.1e-8, gamma=0.7e-9, sync=0.0, overhead=2e-5)
+ODD = LinkParams(alpha=3e-4, beta=1.1e-8, gamma=0.7e-9, overhead=2e-5)
 """Parameters of a link on which no term hides another."""
 CODEC = CodecCost(name="int8", bits=8 * (1 + 4 / 64), encode=3e-9, decode=1e-9, add=1.3e-9, hop=4.1e-9, call=1e-5)
 """Costs of int8 in blocks of 64."""
@@ -82,14 +82,13 @@ def test_the_time_is_that_of_the_code_with_a_codec(name: str, world_size: int, s
 def test_the_time_of_hierarchical_is_that_of_the_code(world_size: int, ranks_per_node: int) -> None:
     if world_size % ranks_per_node:
         world_size *= ranks_per_node
-    inner = LinkParams(alpha=4e-5, beta=1.7e-9, gamma=0, sync=0, overhead=ODD.overhead)
+    inner = LinkParams(alpha=4e-5, beta=1.7e-9, gamma=0, overhead=ODD.overhead)
     schedule = partial(hierarchical, ranks_per_node=ranks_per_node)
     for nics in (1, 2):
         shared = LinkParams(
             alpha=ODD.alpha,
             beta=ODD.beta * max(1, ranks_per_node / nics),
             gamma=ODD.gamma,
-            sync=0,
             overhead=ODD.overhead,
         )
         network = Network(link=shared, inner=inner, ranks_per_node=ranks_per_node)
@@ -127,7 +126,7 @@ def test_the_time_of_gathering_is_that_of_the_code(world_size: int) -> None:
 def test_the_time_is_that_of_the_code_whatever_the_link(
     alpha: float, beta: float, gamma: float, overhead: float, world_size: int, each: int, name: str
 ) -> None:
-    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
+    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, overhead=overhead)
     numel = each * by_name(name)(0, world_size).chunks
     posted = all_reduce.messages_meet(name, world_size)
     sums = uncompressed(gamma)
@@ -153,22 +152,21 @@ def step_by_step(schedule: Callable[[int, int], Schedule], world_size: int, nbyt
         )
         total += link.alpha + link.overhead * together
         total += max(len(sends) for sends in sent) * chunk * link.beta + max(reduced) * chunk * link.gamma
-    return total + (link.sync if world_size > 1 else 0.0)
+    return total
 
 
 @given(
     alpha=SECONDS,
     beta=SECONDS,
     gamma=SECONDS,
-    sync=SECONDS,
     overhead=st.sampled_from([0.0, 0.25]),
     world_size=st.integers(1, 9),
     nbytes=st.floats(1, 1e5),
 )
 def test_closed_forms_are_the_schedules_step_by_step(
-    alpha: float, beta: float, gamma: float, sync: float, overhead: float, world_size: int, nbytes: float
+    alpha: float, beta: float, gamma: float, overhead: float, world_size: int, nbytes: float
 ) -> None:
-    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=overhead)
+    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, overhead=overhead)
     closed = {
         "ring": collective_time.ring_all_reduce_time,
         "halving-doubling": collective_time.halving_doubling_time,
@@ -202,7 +200,7 @@ def test_the_closed_form_of_hierarchical_is_the_schedule_step_by_step(
     alpha: float, beta: float, gamma: float, overhead: float, nodes: int, ranks_per_node: int, nbytes: float
 ) -> None:
     """There is one NIC per rank, and one kind of link: otherwise a step's time depends on the ring it belongs to."""
-    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
+    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, overhead=overhead)
     schedule = partial(hierarchical, ranks_per_node=ranks_per_node)
     expected = step_by_step(schedule, nodes * ranks_per_node, nbytes, link)
     closed = collective_time.hierarchical_time(

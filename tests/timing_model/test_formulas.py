@@ -29,7 +29,7 @@ from timing_model.collective_time import (
 from timing_model.schedules import ring
 
 SECONDS = st.floats(0, 1e3)
-LINK = LinkParams(alpha=2e-4, beta=3e-9, gamma=1e-10, sync=5e-5, overhead=1e-5)
+LINK = LinkParams(alpha=2e-4, beta=3e-9, gamma=1e-10, overhead=1e-5)
 
 
 @given(world_size=st.integers(1, 64), chunk=st.integers(0, 10**6))
@@ -39,24 +39,24 @@ def test_the_bytes_are_those_that_the_ring_sends(world_size: int, chunk: int) ->
         assert sent == pytest.approx(ring_all_reduce_bytes(chunk * world_size, world_size), rel=1e-12)
 
 
-@given(SECONDS, SECONDS, SECONDS, SECONDS, st.integers(2, 40), st.integers(0, 999))
+@given(SECONDS, SECONDS, SECONDS, st.integers(2, 40), st.integers(0, 999))
 def test_the_time_is_that_of_the_rings_own_schedule(
-    alpha: float, beta: float, gamma: float, sync: float, world_size: int, chunk: int
+    alpha: float, beta: float, gamma: float, world_size: int, chunk: int
 ) -> None:
-    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=sync)
+    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma)
     receives = ring(0, world_size).receives
     steps = [alpha + chunk * beta + (chunk * gamma if receive.reduce else 0.0) for receive in receives]
-    assert ring_all_reduce_time(link, chunk * world_size, world_size) == pytest.approx(sum(steps) + sync, rel=1e-9)
+    assert ring_all_reduce_time(link, chunk * world_size, world_size) == pytest.approx(sum(steps), rel=1e-9)
 
 
 def test_one_rank_communicates_nothing() -> None:
-    assert ring_all_reduce_time(LinkParams(alpha=1, beta=1, gamma=1, sync=1), 100, 1) == 0.0
+    assert ring_all_reduce_time(LinkParams(alpha=1, beta=1, gamma=1), 100, 1) == 0.0
 
 
-@pytest.mark.parametrize("field", ["alpha", "beta", "gamma", "sync", "overhead"])
+@pytest.mark.parametrize("field", ["alpha", "beta", "gamma", "overhead"])
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_nonsense_is_refused_by_name(field: str, value: float) -> None:
-    values = {"alpha": 0.0, "beta": 0.0, "gamma": 0.0, "sync": 0.0, field: value}
+    values = {"alpha": 0.0, "beta": 0.0, "gamma": 0.0, field: value}
     with pytest.raises(ValueError, match=f"^{field} must be finite and at least 0; got {value}$"):
         LinkParams(**values)
 
@@ -79,7 +79,7 @@ def test_the_ring_with_a_codec_is_the_codes_without_segments(
 ) -> None:
     encode, decode, add, hop, call, latency = costs
     codec = CodecCost(name="", bits=5.0, encode=encode, decode=decode, add=add, hop=hop, call=call)
-    link = LinkParams(alpha=latency, beta=0.3, gamma=0.1, sync=0.2, overhead=overhead)
+    link = LinkParams(alpha=latency, beta=0.3, gamma=0.1, overhead=overhead)
     numel = each * world_size
     exact = all_reduce_time("ring", link, numel, world_size, codec=codec).total
     assert ring_codec_time(link, codec, numel, world_size) == pytest.approx(exact, rel=1e-9)
@@ -99,7 +99,7 @@ def test_the_ring_with_a_codec_in_segments_is_as_near_as_it_says(
     errors = []
     for p, latency, hop, share in itertools.product(ranks, (0, 0.1, 1), (0.2, 0.7, 1, 1.5, 3), (0.2, 0.5, 1)):
         codec = CodecCost(name="", bits=8.0, encode=0.7 * hop, decode=share * hop, add=0.0, hop=hop)
-        link = LinkParams(alpha=64 * latency, beta=1.0, gamma=0.0, sync=0.0)
+        link = LinkParams(alpha=64 * latency, beta=1.0, gamma=0.0)
         exact = all_reduce_time("ring", link, 64.0 * p, p, codec=codec, segment_bytes=64 // segments).total
         errors.append(abs(ring_codec_time(link, codec, 64.0 * p, p, segments=segments) / exact - 1))
     assert max(errors) < worst
@@ -107,10 +107,10 @@ def test_the_ring_with_a_codec_in_segments_is_as_near_as_it_says(
 
 
 def test_a_node_is_one_rank_and_one_node_is_a_ring() -> None:
-    inner = LinkParams(alpha=1e-5, beta=1e-10, gamma=1e-10, sync=1e-3)
+    inner = LinkParams(alpha=1e-5, beta=1e-10, gamma=1e-10)
     assert hierarchical_time(inner, LINK, 1e6, nodes=5, ranks_per_node=1) == ring_all_reduce_time(LINK, 1e6, 5)
     one_node = hierarchical_time(inner, LINK, 1e6, nodes=1, ranks_per_node=5)
-    assert one_node == pytest.approx(ring_all_reduce_time(inner, 1e6, 5) - inner.sync + LINK.sync, rel=1e-12)
+    assert one_node == pytest.approx(ring_all_reduce_time(inner, 1e6, 5), rel=1e-12)
     times = [hierarchical_time(inner, LINK, 1e6, nodes=3, ranks_per_node=2, nics=nics) for nics in (1, 2, 4)]
     assert times[0] > times[1] == times[2]  # a rank has one NIC at most
 
@@ -118,7 +118,7 @@ def test_a_node_is_one_rank_and_one_node_is_a_ring() -> None:
 def test_the_cliff_of_halving_doubling() -> None:
     """Ranks in excess of a power of two double the bytes; the ring wins above some size."""
     latency, transfer, reduction = 1e-4, 1e-8, 1e-9
-    link = LinkParams(alpha=latency, beta=transfer, gamma=reduction, sync=0)
+    link = LinkParams(alpha=latency, beta=transfer, gamma=reduction)
     for p, q in ((5, 4), (7, 4), (12, 8)):
         fewer_messages = 2 * (p - 1) - 2 * (math.log2(q) + 1)
         more_bytes = 2 * (1 - 1 / q + 1) - 2 * (1 - 1 / p)

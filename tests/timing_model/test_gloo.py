@@ -28,7 +28,7 @@ def test_the_closed_form_is_as_near_as_it_says() -> None:
     )
     for p, nbytes, alpha, beta, gamma in grid:
         for overhead in (0.0, 2e-5):
-            link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0, overhead=overhead)
+            link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, overhead=overhead)
             exact = native_all_reduce_time(link, nbytes, p)
             errors.append(native_closed_time(link, nbytes, p) / exact - 1)
             textbook.append(ring_all_reduce_time(link, nbytes, p) / exact - 1)
@@ -38,18 +38,18 @@ def test_the_closed_form_is_as_near_as_it_says() -> None:
 
 
 def test_a_fast_network_is_all_latency_and_a_slow_one_all_bytes() -> None:
-    latency = LinkParams(alpha=1.0, beta=0.0, gamma=0.0, sync=0.0)
+    latency = LinkParams(alpha=1.0, beta=0.0, gamma=0.0)
     # There are two phases of N = 6 messages, two in flight, with a round trip each.
     assert native_all_reduce_time(latency, 1e6, 4) == 2 * 3 * 2.0
-    transfer = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.5)
+    transfer = LinkParams(alpha=0.0, beta=1.0, gamma=0.0)
     messages, segment = native_messages(1e6, 4)
-    assert native_all_reduce_time(transfer, 1e6, 4) == 2 * messages * segment + 0.5
+    assert native_all_reduce_time(transfer, 1e6, 4) == 2 * messages * segment
 
 
 def turn_by_turn(link: LinkParams, nbytes: float, world_size: int) -> float:
     """Compute the docstring's recursion, with all of its turns."""
     messages, segment = native_messages(nbytes, world_size)
-    total = link.sync
+    total = 0.0
     for added in (link.gamma * segment, 0.0):
         now, wire, left = 0.0, 0.0, []
         for turn in range(messages + 2):
@@ -68,12 +68,12 @@ def test_the_time_is_that_of_the_schedule_turn_by_turn() -> None:
         (2, 3, 7, 100, 1001), (1.0, 4e6, 1.1e9), (0.0, 5e-6, 5e-3), (0.0, 8e-10), (0.0, 1e-9), (0.0, 2e-5)
     )
     for p, nbytes, alpha, beta, gamma, overhead in grid:
-        link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=1e-4, overhead=overhead)
+        link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, overhead=overhead)
         assert native_all_reduce_time(link, nbytes, p) == pytest.approx(turn_by_turn(link, nbytes, p), rel=1e-9)
 
 
 def test_values_are_converted_before_and_after() -> None:
-    link = LinkParams(alpha=1e-4, beta=1e-8, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=1e-4, beta=1e-8, gamma=0.0)
     bf16 = CodecCost(name="bf16", bits=16, encode=2e-9, decode=1e-9, add=0.0, hop=0.0, call=1e-6)
     time = all_reduce_time("native", link, 1e6, 4, codec=bf16)
     assert time.total == pytest.approx(native_all_reduce_time(link, 2e6, 4) + 3e-3 + 2e-6, rel=1e-12)

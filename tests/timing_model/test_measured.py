@@ -8,7 +8,7 @@ from experiments.results import RESULTS, load
 from timing_model import LinkParams, all_reduce_time
 from timing_model.presets import CODECS, PAYLOAD_SHARE
 
-LINK = LinkParams(alpha=1e-4, beta=8 / (200e6 * PAYLOAD_SHARE), gamma=1e-10, sync=3e-4, overhead=5e-5)
+LINK = LinkParams(alpha=1e-4, beta=8 / (200e6 * PAYLOAD_SHARE), gamma=1e-10, overhead=5e-5)
 """Link of the testbed: its approximate latency, and nothing fitted."""
 LARGE, OFF = 16_000_000, 0.05
 

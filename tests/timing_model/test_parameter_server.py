@@ -41,7 +41,7 @@ def in_turn(link: LinkParams, nbytes: float, workers: int, servers: int, t_compu
 def test_served_in_turn_is_the_messages_steady_state(
     alpha: float, beta: float, gamma: float, workers: int, servers: int
 ) -> None:
-    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma, sync=0.0)
+    link = LinkParams(alpha=alpha, beta=beta, gamma=gamma)
     time = parameter_server_time(link, 12.0, workers + servers, servers=servers, placement="dedicated", sharing=0.0)
     simulated = in_turn(link, 12.0, workers, servers, 5.0) - 5.0
     assert time.total == pytest.approx(simulated, rel=1e-9)
@@ -53,7 +53,7 @@ def test_served_in_turn_is_the_messages_steady_state(
 def test_the_logs_measurements_lie_between(rate: float, t_compute: float, measured: float, sharing: float) -> None:
     """The log is experiments/LOG.md, "parameter servers": MLP of 7.2 MB, 4 nodes; 2(p-1) n beta is 3606 and 1803 ms."""
     gradient = 3.606 / 6 * 100e6 / rate
-    link = LinkParams(alpha=0.0, beta=gradient / 7.2e6, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=gradient / 7.2e6, gamma=0.0)
     times = [t_compute + parameter_server_time(link, 7.2e6, 4, sharing=share).total for share in (0.0, sharing, 1.0)]
     assert times[0] < measured < times[2]
     assert times[1] == pytest.approx(measured, rel=0.01)
@@ -61,7 +61,7 @@ def test_the_logs_measurements_lie_between(rate: float, t_compute: float, measur
 
 def test_loads_of_cards() -> None:
     """Loads are those of experiments/limits.py: all gradients in, then all weights out, over the fullest NIC."""
-    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0)
     for world_size, servers, placement, load in (
         (4, 1, "colocated", 3.0),
         (4, 2, "colocated", 1.5),
@@ -77,13 +77,13 @@ def test_loads_of_cards() -> None:
 
 
 def test_as_many_servers_as_ranks_send_what_a_ring_sends() -> None:
-    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.5, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.5)
     time = parameter_server_time(link, 8.0, 4, servers=4)
     assert time == (12.0 + 3.0, 12.0, 3.0)
 
 
 def test_impossible_servers_are_refused() -> None:
-    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0)
     for options, message in (
         ({"servers": 5}, "servers must be at most 4 with 4 ranks and placement colocated; got 5"),
         (

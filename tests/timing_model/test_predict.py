@@ -39,7 +39,7 @@ def by_hand(link: LinkParams, **options: Any) -> Profile:
 
 def test_the_papers_question_by_hand() -> None:
     """With four ranks, c = 0.3 s and 2 (p-1)/p n beta = 0.6 s, so that width 2 is bound by the network."""
-    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0)
     cluster, work = by_hand(link), compute(0.3, 100_000_000, samples=1000)
     together, apart = (
         predict(Job(cluster=cluster, compute=work, world_size=4, width=width, segment_bytes=WHOLE, iterations=10))
@@ -172,7 +172,7 @@ def test_slow_ranks_can_be_the_limit() -> None:
 
 
 def test_where_two_parts_take_equally_long_neither_is_the_limit() -> None:
-    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0)
     work = compute(ring_all_reduce_time(link, 4e8, 4), 100_000_000)
     answer = predict(Job(cluster=by_hand(link), compute=work, world_size=4, width=2, segment_bytes=WHOLE))
     assert answer.limit == "balance"
@@ -180,14 +180,14 @@ def test_where_two_parts_take_equally_long_neither_is_the_limit() -> None:
 
 @pytest.mark.parametrize(("width", "lasts"), [(1, False), (2, True), (3, True)])
 def test_lasting_jitter_costs_more_in_a_pipeline_alone(width: int, lasts: bool) -> None:
-    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0)
     work = compute(ring_all_reduce_time(link, 4e8, 4), 100_000_000, cv=0.3)
     answer = predict(Job(cluster=by_hand(link), compute=work, world_size=4, width=width, segment_bytes=WHOLE))
     assert (answer.lasting > 1.03 * answer.iteration.total) == lasts
 
 
 def test_a_spread_that_was_never_checked_is_outside() -> None:
-    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0)
     for cluster, model in ((PROFILE, "mlp"), (by_hand(link), "given")):
         wild = dataclasses.replace(MLP, model=model, cv=CHECKED_CV + 0.01)
         with pytest.raises(
@@ -319,7 +319,6 @@ JOBS = st.fixed_dictionaries(
         "alpha": SECONDS,
         "beta": st.one_of(st.just(0.0), st.floats(1e-12, 1e-3)),
         "gamma": st.floats(0, 1e-6),
-        "sync": SECONDS,
         "overhead": SECONDS,
         "values": st.integers(1, 100_000),
         "seconds": SECONDS,
@@ -387,7 +386,7 @@ def test_physics(given: dict[str, Any]) -> None:
     assert min(parts) >= -1e-9 * total
     assert answer.efficiency <= 1 + 1e-9
     assert all(gain >= 1 - 1e-9 for gain in answer.gains.values())
-    for worse in ("alpha", "beta", "gamma", "sync", "overhead", "seconds", "values"):
+    for worse in ("alpha", "beta", "gamma", "overhead", "seconds", "values"):
         more = given[worse] * 2 + (1 if worse == "values" else 1e-9)
         assert predict(job(given, **{worse: more}), extrapolate=True).iteration.total >= total * (1 - 1e-9), worse
 

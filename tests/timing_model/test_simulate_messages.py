@@ -25,7 +25,7 @@ from timing_model.simulate_messages import Network, Task, simulate_messages, sim
 
 EXACT = 1e-9
 SECONDS = st.floats(0, 1)
-LINK = LinkParams(alpha=1.0, beta=2.0, gamma=0.5, sync=0.0)
+LINK = LinkParams(alpha=1.0, beta=2.0, gamma=0.5)
 WORLD_SIZES = st.one_of(st.integers(1, 9), st.sampled_from((13, 16, 32)))
 
 
@@ -35,7 +35,7 @@ def ring_of(world_size: int) -> list[Schedule]:
 
 @st.composite
 def links(draw: st.DrawFn) -> LinkParams:
-    return LinkParams(alpha=draw(SECONDS), beta=draw(SECONDS), gamma=draw(SECONDS), sync=0.0, overhead=draw(SECONDS))
+    return LinkParams(alpha=draw(SECONDS), beta=draw(SECONDS), gamma=draw(SECONDS), overhead=draw(SECONDS))
 
 
 @st.composite
@@ -74,7 +74,7 @@ def test_the_time_of_hierarchical_is_that_of_the_messages(
     link: LinkParams, inner: LinkParams, codec: CodecCost, nodes: int, ranks_per_node: int, segments: int
 ) -> None:
     world_size = nodes * ranks_per_node
-    inner = LinkParams(alpha=inner.alpha, beta=inner.beta, gamma=0.0, sync=0.0, overhead=link.overhead)
+    inner = LinkParams(alpha=inner.alpha, beta=inner.beta, gamma=0.0, overhead=link.overhead)
     segment_bytes = math.ceil(codec.wire_bytes(7.0) / segments)
     segments = segments_of(codec.wire_bytes(7.0), segment_bytes)
     parts = [schedules.hierarchical(rank, world_size, ranks_per_node) for rank in range(world_size)]
@@ -125,7 +125,7 @@ def test_steps_that_are_left_out_are_as_those_before(
 
 
 def test_a_large_ring_is_that_of_the_messages() -> None:
-    link = LinkParams(alpha=3e-5, beta=8e-10, gamma=2e-10, sync=1e-4, overhead=1e-6)
+    link = LinkParams(alpha=3e-5, beta=8e-10, gamma=2e-10, overhead=1e-6)
     for world_size in (1000, 4097):
         simulated = simulate_ring(link, 1e8, world_size).max()
         assert all_reduce_time("ring", link, 2.5e7, world_size).total == pytest.approx(simulated, rel=EXACT)
@@ -146,7 +146,7 @@ def test_slow_links_and_slow_ranks_of_a_ring(world_size: int, data: st.DataObjec
     slow = {(rank, (rank + 1) % world_size): factor for rank, factor in enumerate(factors)}
     programs = tasks_of(ring_of(world_size), 10.0 * world_size, uncompressed(0.25))
     one_by_one = simulate_messages(programs, Network(link=LINK, slow=slow))
-    link = LinkParams(alpha=1.0, beta=2.0, gamma=0.25, sync=0.0)
+    link = LinkParams(alpha=1.0, beta=2.0, gamma=0.25)
     assert simulate_ring(link, 40.0 * world_size, world_size, slow_links=factors).max() == pytest.approx(
         max(one_by_one), rel=EXACT
     )
@@ -155,7 +155,7 @@ def test_slow_links_and_slow_ranks_of_a_ring(world_size: int, data: st.DataObjec
 def test_one_slow_link_slows_the_whole_ring() -> None:
     slow = np.ones(100)
     slow[17] = 3.0
-    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0)
     alone = simulate_ring(link, 100.0, 100).max()
     assert simulate_ring(link, 100.0, 100, slow_links=slow).max() == pytest.approx(3 * alone, rel=0.02)
     assert simulate_ring(link, 100.0, 100, slow_sums=slow).max() == alone
@@ -163,21 +163,21 @@ def test_one_slow_link_slows_the_whole_ring() -> None:
 
 def test_senders_meet_at_one_card() -> None:
     """Three messages of 8 s to one rank leave at once; they arrive one after the other."""
-    link = LinkParams(alpha=1.0, beta=2.0, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=1.0, beta=2.0, gamma=0.0)
     senders = [[Task(sends=((3, 4.0),))] for _ in range(3)]
     ends = simulate_messages([*senders, [Task(source=rank) for rank in range(3)]], Network(link=link))
     assert ends == [8.0, 8.0, 8.0, 25.0]
 
 
 def test_memory_is_not_overwritten_before_it_has_left() -> None:
-    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0)
     tasks = [Task(sends=((1, 10.0),), memory=0), Task(seconds=1.0, memory=0), Task(seconds=1.0, memory=1)]
     assert simulate_messages([tasks, [Task(source=0)]], Network(link=link)) == [12.0, 10.0]
 
 
 def test_a_message_leaves_when_its_receive_is_posted() -> None:
     """A notice takes 1 s, except for receives that are posted at the start."""
-    link = LinkParams(alpha=1.0, beta=1.0, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=1.0, beta=1.0, gamma=0.0)
     sends = [Task(sends=((1, 4.0),)), Task(sends=((1, 4.0),))]
     early = [Task(posts=(0, 0)), Task(seconds=10.0), Task(source=0), Task(source=0)]
     assert simulate_messages([sends, early], Network(link=link)) == [8.0, 10.0]
@@ -186,7 +186,7 @@ def test_a_message_leaves_when_its_receive_is_posted() -> None:
 
 
 def test_what_nobody_waits_for_leaves_the_wire_to_others_and_keeps_its_memory() -> None:
-    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0)
     first = [Task(sends=((2, 10.0),), memory=0), Task(memory=0, seconds=5.0)]
     second = [Task(sends=((2, 10.0),)), Task(sends=((2, 10.0),))]
     in_order = [Task(posts=(1,)), Task(source=1, posts=(1,)), Task(source=1, posts=(0,)), Task(source=0)]
@@ -199,7 +199,7 @@ def test_what_nobody_waits_for_leaves_the_wire_to_others_and_keeps_its_memory() 
 @pytest.mark.parametrize("segments", [1, 4, 9])
 def test_where_all_do_the_same_receives_are_posted_in_time(name: str, segments: int) -> None:
     """Latency and work are half a segment's wire time. A known gap: more segments than receives, several partners."""
-    link = LinkParams(alpha=0.3, beta=1.0, gamma=0.0, sync=0.0)
+    link = LinkParams(alpha=0.3, beta=1.0, gamma=0.0)
     codec = CodecCost(name="", bits=8.0, encode=0.1, decode=0.1, add=0.1, hop=0.2)
     for world_size in (2, 4, 8):
         parts = [SCHEDULES[name](rank, world_size) for rank in range(world_size)]

@@ -76,7 +76,7 @@ class ParameterServers(Strategy):
     Raises:
         UserInputError: a value out of range, or an optimizer without a parameter to train.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> servers = ParameterServers(model, torch.optim.SGD(model.parameters(), lr=0.1), staleness_bound=0)
         >>> model(torch.ones(4, 2)).sum().backward()

@@ -1,0 +1,125 @@
+"""Alternatives to a plan: accumulation hides a slow network, and more ranks stop helping somewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.timing_model._profiles import MLP, PROFILE, ask
+from tests.timing_model.test_predict import by_hand, compute
+from timing_model import LinkParams
+from timing_model.alternatives import FURTHEST, MOST_ACCUMULATION, alternatives, epoch, epochs, hiding, last_worth
+from timing_model.choices import Space
+from timing_model.job import Job
+from timing_model.plan import plan
+from timing_model.predict import predict
+
+NUMEL = 1_000_000
+SPACE = Space(codecs=("fp32",), all_reduces=("ring",), segments=(1 << 30,), strategies=("pipelined",))
+
+
+def job_of(ratio: float, *, alpha: float = 0.0, **options: Any) -> Job:
+    """Return a job on 4 ranks whose fp32 ring takes ``ratio`` times as long as its computation of 1 s."""
+    link = LinkParams(alpha=alpha, beta=ratio / (2 * 3 / 4 * 4 * NUMEL), gamma=0.0)
+    work = compute(1.0, NUMEL, batch_size=10, samples=400_000)
+    return Job(cluster=by_hand(link), compute=work, **{"world_size": 4} | options)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "factor"), [(0.5, 1), (0.99, 1), (2.5, 3), (5.99, 6), (1.1 * MOST_ACCUMULATION, None)]
+)
+def test_accumulation_hides_as_much_as_the_formula_says(ratio: float, factor: int | None) -> None:
+    assert hiding(plan(job_of(ratio), SPACE).best, 2) == factor
+
+
+def test_a_plan_says_what_accumulation_gains_and_costs() -> None:
+    said = alternatives(plan(job_of(2.5), SPACE), SPACE)
+    assert said[0] == (
+        "Communication takes 2.5 times as long as computation: --width 2 --accumulation 3 would hide it, with 2.5 "
+        "times as many samples a second, in iterations of 3.00 s; the price is a batch 3 times as large, so an epoch "
+        "has 3 times fewer updates."
+    )
+    accumulated = predict(job_of(2.5, width=2, accumulation=3, segment_bytes=1 << 30))
+    assert accumulated.iteration.total == pytest.approx(3.0)
+    assert accumulated.samples_per_second == pytest.approx(4 * 3 * 10 / 3.0)
+    assert accumulated.job.iterations_per_epoch == 400_000 // (4 * 3 * 10)
+
+
+def test_a_network_that_no_accumulation_hides_is_called_too_slow() -> None:
+    [said, *_] = alternatives(plan(job_of(1000.0), SPACE), SPACE)
+    assert said.startswith("Communication takes 1,000 times as long as computation, which --accumulation 64 would not")
+
+
+def test_hidden_communication_needs_no_accumulation() -> None:
+    assert not any("--accumulation" in one for one in alternatives(plan(job_of(0.9), SPACE), SPACE))
+
+
+def test_accumulation_multiplies_the_passes_and_not_the_update() -> None:
+    one, three = (predict(ask(accumulation=number)) for number in (1, 3))
+    assert three.collective == one.collective
+    assert three.iteration.compute == pytest.approx(3 * 0.06 + 0.005)
+    assert three.high - three.low > one.high - one.low
+
+
+def test_an_accumulated_iteration_is_not_the_one_that_was_measured() -> None:
+    job = ask(accumulation=2)
+    assert job.measured is None
+
+
+def test_ranks_help_until_latency_takes_over() -> None:
+    """A ring's latency grows with its ranks: from some number on an epoch takes as long on twice as many."""
+    found = plan(job_of(0.01, alpha=0.01, world_size=64), SPACE)
+    job = found.best.job
+    rows = epochs(job, SPACE)
+    assert [one.world_size for one in rows] == [1 << power for power in range(10)]
+    assert rows[-1].world_size == FURTHEST * 64
+    assert rows[3].seconds == predict(dataclasses.replace(job, world_size=8)).epoch
+    worth = last_worth(rows)
+    assert worth is not None
+    assert all(more.seconds > 0.9 * fewer.seconds for fewer, more in pairwise(rows) if fewer.world_size >= worth)
+    [before] = [fewer.seconds / more.seconds for fewer, more in pairwise(rows) if more.world_size == worth]
+    assert before >= 1 / 0.9
+    [said] = [one for one in alternatives(found, SPACE) if "ranks on" in one]
+    assert said.startswith(f"From {worth} ranks on, twice as many save less than 10% of an epoch ({worth} ranks: ")
+
+
+def test_more_ranks_of_a_fast_network_help() -> None:
+    [said] = alternatives(plan(job_of(0.1, price=1.0), SPACE), SPACE)
+    assert said.startswith("More ranks help, up to 32 at least (16 ranks: 41.7 min and 40,000.00, 32 ranks: ")
+
+
+def test_one_rank_may_be_as_fast_as_many() -> None:
+    said = alternatives(plan(job_of(10.0), SPACE), SPACE)
+    assert said[-1].startswith("One rank alone is as fast (1 rank: 11.1 h, 4 ranks: 27.8 h for an epoch): do not")
+
+
+def test_nothing_is_said_of_an_epoch_that_is_not_known() -> None:
+    job = job_of(0.1)
+    job = dataclasses.replace(job, compute=dataclasses.replace(job.compute, samples=None))
+    assert epochs(job, SPACE) == []
+    assert alternatives(plan(job, SPACE), SPACE) == []
+
+
+def test_more_ranks_than_were_measured_are_left_out() -> None:
+    job = Job(cluster=PROFILE, compute=MLP, world_size=4)
+    assert [one.world_size for one in epochs(job, Space.of(job))] == [1, 2, 4, 8, 16, 32]
+    assert epoch(job, 64, Space.of(job), extrapolate=False) is None
+
+
+def test_the_price_is_that_of_all_ranks() -> None:
+    answer = predict(job_of(0.5, price=2.0, epochs=3))
+    assert answer.epoch is not None
+    assert answer.as_json()["epoch_cost"] == pytest.approx(4 * 2.0 * answer.epoch)
+    assert answer.as_json()["job_cost"] == pytest.approx(3 * answer.as_json()["epoch_cost"], rel=0.01)
+
+
+def test_limits_that_tie_are_all_named() -> None:
+    """Computation and network take 1 s each, one after the other."""
+    answer = predict(job_of(1.0, width=1, segment_bytes=1 << 30))
+    assert set(answer.limits) == {"computation", "network"}
+    assert answer.limits[0] == answer.limit
+    assert predict(job_of(3.0, width=1)).limits == ("network",)
+    assert predict(job_of(1.0, width=2)).limits == ("balance",)

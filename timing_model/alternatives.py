@@ -1,0 +1,158 @@
+"""Alternatives to a plan that change the job itself: gradient accumulation, and other numbers of ranks.
+
+A plan searches configurations of one job. These change how many samples an update sees, so that they are mentioned with
+their price, and never chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+from timing_model.choices import Choice, Space
+from timing_model.cluster_profile import UNCOMPRESSED
+from timing_model.costs import costs_of, iteration_time
+from timing_model.job import LARGEST_WORLD, Job
+from timing_model.plan import Plan, plan
+from timing_model.units import format_cost, format_seconds
+
+MOST_ACCUMULATION = 64
+"""Largest factor on the micro-batches of the job that is considered."""
+WORTH = 0.25
+"""Gain in samples per second from which accumulation is mentioned."""
+LEAST_SAVED = 0.1
+"""Share of an epoch that twice as many ranks must save to be worth it."""
+FURTHEST = 8
+"""Factor on the number of ranks up to which more of them are considered."""
+MANY = 10
+"""Ratio from which on decimals say nothing."""
+
+
+class Epoch(NamedTuple):
+    """An epoch on some number of ranks."""
+
+    world_size: int
+    seconds: float
+    cost: float | None
+    """Price of the epoch; None if that of a rank is not known."""
+
+
+def alternatives(found: Plan, space: Space, *, extrapolate: bool = False) -> list[str]:
+    """Return sentences on what else a person could do, after the search of ``space`` that found the plan."""
+    sentences = (_accumulation(found, space), _more_ranks(found.best.job, space, extrapolate))
+    return [one for one in sentences if one is not None]
+
+
+def hiding(choice: Choice, width: int) -> int | None:
+    """Return the smallest factor on the micro-batches with which a pipeline of this width hides the communication of
+    ``choice`` behind the computation; None if it is above ``MOST_ACCUMULATION``."""
+    times = costs_of(dataclasses.replace(choice.job, width=width)).times
+    if choice.job.loader_workers == 0:
+        times = times.loading_itself()
+    for factor in range(1, MOST_ACCUMULATION + 1):
+        more = dataclasses.replace(times, forward=factor * times.forward, backward=factor * times.backward)
+        computation, communication = more.at_width(width, choice.collective.total)
+        if communication <= computation:
+            return factor
+    return None
+
+
+def epochs(job: Job, space: Space, extrapolate: bool = False) -> list[Epoch]:
+    """Return an epoch of this configuration, with the best of the all-reduces of ``space``, on 1, 2, 4 and so on nodes.
+
+    There are at most ``FURTHEST`` times the job's ranks. Numbers outside of what was measured, or with too many ranks
+    for an iteration, are left out; all are if the samples are not known.
+    """
+    most = min(LARGEST_WORLD, FURTHEST * job.world_size)
+    sizes = (job.ranks_per_node << power for power in range(LARGEST_WORLD.bit_length()))
+    rows = (epoch(job, one, space, extrapolate) for one in sizes if one <= most)
+    return [one for one in rows if one is not None]
+
+
+def epoch(job: Job, world_size: int, space: Space, extrapolate: bool) -> Epoch | None:
+    """Return an epoch on this many ranks; None if it is not known, or has no whole iteration."""
+    try:
+        base = dataclasses.replace(
+            job, world_size=world_size, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring"
+        )
+        usual = Space.of(base).all_reduces
+        same = Space(
+            strategies=(job.strategy,),
+            widths=(job.width,),
+            codecs=(job.codec,),
+            segments=(job.segment_bytes,),
+            all_reduces=tuple(one for one in space.all_reduces if one in usual),
+        )
+        best = plan(base, same, extrapolate=extrapolate).best
+    except ValueError:  # beyond what was measured
+        return None
+    samples, iterations = job.compute.samples, best.job.iterations_per_epoch
+    if samples is None or iterations is None or samples < best.job.workers * best.job.accumulated.batch_size:
+        return None
+    seconds = iterations * best.iteration.total
+    return Epoch(world_size, seconds, best.job.cost(seconds))
+
+
+def last_worth(rows: list[Epoch]) -> int | None:
+    """Return the number of ranks from which on no doubling saves ``LEAST_SAVED``; None if the last one does.
+
+    >>> rows = [Epoch(p, seconds, None) for p, seconds in ((1, 1.0), (2, 3.0), (4, 1.6), (8, 1.5), (16, 1.4))]
+    >>> last_worth(rows), last_worth(rows[:3])
+    (4, None)
+    """
+    found = None
+    for fewer, more in reversed(list(pairwise(rows))):
+        if more.seconds <= (1 - LEAST_SAVED) * fewer.seconds:
+            break
+        found = fewer.world_size
+    return found
+
+
+def _accumulation(found: Plan, space: Space) -> str | None:
+    choice = next((one for one in found.ranking if one.job.strategy == "pipelined"), None)
+    if choice is None or max(space.widths) == 1:
+        return None
+    width = max(min(one for one in space.widths if one > 1), choice.job.width)
+    computation = costs_of(choice.job).times.total
+    ratio = choice.collective.total / computation if computation > 0 else math.inf
+    times = f"Communication takes {ratio:,.0f} times" if ratio >= MANY else f"Communication takes {ratio:.1f} times"
+    factor = hiding(choice, width)
+    if factor is None:
+        return (
+            f"{times} as long as computation, which --accumulation {MOST_ACCUMULATION} would not hide: this network is "
+            "too slow for this model with this batch."
+        )
+    job = dataclasses.replace(choice.job, width=width, accumulation=factor * choice.job.accumulation)
+    seconds = iteration_time(job, costs_of(job))[0].total
+    gain = factor * found.best.iteration.total / seconds if seconds > 0 else 1.0
+    if gain < 1 + WORTH:
+        return None
+    return (
+        f"{times} as long as computation: --width {width} --accumulation {job.accumulation} would hide it, with "
+        f"{gain:.1f} times as many samples a second, in iterations of {format_seconds(seconds)}; the price is a batch "
+        f"{factor} times as large, so an epoch has {factor} times fewer updates."
+    )
+
+
+def _more_ranks(job: Job, space: Space, extrapolate: bool) -> str | None:
+    """Return a sentence on the number of ranks from which on more of them hardly help."""
+    here, rows = epoch(job, job.world_size, space, extrapolate), epochs(job, space, extrapolate)
+    if here is None or len(rows) < 2:
+        return None
+    if rows[0].world_size == 1 < job.world_size and rows[0].seconds <= here.seconds:
+        return f"One rank alone is as fast ({_told(rows[0])}, {_told(here)} for an epoch): do not distribute this job."
+    worth = last_worth(rows)
+    if worth is None:
+        said, shown = f"More ranks help, up to {rows[-1].world_size} at least", rows[-2:]
+    else:
+        said = f"From {worth} ranks on, twice as many save less than {LEAST_SAVED:.0%} of an epoch"
+        shown = [one for one in rows if one.world_size in (worth, 2 * worth)]
+    return f"{said} ({', '.join(map(_told, shown))} for an epoch; the batch of each rank stays as it is)."
+
+
+def _told(one: Epoch) -> str:
+    ranks = "1 rank" if one.world_size == 1 else f"{one.world_size} ranks"
+    cost = "" if one.cost is None else f" and {format_cost(one.cost)}"
+    return f"{ranks}: {format_seconds(one.seconds)}{cost}"
