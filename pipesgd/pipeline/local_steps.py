@@ -178,11 +178,19 @@ class LocalSteps(Strategy):
         outer_momentum: momentum of "nesterov", 0.9 by default.
         warmup_iterations: first iterations that are exchanged one by one, at width 1.
         clip_norm: largest norm of this rank's own gradient.
-        clip_value: largest magnitude of a single value in it.
+        clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
         scaler: loss scaler for float16, as in ``Pipelined``; each rank's scale is its own.
         on_nonfinite: "stop" or "skip", for this rank's own gradients and for mean movements.
-
-    The other arguments are those of ``Pipelined``.
+        width: windows in flight, K.
+        codec: encoding of movements, as in ``Pipelined``.
+        all_reduce: the algorithm, as in ``Pipelined``.
+        timeout: seconds that a rank waits for another one, as in ``Pipelined``.
+        segment_bytes: largest message in bytes.
+        connections: connections to each rank, used in turn.
+        seed: seed of the codec's random numbers.
+        init_sync: whether all ranks get rank 0's parameters and buffers, as in ``Pipelined``.
+        allow_drift: whether to train on processors that compute different bits, as in ``Pipelined``.
+        ranks: the ranks to work with; by default those of torch's process group.
 
     Raises:
         UserInputError: a value out of range, or an optimizer without a parameter to train.
@@ -275,9 +283,9 @@ class LocalSteps(Strategy):
     def step(self) -> StepReport:
         """Apply this rank's gradients to its own weights, and exchange the movement if the window ends.
 
-        The report's ``applied`` and ``skipped`` are about movements; ``skipped`` also has this iteration if this rank's
-        own gradient was not finite. ``comparison`` compares this rank's movement with the mean: how far ranks drift
-        apart in a window.
+        The report's ``applied``, ``skipped`` and ``gradient_norm`` are about movements; ``skipped`` also has this
+        iteration if this rank's own gradient was not finite. ``comparison`` compares this rank's movement with the
+        mean: how far ranks drift apart in a window.
 
         Raises:
             NonFiniteGradientError: this rank's own gradient, or a mean movement, holds a NaN or an infinity.

@@ -48,13 +48,11 @@ def fitted(name: str, cells: list[Cell], link: LinkParams = LINK) -> CollectiveF
 @pytest.mark.parametrize("name", ["ring", "native"])
 @pytest.mark.parametrize("seed", range(3))
 def test_latency_and_bandwidth_are_recovered_from_noise_and_interruptions(name: str, seed: int) -> None:
-    link = dataclasses.replace(LINK, overhead=2 * OVERHEAD)
+    # A larger CPU time of a message becomes latency on a ring. native hides a part of it behind other messages.
+    link = dataclasses.replace(LINK, overhead=2 * OVERHEAD) if name == "ring" else LINK
     found = fitted(name, made_cells(name, link, seed, noise=0.03, interrupted=0.15))
     assert found.fit.parameters[BETA] == pytest.approx(link.beta, rel=0.02)
-    # Latency and CPU time of a message are one number, which native's notices count twice.
-    assert found.link.alpha + found.link.overhead == pytest.approx(
-        link.alpha + link.overhead, rel=0.05 if name == "ring" else 0.15
-    )
+    assert found.link.alpha + found.link.overhead == pytest.approx(link.alpha + link.overhead, rel=0.05)
     assert found.errors.mean() < 0.02
 
 
