@@ -514,6 +514,8 @@ def _lost_peer(ranks: Ranks, how: str) -> list[str]:
             dist.all_reduce(values(0))
         except CommunicationError as failure:
             errors.append(type(failure).__name__)
+    if how == "another size":
+        ranks.all_gather_object("errors", None)  # else the rank that is first closes connections that the other waits on
     dist.destroy_process_group()
     return errors
 
