@@ -515,7 +515,7 @@ def _lost_peer(ranks: Ranks, how: str) -> list[str]:
         except CommunicationError as failure:
             errors.append(type(failure).__name__)
     if how == "another size":
-        ranks.all_gather_object("errors", None)  # else the rank that is first closes connections that the other waits on
+        ranks.all_gather_object("errors", None)  # else the first one would end connections that the other waits for
     dist.destroy_process_group()
     return errors
 
