@@ -48,7 +48,7 @@ from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
 from pipesgd.planning.audition import Audition
 from pipesgd.planning.drift import Drift
 from pipesgd.planning.plan_run import plan_run, remember, save_cluster
-from pipesgd.planning.planned import Planned
+from pipesgd.planning.planned import Planned, choices_of
 from pipesgd.planning.swap import swap_strategy
 from pipesgd.ranks import Ranks, check_same_options, network_address
 from pipesgd.replicas import check_replicas, hashes_of_ranks
@@ -206,6 +206,8 @@ class Run:
         self.job = job
         self.config = config
         """Configuration that trains now: that of the job, with the choices of an audition."""
+        self._choices = choices_of(config)
+        """Values of the ``AUTO_OPTIONS`` in ``config``."""
         self.planned = job.planned
         """Plan of the timing model, or what an audition has made of it; None if there is none."""
         self.start = 0
@@ -404,10 +406,11 @@ class Run:
 
     def _swap_to(self, choices: dict[str, Any]) -> None:
         """Train with these ``AUTO_OPTIONS`` from now on, if they are others than now. Collective."""
-        job, config = self.job, self.config.with_choices(choices)
-        if config == self.config:
+        if choices == self._choices:
             return
-        same_codec, self.config = config.compression == self.config.compression, config
+        job, config = self.job, self.config.with_choices(choices)
+        same_codec = config.compression == self.config.compression
+        self.config, self._choices = config, choices
         swap_strategy(
             self.state,
             lambda: make_pipeline(config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False),

@@ -128,12 +128,11 @@ class Audition:
         return self.passes == 0
 
     @property
-    def chosen(self) -> tuple[Choices, Pace]:
-        """The winner of an audition that is over, and its pace."""
+    def chosen(self) -> tuple[Choices, Pace | None]:
+        """The winner of an audition that is over, and its pace; None if no candidate could be timed."""
         choices = self.turns[-1][1]
         pace = self.paces[self.candidates.index(choices)]
         assert self.over
-        assert pace is not None
         return choices, pace
 
     def at(self, iteration: int) -> Choices | None:

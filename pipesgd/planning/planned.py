@@ -64,6 +64,8 @@ class Planned:
         if not audition.over or (self.audition is not None and self.audition.over):
             return dataclasses.replace(self, audition=audition)
         choices, pace = audition.chosen
+        if pace is None:  # of an audition whose times were lost, the prediction counts
+            return dataclasses.replace(self, audition=audition, choices=choices)
         low, high = pace.interval
         return dataclasses.replace(
             self,
@@ -91,6 +93,8 @@ class Planned:
             if pace is not None
         ]
         chosen = words(shown(self.choices, audition.candidates))
+        if not found:
+            return [f"audition: no iteration could be timed; {chosen} stays, as predicted"]
         cost = "" if audition.cost is None else f"; it cost {format_seconds(max(0.0, audition.cost))}"
         return [f"audition, time of an iteration: {', '.join(found)}; {chosen} stays{cost}"]
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from _plans import prediction
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,7 @@ def test_candidates_take_turns_and_then_in_reverse() -> None:
     assert last.over
     winner, pace = last.chosen
     assert winner == TWO
+    assert pace is not None
     assert pace.mean == pytest.approx(0.12, rel=0.01)
     assert last.cost == pytest.approx(10 - 6 * TURN * pace.mean)
     assert pace.iterations == 2 * (TURN - 1 - UNTIMED)
@@ -116,6 +118,18 @@ def test_a_candidate_without_a_time_is_neither_out_nor_chosen() -> None:
     assert second.paces[1] is None
     over = second.decided(known, again=False)
     assert over.chosen[0] == ONE
+
+
+def test_without_any_time_the_prediction_counts() -> None:
+    second = audition(0.13, 0.12).decided({}, again=False)
+    over = second.decided({}, again=False, elapsed=9.0)
+    assert over.over
+    assert over.chosen == (TWO, None)
+    assert over.cost is None
+    before = prediction()
+    heard = before.heard(over)
+    assert (heard.choices, heard.iteration_seconds, heard.support) == (TWO, before.iteration_seconds, before.support)
+    assert heard.decision_lines() == ["audition: no iteration could be timed; --width 2 stays, as predicted"]
 
 
 def test_it_begins_after_the_warm_up_and_before_it_the_plan_counts() -> None:
