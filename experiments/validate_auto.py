@@ -6,15 +6,16 @@
 A setting is a testbed (nodes, rate, latency) and an emulated accelerator of each rank, which leaves the cores of this
 machine to the network. In each, the command is that of a user who knows nothing: a run of two thousand iterations with
 ``--width auto --codec auto --all-reduce auto``, which calibrates, plans and auditions. It is stopped some iterations
-after its decision. Then all configurations in the space of the planner that are predicted to take at most
-half as long again as the best one are measured in one job, in four passes in turns, every second one in reverse order.
+after its decision. Then all configurations in the space of the planner are measured in one job, in four passes in
+turns, every second one in reverse order. They are also the cells that the predictions of that calibration are compared
+with; those in which the ranks leave at least 40 % of the cores to others count.
 
 The fastest configuration by one half of the passes is judged by the other half, as is the choice of the run, and
 the regret is the mean of both ways: a configuration that was measured to be fast by luck gains nothing. It may be
 negative. "reported" is the time that the run said it measured.
 
 Finished settings are kept in validate_auto.runs.json in the output folder: the same command measures only those that
-are missing. All settings take 40 minutes.
+are missing. All settings take an hour.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from rich.console import Console
 from experiments import command
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, code_state, save, save_panels
-from experiments.testbed import Testbed
 from experiments.testbed_jobs import last_words, run_job
 from experiments.validation_runs import Network
 from pipesgd.config import AUTO_OPTIONS
@@ -60,11 +60,13 @@ AUTO = "--width auto --codec auto --all-reduce auto"
 ITERATIONS, OBSERVED = 2000, 40
 """Iterations that the run is asked for, and those that it makes after its decision before it is stopped."""
 NEAR = 1.5
-"""Multiple of the best prediction up to which a configuration is measured."""
+"""Multiple of the best prediction up to which a configuration may be the fastest, and is measured for longer."""
 PASSES, QUICK_PASSES = (0, 1, 1, 0), (0, 1)
 """Half of the measurements that each pass counts for."""
-SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.5, 0.3, 6, 60
+SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.5, 0.3, 4, 60
 """Seconds of a configuration in a pass, for which as many iterations are timed as are predicted to take this long."""
+FAR_SHARE = 0.5
+"""Share of those seconds for a configuration that is not near the best one."""
 DEADLINE, POLL = 900.0, 0.5
 MEAN_REGRET, LARGEST_REGRET, REPORTED_ERROR = 0.005, 0.03, 0.02
 """Targets."""
@@ -101,6 +103,9 @@ SETTINGS = {
         Setting(nodes=4, rate="200mbit", latency="20ms", accelerator="100ms,jitter=0.1,persistence=0.9"),
         Setting(nodes=4, rate="500mbit", accelerator="50ms"),
         Setting(nodes=4, rate="1gbit", latency="5ms", accelerator="60ms"),
+        Setting(nodes=4, rate="500mbit", last_rate="150mbit", accelerator="60ms"),
+        Setting(nodes=5, rate="200mbit", accelerator="100ms"),
+        Setting(nodes=6, rate="500mbit", latency="1ms", accelerator="100ms"),
     )
 }
 QUICK = Setting(nodes=2, rate="200mbit", accelerator="20ms")
@@ -144,7 +149,7 @@ def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[
     words = f"{setting.words} {AUTO} --iterations {ITERATIONS} --output {output}"
     observed = 5 if quick else OBSERVED
     begin, began_after = time.perf_counter(), None
-    with Testbed(nodes=setting.nodes, link=setting.link) as testbed, log.open("wb") as file:
+    with setting.testbed() as testbed, log.open("wb") as file:
         job = testbed.torchrun(["-m", "pipesgd.train", *shlex.split(words)], stdout=file, stderr=subprocess.STDOUT)
         try:
             while job.running():
@@ -177,7 +182,7 @@ def _lines(path: Path) -> int:
 
 
 def predicted(setting: Setting, profile: Profile) -> dict[str, dict[str, float]]:
-    """Return the predictions of the configurations that are near the best one."""
+    """Return the predictions of all configurations."""
     [compute] = [dataclasses.replace(one, measured=()) for one in profile.compute]
     found = {}
     for words in configurations():
@@ -192,8 +197,7 @@ def predicted(setting: Setting, profile: Profile) -> dict[str, dict[str, float]]
         )
         answer = predict(job, extrapolate=True)
         found[words] = {"predicted_s": answer.iteration.total, "low_s": answer.low, "high_s": answer.high}
-    least = min(one["predicted_s"] for one in found.values())
-    return {words: one for words, one in found.items() if one["predicted_s"] <= NEAR * least}
+    return found
 
 
 def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
@@ -204,21 +208,18 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     """
     choice, began_after = run_with_auto(setting, folder, quick=quick)
     found = predicted(setting, Profile.load(folder / "run" / "cluster.toml"))
-    cells = [
-        {
-            "words": f"{setting.words} {words}",
-            "iterations": int(
-                np.clip((QUICK_SECONDS if quick else SECONDS) / one["predicted_s"], LEAST_ITERATIONS, MOST_ITERATIONS)
-            ),
-        }
-        for words, one in found.items()
-    ]
+    near = NEAR * min(one["predicted_s"] for one in found.values())
+    cells = []
+    for words, one in found.items():
+        seconds = (QUICK_SECONDS if quick else SECONDS) * (1 if one["predicted_s"] <= near else FAR_SHARE)
+        iterations = int(np.clip(seconds / one["predicted_s"], LEAST_ITERATIONS, MOST_ITERATIONS))
+        cells.append({"words": f"{setting.words} {words}", "iterations": iterations})
     plan_file, times_file = folder / "plan.json", folder / "times.json"
     passes = QUICK_PASSES if quick else PASSES
     order = [cells if number % 2 == 0 else cells[::-1] for number in range(len(passes))]
     plan_file.write_text(json.dumps(order), encoding="utf-8")
     line = f"experiments.timed_configurations {plan_file} {times_file}"
-    with Testbed(nodes=setting.nodes, link=setting.link) as testbed:
+    with setting.testbed() as testbed:
         if failure := run_job(testbed, ["-m", *shlex.split(line)], folder / "log", deadline=2 * DEADLINE):
             raise RunError(f"{setting.name}: the configurations must be timed; got {failure}")
     times = [

@@ -35,20 +35,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Nodes of a testbed with equal links."""
+    """Nodes of a testbed, with equal links except perhaps the last one's."""
 
     nodes: int
     rate: str
     latency: str = "0s"
+    last_rate: str | None = None
+    """Rate of the last node's link, if it is another one."""
 
     @property
     def place(self) -> str:
         """Nodes and links in a few words."""
-        return f"{self.nodes} x {self.rate}{'' if self.latency == '0s' else f' {self.latency}'}"
+        last = f" (one {self.last_rate})" if self.last_rate else ""
+        return f"{self.nodes} x {self.rate}{last}{'' if self.latency == '0s' else f' {self.latency}'}"
 
     @property
     def link(self) -> Link:
         return Link(rate=parse_rate(self.rate), latency=parse_latency(self.latency))
+
+    def testbed(self) -> Testbed:
+        """Return a testbed with these nodes, to be entered."""
+        slow = {self.nodes - 1: parse_rate(self.last_rate)} if self.last_rate else None
+        return Testbed(nodes=self.nodes, link=self.link, slow_nodes=slow)
 
 
 @dataclass(frozen=True, kw_only=True)
