@@ -250,6 +250,26 @@ from timing_model.schedules import ALL_REDUCES
             "--all-reduce native --connections 2",
             "connections and segment-bytes must be left out with --all-reduce native, torch's own",
         ),
+        ("--rate-limit 50", "rate-limit must have a unit such as 10Gbit/s; got '50'"),
+        ("--rate-limit 50Mb", "rate-limit must have a unit such as 10Gbit/s; got '50Mb' (did you mean 50Mbit/s or 50MB/s?)"),
+        ("--rate-limit 0.5mbit", "rate-limit must be at least 1mbit; got '0.5mbit'"),
+        (
+            "--rate-limit 50mbit --all-reduce native",
+            "rate-limit must be left out with --all-reduce native, which torch sends unpaced; got '50mbit'",
+        ),
+        *(
+            (
+                f"--rate-limit 50mbit --strategy {strategy}",
+                f"rate-limit must be left out with --strategy {strategy}, which has no use for it (it belongs to "
+                "pipelined); got '50mbit'",
+            )
+            for strategy in ("ddp", "ps-sync", "ps-async", "local")
+        ),
+        (
+            "--rate-limit 50mbit --width auto",
+            "cluster must be given with --width auto and --rate-limit, since a calibration before the run would use "
+            "the whole line; got none",
+        ),
         (
             "--all-reduce rign",
             "all-reduce must be one of ring, halving-doubling, recursive-doubling, all-to-all, hierarchical, "

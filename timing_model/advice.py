@@ -69,7 +69,9 @@ def ratio(one: Choice, other: Choice) -> float:
 
 def training_arguments(job: Job) -> str:
     """Return the options of ``pipesgd.train`` that run a configuration."""
-    return _strategy_arguments(job) + (f" --accumulation {job.accumulation}" if job.accumulation > 1 else "")
+    accumulation = f" --accumulation {job.accumulation}" if job.accumulation > 1 else ""
+    limit = "" if job.rate_limit is None else f" --rate-limit {8e-6 * job.rate_limit:g}mbit"
+    return _strategy_arguments(job) + accumulation + limit
 
 
 def _strategy_arguments(job: Job) -> str:

@@ -138,7 +138,7 @@ def workers_that_hide(job: Job) -> int | None:
 def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
     """Return the time of one collective of ``numel`` values."""
     codec = None if job.codec == UNCOMPRESSED else costs.codec
-    segment_bytes = job.segment_bytes
+    segment_bytes = job.message_bytes
     if job.gathered:
         return gather_time(costs.link, numel, job.world_size, codec=costs.codec, segment_bytes=segment_bytes)
     return all_reduce_time(
@@ -155,14 +155,14 @@ def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
 
 
 def _link(job: Job) -> LinkProfile:
-    return job.cluster.link_of(job.measured_as)
+    return job.cluster.link_of(job.measured_as).limited(job.rate_limit)
 
 
 def correction_of(job: Job) -> tuple[float, float] | None:
     """Return the factor on the formula's time of the collective, and the share by which it may be off; None if this
-    all-reduce, or parameter server, was not measured among this many ranks."""
+    all-reduce, or parameter server, was not measured among this many ranks, or not at the rate that limits it."""
     corrections = job.cluster.corrections_of(job.measured_as)
-    if corrections is None or job.gathered:
+    if corrections is None or job.gathered or job.limited:
         return None
     codec = job.codec_profile
     nbytes = job.nbytes if codec is None else codec.bits / 8 * job.compute.numel

@@ -35,6 +35,12 @@ def add_job(options: Parser) -> None:
         metavar="10Gbit/s",
         help="rate of each rank's link, packet headers included",
     )
+    cluster.add_argument(
+        "--rate-limit",
+        type=quantity(parse_bandwidth, "rate-limit"),
+        metavar="50mbit",
+        help="most that each rank sends in a second, as with pipesgd.train, packet headers excluded; pipelined only",
+    )
     cluster.add_argument("--world-size", type=whole(), required=True, metavar="P", help="number of ranks")
     group = options.add_argument_group("model and job")
     group.add_argument("--model", metavar="NAME", help=f"model of the profile, or a known size: {', '.join(MODELS)}")
@@ -118,13 +124,15 @@ def base_of(given: Namespace) -> Job:
     for name in ("latency", "compute", "update", "loading"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
-    if given.bandwidth is not None and given.bandwidth < 1 / MOST:
-        raise ValueError(f"bandwidth must be at least {1 / MOST:g} bytes a second; got {given.bandwidth:g}")
+    for name in ("bandwidth", "rate_limit"):
+        if (getattr(given, name) or 1.0) < 1 / MOST:
+            raise ValueError(f"{name} must be at least {1 / MOST:g} bytes a second; got {getattr(given, name):g}")
     cluster = _cluster(given)
     return Job(
         cluster=cluster,
         compute=_compute(given, cluster),
         world_size=given.world_size,
+        rate_limit=given.rate_limit,
         ranks_per_node=given.ranks_per_node,
         nics=given.nics,
         accumulation=given.accumulation,

@@ -54,6 +54,8 @@ def job_line(job: Job) -> str:
     if job.accumulation > 1 and not compute.batch_size:
         batch = f", {job.accumulation} micro-batches an iteration"
     rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
+    if job.limited and job.rate_limit is not None:
+        rate = f"sending limited to {format_bandwidth(job.rate_limit)}"
     model = "a model" if compute.model == "given" else compute.model
     ranks = "1 rank" if job.world_size == 1 else f"{job.world_size} ranks"
     return (
