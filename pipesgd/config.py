@@ -592,8 +592,8 @@ class TrainConfig:
             raise UserInputError(f"strategy must be pipelined with --{option}; got {self.pipeline.strategy}")
         if self.pipeline.local_steps > 1:
             raise UserInputError(
-                f"local-steps must be 1 with --{option}, since the timing model does not cover them; "
-                f"got {self.pipeline.local_steps}"
+                f"local-steps must be 1 with --{option}, which predicts iterations that are all alike (timing-model "
+                f"predict --local-steps predicts their mean); got {self.pipeline.local_steps}"
             )
         if self.pipeline.rate_limit is not None and self.planning.cluster is None:
             raise UserInputError(

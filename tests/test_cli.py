@@ -92,7 +92,13 @@ from timing_model.schedules import ALL_REDUCES
         ("--local-steps 2 --outer-momentum 0.5", "outer-momentum must be left out with --outer average; got 0.5"),
         (
             "--local-steps 2 --width auto",
-            "local-steps must be 1 with --width auto, since the timing model does not cover them; got 2",
+            "local-steps must be 1 with --width auto, which predicts iterations that are all alike (timing-model predict "
+            "--local-steps predicts their mean); got 2",
+        ),
+        (
+            "--local-steps 2 --cluster x",
+            "local-steps must be 1 with --cluster, which predicts iterations that are all alike (timing-model predict "
+            "--local-steps predicts their mean); got 2",
         ),
         ("--clip-norm 0", "clip-norm must be above 0; got 0.0"),
         ("--clip-value -1", "clip-value must be above 0; got -1.0"),

@@ -15,7 +15,7 @@ from timing_model.iteration import (
     ddp_buckets,
     layerwise_iteration_time,
     loaded_iteration_time,
-    pipelined_iteration_time,
+    local_steps_iteration_time,
     server_iteration_time,
 )
 from timing_model.job import Job
@@ -54,7 +54,7 @@ def costs_of(job: Job) -> Costs:
         link=link,
         inner=None if cluster.inner is None else cluster.inner.params(),
         codec=codec,
-        times=job.accumulated.times(job.width, job.all_reduce, job.codec),
+        times=job.accumulated.times(job.width, job.all_reduce, job.codec, job.local_steps),
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
     )
 
@@ -75,7 +75,9 @@ def _pipelined(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
 
 
 def _pipelined_iteration(job: Job, collective: CollectiveTime, times: ComputeTimes) -> IterationTime:
-    return pipelined_iteration_time(times, collective, job.width, world_size=job.workers, noise=job.noise)
+    return local_steps_iteration_time(
+        times, collective, job.width, job.local_steps, world_size=job.workers, noise=job.noise
+    )
 
 
 def _ddp(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
@@ -109,8 +111,7 @@ def as_measured(job: Job, iteration: IterationTime) -> IterationTime:
     """Return the predicted time of an iteration of ``job``; if it was measured, with parts that add up to that."""
     if job.measured is None or iteration.total <= 0:
         return iteration
-    factor = job.measured.iteration.value / iteration.total
-    return IterationTime(*[factor * part for part in iteration])
+    return iteration.times(job.measured.iteration.value / iteration.total)
 
 
 def pipelined_time(job: Job, costs: Costs, collective: CollectiveTime) -> IterationTime:
@@ -183,8 +184,8 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
         yield "codec", {one.name: getattr(codec.rates, one.name) for one in dataclasses.fields(codec.rates)}
         yield "codec", {"call": codec.call}
     compute = job.accumulated
-    update = compute.update if job.width == 1 else compute.late_update
-    yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
+    passes = {"forward": compute.forward, "backward": compute.backward}
+    yield "times", compute.updates(job.width, job.local_steps) | passes
     yield "times", {"loading": compute.loading}
     yield "times", {"compute_slowdown": compute.compute_slowdown_of(job.codec)}
     yield "times", {"comm_slowdown": compute.comm_slowdown_of(job.all_reduce)}

@@ -93,6 +93,8 @@ class Job:
     servers: int = 1
     """Servers of ps-sync, which ``placement`` colocates with workers or puts on ranks of their own."""
     placement: str = "colocated"
+    local_steps: int = 1
+    """Iterations of a window, in which each rank trains by itself, and after which ranks exchange what it moved."""
     accumulation: int = 1
     """Micro-batches of an iteration, each as large as the batch of ``compute``, whose gradients are exchanged once."""
     iterations: int | None = None
@@ -102,21 +104,29 @@ class Job:
     """Price of a rank, in any currency, per second."""
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers", "accumulation"):
+        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers"):
+            check_count(name, getattr(self, name))
+        for name in ("local_steps", "accumulation"):
             check_count(name, getattr(self, name))
         check_at_least("loader_workers", self.loader_workers, 0)
         if self.world_size > LARGEST_WORLD:
             raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
         slowest = max(getattr(self.compute, name).high for name in WITH_BATCH)
         most = int(min(MOST_MICRO_BATCHES, MOST / max(slowest, 1.0)))
-        if self.accumulation > most:
-            raise ValueError(f"accumulation must be at most {most}; got {self.accumulation}")
+        for name in ("local_steps", "accumulation"):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} must be at most {most}; got {getattr(self, name)}")
+        if self.local_steps > 1 and self.accumulation > 1:
+            raise ValueError(f"accumulation must be 1 with local_steps; got {self.accumulation}")
         for name in ("iterations", "epochs"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_one_of("strategy", self.strategy, STRATEGIES)
-        if self.strategy != "pipelined" and self.width != 1:
-            raise ValueError(f"width must be 1 with strategy {self.strategy}, which has no pipeline; got {self.width}")
+        for name in ("width", "local_steps"):
+            if self.strategy != "pipelined" and getattr(self, name) != 1:
+                raise ValueError(
+                    f"{name} must be 1 with strategy {self.strategy}, which has no pipeline; got {getattr(self, name)}"
+                )
         self._check_all_reduce()
         self._check_rate_limit()
         self._check_nodes()
@@ -213,7 +223,9 @@ class Job:
     @property
     def measured(self) -> MeasuredIteration | None:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
-        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.accumulation > 1 or self.limited:
+        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.limited:
+            return None
+        if self.accumulation > 1 or self.local_steps > 1:
             return None
         own = (self.world_size, self.width, self.codec, self.all_reduce, self.segment_bytes)
         found = [

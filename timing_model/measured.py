@@ -238,10 +238,21 @@ class ComputeProfile:
         """Return the share by which the computation is slower while a collective with this codec runs."""
         return self.compute_slowdown if codec == UNCOMPRESSED else self.codec_compute_slowdown
 
-    def times(self, width: int, all_reduce: str | None = None, codec: str = UNCOMPRESSED) -> ComputeTimes:
+    def updates(self, width: int, local_steps: int = 1) -> dict[str, Estimate]:
+        """Return the fields of ``times`` that an optimizer takes, by name.
+
+        With local steps, an iteration updates as if it were synchronous, and the update at the end of a window is taken
+        to be as long as that of an iteration of the pipeline: both pack, update and predict as many values.
+        """
+        update = self.update if width == 1 else self.late_update
+        return {"update": update} if local_steps == 1 else {"update": self.update, "outer_update": update}
+
+    def times(
+        self, width: int, all_reduce: str | None = None, codec: str = UNCOMPRESSED, local_steps: int = 1
+    ) -> ComputeTimes:
         """Return the times of an iteration in a pipeline of this width; 1 is synchronous."""
         return ComputeTimes(
-            update=(self.update if width == 1 else self.late_update).value,
+            **{name: one.value for name, one in self.updates(width, local_steps).items()},
             forward=self.forward.value,
             backward=self.backward.value,
             compute_slowdown=self.compute_slowdown_of(codec).value,

@@ -92,6 +92,13 @@ def add_configuration(options: Parser) -> None:
     one = options.add_argument_group("configuration: options of pipesgd.train")
     one.add_argument("--strategy", default="pipelined", help=f"{', '.join(STRATEGIES)} (pipelined)")
     one.add_argument("--width", type=whole(), metavar="K", help="iterations in flight (2); 1 is synchronous")
+    one.add_argument(
+        "--local-steps",
+        type=whole(),
+        default=1,
+        metavar="H",
+        help="iterations that each rank trains by itself before ranks exchange what these moved (1)",
+    )
     one.add_argument("--codec", default=UNCOMPRESSED, help="codec, one of the profile's (fp32)")
     one.add_argument(
         "--all-reduce", metavar="NAME", help=f"{', '.join(ALL_REDUCES)}, module:function (ring; native with ddp)"
@@ -151,6 +158,7 @@ def job_of(given: Namespace) -> Job:
         base,
         strategy=given.strategy,
         width=given.width or (2 if given.strategy == "pipelined" else 1),
+        local_steps=given.local_steps,
         codec=given.codec,
         all_reduce=given.all_reduce or OWN_ALL_REDUCE[given.strategy],
         segment_bytes=given.segment_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from timing_model.checks import check_above_0, check_at_least
@@ -51,6 +52,8 @@ class ComputeTimes:
     """Share by which a collective in a pipeline is slower while the computation runs."""
     loading: float = 0.0
     """Time that one process takes to load a batch; not a part of the computation, unless the rank loads it itself."""
+    outer_update: float = 0.0
+    """Time of packing, outer optimizer and prediction at the end of a window of local steps; 0 without local steps."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -60,6 +63,21 @@ class ComputeTimes:
     def total(self) -> float:
         """Time of the whole computation (c in the formulas), in s."""
         return self.update + self.forward + self.backward
+
+    def window(self, local_steps: int) -> ComputeTimes:
+        """Return the times of a window of this many iterations, which ends with the outer update.
+
+        >>> ComputeTimes(update=1.0, forward=1.0, backward=2.0, outer_update=0.5).window(3).total
+        12.5
+        """
+        return dataclasses.replace(
+            self,
+            update=local_steps * self.update + self.outer_update,
+            forward=local_steps * self.forward,
+            backward=local_steps * self.backward,
+            loading=local_steps * self.loading,
+            outer_update=0.0,
+        )
 
     def loading_itself(self) -> ComputeTimes:
         """Return the times of a rank that loads each batch before its forward pass, without any loader worker."""
@@ -170,6 +188,13 @@ class Noise:
     def slowest(self) -> float:
         """Factor of the slowest rank; 1 if none is always slow."""
         return max((1.0, *self.slow_ranks))
+
+    def over(self, iterations: int) -> Noise:
+        """Return the variation of the mean time of this many iterations, which is drawn anew in each.
+
+        It is assumed to have the same distribution, with cv over the root of their number (Fenton's approximation).
+        """
+        return dataclasses.replace(self, cv=self.cv / math.sqrt(iterations))
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ``ValueError`` if more ranks are slow than there are."""

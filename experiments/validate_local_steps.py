@@ -1,0 +1,196 @@
+"""Predictions of local steps, and of a rate limit, compared with measurements on the testbed.
+
+    python -m experiments.validate_local_steps      validate_local_steps.csv: three settings, about six minutes each
+
+Four emulated nodes train on synthetic accelerators, which leave the cores of this machine to the network. In each
+setting, the links and the computation are calibrated once, without local steps and without a limit; the model predicts
+the mean iteration of every configuration; and only then all are measured in one job, in two passes, the second one in
+reverse order. One setting limits the rate of ranks on faster links.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from experiments import command
+from experiments.results import Row, save
+from experiments.testbed_jobs import run_job
+from experiments.validation_runs import Network
+from pipesgd.errors import RunError
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
+from timing_model.cluster_profile import Profile
+from timing_model.job import Job
+from timing_model.predict import Answer, predict
+from timing_model.units import parse_bandwidth
+
+WORKLOAD = (
+    "--dataset digits --hidden-sizes 1000 1000 --batch-size 16 --lr 0.01 "
+    "--model experiments.accelerators:synthetic=75ms"
+)
+CODECS = ("int8", "int4")
+WIDTHS, STEPS = (1, 2), (1, 2, 4, 8)
+WINDOWS = 5
+"""Windows that are timed in a pass."""
+PASSES = 2
+CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 60.0, 4.0
+DEADLINE = 1200.0
+TARGET = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(Network):
+    """A testbed, and the rate that ranks limit themselves to."""
+
+    rate_limit: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.place + ("" if self.rate_limit is None else f", limited to {self.rate_limit}")
+
+    @property
+    def words(self) -> str:
+        """Arguments of pipesgd.train for the limit."""
+        return "" if self.rate_limit is None else f" --rate-limit {self.rate_limit}"
+
+
+SETTINGS = (
+    Setting(nodes=4, rate="25mbit"),
+    Setting(nodes=4, rate="50mbit"),
+    Setting(nodes=4, rate="200mbit", rate_limit="50mbit"),
+)
+
+
+def configurations() -> list[dict[str, Any]]:
+    """Return the configurations that are measured in every setting, as fields of a ``Job``."""
+    return [
+        {"width": width, "codec": codec, "local_steps": steps}
+        for steps in STEPS
+        for codec in CODECS
+        for width in WIDTHS
+    ]
+
+
+def ask(profile: Profile, setting: Setting, configuration: dict[str, Any]) -> Answer:
+    """Return the prediction of a configuration."""
+    limit = None if setting.rate_limit is None else parse_bandwidth("rate-limit", setting.rate_limit)
+    [compute] = profile.compute
+    job = Job(cluster=profile, compute=compute, world_size=setting.nodes, rate_limit=limit, **configuration)
+    return predict(job, extrapolate=True)
+
+
+def words_of(setting: Setting, configuration: dict[str, Any]) -> str:
+    """Return the arguments of pipesgd.train that run a configuration."""
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in configuration.items())
+    return f"{WORKLOAD} {options}{setting.words}"
+
+
+def measure(setting: Setting, folder: Path, *, quick: bool) -> list[Row]:
+    """Calibrate, predict, and then measure; return a row for every configuration.
+
+    Raises:
+        RunError: a job failed.
+    """
+    cluster, plan_file, times_file = (folder / name for name in ("cluster.toml", "plan.json", "times.json"))
+
+    def run(line: str) -> None:
+        with setting.testbed() as testbed:
+            if failure := run_job(testbed, ["-m", *shlex.split(line)], folder / "log", deadline=DEADLINE):
+                raise RunError(f"{setting.name}: a job must succeed; got {failure}")
+
+    seconds = QUICK_CALIBRATION_SECONDS if quick else CALIBRATION_SECONDS
+    codecs = " ".join(CODECS)
+    run(f"pipesgd.calibrate --out {cluster} --seconds {seconds} --codecs {codecs} --all-reduces ring {WORKLOAD}")
+    profile = Profile.load(cluster)
+    found = [(one, ask(profile, setting, one)) for one in configurations()[-4 if quick else 0 :]]
+    cells = [
+        {"words": words_of(setting, one), "iterations": one["local_steps"] * (1 if quick else WINDOWS)}
+        for one, _ in found
+    ]
+    plan_file.write_text(json.dumps([cells if number % 2 == 0 else cells[::-1] for number in range(PASSES)]), "utf-8")
+    run(f"experiments.timed_configurations {plan_file} {times_file}")
+    passes = [
+        of_pass if number % 2 == 0 else of_pass[::-1]
+        for number, of_pass in enumerate(json.loads(times_file.read_text("utf-8")))
+    ]
+    rows: list[Row] = []
+    for (one, answer), of_cell in zip(found, zip(*passes, strict=True), strict=True):
+        measured = [timed["seconds"] for timed in of_cell]
+        rows.append(
+            {
+                "setting": setting.name,
+                **one,
+                "predicted_s": answer.iteration.total,
+                "low_s": answer.low,
+                "high_s": answer.high,
+                "computation_s": answer.iteration.compute,
+                "all_reduce_s": answer.collective.total,
+                "measured_s": float(np.mean(measured)),
+                "passes_apart": max(measured) / min(measured) - 1,
+                "error": answer.iteration.total / float(np.mean(measured)) - 1,
+                "cpu_share": float(np.mean([timed["cpu_share"] for timed in of_cell])),
+            }
+        )
+    return rows
+
+
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the mean and largest error of predictions, in every setting and of local steps."""
+    of = {setting: [row for row in rows if row["setting"] == setting] for setting in {row["setting"] for row in rows}}
+    of["local steps"] = [row for row in rows if row["local_steps"] > 1]
+    return {
+        name: {
+            "mean_error": float(np.mean([abs(row["error"]) for row in own])),
+            "largest_error": max(abs(row["error"]) for row in own),
+        }
+        for name, own in of.items()
+        if own
+    }
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """Run the command."""
+    arguments = command.parse(command.parser("validate_local_steps", __doc__), words)
+    command.check_alone("validate_local_steps", ranks.by_torchrun, "it starts torchrun itself, on every node")
+    rows: list[Row] = []
+    settings = SETTINGS[:1] if arguments.quick else SETTINGS
+    with command.progress(console, "settings", len(settings)) as advance:
+        for setting in settings:
+            with tempfile.TemporaryDirectory() as folder:
+                rows += measure(setting, Path(folder), quick=arguments.quick)
+            advance(1, setting.name)
+    summary = summarize(rows)
+    path = save("validate_local_steps", rows, extra={"summary": summary}, folder=arguments.output)
+    command.show(
+        "Local steps, predicted and measured",
+        [
+            {
+                "setting": row["setting"],
+                "configuration": f"width {row['width']}, {row['codec']}, H {row['local_steps']}",
+                "predicted ms": f"{1e3 * row['predicted_s']:.1f}",
+                "measured ms": f"{1e3 * row['measured_s']:.1f}",
+                "error %": f"{100 * row['error']:+.1f}",
+                "passes apart %": f"{100 * row['passes_apart']:.1f}",
+                "cores used": f"{row['cpu_share']:.0%}",
+            }
+            for row in rows
+        ],
+    )
+    say(
+        console,
+        *(f"{name}: mean error {one['mean_error']:.1%}, at most {one['largest_error']:.1%}" for name, one in summary.items()),
+        f"target: {TARGET:.0%} on average; wrote {path}",
+    )
+
+
+if __name__ == "__main__":
+    command.run(main)
