@@ -177,7 +177,7 @@ EXPERIMENTS = (
     ),
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=150),
     Experiment(name="validate_auto", words="validate_auto", minutes=40),
-    Experiment(name="validate_local_steps", words="validate_local_steps", minutes=15),
+    Experiment(name="validate_local_steps", words="validate_local_steps", minutes=27),
     Experiment(name="paper_question", words="paper_question", minutes=1),
     Experiment(name="home_uplinks", words="home_uplinks", minutes=1),
     Experiment(name="theano_mpi", words="theano_mpi", minutes=0.1),

@@ -6,8 +6,8 @@ Nothing is measured here. Every member has one accelerator, an uplink, which lim
 ms; the downlink is taken to be faster. All train one model at width 2 with int4, and exchange by the ring or by
 halving-doubling, whichever is faster, after the fewest local steps that hide it (at most 500). The computation of every
 member varies by a fifth from iteration to iteration. No member is always slower than the others, or leaves: a slow one
-would be waited for by all. "members' worth" is how many members that never exchange anything compute as many samples. It
-says nothing of accuracy, which long windows and many members cost.
+would be waited for by all. "members' worth" is how many members that never exchange anything compute as many samples.
+It says nothing of accuracy, which long windows and many members cost.
 
 The iteration is that of the formulas; the simulator draws every iteration of every member instead.
 """

@@ -92,8 +92,8 @@ from timing_model.schedules import ALL_REDUCES
         ("--local-steps 2 --outer-momentum 0.5", "outer-momentum must be left out with --outer average; got 0.5"),
         (
             "--local-steps 2 --width auto",
-            "local-steps must be 1 with --width auto, which predicts iterations that are all alike (timing-model predict "
-            "--local-steps predicts their mean); got 2",
+            "local-steps must be 1 with --width auto, which predicts iterations that are all alike (timing-model "
+            "predict --local-steps predicts their mean); got 2",
         ),
         (
             "--local-steps 2 --cluster x",
@@ -257,7 +257,10 @@ from timing_model.schedules import ALL_REDUCES
             "connections and segment-bytes must be left out with --all-reduce native, torch's own",
         ),
         ("--rate-limit 50", "rate-limit must have a unit such as 10Gbit/s; got '50'"),
-        ("--rate-limit 50Mb", "rate-limit must have a unit such as 10Gbit/s; got '50Mb' (did you mean 50Mbit/s or 50MB/s?)"),
+        (
+            "--rate-limit 50Mb",
+            "rate-limit must have a unit such as 10Gbit/s; got '50Mb' (did you mean 50Mbit/s or 50MB/s?)",
+        ),
         ("--rate-limit 0.5mbit", "rate-limit must be at least 1mbit; got '0.5mbit'"),
         (
             "--rate-limit 50mbit --all-reduce native",

@@ -1,7 +1,7 @@
 """Alternatives to a plan that change the job itself: accumulation, coarser codecs, local steps, other numbers of ranks.
 
-A plan searches configurations of one job. These change how many samples an update sees, or what it costs in accuracy, so
-that they are mentioned with their price, and never chosen.
+A plan searches configurations of one job. These change how many samples an update sees, or cost accuracy, so they are
+mentioned with their price, and never chosen.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LEAST_WINDOWS = 20
 LITTLE = 0.5
 """Cost in accuracy, in percentage points, up to which local steps are recommended."""
 LOCAL_STEPS_COST = {4: 0.7, 8: 0.8, 32: 2.0}
-"""Accuracy that width 2 was measured to lose to synchronous training, in percentage points, by the length of the window:
-an MLP on Fashion-MNIST, four simulated ranks, SGD, one to three seeds (``experiments/LOG.md``, 2026-11-25)."""
+"""Accuracy that width 2 was measured to lose to synchronous training, in percentage points, by the window's length: an
+MLP on Fashion-MNIST, four simulated ranks, SGD, one to three seeds (``experiments/LOG.md``, 2026-11-25)."""
 COARSER, COARSER_COST = "ternary", 0.1
 """Codec of 2 bits, and the most that it was measured to cost in accuracy, in percentage points: MLP and convnet on
 Fashion-MNIST, four ranks, three seeds, width 1 (``experiments/results/codec_accuracy``)."""
@@ -211,8 +211,8 @@ def _coarser_codec(found: Plan, space: Space) -> str | None:
         return None
     hides = "" if _waits(iteration) else ", and hide the communication"
     return (
-        f"A coarser codec, --width {job.width} --codec {COARSER}, would be {gain:.1f} times as fast{hides}; the price was "
-        f"measured to be up to {COARSER_COST:.1f} points of accuracy (experiments/LOG.md)."
+        f"A coarser codec, --width {job.width} --codec {COARSER}, would be {gain:.1f} times as fast{hides}; the price "
+        f"was measured to be up to {COARSER_COST:.1f} points of accuracy (experiments/LOG.md)."
     )
 
 

@@ -101,7 +101,9 @@ def local_steps_iteration_time(
     check_count("local_steps", local_steps)
     window = times.window(local_steps)
     noise = noise.over(local_steps)
-    return pipelined_iteration_time(window, collective, width, world_size=world_size, noise=noise).times(1 / local_steps)
+    return pipelined_iteration_time(window, collective, width, world_size=world_size, noise=noise).times(
+        1 / local_steps
+    )
 
 
 def loaded_iteration_time(

@@ -175,7 +175,9 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
 
     link = costs.link
     changed = {
-        COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "outer_update", "forward", "backward")),
+        COMPUTATION: dataclasses.replace(
+            costs, times=half(costs.times, "update", "outer_update", "forward", "backward")
+        ),
         LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
         NETWORK: dataclasses.replace(costs, link=half(link, "beta")),
         LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead", "sync")),

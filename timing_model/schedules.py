@@ -35,9 +35,9 @@ SEGMENTS_AHEAD = 4
 """Receives of segments to be added up that are posted before their turn. gloo's sender starts only when the receiver is
 ready, so with one receive the wire would idle while a segment is added up. Each takes a segment of scratch memory."""
 PACED_SECONDS, SAVED_SECONDS = 0.015, 0.005
-"""Time that the largest message takes at a rate limit, and time of that rate that a rank saves up while it sends nothing:
-together a fiftieth of a second, so that the rate holds within 2 % in every second. Shorter messages would be mostly the
-headers of their packets at 1 Mbit/s."""
+"""Seconds that the largest message takes at a rate limit, and seconds of that rate that a rank saves up while it sends
+nothing: together a fiftieth of a second, so that the rate holds within 2 % in every second. Shorter messages would be
+mostly the headers of their packets at 1 Mbit/s."""
 
 
 def split(numel: int, parts: int) -> list[tuple[int, int]]:

@@ -81,9 +81,7 @@ class Connections:
         self._headers = Headers(self.control)
         if all_reduce == "native":
             return
-        self._transport = TorchTransport(
-            self._groups, timeout, before_arrivals=self._headers.check, before_sends=pace
-        )
+        self._transport = TorchTransport(self._groups, timeout, before_arrivals=self._headers.check, before_sends=pace)
         self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
         self._schedule = agreed_schedule(all_reduce, ranks, ranks_per_node)
 

@@ -56,8 +56,8 @@ class Transport(Protocol):
 class TorchTransport:
     """Transport of messages with ``tag`` over process groups of torch.distributed, used by no other thread.
 
-    ``before_arrivals`` is called before each wait for a message that is to arrive, and ``before_sends`` before a message
-    is sent, with its bytes: it may wait, to keep a pace.
+    ``before_arrivals`` is called before each wait for a message that is to arrive, and ``before_sends`` before a
+    message is sent, with its bytes: it may wait, to keep a pace.
 
     Each group has its own connections. Messages between two ranks use them in turn, in the same order at both
     ends, since one TCP stream may not fill a fast or long link. All groups have the same ranks.

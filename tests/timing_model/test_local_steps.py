@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from tests.timing_model._profiles import MLP, ask
 from tests.timing_model.test_alternatives import SPACE, job_of
 from tests.timing_model.test_iteration import NOISES, SECONDS, TIMES, collectives, compute_times
-from timing_model import CollectiveTime, ComputeTimes, IterationTime, Noise, pipelined_iteration_time, simulate_iterations
+from timing_model import (
+    CollectiveTime,
+    ComputeTimes,
+    IterationTime,
+    Noise,
+    pipelined_iteration_time,
+    simulate_iterations,
+)
 from timing_model import alternatives as module
 from timing_model.advice import describe, training_arguments
 from timing_model.alternatives import COARSER, LITTLE, MOST_LOCAL_STEPS, alternatives, hiding_steps, local_steps_cost
@@ -89,9 +96,7 @@ def test_an_answer_is_of_the_mean_iteration() -> None:
     assert four.samples_per_second == pytest.approx(4 * 512 / four.iteration.total)
     assert four.epoch == pytest.approx(60_000 // (4 * 512) * four.iteration.total)
     assert four.low < four.iteration.total < four.high
-    assert four.total == pytest.approx(
-        job_time(four.iteration.times(4), 25, four.collective.total), rel=1e-12
-    )
+    assert four.total == pytest.approx(job_time(four.iteration.times(4), 25, four.collective.total), rel=1e-12)
     assert four.lasting >= four.iteration.total
     assert four.efficiency < 1
     assert four.as_json()["job"]["local_steps"] == 4
@@ -129,7 +134,8 @@ def test_a_simulation_has_windows() -> None:
 
 
 def test_the_command_has_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--latency 20ms --bandwidth 10Mbit/s --world-size 4 --compute 0.3s --model resnet50 --codec int4".split()
+    job = "--world-size 4 --compute 0.3s --model resnet50 --codec int4"
+    words = f"--latency 20ms --bandwidth 10Mbit/s {job}".split()
     times = []
     for steps in (1, 64):
         assert main(["predict", *words, "--local-steps", str(steps), "--json"]) == 0
@@ -150,7 +156,9 @@ def said_of_local_steps(ratio: float, **options: Any) -> list[str]:
     return [one for one in alternatives(plan(job_of(ratio, **options), space), space) if "--local-steps" in one]
 
 
-@pytest.mark.parametrize(("ratio", "steps"), [(1.5, 2), (2.5, 3), (5.99, 6), (53.1, 54), (1.1 * MOST_LOCAL_STEPS, None)])
+@pytest.mark.parametrize(
+    ("ratio", "steps"), [(1.5, 2), (2.5, 3), (5.99, 6), (53.1, 54), (1.1 * MOST_LOCAL_STEPS, None)]
+)
 def test_the_fewest_local_steps_that_hide_are_the_ratio_of_communication_and_computation(
     ratio: float, steps: int | None
 ) -> None:
@@ -180,7 +188,9 @@ def test_local_steps_are_mentioned_where_no_codec_hides_with_what_they_cost() ->
 def test_they_are_recommended_if_that_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCAL_STEPS_COST", {32: LITTLE})
     [said] = said_of_local_steps(20.5)
-    assert said.endswith(f"the price was measured to be up to {LITTLE} points of accuracy (experiments/LOG.md): try it.")
+    assert said.endswith(
+        f"the price was measured to be up to {LITTLE} points of accuracy (experiments/LOG.md): try it."
+    )
     assert local_steps_cost(33) is None
 
 

@@ -67,7 +67,13 @@ def test_a_rate_limit_is_a_slower_link_with_smaller_messages(all_reduce: str) ->
 
 def test_corrections_do_not_count_at_a_rate_limit_nor_do_times_that_were_measured_without() -> None:
     measured = MeasuredIteration(
-        world_size=3, width=2, codec="fp32", all_reduce="ring", segment_bytes=1 << 20, iteration=about(9.0), iterations=7
+        world_size=3,
+        width=2,
+        codec="fp32",
+        all_reduce="ring",
+        segment_bytes=1 << 20,
+        iteration=about(9.0),
+        iterations=7,
     )
     corrected = dataclasses.replace(PROFILE, link=dataclasses.replace(LINK, corrections=CORRECTIONS))
     work = dataclasses.replace(MLP, measured=(measured,))
