@@ -190,7 +190,7 @@ class Noise:
         return max((1.0, *self.slow_ranks))
 
     def over(self, iterations: int) -> Noise:
-        """Return the variation of the mean time of this many iterations, which is drawn anew in each.
+        """Return the variation of the mean time of this many iterations, each with a draw of its own.
 
         It is assumed to have the same distribution, with cv over the root of their number (Fenton's approximation).
         """

@@ -104,7 +104,7 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     if job.measured is not None:
         iteration, found = as_measured(job, iteration), job.measured.iteration
         below, above = found.value - found.low, found.high - found.value
-    synchronous = costs_of(dataclasses.replace(job, width=1, local_steps=1))
+    synchronous = costs_of(dataclasses.replace(job, width=1))
     alone = loaded_time(job, synchronous, lambda times: IterationTime(times.total, times.total, 0.0, 0.0, 0.0)).total
     workers, batch_size = job.workers, job.accumulated.batch_size
     per_epoch = job.iterations_per_epoch

@@ -81,6 +81,14 @@ def test_a_rank_that_always_has_something_to_send_reaches_the_rate_within_2_perc
     assert clock.slept < PACED_SECONDS + 1e-9, "errors need not wait long"
 
 
+def test_a_sleep_that_ends_early_is_continued() -> None:
+    clock = Clock()
+    bucket = TokenBucket(RATE, clock=clock, sleep=lambda seconds: clock.sleep(min(seconds, 0.001)))
+    bucket.take(LARGEST)
+    bucket.take(LARGEST)
+    assert clock.now == pytest.approx(100.0 + PACED_SECONDS - SAVED_SECONDS)
+
+
 def test_an_infinite_rate_lets_everything_pass_at_once() -> None:
     clock = Clock()
     _sent(clock, [(1 << 40, 0.0)] * 5, rate=math.inf)

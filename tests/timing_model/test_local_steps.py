@@ -97,7 +97,7 @@ def test_an_answer_is_of_the_mean_iteration() -> None:
     assert four.epoch == pytest.approx(60_000 // (4 * 512) * four.iteration.total)
     assert four.low < four.iteration.total < four.high
     assert four.total == pytest.approx(job_time(four.iteration.times(4), 25, four.collective.total), rel=1e-12)
-    assert four.lasting >= four.iteration.total
+    assert four.iteration.total <= four.lasting < 1.5 * four.iteration.total
     assert four.efficiency < 1
     assert four.as_json()["job"]["local_steps"] == 4
 

@@ -50,11 +50,12 @@ def by_hand(link: LinkParams, **options: Any) -> Profile:
 
 @pytest.mark.parametrize("all_reduce", ["ring", "halving-doubling"])
 def test_a_rate_limit_is_a_slower_link_with_smaller_messages(all_reduce: str) -> None:
+    """With a codec, the size of messages counts: one is encoded while another is on the wire."""
     link = LinkParams(alpha=1e-4, beta=8 / 200e6, gamma=0.0, sync=0.0)
 
     def answer(link: LinkParams, **options: Any) -> Answer:
-        options = {"world_size": 4, "width": 2, "all_reduce": all_reduce} | options
-        return predict(Job(cluster=by_hand(link), compute=compute(0.1, 1_000_000), **options))
+        options = {"world_size": 4, "width": 2, "all_reduce": all_reduce, "codec": "int8"} | options
+        return predict(Job(cluster=by_hand(link), compute=compute(0.01, 1_000_000), **options))
 
     limited = answer(link, rate_limit=6.25e6)
     assert limited.iteration == answer(dataclasses.replace(link, beta=1 / 6.25e6), segment_bytes=93_750).iteration
