@@ -228,7 +228,7 @@ def _local_steps(found: Plan, space: Space) -> str | None:
     if steps is None:
         return f"Local steps are senseless here: --local-steps {MOST_LOCAL_STEPS} would not hide the communication."
     job = dataclasses.replace(choice.job, width=2, accumulation=1, local_steps=steps)
-    option, iterations = f"--width 2 --local-steps {steps}", job.job_iterations
+    option, iterations = f"--width 2 --codec {job.codec} --local-steps {steps}", job.job_iterations
     if iterations is not None and iterations < LEAST_WINDOWS * steps:
         return (
             f"Local steps are senseless here: {option} would hide the communication, but in this job the ranks would "
@@ -242,7 +242,7 @@ def _local_steps(found: Plan, space: Space) -> str | None:
     else:
         price = f"the price was measured to be up to {cost:.1f} points of accuracy (experiments/LOG.md)"
     verdict = "try it" if cost is not None and cost <= LITTLE else "not recommended"
-    return f"{option} would hide it, with {gain:.1f} times as many samples a second; {price}: {verdict}."
+    return f"{option} would hide the communication, with {gain:.1f} times as many samples a second; {price}: {verdict}."
 
 
 def _more_ranks(job: Job, space: Space, extrapolate: bool) -> str | None:
