@@ -176,8 +176,8 @@ def test_the_fewest_local_steps_that_hide_are_the_ratio_of_communication_and_com
 def test_local_steps_are_mentioned_where_no_codec_hides_with_what_they_cost() -> None:
     [said] = said_of_local_steps(20.5)
     assert said == (
-        "--width 2 --codec fp32 --local-steps 21 would hide the communication, with 20.5 times as many samples a second; "
-        "the price was measured to be up to 2.0 points of accuracy (experiments/LOG.md): not recommended."
+        "--width 2 --codec fp32 --local-steps 21 would hide the communication, with 20.5 times as many samples a "
+        "second; the price was measured to be up to 2.0 points of accuracy (experiments/LOG.md): not recommended."
     )
     assert said_of_local_steps(10.0) == [], "the coarser codec hides"
     assert said_of_local_steps(0.9) == [], "nothing is exposed"
