@@ -118,6 +118,8 @@ class Measured:
     commit: str | None
     choice: dict[str, Any]
     """The plan in the run's run.json: its choices, what it reported, and its audition."""
+    calibration_s: float
+    """Time that the calibration took."""
     began_after: float
     """Seconds from the start of torchrun to the first iteration: loading, connecting, and the calibration."""
     cells: dict[str, dict[str, Any]]
@@ -207,7 +209,8 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
         RunError: a job failed.
     """
     choice, began_after = run_with_auto(setting, folder, quick=quick)
-    found = predicted(setting, Profile.load(folder / "run" / "cluster.toml"))
+    profile = Profile.load(folder / "run" / "cluster.toml")
+    found = predicted(setting, profile)
     near = NEAR * min(one["predicted_s"] for one in found.values())
     cells = []
     for words, one in found.items():
@@ -233,7 +236,10 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
             one[f"half_{half}_s"] = float(
                 np.mean([timed["seconds"] for timed, own in zip(of_cell, passes, strict=True) if own == half])
             )
-    return Measured(commit=code_state(), choice=choice, began_after=began_after, cells=found)
+    calibration_s = float(str(profile.provenance["calibration_seconds"]))
+    return Measured(
+        commit=code_state(), choice=choice, calibration_s=calibration_s, began_after=began_after, cells=found
+    )
 
 
 def regret(cells: Mapping[str, Mapping[str, float]], chosen: str) -> float:
@@ -270,6 +276,7 @@ def decisions(found: Mapping[str, Measured]) -> list[Row]:
                 "regret_of_the_prediction": regret(one.cells, first),
                 "predicted_error": cell["predicted_s"] / means[chosen] - 1,
                 "audition_share": None if not audition or audition["cost"] is None else audition["cost"] / job_seconds,
+                "calibration_s": one.calibration_s,
                 "began_after_s": one.began_after,
             }
         )

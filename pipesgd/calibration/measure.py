@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -57,6 +58,8 @@ class Measured:
     stolen: float
     """Mean of ``machines.StolenTime``'s share over the laps that count; disturbed laps do not, if there are enough
     others."""
+    seconds: float
+    """Time that the calibration took, in s."""
 
     def profile(self, config: TrainConfig, model: nn.Module, *, samples: int, command: Sequence[str]) -> Profile:
         """Make the profile for the timing model.
@@ -79,7 +82,7 @@ class Measured:
             ),
             ranks_per_core=machines.ranks_per_core(self.hosts),
             provenance=machines.provenance(
-                self.hosts, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", command, self.product, self.stolen
+                self.hosts, f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}", command, self.product, self.stolen, self.seconds
             ),
         )
 
@@ -119,7 +122,7 @@ def measure(
     Raises:
         CommunicationError: a rank was lost.
     """
-    timeout = config.run.timeout
+    begin, timeout = time.perf_counter(), config.run.timeout
     where, nics, hosts = places_of(ranks), interfaces.interfaces_of(ranks), machines.machines_of(ranks)
     shared = machines.ranks_per_core(hosts)
 
@@ -208,6 +211,7 @@ def measure(
         fits=fits,
         product=float(np.mean([products[lap] for lap in laps])),
         stolen=lost,
+        seconds=time.perf_counter() - begin,
     )
 
 

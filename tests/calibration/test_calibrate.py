@@ -123,6 +123,7 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
     assert "halving-doubling meanwhile" in text
     assert 0 < float(str(profile.provenance["product_seconds"])) < 1
     assert 0 <= float(str(profile.provenance["stolen_share"])) < 1
+    assert float(str(profile.provenance["calibration_seconds"])) > 0
     compute = profile.compute[0]
     for strategy, all_reduce in (("pipelined", "all-to-all"), ("ps-sync", None)):
         job = Job(cluster=profile, compute=compute, world_size=3, strategy=strategy, all_reduce=all_reduce)
