@@ -40,7 +40,7 @@ from experiments import command
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, code_state, save, save_panels
 from experiments.testbed_jobs import last_words, run_job
-from experiments.validation_runs import Network
+from experiments.validation_runs import Network, public
 from pipesgd.config import AUTO_OPTIONS
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.planning.choose import AUTO_CODECS
@@ -122,6 +122,8 @@ class Measured:
     """Time that the calibration took."""
     began_after: float
     """Seconds from the start of torchrun to the first iteration: loading, connecting, and the calibration."""
+    profile: str
+    """Text of the cluster.toml behind the predictions, as far as ``public`` keeps it."""
     cells: dict[str, dict[str, Any]]
     """Configurations by their arguments of pipesgd.train: prediction with its interval, seconds of each half of the
     passes, share of the cores used."""
@@ -238,7 +240,12 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
             )
     calibration_s = float(str(profile.provenance["calibration_seconds"]))
     return Measured(
-        commit=code_state(), choice=choice, calibration_s=calibration_s, began_after=began_after, cells=found
+        commit=code_state(),
+        choice=choice,
+        calibration_s=calibration_s,
+        began_after=began_after,
+        profile=public(profile, folder / "public.toml"),
+        cells=found,
     )
 
 

@@ -44,7 +44,9 @@ def measured(choice: dict[str, Any] | None = None, **cells: dict[str, Any]) -> M
     chosen = {"width": 2, "codec": "int4", "all-reduce": "ring", "segment-bytes": 1 << 20}
     planned = {"choices": chosen, "iteration_seconds": 1.03, "support": "measured", "audition": {"cost": 10.0}}
     named = {f"--width {name[1:]} --codec int4 --all-reduce ring": one for name, one in cells.items()}
-    return Measured(commit="abc", choice=planned | (choice or {}), calibration_s=4.0, began_after=20.0, cells=named)
+    return Measured(
+        commit="abc", choice=planned | (choice or {}), calibration_s=4.0, began_after=20.0, profile="", cells=named
+    )
 
 
 def test_luck_in_one_half_is_no_merit_in_the_other() -> None:
