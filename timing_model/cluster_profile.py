@@ -66,6 +66,8 @@ ESTIMATES = (
     "comm_slowdown",
 )
 """Fields of a ``ComputeProfile`` that are estimates."""
+LATER_ESTIMATES = ("loading", "handover")
+"""Estimates that files lack which were written before these were measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +257,7 @@ def _compute(table: Table, names: Mapping[str, str]) -> ComputeProfile:
         slow_ranks=table.numbers("slow_ranks", least=1.0),
         comm_slowdowns={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
         measured=tuple(map(_measured, table.tables("measured"))),
-        loading=_estimate(table, "loading") if "loading" in table else Estimate.exact(0.0),
+        **{name: _estimate(table, name) for name in LATER_ESTIMATES if name in table},
         **{name: _estimate(table, names.get(name, name)) for name in ESTIMATES},
     )
     table.done()
