@@ -269,6 +269,7 @@ def compute_profile(
         backward=computation.parts["backward"],
         update=computation.parts["update"],
         late_update=computation.parts["late_update"],
+        loading=computation.parts["loading"],
     )
 
 
