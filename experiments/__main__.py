@@ -177,6 +177,7 @@ EXPERIMENTS = (
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
     Experiment(name="paper_question", words="paper_question", minutes=1),
     Experiment(name="theano_mpi", words="theano_mpi", minutes=0.1),
+    Experiment(name="jitter", words="jitter", minutes=6),
     Experiment(name="tutorial", words="tutorial", minutes=6),
     # Experiments that read the results of others come after them.
     *(

@@ -242,7 +242,12 @@ class Job:
     @property
     def noise(self) -> Noise:
         """Variation of the workers' computation."""
-        return Noise(cv=self.compute.cv, slow_ranks=self.compute.slow_ranks[: self.workers])
+        return Noise(
+            cv=self.compute.cv,
+            persistence=self.compute.persistence.value,
+            comm_cv=self.compute.comm_cv.value,
+            slow_ranks=self.compute.slow_ranks[: self.workers],
+        )
 
     @property
     def accumulated(self) -> ComputeProfile:
@@ -315,6 +320,9 @@ def support_of(job: Job) -> Support:
     if job.compute.cv > CHECKED_CV:
         checked = f"cv {job.compute.cv:g}; the formulas were checked up to {CHECKED_CV:g}"
         reasons.append((OUTSIDE, f"{checked} (timing-model simulate needs no formula)"))
+    if job.compute.comm_cv.value > CHECKED_CV:
+        checked = f"a cv of the all-reduce of {job.compute.comm_cv.value:g}; the formulas were checked up to"
+        reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
     if not ranges.world_sizes:
         if job.world_size > 1 and cluster.link.beta.value < 1 / FASTEST_CHECKED:
             reasons.append((GIVEN, FAST))

@@ -153,17 +153,26 @@ def uncompressed(gamma: float) -> CodecCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Variation of the computation's time between iterations and between ranks."""
+    """Variation of the computation's time between iterations and between ranks, and of the collective's time."""
 
     cv: float = 0.0
-    """Standard deviation over mean of one rank's time, drawn again for every iteration and rank."""
+    """Standard deviation over mean of one rank's time, between iterations."""
+    persistence: float = 0.0
+    """Correlation of a rank's deviation with that of its iteration before, as in an AR(1) process, from 0 to below 1;
+    with 0, times are drawn independently in every iteration. Ranks are independent of each other."""
+    comm_cv: float = 0.0
+    """Standard deviation over mean of the collective's time, which is lognormal and independent in every iteration. It
+    changes the time of a pipeline alone: where a collective is not hidden, its mean counts."""
     distribution: str = "lognormal"
     """Distribution of the times: "lognormal" or "normal"."""
     slow_ranks: tuple[float, ...] = ()
     """Factors, each 1 or more, by which ranks that are always slow are slower than the others. No width hides them."""
 
     def __post_init__(self) -> None:
-        check_at_least("cv", self.cv, 0)
+        for name in ("cv", "comm_cv"):
+            check_at_least(name, getattr(self, name), 0)
+        if not 0 <= self.persistence < 1:
+            raise ValueError(f"persistence must be at least 0 and below 1; got {self.persistence}")
         if self.distribution not in ("lognormal", "normal"):
             raise ValueError(f"distribution must be lognormal or normal; got {self.distribution}")
         if self.distribution == "normal" and self.cv > MOST_NORMAL_CV:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -27,7 +30,9 @@ from pipesgd.optim.build import build_optimizer
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.ranks import Ranks, alone
 from pipesgd.run.forward_backward import forward_backward
-from timing_model.measured import Estimate
+from timing_model.jitter import variance_of_mean
+from timing_model.measured import MOST_PERSISTENCE, Estimate
+from timing_model.params import Noise
 
 SYNCHRONOUS, LATE = 1, 2
 """Widths that are trained. Any width above 1 adds to 2 only a prediction for each further gradient in flight."""
@@ -46,6 +51,9 @@ more than half of a lap."""
 LEAST_OVERLAP, MOST_SLOWED = 0.2, 0.75
 """Smallest overlap with a collective (share of the computation) that is assumed when dividing by it, to avoid
 amplifying noise; and the largest share of that time which counts as lost."""
+LEAST_VARIANCE, ROUNDS = 1e-12, 50
+"""Variance, relative to the mean, below which times are all the same; and rounds of an iteration that converges in
+fewer."""
 T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
 """Standard errors to the ends of a 90 % interval, with 1, 2, ... degrees of freedom (Student)."""
 PARTS = ("forward", "backward", "update", "late_update", "loading", "handover")
@@ -73,6 +81,10 @@ class Computation:
     """Means of ``PARTS`` over iterations and ranks, without the ranks that are always slow."""
     cv: float
     """Spread between ranks in an iteration: standard deviation over mean of one rank's time."""
+    persistence: Estimate
+    """Correlation of a rank's deviation with that of its iteration before, from 0 to ``MOST_PERSISTENCE``."""
+    comm_cv: Estimate
+    """Spread of the all-reduce's time between iterations, where no computation runs: standard deviation over mean."""
     slow_ranks: dict[int, float]
     """Slowdown of each rank that is always slow: its median iteration over the median rank's."""
     compute_slowdown: Estimate
@@ -233,7 +245,7 @@ def summarize(
     t_synchronous: float,
     t_comms: Mapping[str, float],
     t_compressed: float,
-    late_iteration: Callable[[int, float, tuple[float, ...]], LateIteration],
+    late_iteration: Callable[[int, Noise], LateIteration],
     apart: bool = False,
     shared_cores: bool = False,
 ) -> Computation:
@@ -246,7 +258,7 @@ def summarize(
         t_synchronous: seconds of the first way's all-reduce, as measured outside of training.
         t_comms: seconds that each all-reduce of the gradient takes while no computation runs.
         t_compressed: the same for the first all-reduce with a codec.
-        late_iteration: a ``LateIteration``.
+        late_iteration: a ``LateIteration``, given the number of ranks and their noise.
         apart: True if the ranks trained apart in the only late way, next to no all-reduce.
         shared_cores: True if there are more ranks than cores.
     """
@@ -259,38 +271,55 @@ def summarize(
         ]
         for number in range(len(everybody[0]))
     )
-    totals = np.concatenate([lap[:, :, : UPDATE + 1].sum(axis=2) for lap in synchronous], axis=1)
+    lap_totals = [lap[:, :, : UPDATE + 1].sum(axis=2) for lap in synchronous]
+    totals = np.concatenate(lap_totals, axis=1)
     compared = np.concatenate([lap[:, :, CPU] for lap in synchronous], axis=1) if shared_cores else totals
     slow = _slow_ranks(compared)
     others = [rank for rank in range(len(everybody)) if rank not in slow]
+    # The last rank to begin waits for no other.
+    lap_collectives = [lap[:, :, COMMUNICATION].min(axis=0) for lap in synchronous]
     synchronous, late = [lap[others] for lap in synchronous], [[lap[others] for lap in laps] for laps in late]
     count, cv = len(synchronous), _cv(totals)
-    model = late_iteration(len(everybody), cv, tuple(slow.values()))
+
+    def of_noise(laps: list[int]) -> Floats:
+        totals, collectives = ([of[lap] for lap in laps] for of in (lap_totals, lap_collectives))
+        return np.array([_persistence(totals), _comm_cv(collectives)])
+
+    persistence, comm_cv = _estimates(of_noise, count)
+    noise = Noise(cv=cv, persistence=persistence.value, comm_cv=comm_cv.value, slow_ranks=tuple(slow.values()))
+    model = late_iteration(len(everybody), noise)
 
     def values(laps: list[int]) -> Floats:
         alone, *beside = (np.concatenate([way[lap] for lap in laps], axis=1) for way in (synchronous, *late))
         return _values(alone, beside, t_synchronous, [] if apart else list(t_comms.values()), t_compressed, model)
 
-    value = values(list(range(count)))
-    # Estimate how far another calibration would differ by leaving out one lap after the other (jackknife).
-    without = [values([lap for lap in range(count) if lap != left]) for left in range(count) if count > 1]
-    deviations = np.sqrt((count - 1) * np.var(without, axis=0)) if without else np.zeros(len(value))
-    reach = np.sqrt(2) * deviations * T90[min(max(count - 1, 1), len(T90)) - 1]
-    found = [
-        Estimate(float(middle), max(0.0, float(middle - far)), float(middle + far))
-        for middle, far in zip(value, reach, strict=True)
-    ]
+    found = _estimates(values, count)
     if apart:
         found += [UNKNOWN_SLOWDOWN] * (2 + len(t_comms))
     compute_slowdown, codec_compute_slowdown, *comm_slowdowns = found[len(PARTS) :]
     return Computation(
         parts=dict(zip(PARTS, found, strict=False)),
         cv=cv,
+        persistence=dataclasses.replace(persistence, high=min(persistence.high, MOST_PERSISTENCE)),
+        comm_cv=comm_cv,
         slow_ranks=slow,
         compute_slowdown=compute_slowdown,
         codec_compute_slowdown=codec_compute_slowdown,
         comm_slowdowns=dict(zip(t_comms, comm_slowdowns, strict=True)),
     )
+
+
+def _estimates(values: Callable[[list[int]], Floats], count: int) -> list[Estimate]:
+    """Return the ``values`` of all laps, whose number is ``count``, with intervals in which those of another
+    calibration would be: by leaving out one lap after the other (jackknife)."""
+    value = values(list(range(count)))
+    without = [values([lap for lap in range(count) if lap != left]) for left in range(count) if count > 1]
+    deviations = np.sqrt((count - 1) * np.var(without, axis=0)) if without else np.zeros(len(value))
+    reach = np.sqrt(2) * deviations * T90[min(max(count - 1, 1), len(T90)) - 1]
+    return [
+        Estimate(float(middle), max(0.0, float(middle - far)), float(middle + far))
+        for middle, far in zip(value, reach, strict=True)
+    ]
 
 
 def _values(
@@ -362,6 +391,45 @@ def _cv(totals: Floats) -> float:
     if ranks == 1:
         return float(relative.std())
     return float(np.sqrt(np.square(relative - relative.mean(axis=0)).mean() * ranks / (ranks - 1)))
+
+
+def _persistence(laps: Sequence[Floats]) -> float:
+    """Return the correlation of a rank's deviation with that of its iteration before, given the ranks' times in every
+    lap, (ranks, iterations).
+
+    Deviations are from the rank's mean over all laps, and without what several ranks have in common. A mean over few
+    iterations takes some of the persistence with it: with v the variance of that mean, as a share of one deviation's,
+    a correlation of rho is found as (rho - v) / (1 - v). Since v depends on rho, it is found by iteration.
+    """
+    deviations = np.log(np.concatenate(laps, axis=1))
+    deviations -= deviations.mean(axis=1, keepdims=True)
+    if len(deviations) > 1:
+        deviations -= deviations.mean(axis=0)
+    lengths = [lap.shape[1] for lap in laps]
+    by_lap = np.split(deviations, np.cumsum(lengths)[:-1], axis=1)
+    pairs = np.concatenate([(lap[:, 1:] * lap[:, :-1]).ravel() for lap in by_lap])
+    variance = float(np.square(deviations).mean())
+    if variance < LEAST_VARIANCE or len(pairs) == 0:
+        return 0.0
+    found = float(pairs.mean()) / variance
+    persistence = 0.0
+    for _ in range(ROUNDS):
+        of_laps = [number * n**2 * variance_of_mean(persistence, n) for n, number in Counter(lengths).items()]
+        taken = sum(of_laps) / sum(lengths) ** 2
+        persistence = min(max(0.0, taken + (1 - taken) * found), MOST_PERSISTENCE)
+    return persistence
+
+
+def _comm_cv(laps: Sequence[Floats]) -> float:
+    """Return the spread of the all-reduce's times, (iterations,) of every lap, from the mean of their lap.
+
+    What changes from lap to lap is a drift of the machine, which no iteration in flight averages out. An all-reduce
+    that was interrupted does not count, as with computations.
+    """
+    kept = [lap[lap <= INTERRUPTED * np.median(lap)] for lap in laps]
+    squares = [float(np.square(lap / lap.mean() - 1).sum()) for lap in kept if lap.mean() > 0]
+    freedom = sum(len(lap) - 1 for lap in kept)
+    return math.sqrt(sum(squares) / freedom) if freedom else 0.0
 
 
 def _slow_ranks(times: Floats) -> dict[int, float]:

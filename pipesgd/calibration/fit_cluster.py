@@ -209,18 +209,13 @@ class LateIteration:
     which must not count as a part's own time, too."""
 
     world_size: int
-    cv: float
-    slow_ranks: tuple[float, ...]
+    noise: Noise
 
     def all_reduce(self, total: float, computation: float) -> float:
-        return collective_within(total, computation, LATE, world_size=self.world_size, noise=self._noise)
+        return collective_within(total, computation, LATE, world_size=self.world_size, noise=self.noise)
 
     def computation(self, total: float, all_reduce: float) -> float:
-        return computation_within(total, all_reduce, LATE, world_size=self.world_size, noise=self._noise)
-
-    @property
-    def _noise(self) -> Noise:
-        return Noise(cv=self.cv, slow_ranks=self.slow_ranks)
+        return computation_within(total, all_reduce, LATE, world_size=self.world_size, noise=self.noise)
 
 
 def make_profile(
@@ -269,6 +264,8 @@ def compute_profile(
         comm_slowdown=computation.comm_slowdowns[RING],
         comm_slowdowns={name: one for name, one in computation.comm_slowdowns.items() if name != RING},
         cv=computation.cv,
+        persistence=computation.persistence,
+        comm_cv=computation.comm_cv,
         slow_ranks=tuple(computation.slow_ranks.values()),
         forward=computation.parts["forward"],
         backward=computation.parts["backward"],

@@ -72,7 +72,7 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
     assert (compute.model, compute.batch_size) == ("mlp", 16)
     assert compute.tensors == (64 * 20, 20, 20 * 10, 10)
     assert compute.samples == 1497
-    for part in (compute.forward, compute.backward, compute.update, compute.late_update):
+    for part in (compute.forward, compute.backward, compute.update, compute.late_update, compute.loading):
         assert part.value > 0
     assert profile.provenance["ranks"] == 2
     assert str(profile.provenance["command"]).startswith("torchrun ... -m pipesgd.calibrate --seconds 1 ")

@@ -155,6 +155,9 @@ def test_an_impossible_codec_is_refused(values: dict[str, float], message: str) 
     ("values", "message"),
     [
         ({"cv": -0.1}, "cv must be finite and at least 0; got -0.1"),
+        ({"comm_cv": -0.1}, "comm_cv must be finite and at least 0; got -0.1"),
+        ({"persistence": 1.0}, "persistence must be at least 0 and below 1; got 1.0"),
+        ({"persistence": float("nan")}, "persistence must be at least 0 and below 1; got nan"),
         ({"cv": 0.3, "distribution": "normal"}, "cv must be at most 0.25 with a normal distribution; got 0.3"),
         ({"distribution": "uniform"}, "distribution must be lognormal or normal; got uniform"),
         ({"slow_ranks": (2.0, 0.5)}, "slow_ranks must be finite and at least 1; got 0.5"),
