@@ -85,16 +85,17 @@ def quantity(parse: Callable[[str, str], float], name: str) -> Callable[[str], f
     return number
 
 
-def number_of(least: float) -> Callable[[str], float]:
-    """Return the type of an option that is a number without a unit."""
+def number_of(least: float, below: float = 1e9) -> Callable[[str], float]:
+    """Return the type of an option that is a number without a unit, from ``least`` to below ``below``."""
 
     def number(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = -1.0
-        if not least <= value < 1e9:
-            raise argparse.ArgumentTypeError(f"must be a number of at least {least:g}; got {text!r}")
+        if not least <= value < below:
+            limit = f" and below {below:g}" if value >= below else ""
+            raise argparse.ArgumentTypeError(f"must be a number of at least {least:g}{limit}; got {text!r}")
         return value
 
     return number

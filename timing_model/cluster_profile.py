@@ -12,6 +12,7 @@ from timing_model.former_links import with_one_latency
 from timing_model.measured import (
     LINK,
     MOST,
+    MOST_PERSISTENCE,
     PARAMETER_SERVER,
     UNCOMPRESSED,
     Calibrated,
@@ -66,6 +67,9 @@ ESTIMATES = (
     "comm_slowdown",
 )
 """Fields of a ``ComputeProfile`` that are estimates."""
+LATER = {"loading": MOST, "handover": MOST, "persistence": MOST_PERSISTENCE, "comm_cv": MOST_CV}
+"""Estimates that files of this format may be without, which means 0, and their largest values. Those that are 0 are not
+written, so that readers that do not know them can read the file, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +151,8 @@ class Profile:
         ordered["servers"] = None if self.sharing is None else {"sharing": values["sharing"]}
         ordered["compute"] = values["compute"]
         for one, measured in zip(ordered["compute"], self.compute, strict=True):
-            if measured.loading.value == 0:  # readers of format 4 that do not know it can then read the file, too
-                one["loading"] = None
+            for name in LATER:
+                one[name] = one[name] if getattr(measured, name).high > 0 else None
         aside = path.with_name(f".{path.name}.tmp")
         try:
             aside.write_text(format_tables(ordered) + "\n", encoding="utf-8")
@@ -179,7 +183,7 @@ def _configuration(measured: MeasuredIteration) -> tuple[object, ...]:
 def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
     numbers = table.table(field)
     value = numbers.number("value", most=most)
-    low, high = numbers.number("low", most=value), numbers.number("high", least=value)
+    low, high = numbers.number("low", most=value), numbers.number("high", least=value, most=most)
     numbers.done()
     return Estimate(value, low, high)
 
@@ -255,7 +259,9 @@ def _compute(table: Table, names: Mapping[str, str]) -> ComputeProfile:
         slow_ranks=table.numbers("slow_ranks", least=1.0),
         comm_slowdowns={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
         measured=tuple(map(_measured, table.tables("measured"))),
-        loading=_estimate(table, "loading") if "loading" in table else Estimate.exact(0.0),
+        **{
+            name: _estimate(table, name, most) if name in table else Estimate.exact(0.0) for name, most in LATER.items()
+        },
         **{name: _estimate(table, names.get(name, name)) for name in ESTIMATES},
     )
     table.done()

@@ -21,7 +21,7 @@ from timing_model.iteration import (
 from timing_model.job import Job
 from timing_model.measured import LINK, Estimate, LinkProfile
 from timing_model.parameter_server import parameter_server_time
-from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, uncompressed
+from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise, uncompressed
 
 DEFAULT_SHARING = 0.5
 """Sharing of servers that were not measured: between both bounds, as it was on this project's testbed."""
@@ -39,6 +39,7 @@ class Costs:
     codec: CodecCost
     """Costs of the codec. The times of fp32 are 0, since its sums cost ``link.gamma`` instead."""
     times: ComputeTimes
+    noise: Noise
     sharing: float
 
 
@@ -54,7 +55,11 @@ def costs_of(job: Job) -> Costs:
         link=link,
         inner=None if cluster.inner is None else cluster.inner.params(),
         codec=codec,
-        times=job.accumulated.times(job.width, job.all_reduce, job.codec, job.local_steps),
+        times=dataclasses.replace(
+            job.accumulated.times(job.width, job.all_reduce, job.codec, job.local_steps),
+            **{name: one.value for name, one in _slowdowns(job).items()},
+        ),
+        noise=job.noise,
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
     )
 
@@ -71,12 +76,12 @@ Iteration = Callable[[ComputeTimes], IterationTime]
 
 def _pipelined(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
     whole = collective_time(job, costs, job.compute.numel)
-    return partial(_pipelined_iteration, job, whole), whole
+    return partial(_pipelined_iteration, job, costs.noise, whole), whole
 
 
-def _pipelined_iteration(job: Job, collective: CollectiveTime, times: ComputeTimes) -> IterationTime:
+def _pipelined_iteration(job: Job, noise: Noise, collective: CollectiveTime, times: ComputeTimes) -> IterationTime:
     return local_steps_iteration_time(
-        times, collective, job.width, job.local_steps, world_size=job.workers, noise=job.noise
+        times, collective, job.width, job.local_steps, world_size=job.workers, noise=noise
     )
 
 
@@ -84,7 +89,7 @@ def _ddp(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
     cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
     buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
     whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
-    return partial(layerwise_iteration_time, buckets=buckets, world_size=job.workers, noise=job.noise), whole
+    return partial(layerwise_iteration_time, buckets=buckets, world_size=job.workers, noise=costs.noise), whole
 
 
 def _servers(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
@@ -96,7 +101,7 @@ def _servers(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
         placement=job.placement,
         sharing=costs.sharing,
     )
-    return partial(server_iteration_time, traffic=traffic, world_size=job.workers, noise=job.noise), traffic
+    return partial(server_iteration_time, traffic=traffic, world_size=job.workers, noise=costs.noise), traffic
 
 
 ITERATIONS: dict[str, Callable[[Job, Costs], tuple[Iteration, CollectiveTime]]] = {
@@ -116,7 +121,7 @@ def as_measured(job: Job, iteration: IterationTime) -> IterationTime:
 
 def pipelined_time(job: Job, costs: Costs, collective: CollectiveTime) -> IterationTime:
     """Return the time of one iteration of the pipeline, given the time of its collective."""
-    return loaded_time(job, costs, partial(_pipelined_iteration, job, collective))
+    return loaded_time(job, costs, partial(_pipelined_iteration, job, costs.noise, collective))
 
 
 def loaded_time(job: Job, costs: Costs, iteration: Iteration) -> IterationTime:
@@ -155,6 +160,18 @@ def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
     )
 
 
+def _slowdowns(job: Job) -> dict[str, Estimate]:
+    """Return the slowdowns of computation and collective by each other.
+
+    A rank that sends at a rate limit needs its cores for the same work, in a longer time.
+    """
+    found = {
+        "compute_slowdown": job.compute.compute_slowdown_of(job.codec),
+        "comm_slowdown": job.compute.comm_slowdown_of(job.all_reduce),
+    }
+    return {name: one.times(job.sending_share) for name, one in found.items()}
+
+
 def _link(job: Job) -> LinkProfile:
     return job.cluster.link_of(job.measured_as).limited(job.rate_limit)
 
@@ -187,5 +204,8 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     passes = {"forward": compute.forward, "backward": compute.backward}
     yield "times", compute.updates(job.width, job.local_steps) | passes
     yield "times", {"loading": compute.loading}
-    yield "times", {"compute_slowdown": compute.compute_slowdown_of(job.codec)}
-    yield "times", {"comm_slowdown": compute.comm_slowdown_of(job.all_reduce)}
+    yield "times", {"handover": compute.handover}
+    for name, slowdown in _slowdowns(job).items():
+        yield "times", {name: slowdown}
+    yield "noise", {"persistence": compute.persistence}
+    yield "noise", {"comm_cv": compute.comm_cv}

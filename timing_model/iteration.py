@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from timing_model.all_reduce import CollectiveTime
 from timing_model.checks import check_at_least, check_count
-from timing_model.jitter import expected_maximum, steady_state_period
+from timing_model.jitter import expected_maximum, noise_over, steady_state_period
 from timing_model.params import ComputeTimes, Noise
 
 NO_NOISE = Noise()
@@ -100,7 +100,7 @@ def local_steps_iteration_time(
     """
     check_count("local_steps", local_steps)
     window = times.window(local_steps)
-    noise = noise.over(local_steps)
+    noise = noise_over(noise, local_steps)
     return pipelined_iteration_time(window, collective, width, world_size=world_size, noise=noise).times(
         1 / local_steps
     )

@@ -1,14 +1,13 @@
 r"""Cost of jitter and stragglers.
 
-X_i is the computation of rank i in one iteration, drawn again each time, with mean c unless the rank is always slow;
-T_c is the collective, p the number of ranks and K the width. ``simulate.simulate_iterations`` uses none of these
-formulas, so it is their test.
+X_i is the computation of rank i in one iteration, with mean c unless the rank is always slow; T_c is the collective, p
+the number of ranks and K the width. ``simulate.simulate_iterations`` uses none of these formulas, so it is their test.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from bisect import bisect_right
 from collections import Counter
 from functools import lru_cache
 from statistics import NormalDist
@@ -25,10 +24,11 @@ LEAST_CV = 1e-12
 """Smallest cv that counts as noise."""
 GRID: Values = np.linspace(-9.0, 9.0, 1201)
 """Grid, in standard deviations, over which expected maxima are integrated."""
+WEIGHTS: Values = np.exp(-(GRID**2) / 2) / np.exp(-(GRID**2) / 2).sum()
+"""Weight of each of them in the mean over a normal distribution."""
 RUNS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 """Numbers of iterations, in the bound, that a rank computes in a row without waiting."""
-SPREAD, SPREAD_WIDTH = 1.3, -1.5
-LIFT, LIFT_CV, LIFT_WIDTH = 0.63, 1.5, -0.5
+SPREAD, LIFT = 1.3, 0.63
 """Constants of the correction in ``steady_state_period``."""
 
 
@@ -46,33 +46,73 @@ def blom(world_size: int) -> float:
     return NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
 
 
-def expected_maximum(noise: Noise, world_size: int, *, run: int = 1, floor: float = 0.0) -> float:
+def expected_maximum(
+    noise: Noise, world_size: int, *, run: int = 1, floor: float = 0.0, floor_cv: float = 0.0
+) -> float:
     r"""Expected maximum over ranks of their mean time over ``run`` iterations, at least ``floor``, as a multiple of c.
 
     .. math:: E[\max(\max_i \bar X_i, f)] = f + \int_f^\infty \left(1 - \prod_i F_i(x)\right) dx
 
-    The integral uses the trapezoidal rule. The mean of r draws is assumed to have the same distribution, with
-    cv / sqrt(r) (Fenton's approximation if it is lognormal). Raises ``ValueError`` if a number is out of range, or more
+    The integral uses the trapezoidal rule. The mean of r times is assumed to have the same distribution, with a smaller
+    cv, by ``variance_of_mean`` (Fenton's approximation if it is lognormal). With ``floor_cv``, ``floor`` is the mean of
+    an f that is lognormal, and the result the mean over f. Raises ``ValueError`` if a number is out of range, or more
     ranks are slow than there are.
 
     >>> round(expected_maximum(Noise(cv=0.1, distribution="normal"), 512), 4)
     1.3044
     >>> expected_maximum(Noise(slow_ranks=(1.5,)), 4)
     1.5
+    >>> round(expected_maximum(Noise(), 4, floor=1.0, floor_cv=0.1), 3)
+    1.04
     """
-    check_at_least("floor", floor, 0)
+    for name, value in (("floor", floor), ("floor_cv", floor_cv)):
+        check_at_least(name, value, 0)
     x, above = _above(noise, world_size, run)
-    if floor <= x[0]:
-        return x[0] + above[0]
-    if floor >= x[-1]:
-        return floor
-    after = bisect_right(x, floor)
-    share = (floor - x[after - 1]) / (x[after] - x[after - 1])
-    return floor + above[after - 1] + share * (above[after] - above[after - 1])
+    if floor_cv < LEAST_CV:
+        least = max(floor, float(x[0]))
+        return least + float(np.interp(least, x, above))
+    floors = np.maximum(floor * _lognormal(floor_cv), x[0])
+    return float(np.dot(WEIGHTS, floors + np.interp(floors, x, above)))
 
 
 @lru_cache(maxsize=4096)
-def _above(noise: Noise, world_size: int, run: int) -> tuple[list[float], list[float]]:
+def variance_of_mean(persistence: float, run: int) -> float:
+    r"""Variance of the mean of ``run`` deviations in a row of an AR(1) process, as a share of one's variance.
+
+    .. math:: \frac{1}{r} \left(1 + 2 \sum_{k=1}^{r-1} \left(1 - \frac{k}{r}\right) \rho^k\right)
+
+    r is ``run`` and rho is ``persistence``; it is 1/r if deviations are independent. Raises ``ValueError`` if
+    ``run < 1``.
+
+    >>> [variance_of_mean(persistence, 4) for persistence in (0.0, 1.0)]
+    [0.25, 1.0]
+    >>> round(variance_of_mean(0.9, 100), 3)
+    0.172
+    """
+    check_count("run", run)
+    lags = np.arange(1, run)
+    return float(1 + 2 * np.dot(1 - lags / run, persistence**lags)) / run
+
+
+def noise_over(noise: Noise, iterations: int) -> Noise:
+    r"""Return the variation of the mean time of this many iterations in a row, for windows that follow each other.
+
+    .. math:: cv_H = cv \sqrt{v_H}, \qquad \rho_H = 2 v_{2H} / v_H - 1
+
+    v is ``variance_of_mean``, and H is ``iterations``. The mean is assumed to have the distribution of one iteration's
+    time (Fenton's approximation if it is lognormal). Collectives are one for each window, and vary as before.
+
+    >>> noise_over(Noise(cv=0.2, comm_cv=0.1), 4)
+    Noise(cv=0.1, persistence=0.0, comm_cv=0.1, distribution='lognormal', slow_ranks=())
+    """
+    if iterations == 1:
+        return noise
+    one, two = (variance_of_mean(noise.persistence, number * iterations) for number in (1, 2))
+    return dataclasses.replace(noise, cv=noise.cv * math.sqrt(one), persistence=max(0.0, 2 * two / one - 1))
+
+
+@lru_cache(maxsize=4096)
+def _above(noise: Noise, world_size: int, run: int) -> tuple[Values, Values]:
     """Return rising times x, and how far the maximum is above each of them on average."""
     check_count("world_size", world_size)
     check_count("run", run)
@@ -80,22 +120,29 @@ def _above(noise: Noise, world_size: int, run: int) -> tuple[list[float], list[f
     factors = Counter({1.0: world_size - len(noise.slow_ranks)}) + Counter(noise.slow_ranks)
     slowest = noise.slowest
     if noise.cv < LEAST_CV:
-        return [slowest], [0.0]
+        return np.array([slowest]), np.zeros(1)
     # The grid holds quantiles of the slowest rank; x are its times.
-    deviation = noise.cv / math.sqrt(run)
+    deviation = noise.cv * math.sqrt(variance_of_mean(noise.persistence, run))
     log_below: Values = np.zeros_like(GRID)  # log of the product of F
     if noise.distribution == "normal":
         x = slowest * (1 + deviation * GRID)
         for factor, ranks in factors.items():
             log_below += ranks * _log_cdf((x / factor - 1) / deviation)
     else:
+        x = slowest * _lognormal(deviation)
         sigma = math.sqrt(math.log1p(deviation**2))
-        x = slowest * np.exp(sigma * GRID - sigma**2 / 2)
         for factor, ranks in factors.items():
             log_below += ranks * _log_cdf(GRID + math.log(slowest / factor) / sigma)
     tails = -np.expm1(log_below)
     pieces = np.diff(x) * (tails[1:] + tails[:-1]) / 2
-    return x.tolist(), [*np.cumsum(pieces[::-1])[::-1].tolist(), 0.0]
+    return x, np.append(np.cumsum(pieces[::-1])[::-1], 0.0)
+
+
+@lru_cache(maxsize=256)
+def _lognormal(cv: float) -> Values:
+    """Return the quantiles on the ``GRID`` of a lognormal distribution of mean 1."""
+    sigma = math.sqrt(math.log1p(cv**2))
+    return np.asarray(np.exp(sigma * GRID - sigma**2 / 2))
 
 
 def steady_state_bound(t_compute: float, t_comm: float, width: int, world_size: int, noise: Noise) -> float:
@@ -108,7 +155,7 @@ def steady_state_bound(t_compute: float, t_comm: float, width: int, world_size: 
 
     A result starts K iterations of computation, of which the slowest rank does r without a wait before their collective
     begins: these are paths of the recursion, and the longest path is not shorter. r = 1 is timing.md's third term.
-    The bound is exact for K = 1, and without noise.
+    The bound is exact for K = 1, and without noise. T_c is the mean of the collective.
 
     Raises ``ValueError`` if a number is out of range.
 
@@ -134,40 +181,52 @@ def steady_state_period(t_compute: float, t_comm: float, width: int, world_size:
         C(t) = \max(\max_i G_i(t), C(t-1)) + T_c
 
     Without noise, and for K = 1, it is exactly ``steady_state_bound``. Otherwise that bound is up to 16 % low where
-    several paths are nearly the longest. With A the longest of its computing paths, a smooth maximum of A and T_c
-    replaces the larger one:
+    several paths are nearly the longest. With A the longest of its computing paths and m the mean of T_c, a smooth
+    maximum of A and m replaces the larger one, up to what ``lasting_period`` says:
 
     .. math::
 
-        T = \min\left(s \log(e^{(A + d)/s} + e^{T_c/s}),\; E[\max(\max_i X_i, T_c)]\right), \qquad
-        s = 1.3\, \sigma K^{-3/2}, \quad d = 0.63\, \sigma \sqrt{cv}\, K^{-1/2} (1 - 1/p)
+        T = \min\left(s \log(e^{(A + d)/s} + e^{m/s}),\; E[\max(\max_i X_i, T_c)]\right)
 
-    Sigma is the standard deviation of the slowest rank. The second term is an upper bound for any K >= 2. Form and
-    constants were fitted to the simulator with lognormal noise: p 1 to 512, cv 3 to 40 %, K 2 to 6, T_c 0.3 to 2.5 c.
-    In this range it is off by 3.0 % at worst and 0.4 % on average; up to a cv of 10 %, by 1.5 % at worst. With normal
-    noise of 20 % it was off by 3.3 % at worst, with one or two ranks that are always slow by 3.5 %. Beyond the fit, at
-    a cv of 60 %, it is off by 7 % at worst and 1.7 % on average; larger cvs are refused (``job.CHECKED_CV``).
+    .. math::
 
-    It never falls as either time grows, and never grows with K. Raises ``ValueError`` if a number is out of range.
+        s = 1.3 \frac{1}{K} \sqrt{v_K \sigma^2 + \frac{1}{K} \sigma_c^2}, \qquad
+        d = 0.63\, \sigma \sqrt{cv\, v_K}\, (1 - 1/p)
+
+    Sigma and sigma_c are the standard deviations of the slowest rank and of the collective, and v_K is the variance of
+    the mean of K times in a row, as a share of one's: 1/K if they are independent (``variance_of_mean``). So what K
+    iterations in flight average out, and how fast that rounds the corner, follow from the persistence.
+
+    Form and constants were fitted to the simulator with independent lognormal noise: p 1 to 512, cv 3 to 40 %, K 2 to
+    6, T_c 0.3 to 2.5 c. In this range it is off by 3.0 % at worst and 0.4 % on average; up to a cv of 10 %, by 1.5 % at
+    worst. With normal noise of 20 % it was off by 3.3 % at worst, with one or two ranks that are always slow by 3.5 %.
+    Beyond the fit, at a cv of 60 %, it is off by 7 % at worst and 1.7 % on average; larger cvs are refused
+    (``job.CHECKED_CV``). Nothing was fitted to noise that persists, or to collectives that vary. With a persistence of
+    90 % it was off by 4 % at worst and 0.8 % on average up to a cv of 40 %, by 2 % at worst up to 20 %; with 97 % and a
+    cv of 40 % by 9 % at worst, of which the simulation's own error is a part. With a cv of the collective of 30 % it
+    was off by 4 % at worst and 0.9 % on average, with 60 % by 6 % (``experiments.jitter``).
+
+    It never falls as either time or the persistence grows, and never grows with K. Raises ``ValueError`` if a number is
+    out of range.
 
     >>> noise = Noise(cv=0.1)
     >>> [round(steady_state_period(1.0, 1.0, width, 512, noise), 2) for width in (1, 2, 3, 4)]
     [2.35, 1.19, 1.04, 1.03]
+    >>> noise = Noise(cv=0.1, persistence=0.95)
+    >>> [round(steady_state_period(1.0, 1.0, width, 512, noise), 2) for width in (1, 2, 3, 4)]
+    [2.35, 1.31, 1.24, 1.21]
     """
     check_at_least("t_compute", t_compute, 0)
     check_at_least("t_comm", t_comm, 0)
     check_count("width", width)
-    sigma = noise.cv * t_compute * noise.slowest
-    spread = SPREAD * sigma * width**SPREAD_WIDTH
+    sigma, of_mean = noise.cv * t_compute * noise.slowest, math.sqrt(variance_of_mean(noise.persistence, width))
+    spread = SPREAD / width * math.hypot(sigma * of_mean, noise.comm_cv * t_comm / math.sqrt(width))
     if width == 1 or spread == 0:
         return steady_state_bound(t_compute, t_comm, width, world_size, noise)
-    runs = _runs(noise, world_size)
-    lift = LIFT * sigma * noise.cv ** (LIFT_CV - 1) * width**LIFT_WIDTH * (1 - 1 / world_size)
-    computing = _computing(t_compute, t_comm, width, noise.slowest, runs) + lift
+    lift = LIFT * sigma * math.sqrt(noise.cv) * of_mean * (1 - 1 / world_size)
+    computing = _computing(t_compute, t_comm, width, noise.slowest, _runs(noise, world_size)) + lift
     larger, smaller = max(computing, t_comm), min(computing, t_comm)
-    smooth: float = larger + spread * math.log1p(math.exp((smaller - larger) / spread))
-    if smooth <= max(t_comm, runs[0][1] * t_compute):  # the upper bound is not smaller
-        return smooth
+    smooth = larger + spread * math.log1p(math.exp((smaller - larger) / spread))
     return min(smooth, lasting_period(t_compute, t_comm, width, world_size, noise))
 
 
@@ -177,7 +236,7 @@ def lasting_period(t_compute: float, t_comm: float, width: int, world_size: int,
     .. math:: T = E[\max(\max_i X_i, T_c)], \qquad K \ge 2
 
     While nothing changes, the slowest rank or the collective sets the pace, and a width above 2 gains nothing. The time
-    equals ``steady_state_period`` for K = 1, and without noise.
+    equals ``steady_state_period`` for K = 1, and without noise. No noise costs more.
 
     >>> noise = Noise(cv=0.2)
     >>> [round(lasting_period(1.0, 1.0, width, 8, noise), 2) for width in (2, 3)]
@@ -185,7 +244,7 @@ def lasting_period(t_compute: float, t_comm: float, width: int, world_size: int,
     """
     if width == 1 or t_compute == 0:
         return steady_state_bound(t_compute, t_comm, width, world_size, noise)
-    return expected_maximum(noise, world_size, floor=t_comm / t_compute) * t_compute
+    return expected_maximum(noise, world_size, floor=t_comm / t_compute, floor_cv=noise.comm_cv) * t_compute
 
 
 @lru_cache(maxsize=4096)

@@ -236,9 +236,18 @@ class Job:
         return found[0] if found else None
 
     @property
+    def sending_share(self) -> float:
+        """Share of a collective in which a rank's link is busy: below 1 at a rate limit."""
+        return (
+            1.0
+            if self.rate_limit is None
+            else min(1.0, self.rate_limit * self.cluster.link_of(self.measured_as).beta.value)
+        )
+
+    @property
     def limited(self) -> bool:
         """True if the rate limit is below the rate of the link."""
-        return self.rate_limit is not None and self.rate_limit * self.cluster.link_of(self.measured_as).beta.value < 1
+        return self.sending_share < 1
 
     @property
     def message_bytes(self) -> int:
@@ -283,7 +292,12 @@ class Job:
     @property
     def noise(self) -> Noise:
         """Variation of the workers' computation."""
-        return Noise(cv=self.compute.cv, slow_ranks=self.compute.slow_ranks[: self.workers])
+        return Noise(
+            cv=self.compute.cv,
+            persistence=self.compute.persistence.value,
+            comm_cv=self.compute.comm_cv.value,
+            slow_ranks=self.compute.slow_ranks[: self.workers],
+        )
 
     @property
     def accumulated(self) -> ComputeProfile:
@@ -356,6 +370,9 @@ def support_of(job: Job) -> Support:
     if job.compute.cv > CHECKED_CV:
         checked = f"cv {job.compute.cv:g}; the formulas were checked up to {CHECKED_CV:g}"
         reasons.append((OUTSIDE, f"{checked} (timing-model simulate needs no formula)"))
+    if job.compute.comm_cv.value > CHECKED_CV:
+        checked = f"a cv of the all-reduce of {job.compute.comm_cv.value:g}; the formulas were checked up to"
+        reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
     if not ranges.world_sizes:
         if job.world_size > 1 and cluster.link.beta.value < 1 / FASTEST_CHECKED:
             reasons.append((GIVEN, FAST))

@@ -14,6 +14,9 @@ from timing_model.presets import OVERHEAD
 
 MOST = 1e9
 """Largest value of a number that is not a count: a larger one is a mistake and could overflow."""
+MOST_PERSISTENCE = 0.99
+"""Largest persistence of jitter that is measured: in the time of a calibration, a rank whose deviations persist for
+longer looks like one that is always slow."""
 PARAMETER_SERVER = "ps-sync"
 """Name of the parameter server among the measurements."""
 UNCOMPRESSED = "fp32"
@@ -200,8 +203,16 @@ class ComputeProfile:
     """Hindrances of other all-reduces, by name."""
     loading: Estimate = Estimate(0.0, 0.0, 0.0)
     """Time that one process takes to load a batch; 0 in files that were written before it was measured."""
+    handover: Estimate = Estimate(0.0, 0.0, 0.0)
+    """Additional time of a collective in training; 0 in files that were written before it was measured."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
+    persistence: Estimate = Estimate(0.0, 0.0, 0.0)
+    """Correlation of a rank's deviation with that of its iteration before; 0 in files that were written before it was
+    measured."""
+    comm_cv: Estimate = Estimate(0.0, 0.0, 0.0)
+    """Standard deviation over mean of an all-reduce's time, between iterations; 0 in files that were written before it
+    was measured."""
     slow_ranks: tuple[float, ...] = ()
     """Factors of the ranks that are always slow, each at least 1."""
     measured: tuple[MeasuredIteration, ...] = ()
@@ -258,6 +269,7 @@ class ComputeProfile:
             compute_slowdown=self.compute_slowdown_of(codec).value,
             comm_slowdown=self.comm_slowdown_of(all_reduce).value,
             loading=self.loading.value,
+            handover=self.handover.value,
         )
 
 

@@ -18,6 +18,8 @@ from timing_model.units import parse_bandwidth, parse_count, parse_price, parse_
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
+NOISE = {"cv", "persistence", "comm_cv", "slow_ranks"}
+"""Fields of a computation without which measured times of its iterations do not hold."""
 NOTHING = Calibrated(world_sizes=(), smallest_bytes=0, largest_bytes=0, residuals={}, ranks_per_core=1.0)
 
 
@@ -78,6 +80,18 @@ def add_job(options: Parser) -> None:
     )
     group.add_argument(
         "--cv", type=number_of(0), help="spread of a rank's computation: standard deviation divided by mean"
+    )
+    group.add_argument(
+        "--persistence",
+        type=number_of(0, below=1),
+        metavar="R",
+        help="correlation of a rank's deviation with that of its iteration before (0)",
+    )
+    group.add_argument(
+        "--comm-cv",
+        type=number_of(0),
+        metavar="CV",
+        help="spread of an all-reduce's time between iterations: standard deviation divided by mean (0)",
     )
     group.add_argument(
         "--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="slowdown factors of ranks that are always slow"
@@ -228,10 +242,14 @@ def _by_hand(given: Namespace) -> ComputeProfile:
 def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
     """Return the computation with the noise and the data set that are given."""
     changes = {"cv": given.cv, "samples": given.samples, "slow_ranks": given.slow_ranks and tuple(given.slow_ranks)}
-    changes["loading"] = None if given.loading is None else Estimate.exact(given.loading)
+    for name in ("loading", "persistence", "comm_cv"):
+        changes[name] = None if getattr(given, name) is None else Estimate.exact(getattr(given, name))
     present = {name: value for name, value in changes.items() if value is not None}
     if "slow_ranks" in present and len(given.slow_ranks) > given.world_size:
         raise ValueError(f"slow_ranks must be at most {given.world_size}; got {len(given.slow_ranks)}")
-    if "cv" in present or "slow_ranks" in present:
+    if NOISE & present.keys():
         present["measured"] = ()  # with other noise
-    return dataclasses.replace(compute, **present)
+    changed = dataclasses.replace(compute, **present)
+    if given.persistence and changed.cv == 0:
+        raise ValueError(f"persistence must come with a cv above 0; got {given.persistence:g} without one")
+    return changed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 
 from timing_model.checks import check_above_0, check_at_least
@@ -52,6 +51,8 @@ class ComputeTimes:
     """Share by which a collective in a pipeline is slower while the computation runs."""
     loading: float = 0.0
     """Time that one process takes to load a batch; not a part of the computation, unless the rank loads it itself."""
+    handover: float = 0.0
+    """Additional time of a collective in training: another thread runs it, on memory that left the caches meanwhile."""
     outer_update: float = 0.0
     """Time of packing, outer optimizer and prediction at the end of a window of local steps; 0 without local steps."""
 
@@ -86,8 +87,9 @@ class ComputeTimes:
     def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
         r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.
 
-        At width 1 the two do not overlap. Otherwise, with k ``compute_slowdown`` and h ``comm_slowdown``, a second of
-        computation does the work of 1/(1+k) s while the collective runs, and the collective at worst stands still:
+        A collective takes m = ``t_comm`` + ``handover``. At width 1 the two do not overlap. Otherwise, with k
+        ``compute_slowdown`` and h ``comm_slowdown``, a second of computation does the work of 1/(1+k) s while the
+        collective runs, and the collective at worst stands still:
 
         .. math::
 
@@ -99,6 +101,8 @@ class ComputeTimes:
         >>> slower.at_width(2, 10.0)
         (3.0, 12.0)
         """
+        if t_comm > 0:
+            t_comm += self.handover
         if width == 1:
             return self.total, t_comm
         slowed = min(t_comm * (1 + self.comm_slowdown), t_comm + self.total)
@@ -166,17 +170,26 @@ def uncompressed(gamma: float) -> CodecCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Variation of the computation's time between iterations and between ranks."""
+    """Variation of the computation's time between iterations and between ranks, and of the collective's time."""
 
     cv: float = 0.0
-    """Standard deviation over mean of one rank's time, drawn again for every iteration and rank."""
+    """Standard deviation over mean of one rank's time, between iterations."""
+    persistence: float = 0.0
+    """Correlation of a rank's deviation with that of its iteration before, as in an AR(1) process, from 0 to below 1;
+    with 0, times are drawn independently in every iteration. Ranks are independent of each other."""
+    comm_cv: float = 0.0
+    """Standard deviation over mean of the collective's time, which is lognormal and independent in every iteration. It
+    changes the time of a pipeline alone: where a collective is not hidden, its mean counts."""
     distribution: str = "lognormal"
     """Distribution of the times: "lognormal" or "normal"."""
     slow_ranks: tuple[float, ...] = ()
     """Factors, each 1 or more, by which ranks that are always slow are slower than the others. No width hides them."""
 
     def __post_init__(self) -> None:
-        check_at_least("cv", self.cv, 0)
+        for name in ("cv", "comm_cv"):
+            check_at_least(name, getattr(self, name), 0)
+        if not 0 <= self.persistence < 1:
+            raise ValueError(f"persistence must be at least 0 and below 1; got {self.persistence}")
         if self.distribution not in ("lognormal", "normal"):
             raise ValueError(f"distribution must be lognormal or normal; got {self.distribution}")
         if self.distribution == "normal" and self.cv > MOST_NORMAL_CV:
@@ -188,13 +201,6 @@ class Noise:
     def slowest(self) -> float:
         """Factor of the slowest rank; 1 if none is always slow."""
         return max((1.0, *self.slow_ranks))
-
-    def over(self, iterations: int) -> Noise:
-        """Return the variation of the mean time of this many iterations, each with a draw of its own.
-
-        It is assumed to have the same distribution, with cv over the root of their number (Fenton's approximation).
-        """
-        return dataclasses.replace(self, cv=self.cv / math.sqrt(iterations))
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ``ValueError`` if more ranks are slow than there are."""

@@ -17,7 +17,7 @@ PARTS = {
     "compute": ("computation", "#56B4E9"),
     "wire": ("waiting for the network", "#E69F00"),
     "codec": ("waiting for codec and sums", "#CC79A7"),
-    "jitter": ("waiting for slow ranks", "#999999"),
+    "jitter": ("jitter and slow ranks", "#999999"),
     "loading": ("loading batches", "#009E73"),
 }
 """Labels of an iteration's parts, and their colours, which are Okabe and Ito's."""

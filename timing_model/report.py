@@ -22,14 +22,14 @@ CHANGES = {
     COMPUTATION: "with computation twice as fast",
     NETWORK: "with a network twice as fast",
     LATENCY: "with half the latency",
-    JITTER: "without slow ranks",
+    JITTER: "without jitter and slow ranks",
 }
 LIMIT_WORDS = {
     COMPUTATION: "the computation",
     NETWORK: "the network's bandwidth",
     LATENCY: "latency",
     CODEC: "the codec and sums",
-    JITTER: "slow ranks, which the others wait for",
+    JITTER: "jitter and slow ranks",
     LOADING: "the loading of batches",
     BALANCE: "several parts that take equally long",
 }
@@ -84,7 +84,7 @@ def answer_text(answer: Answer) -> str:
         taken += f"   (90 % between {format_seconds(answer.low)} and {format_seconds(answer.high)})"
     lines += [f"an iteration takes {taken}", ""]
     parts = [("computation", iteration.compute), ("waiting for the network", iteration.wire)]
-    parts += [("waiting for codec and sums", iteration.codec), ("waiting for slow ranks", iteration.jitter)]
+    parts += [("waiting for codec and sums", iteration.codec), ("jitter and slow ranks", iteration.jitter)]
     parts += [("loading batches", iteration.loading)] if job.compute.loading.value else []
     rows = []
     for name, seconds in parts:

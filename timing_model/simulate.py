@@ -13,10 +13,12 @@ from timing_model.params import Noise
 
 Values = NDArray[np.float64]
 
-DRAWS = 1 << 20
-"""Random numbers drawn at once: 8 MiB."""
+DRAWS = 1 << 16
+"""Random numbers drawn at once: 512 KiB."""
 SETTLING = 0.1
 """Share of the iterations left out of the period at the start, while the pipeline fills."""
+COLLECTIVES = 1
+"""Number that makes the collectives' seed another one than the computations'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +60,9 @@ def simulate_iterations(
     """Simulate ``world_size`` ranks that compute and reduce for ``iterations`` iterations: Pipe-SGD of any width.
 
     In each iteration every rank waits for the sum of the iteration ``width`` before, and computes. When all ranks have
-    computed and the last collective is done, the next collective begins. Ranks draw their times from ``noise``, whose
-    slow ranks are the first. With ``local_steps``, ranks compute that many iterations in a row, and the last ones are a
-    whole window, too. 10,000 ranks and 1,000 iterations take a second or less, and 30 MB.
+    computed and the last collective is done, the next collective begins. Ranks, and collectives, draw their times from
+    ``noise``, whose slow ranks are the first. With ``local_steps``, ranks compute that many iterations in a row, and
+    the last ones are a whole window, too. 10,000 ranks and 1,000 iterations take a second or less, and 30 MB.
 
     Raises ``ValueError`` if a number is out of range, or more ranks are slow than there are.
 
@@ -74,27 +76,38 @@ def simulate_iterations(
     for name, value in counts.items():
         check_count(name, value)
     windows = math.ceil(iterations / local_steps)
-    times = ComputeDraws(t_compute, noise or Noise(), world_size, seed)
+    noise = noise or Noise()
+    times, collectives = Draws(t_compute, noise, world_size, seed), collective_draws(t_comm, noise, seed)
     ready = np.zeros(world_size)  # when each rank has computed
     ends = np.zeros(windows + width)  # the first ``width`` are there from the start
     for window in range(windows):
         np.maximum(ready, ends[window], out=ready)
         for _ in range(local_steps):
             ready += times.next()
-        ends[window + width] = max(ready.max(), ends[window + width - 1]) + t_comm
+        ends[window + width] = max(ready.max(), ends[window + width - 1]) + collectives.next()[0]
     return Simulation(ends=ends[width:], width=width, local_steps=local_steps)
 
 
-class ComputeDraws:
-    """Computation times of all ranks, drawn iteration by iteration, (world_size,) each, in s."""
+def collective_draws(t_comm: float, noise: Noise, seed: int) -> Draws:
+    """Return the collectives' times, drawn iteration by iteration, (1,) each."""
+    return Draws(t_comm, Noise(cv=noise.comm_cv), 1, seed, of=COLLECTIVES)
 
-    def __init__(self, t_compute: float, noise: Noise, world_size: int, seed: int):
+
+class Draws:
+    """Times of all ranks' computations, drawn iteration by iteration, (world_size,) each, in s.
+
+    ``of`` tells series of one seed apart.
+    """
+
+    def __init__(self, t_compute: float, noise: Noise, world_size: int, seed: int, *, of: int | None = None):
         noise.check_world_size(world_size)
         self._means = np.full(world_size, float(t_compute))
         self._means[: len(noise.slow_ranks)] *= noise.slow_ranks
         self._noise = noise
-        self._generator = np.random.default_rng(seed)
+        self._generator = np.random.default_rng(seed if of is None else [seed, of])
         self._block = np.empty((0, world_size))
+        self._before: Values | None = None
+        """Standard normal deviations of the last iteration that was drawn."""
         self._taken = 0
 
     def next(self) -> Values:
@@ -110,6 +123,8 @@ class ComputeDraws:
 
     def _draw(self, iterations: int) -> Values:
         normal = self._generator.standard_normal((iterations, len(self._means)))
+        if self._noise.persistence:
+            self._persist(normal)
         if self._noise.distribution == "normal":
             normal *= self._noise.cv
             normal += 1
@@ -122,3 +137,12 @@ class ComputeDraws:
         np.exp(normal, out=normal)
         normal *= self._means
         return normal
+
+    def _persist(self, normal: Values) -> None:
+        """Turn independent deviations, (iterations, world_size), into those of AR(1) processes, in place."""
+        persistence = self._noise.persistence
+        for number in range(len(normal)):
+            if self._before is not None:  # the first ones have nothing before them
+                normal[number] *= math.sqrt(1 - persistence**2)
+                normal[number] += persistence * self._before
+            self._before = normal[number].copy()

@@ -10,6 +10,7 @@ import numpy as np
 
 from timing_model.advice import describe
 from timing_model.costs import costs_of
+from timing_model.jitter import noise_over
 from timing_model.job import Job, support_of
 from timing_model.plots import plot_timeline
 from timing_model.predict import Answer, predict, refuse_outside
@@ -54,7 +55,11 @@ class SimulatedJob:
         """Return the result as text for people."""
         job, predicted = self.answer.job, self.answer.iteration.total
         noise = job.noise
-        slow = f", ranks always slow: {', '.join(f'{one:g}x' for one in noise.slow_ranks)}" if noise.slow_ranks else ""
+        jitter = f"jitter: cv {noise.cv:.1%} {noise.distribution}"
+        jitter += f", persistence {noise.persistence:g}" if noise.persistence else ""
+        jitter += f", all-reduce cv {noise.comm_cv:.1%}" if noise.comm_cv else ""
+        slow = ", ".join(f"{one:g}x" for one in noise.slow_ranks)
+        jitter += f", ranks always slow: {slow}" if slow else ""
         off = f"  ({predicted / self.period - 1:+.1%})" if self.period > 0 else ""
         rows = [
             ("an iteration, on average", format_seconds(self.period)),
@@ -64,7 +69,6 @@ class SimulatedJob:
             ("  slowest", format_seconds(self.slowest)),
             (f"all {self.iterations:,} iterations", format_seconds(self.job)),
         ]
-        jitter = f"jitter: cv {noise.cv:.1%} {noise.distribution}{slow}"
         head = [job_line(job), describe(job), jitter, ""]
         return "\n".join([*head, *table(rows), "", *support_lines(self.answer.support)])
 
@@ -111,7 +115,7 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
 
 def median_share(job: Job) -> float:
     """Return the median of an iteration over its mean, as simulated: people measure the median of a run."""
-    if job.noise.cv == 0:
+    if job.noise.cv == job.noise.comm_cv == 0:
         return 1.0
     simulated = simulate_job(dataclasses.replace(job, iterations=MEDIAN_ITERATIONS, epochs=None), extrapolate=True)
     return simulated.median / simulated.period if simulated.period > 0 else 1.0
@@ -121,7 +125,7 @@ def plot_simulated_job(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
     """Plot who computes and who communicates in the first iterations, for a few ranks."""
     job = answer.job
     ranks = min(job.workers, DRAWN_RANKS)
-    noise = dataclasses.replace(job.noise, slow_ranks=job.noise.slow_ranks[:ranks]).over(job.local_steps)
+    noise = noise_over(dataclasses.replace(job.noise, slow_ranks=job.noise.slow_ranks[:ranks]), job.local_steps)
     servers = job.strategy == "ps-sync"
     t_comm = answer.collective.total / (2 * ranks if servers else 1)
     spans = timeline(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from timing_model.checks import check_at_least, check_count, check_one_of
 from timing_model.params import ComputeTimes, Noise
-from timing_model.simulate import ComputeDraws
+from timing_model.simulate import Draws, collective_draws
 
 STRATEGIES = ("parameter-server", "synchronous", "pipelined")
 COMPUTATION, UPDATE, ALL_REDUCE, GRADIENT, WEIGHTS = (
@@ -54,7 +54,7 @@ def timeline(
         world_size: number of ranks; with the parameter server, all of them are workers.
         iterations: number of iterations.
         width: width of the pipeline.
-        noise: variation of forward and backward; its slow ranks are the first.
+        noise: variation of forward and backward, and of the all-reduce; its slow ranks are the first.
         seed: seed of the noise.
 
     Raises:
@@ -73,14 +73,17 @@ def timeline(
     for name, value in (("world_size", world_size), ("iterations", iterations), ("width", width)):
         check_count(name, value)
     check_at_least("t_comm", t_comm, 0)
-    draws = ComputeDraws(times.forward + times.backward, noise or Noise(), world_size, seed)
+    noise = noise or Noise()
+    draws = Draws(times.forward + times.backward, noise, world_size, seed)
     if strategy == "parameter-server":
         return _with_server(draws, times.update, t_comm, world_size, iterations)
-    return _pipelined(draws, times.update, t_comm, world_size, iterations, 1 if strategy == "synchronous" else width)
+    collectives = collective_draws(t_comm, noise, seed)
+    width = 1 if strategy == "synchronous" else width
+    return _pipelined(draws, collectives, times.update, world_size, iterations, width)
 
 
 def _pipelined(
-    draws: ComputeDraws, t_update: float, t_comm: float, world_size: int, iterations: int, width: int
+    draws: Draws, collectives: Draws, t_update: float, world_size: int, iterations: int, width: int
 ) -> list[Span]:
     spans: list[Span] = []
     free = [0.0] * world_size
@@ -95,12 +98,12 @@ def _pipelined(
             spans.append(Span(who, COMPUTATION, iteration, free[rank], free[rank] + t_compute))
             free[rank] += t_compute
         start = max(max(free), arrived[-1] if arrived else 0.0)
-        arrived.append(start + t_comm)
-        spans += [Span(f"rank {rank}", ALL_REDUCE, iteration, start, start + t_comm) for rank in range(world_size)]
+        arrived.append(start + float(collectives.next()[0]))
+        spans += [Span(f"rank {rank}", ALL_REDUCE, iteration, start, arrived[-1]) for rank in range(world_size)]
     return spans
 
 
-def _with_server(draws: ComputeDraws, t_update: float, t_comm: float, world_size: int, iterations: int) -> list[Span]:
+def _with_server(draws: Draws, t_update: float, t_comm: float, world_size: int, iterations: int) -> list[Span]:
     spans: list[Span] = []
     free = [0.0] * world_size
     for iteration in range(iterations):

@@ -86,6 +86,8 @@ def whole_profile(folder: Path) -> str:
         codec_compute_slowdown=about(0.15),
         comm_slowdown=about(0.05),
         cv=0.02,
+        persistence=about(0.5),
+        comm_cv=about(0.1),
         slow_ranks=(1.31,),
     )
     measured = Calibrated(

@@ -1,4 +1,5 @@
-"""Fuzzed arguments of the commands: command lines, TOML files of options, and quantities with units."""
+"""Fuzzed arguments of the commands: command lines, TOML files of options, quantities with units, and descriptions of
+emulated accelerators."""
 
 from __future__ import annotations
 
@@ -9,6 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from experiments import accelerators
 from experiments.fuzzing.cases import Target, absurd_number, complaint_about_line
 from experiments.fuzzing.mutations import NASTY_TOML, NASTY_WORDS, damaged_text, nested
 from experiments.testbed.links import parse_latency, parse_loss, parse_rate, parse_slow_node
@@ -68,6 +73,11 @@ def make_command_line(chance: random.Random, folder: Path) -> tuple[str, list[st
         "--codec": ("fp32", "int8", "ternary"),
         "--epochs": ("1", "1000000"),
         "--cv": ("0", "0.5", "1e9"),
+        "--persistence": ("0", "0.99", "1", "0.999999999999"),
+        "--comm-cv": ("0", "0.5", "1e8"),
+        "--slow-ranks": ("1.5", "1", "1e8"),
+        "--iterations": ("1000", "1", "1000000"),
+        "--price": ("1.20/h", "0/h", "1.20", "1e300/h", "1e-300/d", "$1/h"),
     }
     words = [chance.choice(["predict", "predict", "plan", "simulate"]), "--json"]
     for name in (*list(values)[:5], *chance.sample(list(values)[5:], chance.randrange(3))):
@@ -167,7 +177,10 @@ QUANTITIES: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "delay": (parse_latency, ("ms", "us", "s")),
     "loss": (parse_loss, ("%", "")),
     "slow node": (parse_slow_node, ("mbit", "gbit")),
+    "price": (lambda text: units.parse_price("price", text), tuple(units.PER_SECOND)),
 }
+WITHOUT_UNIT = ("count", "loss")
+"""Quantities that may have no unit."""
 NUMBERS = (
     *("0", "00", "1", "1.", ".5", "-1", "+1", "-0", "1e5", "1E05", "1e308", "1e309", "1e-320", "1e99999", "9" * 300),
     *("9" * 400, "\u0663", "\uff11\uff12", "\u0967", "\u00b2", "\u00bd", "1_000", "1,5", "0x1F", "nan", "inf", "1e"),
@@ -186,17 +199,66 @@ def make_quantity(chance: random.Random, folder: Path) -> tuple[str, str]:
 
 
 def try_quantity(case: tuple[str, str], folder: Path) -> str | None:
-    """Read the quantity, whose digits must be those of ASCII."""
+    """Read the quantity, which must have a unit and digits of ASCII."""
     kind, text = case
     value = QUANTITIES[kind][0](text)
     if (found := absurd_number(value, MOST)) is not None:
         return f"{found!r} was accepted"
+    if kind not in WITHOUT_UNIT and not text.rstrip()[-1:].isalpha():
+        return "a quantity without a unit was accepted"
+    return _foreign_digits(text)
+
+
+def _foreign_digits(text: str) -> str | None:
+    """Return a complaint if ``text``, which was accepted, has digits that are not ASCII."""
     foreign = any(character.isdigit() and not character.isascii() for character in text)
     return "digits that are not ASCII were accepted" if foreign else None
+
+
+ACCELERATOR = {
+    "forward": ("0.25", "0", "1", "-0.5"),
+    "jitter": ("0.1", "0", "-1", "1e15"),
+    "persistence": ("0.9", "0", "1", "0.9999"),
+    "slow": ("3x1.5", "0x2", "3x0", "3", "x", "3x1e15", "-1x2", "3x"),
+    "model": ("mlp", "convnet", "", "mlp=1"),
+    "speed": ("1",),
+}
+"""Options of an accelerator, and values that are right or nearly so."""
+HOPELESS_SECONDS = 1e-6
+"""Time of a pass in which no model can be computed."""
+
+
+def make_accelerator(chance: random.Random, folder: Path) -> tuple[bool, str]:
+    """Draw whether an accelerator is synthetic, and its description, of which most are nearly right."""
+    unusual = chance.choice(NUMBERS) + chance.choice(UNITS)
+    seconds = chance.choice(["75ms", "75ms", "1us", "0.1us", "1ns", "0s", unusual])
+    parts = [seconds]
+    for _ in range(chance.choice([0, 1, 1, 2, 3])):
+        name = chance.choice(list(ACCELERATOR))
+        value = chance.choice([*ACCELERATOR[name], *ACCELERATOR[name], chance.choice((*NUMBERS, *NASTY_WORDS))])
+        parts.append(chance.choices([f"{name}={value}", name, value], [18, 1, 1])[0])
+    return chance.random() < 0.5, ",".join(parts)
+
+
+def try_accelerator(case: tuple[bool, str], folder: Path) -> str | None:
+    """Read the description, and train a model on an accelerator that is too fast for it, which must be refused."""
+    synthetic, text = case
+    accelerator, _ = accelerators.parse(text, synthetic=synthetic)
+    numbers = [accelerator.seconds, accelerator.forward, accelerator.jitter, accelerator.persistence]
+    if (found := absurd_number([*numbers, dict(accelerator.slow)], MOST)) is not None:
+        return f"{found!r} was accepted"
+    if not accelerator.synthetic and accelerator.seconds <= HOPELESS_SECONDS:
+        rank = max(accelerator.slow, default=0) + 1  # one that is not slow
+        model = accelerators.Emulated(nn.Linear(8, 8), accelerator, rank=rank)
+        for _ in range(accelerators.JUDGED + 1):
+            model(torch.ones(4, 8)).sum().backward()
+        return "an accelerator that is shorter than its real part was accepted"
+    return _foreign_digits(text)
 
 
 TARGETS = (
     Target("command lines", 2000, make_command_line, try_command_line, (UserInputError,)),
     Target("TOML options", 1500, make_toml, try_toml, (UserInputError,)),
     Target("quantities", 2000, make_quantity, try_quantity, (ValueError,)),
+    Target("accelerators", 1000, make_accelerator, try_accelerator, (UserInputError,)),
 )

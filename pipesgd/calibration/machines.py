@@ -101,12 +101,12 @@ def _core_times() -> list[int]:
 
 
 def provenance(
-    machines: Sequence[Machine], created: str, argv: Sequence[str], product: float, stolen: float
+    machines: Sequence[Machine], created: str, argv: Sequence[str], product: float, stolen: float, seconds: float
 ) -> dict[str, Any]:
     """Return a record for people who read the file later, and for checking that the machines are as fast as they were.
 
     ``argv`` are the arguments after torchrun's own, ``product`` is the mean of ``product_seconds`` over the
-    calibration, and ``stolen`` is ``StolenTime``'s share.
+    calibration, ``stolen`` is ``StolenTime``'s share, and ``seconds`` is how long the calibration took.
     """
     return {
         "created": created,
@@ -122,4 +122,5 @@ def provenance(
         "transport": "gloo",
         "product_seconds": product,
         "stolen_share": round(stolen, 4),
+        "calibration_seconds": round(seconds, 2),
     }

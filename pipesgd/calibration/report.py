@@ -51,6 +51,8 @@ def show(
     for name, part in computation.parts.items():
         table.add_row(name.replace("_", " "), f"{_ms(part)}")
     table.add_row("spread", f"{computation.cv:.1%} between iterations (cv)")
+    table.add_row("persistence of it", _number(computation.persistence))
+    table.add_row("spread of the all-reduce", _number(computation.comm_cv))
     table.add_row("during a collective", f"{computation.compute_slowdown.value:.1%} slower")
     table.add_row("during a compressed one", f"{computation.codec_compute_slowdown.value:.1%} slower")
     for name, comm_slowdown in computation.comm_slowdowns.items():
@@ -143,6 +145,10 @@ def _parameter(name: str, value: Estimate) -> str:
         return f"{1e9 * value.value:.4g} ns a byte: {middle} Mbit/s ({low} to {high})"
     unit, scale = ("ns a byte", 1e9) if name == "shared" else ("us", 1e6)
     return f"{scale * value.value:.3g} {unit} ({scale * value.low:.3g} to {scale * value.high:.3g})"
+
+
+def _number(value: Estimate) -> str:
+    return f"{value.value:.2f} ({value.low:.2f} to {value.high:.2f})"
 
 
 def _ms(value: Estimate) -> str:

@@ -72,7 +72,7 @@ def test_two_ranks_write_a_profile_that_the_timing_model_reads(tmp_path: Path) -
     assert (compute.model, compute.batch_size) == ("mlp", 16)
     assert compute.tensors == (64 * 20, 20, 20 * 10, 10)
     assert compute.samples == 1497
-    for part in (compute.forward, compute.backward, compute.update, compute.late_update):
+    for part in (compute.forward, compute.backward, compute.update, compute.late_update, compute.loading):
         assert part.value > 0
     assert profile.provenance["ranks"] == 2
     assert str(profile.provenance["command"]).startswith("torchrun ... -m pipesgd.calibrate --seconds 1 ")
@@ -123,6 +123,7 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
     assert "halving-doubling meanwhile" in text
     assert 0 < float(str(profile.provenance["product_seconds"])) < 1
     assert 0 <= float(str(profile.provenance["stolen_share"])) < 1
+    assert float(str(profile.provenance["calibration_seconds"])) > 0
     compute = profile.compute[0]
     for strategy, all_reduce in (("pipelined", "all-to-all"), ("ps-sync", None)):
         job = Job(cluster=profile, compute=compute, world_size=3, strategy=strategy, all_reduce=all_reduce)

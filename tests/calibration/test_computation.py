@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from _ranks import run_ranks
 
+from experiments.accelerators import Accelerator, Jitter
 from pipesgd.calibration.computation import (
     BACKWARD,
     COMMUNICATION,
     CPU,
     DATA,
     FORWARD,
+    LEAST_ITERATIONS,
     LOADING,
     PARTS,
+    UNKNOWN_SLOWDOWN,
     UPDATE,
     WAIT,
     Computation,
     Laps,
+    Training,
     summarize,
+    training_modes,
 )
-from timing_model import ComputeTimes
-from timing_model.measured import Estimate
+from pipesgd.cli import parse
+from pipesgd.ranks import Ranks
+from pipesgd.run.workload import load
+from timing_model import ComputeTimes, Noise
+from timing_model.measured import MOST_PERSISTENCE, Estimate
 
-MEANS = (1.0, 2.0, 0.5, 0.75, 0.0)
+MEANS = (1.0, 2.0, 0.5, 0.75, 0.0, 0.0)
 """Means of ``PARTS``, in seconds."""
 
 
@@ -50,7 +60,7 @@ def laps(
     generator = np.random.default_rng(seed)
     found: list[Laps] = []
     for width in (1, 2):
-        forward, backward, update, late_update, _ = (scale * mean for mean in MEANS)
+        forward, backward, update, late_update, *_ = (scale * mean for mean in MEANS)
         forward += waiting
         own = update if width == 1 else late_update
         times = ComputeTimes(
@@ -88,7 +98,12 @@ def laps(
 
 def summary(ranks: list[list[Laps]], **options: Any) -> Computation:
     """Summarize ranks that wait only for the all-reduce, which takes no time unless ``options`` say otherwise."""
-    defaults: dict[str, Any] = {"t_comms": {"ring": 0.0}, "t_compressed": 0.0, "late_iteration": WithoutWaiting}
+    defaults: dict[str, Any] = {
+        "t_synchronous": np.inf,  # no handover
+        "t_comms": {"ring": 0.0},
+        "t_compressed": 0.0,
+        "late_iteration": WithoutWaiting,
+    }
     return summarize(ranks, **defaults | options)
 
 
@@ -97,8 +112,7 @@ class WithoutWaiting:
     """A model of late iterations in which the longer part takes the whole iteration."""
 
     world_size: int
-    cv: float
-    slow_ranks: tuple[float, ...]
+    noise: Noise
 
     def all_reduce(self, total: float, computation: float) -> float:
         return total
@@ -169,6 +183,73 @@ def test_what_slows_all_ranks_down_together_makes_none_wait() -> None:
     assert of([1.0], drift=lambda lap: 1 + 0.2 * (lap % 2)).cv == pytest.approx(0.1 / 1.1, rel=0.01)
 
 
+def jittered(accelerator: Accelerator, *, seed: int, ranks: int = 4, between: int = 30, count: int = 20) -> list[Any]:
+    """Return laps whose iterations take as long as those of emulated accelerators, with ``between`` others between
+    them, in which the ranks do other things."""
+    everybody = []
+    for rank in range(ranks):
+        jitter = Jitter(accelerator, seed=seed, rank=rank)
+        own = laps(count=count)
+        for lap in own[0]:
+            for number, iteration in enumerate(lap):
+                factor = jitter.next()
+                lap[number] = [factor * seconds for seconds in iteration]
+            for _ in range(between):
+                jitter.next()
+        everybody.append(own)
+    return everybody
+
+
+@pytest.mark.parametrize("persistence", [0.0, 0.5, 0.9])
+def test_the_persistence_of_an_accelerators_jitter_is_found(persistence: float) -> None:
+    """20 laps of 10 iterations: their own means would make 0.9 look like 0.68."""
+    accelerator = Accelerator(seconds=1.0, synthetic=True, jitter=0.1, persistence=persistence)
+    found = [summary(jittered(accelerator, seed=seed)) for seed in range(12)]
+    assert np.mean([one.cv for one in found]) == pytest.approx(0.1, rel=0.05)
+    values = [one.persistence.value for one in found]
+    assert np.mean(values) == pytest.approx(persistence, abs=0.02)
+    assert np.std(values) < 0.07
+    inside = [one.persistence.low <= persistence <= one.persistence.high for one in found]
+    assert np.mean(inside) >= 0.75
+    assert all(one.persistence.high <= MOST_PERSISTENCE for one in found)
+
+
+def test_a_short_calibration_is_less_sure_of_the_persistence() -> None:
+    """Two ranks and 40 iterations: the value found is too low by a tenth on average, and the interval says so."""
+    accelerator = Accelerator(seconds=1.0, synthetic=True, jitter=0.1, persistence=0.8)
+    found = [summary(jittered(accelerator, seed=seed, ranks=2, count=4)).persistence for seed in range(30)]
+    assert np.mean([one.value for one in found]) == pytest.approx(0.8, abs=0.1)
+    assert np.mean([one.high - one.low for one in found]) > 0.2
+    assert np.mean([one.low <= 0.8 <= one.high for one in found]) >= 0.75
+
+
+def test_what_ranks_have_in_common_does_not_persist() -> None:
+    """All ranks are slow in every second lap; what each has of its own is drawn again."""
+    found = of([1.0, 1.0, 1.0], cv=0.02, count=20, drift=lambda lap: 1 + 0.2 * (lap % 2))
+    assert found.persistence.value < 0.15
+    assert of([1.0, 1.0], count=4).persistence == Estimate.exact(0.0)
+
+
+def test_the_spread_of_the_all_reduce_is_that_within_laps_by_the_rank_that_waited_for_no_other() -> None:
+    """Laps drift, one all-reduce is interrupted, and the others wait for rank 1, whose times are the all-reduce's."""
+    generator = np.random.default_rng(2)
+    ranks = [laps(t_comm=2.0, count=40, drift=lambda lap: 1 + 0.2 * (lap % 2)) for _ in range(3)]
+    for lap in range(40):
+        for number in range(10):
+            factor = float(np.exp(0.1 * generator.standard_normal()))
+            if (lap, number) == (3, 4):
+                factor = 50.0
+            for rank, waited in ((0, 0.5), (1, 0.0), (2, 1.5)):
+                iteration = ranks[rank][0][lap][number]
+                iteration[COMMUNICATION] = factor * iteration[COMMUNICATION] + waited * generator.random()
+    found = summary(ranks, t_comms={"ring": 2.0})
+    assert found.comm_cv.value == pytest.approx(0.1, rel=0.1)
+    assert found.comm_cv.low < 0.1 < found.comm_cv.high < 0.13
+    assert found.cv == pytest.approx(0.0, abs=1e-9)
+    assert found.persistence == Estimate.exact(0.0)
+    assert of([1.0, 1.0]).comm_cv == Estimate.exact(0.0), "an all-reduce that takes no time"
+
+
 @pytest.mark.parametrize("t_comm", [2.0, 3.0, 8.0])
 @pytest.mark.parametrize(("compute_slowdown", "comm_slowdown"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.2)])
 def test_what_each_loses_beside_the_other_is_found(
@@ -217,7 +298,7 @@ def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
     found = summary(ranks, t_comms={"ring": 8.0}, late_iteration=Waiting)
     assert found.comm_slowdowns["ring"] == Estimate.exact(0.0)
     assert asked[0][:2] == pytest.approx((10.4, 3.75))
-    assert asked[0][2] == Waiting(world_size=2, cv=0.0, slow_ranks=())
+    assert asked[0][2] == Waiting(world_size=2, noise=Noise())
 
 
 def test_an_all_reduce_that_explains_nothing_is_not_hindered() -> None:
@@ -251,3 +332,53 @@ def test_an_interval_is_where_another_calibration_would_be() -> None:
         found = of([1.0], drift=lambda lap, drifts=drifts: float(drifts[lap])).parts["forward"]
         inside += found.low <= other.mean() <= found.high
     assert 170 <= inside <= 190
+
+
+def test_what_a_collective_takes_longer_in_training_is_its_handover() -> None:
+    """The rank that waits least counts: the others wait for it, too."""
+    ranks = [laps(t_comm=3.0), laps(t_comm=4.0)]
+    found = summary(ranks, t_synchronous=2.5, t_comms={"ring": 2.5})
+    assert found.parts["handover"].value == pytest.approx(0.5)
+    ranks = [laps(t_comm=3.0)] * 2
+    found = summary(ranks, t_synchronous=2.5, t_comms={"ring": 2.5})
+    assert found.comm_slowdowns["ring"].value == pytest.approx(0, abs=1e-6), "the handover is no slowdown"
+    assert summary(ranks, t_synchronous=9.0).parts["handover"].value == 0
+
+
+def test_ranks_that_trained_apart_know_their_computation_and_no_slowdowns() -> None:
+    found = summary([laps(t_comm=3.0)] * 2, t_synchronous=2.0, t_comms={"ring": 2.0, "native": 3.0}, apart=True)
+    assert [found.parts[name].value for name in PARTS] == pytest.approx([*MEANS[:-1], 1.0])
+    assert found.compute_slowdown == found.codec_compute_slowdown == UNKNOWN_SLOWDOWN
+    assert found.comm_slowdowns == {"ring": UNKNOWN_SLOWDOWN, "native": UNKNOWN_SLOWDOWN}
+
+
+def test_few_laps_are_cut_in_halves_for_their_intervals() -> None:
+    """The error of two laps would have one degree of freedom, and an interval six standard errors wide."""
+    wide = of([1.0, 1.0], cv=0.05, count=2).parts["forward"]
+    narrow = of([1.0, 1.0], cv=0.05, count=8).parts["forward"]
+    assert narrow.high - narrow.low < wide.high - wide.low < 6 * (narrow.high - narrow.low)
+
+
+def _lap(ranks: Ranks, seconds: float) -> tuple[list[bool], list[int], list[int], float]:
+    """Return if each of four laps trained, the numbers of laps, those of their iterations, and the pace."""
+    config = parse(["--dataset", "digits", "--hidden-sizes", "8", "--batch-size", "4"])
+    _, batches, model, _ = load(config, ranks)
+    modes = training_modes(["ring"], ["int4"], slow=True)
+    training = Training(config, model, batches, "eager", modes, ranks)
+    with contextlib.closing(training):
+        pace = training.pace()
+        done = [training.lap(seconds) for _ in range(4)]
+    return done, [len(one) for one in training.laps], [len(lap) for one in training.laps for lap in one], pace
+
+
+@pytest.mark.slow
+def test_training_goes_on_after_two_laps_only_once_there_is_time_for_it() -> None:
+    for done, laps_of_ways, iterations, pace in run_ranks(2, _lap, 0.0):
+        assert done == [True, True, False, False]
+        assert laps_of_ways == [2, 2]
+        assert iterations == [LEAST_ITERATIONS] * 4
+        assert pace > 0
+    for done, laps_of_ways, iterations, _ in run_ranks(2, _lap, 1.0):
+        assert done == [True] * 4
+        assert laps_of_ways == [4, 4]
+        assert min(iterations[1:4]) > LEAST_ITERATIONS

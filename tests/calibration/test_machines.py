@@ -13,7 +13,14 @@ from timing_model.measured import Estimate
 
 UNKNOWN = Estimate(1.0, 0.0, 2.0)
 COMPUTATION = Computation(
-    parts={}, cv=0.0, slow_ranks={}, compute_slowdown=UNKNOWN, codec_compute_slowdown=UNKNOWN, comm_slowdowns={}
+    parts={},
+    cv=0.0,
+    persistence=UNKNOWN,
+    comm_cv=UNKNOWN,
+    slow_ranks={},
+    compute_slowdown=UNKNOWN,
+    codec_compute_slowdown=UNKNOWN,
+    comm_slowdowns={},
 )
 
 

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from experiments import fuzz
+from experiments.fuzzing import words as fuzzed_words
 from experiments.fuzzing.cases import Target, draw, judge
 from experiments.fuzzing.mutations import damaged
 from pipesgd.errors import UserInputError
@@ -56,7 +57,29 @@ def test_what_a_failure_is(attempt: Any, outcome: str, why: str, tmp_path: Path)
     assert verdict.why.startswith(why)
 
 
-@pytest.mark.parametrize("name", ["command lines", "quantities", "store values", "parameter-server messages"])
+@pytest.mark.parametrize(
+    ("target", "case", "why"),
+    [
+        ("accelerators", (False, "1us"), "accelerator's pass must take at least 3 times as long as the model's own"),
+        ("quantities", ("price", "1.20"), "price must have a unit such as 1.20/h; got '1.20'"),
+    ],
+)
+def test_what_must_be_refused_is(target: str, case: Any, why: str, tmp_path: Path) -> None:
+    verdict = judge(fuzz.TARGETS[target], case, tmp_path)
+    assert verdict.outcome == "refused"
+    assert verdict.why.startswith(why)
+
+
+def test_what_must_be_refused_fails_where_it_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fuzzed_words.accelerators.Emulated, "_judge", lambda model: None)
+    verdict = judge(fuzz.TARGETS["accelerators"], (False, "1us"), tmp_path)
+    assert verdict.outcome == "absurd"
+    assert verdict.why == "an accelerator that is shorter than its real part was accepted"
+
+
+@pytest.mark.parametrize(
+    "name", ["command lines", "quantities", "accelerators", "store values", "parameter-server messages"]
+)
 def test_a_case_is_the_same_whatever_was_tried_before(name: str, tmp_path: Path) -> None:
     target = fuzz.TARGETS[name]
     cases = [repr(draw(target, 0, index, tmp_path)) for index in (3, 4, 3)]

@@ -48,6 +48,8 @@ MLP = ComputeProfile(
     comm_slowdown=about(0.05),
     comm_slowdowns={"halving-doubling": about(0.12)},
     cv=0.02,
+    persistence=about(0.5),
+    comm_cv=about(0.03),
     slow_ranks=(1.31,),
 )
 

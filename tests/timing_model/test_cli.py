@@ -145,14 +145,27 @@ def test_ten_gigabits_are_ten_gigabits(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_rank_that_is_slow_is_named_as_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, f"predict {HAND} --slow-ranks 3 --codec int8")
     assert [line.split(maxsplit=2)[2] for line in out.splitlines() if line.startswith("limited by")] == [
-        "slow ranks, which the others wait for"
+        "jitter and slow ranks"
     ]
-    [line] = [line for line in out.splitlines() if line.startswith("without slow ranks")]
+    [line] = [line for line in out.splitlines() if line.startswith("without jitter and slow ranks")]
     assert line.endswith("3.00 times as fast as now")
 
 
 def test_simulate_has_no_bound_on_the_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert "jitter: cv 70.0% lognormal" in said(capsys, f"simulate {HAND} --cv 0.7 --iterations 20")
+
+
+def test_simulated_jitter_persists(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"simulate {HAND} --cv 0.1 --iterations 300"
+    assert "jitter: cv 10.0% lognormal, persistence 0.9\n" in said(capsys, f"{words} --persistence 0.9")
+    assert "persistence" not in said(capsys, words)
+
+
+def test_simulated_all_reduces_vary(capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"simulate {HAND} --iterations 300"
+    assert "jitter: cv 0.0% lognormal, all-reduce cv 30.0%\n" in said(capsys, f"{words} --comm-cv 0.3")
+    values = json.loads(said(capsys, f"{words} --comm-cv 0.3 --json"))["simulated_seconds"]
+    assert values["median"] < values["p95"] < values["slowest"]
 
 
 def test_codecs_that_cost_accuracy_are_searched_when_all_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,6 +262,11 @@ BAD = {
     f"plan {HAND} --price 1.20/h": "price must be left out where neither the job's iterations nor the samples and",
     f"predict {HAND} --cv -1": "cv must be a number of at least 0; got '-1'",
     f"predict {HAND} --cv nan": "cv must be a number of at least 0; got 'nan'",
+    f"predict {HAND} --cv 0.1 --persistence 1": "persistence must be a number of at least 0 and below 1; got '1'",
+    f"predict {HAND} --cv 0.1 --persistence -0.1": "persistence must be a number of at least 0; got '-0.1'",
+    f"predict {HAND} --persistence 0.5": "persistence must come with a cv above 0; got 0.5 without one",
+    f"predict {HAND} --comm-cv -1": "comm-cv must be a number of at least 0; got '-1'",
+    f"predict {HAND} --comm-cv 10%": "comm-cv must be a number of at least 0; got '10%'",
     f"predict {HAND} --cv 0.7": "outside of what was measured or checked; got cv 0.7; the",
     f"plan {HAND} --cv 0.7": "nothing is left; got cv 0.7; the formulas were checked up to 0.6 (timing-model simulate",
     f"predict {HAND} --ranks-per-node 2 --all-reduce all-to-all": "ranks-per-node must be 1 with all-to-all, whose",
@@ -324,7 +342,7 @@ def test_what_is_wrong_is_one_line(
 
 WORDS = st.sampled_from(
     f"""{HAND} --width --codec --all-reduce --strategy --cv --slow-ranks --json --segment-bytes --batch-size --samples
-    --epochs --iterations --model --network --update --servers --ranks-per-node --extrapolate --top --seed
+    --epochs --iterations --model --network --update --servers --ranks-per-node --extrapolate --top --persistence --seed
     0 1 2 -1 1e9 1e308s nan inf int8 native ddp ps-sync hierarchical halving-doubling 1GbE vgg16 3 7 64 1s
     1e-300bit/s 0s --accumulation --price 1.2/h --compute --bandwidth --latency --parameters
     = -- - --rate-limit 50mbit --local-steps é predict --width=2 999999999999999999999999999999""".split()

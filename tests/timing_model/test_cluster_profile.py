@@ -122,6 +122,8 @@ def test_parameters_of_the_formulas() -> None:
         ("sharing = {value = 0.5", "sharing = {value = 1.5", "servers.sharing.value must be a number from 0 to 1"),
         ("slow_ranks = [1.31]", "slow_ranks = [0.9]", r"compute\[0\].slow_ranks must be a number from 1"),
         ("cv = 0.02", "cv = 1e9", r"compute\[0\].cv must be a number from 0 to 10; got 1"),
+        ("persistence = {value = 0.5", "persistence = {value = 1", r"persistence.value must be .* from 0 to 0.99"),
+        ("persistence = {value = 0.5", "persistence = {value = 0.6", r"persistence.high must be a number from 0.6 to"),
         ("batch_size = 512", "batch_size = 0", r"compute\[0\].batch_size must be a whole number of at least 1; got 0"),
         ("[[compute]]", "[compute]", "compute must be a list"),
         ("created =", "created = 2026-11-22 #", "provenance.created must be a string, a finite number"),
@@ -136,6 +138,17 @@ def test_nonsense_is_named(path: Path, what: str, by: str, message: str) -> None
     with pytest.raises(ValueError, match=message) as error:
         Profile.load(path)
     assert "\n" not in str(error.value)
+
+
+def test_a_file_from_before_something_was_measured_is_read(path: Path) -> None:
+    text = re.sub(r"^(persistence|comm_cv) = .*\n", "", path.read_text(), flags=re.MULTILINE)
+    path.write_text(text)
+    loaded = Profile.load(path)
+    unknown = Estimate.exact(0.0)
+    before = dataclasses.replace(MLP, persistence=unknown, comm_cv=unknown)
+    assert loaded == dataclasses.replace(PROFILE, compute=(before,))
+    loaded.save(path)
+    assert path.read_text() == text  # which programs of that time can read, too
 
 
 def test_a_model_that_is_there_twice(path: Path) -> None:

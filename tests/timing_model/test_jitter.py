@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from timing_model import Noise, expected_maximum, simulate_iterations, steady_state_bound, steady_state_period
-from timing_model.jitter import blom, lasting_period
+from timing_model import Noise, expected_maximum, simulate, simulate_iterations, steady_state_bound, steady_state_period
+from timing_model.jitter import blom, lasting_period, variance_of_mean
 from timing_model.job import CHECKED_CV
+from timing_model.simulate import Draws
 
+Values = NDArray[np.float64]
 SECONDS = st.floats(0, 10)
 
 
@@ -20,7 +24,17 @@ SECONDS = st.floats(0, 10)
 def noises(draw: st.DrawFn) -> Noise:
     distribution = draw(st.sampled_from(["lognormal", "normal"]))
     cv = draw(st.floats(0, 0.5 if distribution == "lognormal" else 0.25))
-    return Noise(cv=cv, distribution=distribution, slow_ranks=tuple(draw(st.lists(st.floats(1, 3), max_size=2))))
+    slow_ranks = tuple(draw(st.lists(st.floats(1, 3), max_size=2)))
+    persistence = draw(st.one_of(st.just(0.0), st.floats(0, 0.99)))
+    comm_cv = draw(st.one_of(st.just(0.0), st.floats(0, 0.6)))
+    return Noise(cv=cv, persistence=persistence, comm_cv=comm_cv, distribution=distribution, slow_ranks=slow_ranks)
+
+
+def persist(normal: Values, persistence: float) -> Values:
+    """Return AR(1) processes along the first axis, made of independent deviations."""
+    for number in range(1, len(normal)):
+        normal[number] = persistence * normal[number - 1] + np.sqrt(1 - persistence**2) * normal[number]
+    return normal
 
 
 # --- Expected maxima --------------------------------------------------------------------------------------------------
@@ -38,6 +52,7 @@ def test_expected_maxima_of_normals(world_size: int, sigmas: float) -> None:
     "noise",
     [
         Noise(cv=0.3),
+        Noise(cv=0.3, persistence=0.8),
         Noise(cv=0.2, distribution="normal"),
         Noise(cv=0.1, slow_ranks=(1.2, 1.5)),
         Noise(cv=0.2, distribution="normal", slow_ranks=(1.5, 1.5, 1.5)),
@@ -47,22 +62,64 @@ def test_expected_maxima_are_those_of_draws(noise: Noise, run: int) -> None:
     generator = np.random.default_rng(1)
     means = np.ones(10)
     means[: len(noise.slow_ranks)] = noise.slow_ranks
-    normal = generator.standard_normal((20_000, run, 10))
+    normal = persist(generator.standard_normal((run, 20_000, 10)), noise.persistence)
     if noise.distribution == "normal":
         draws = 1 + noise.cv * normal
     else:
         sigma = np.sqrt(np.log1p(noise.cv**2))
         draws = np.exp(sigma * normal - sigma**2 / 2)
-    slowest = (draws.mean(1) * means).max(1)
+    slowest = (draws.mean(0) * means).max(1)
     within = 5 * slowest.std() / np.sqrt(len(slowest)) + (0.004 if run > 1 else 0.0)  # error of Fenton's approximation
     assert expected_maximum(noise, 10, run=run) == pytest.approx(slowest.mean(), abs=within)
     floored = np.maximum(slowest, 1.2).mean()
     assert expected_maximum(noise, 10, run=run, floor=1.2) == pytest.approx(floored, abs=within)
+    floors = 1.2 * np.exp(0.3 * generator.standard_normal(len(slowest)) - 0.3**2 / 2)
+    varied = np.maximum(slowest, floors)
+    within = 5 * varied.std() / np.sqrt(len(varied)) + (0.004 if run > 1 else 0.0)
+    floor_cv = float(np.sqrt(np.expm1(0.3**2)))
+    assert expected_maximum(noise, 10, run=run, floor=1.2, floor_cv=floor_cv) == pytest.approx(
+        varied.mean(), abs=within
+    )
 
 
 def test_one_rank_takes_its_mean() -> None:
     for distribution in ("lognormal", "normal"):
         assert expected_maximum(Noise(cv=0.2, distribution=distribution), 1) == pytest.approx(1, abs=3e-6)
+
+
+@pytest.mark.parametrize("persistence", [0.0, 0.3, 0.9, 0.99])
+def test_means_of_deviations_that_persist_vary_more(persistence: float) -> None:
+    """The sum in closed form."""
+    for run in (1, 2, 7, 128):
+        long, short = (1 + persistence) / (1 - persistence), (1 - persistence**run) / run / (1 - persistence) ** 2
+        assert variance_of_mean(persistence, run) == pytest.approx((long - 2 * persistence * short) / run)
+
+
+@pytest.mark.parametrize("distribution", ["lognormal", "normal"])
+def test_simulated_deviations_persist_as_they_should(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = Noise(cv=0.2, persistence=0.8, distribution=distribution, slow_ranks=(2.0,))
+    draws = Draws(1.0, noise, 20, seed=5)
+    times = np.array([draws.next().copy() for _ in range(20_000)])
+    assert times.mean(axis=0) == pytest.approx([2.0] + 19 * [1.0], rel=0.02)
+    assert (times.std(axis=0) / times.mean(axis=0)).mean() == pytest.approx(0.2, rel=0.02)
+    deviations = np.log(times) if distribution == "lognormal" else times
+    deviations = (deviations - deviations.mean(axis=0)) / deviations.std(axis=0)
+    for lag in (1, 3):
+        assert (deviations[lag:] * deviations[:-lag]).mean() == pytest.approx(0.8**lag, abs=0.015)
+    monkeypatch.setattr(simulate, "DRAWS", 7 * 20)
+    in_pieces = Draws(1.0, noise, 20, seed=5)
+    assert np.array_equal([in_pieces.next().copy() for _ in range(30)], times[:30])
+
+
+def test_simulated_collectives_vary_by_themselves() -> None:
+    """Without computation, iterations are the collectives; two series of the same seed have nothing in common."""
+    simulated = simulate_iterations(
+        t_compute=0, t_comm=3, width=2, world_size=4, iterations=20_000, noise=Noise(comm_cv=0.3), seed=0
+    )
+    times = np.diff(simulated.ends)
+    assert (times.mean(), times.std() / times.mean()) == pytest.approx((3.0, 0.3), rel=0.02)
+    computed = [float(draws.next()[0]) for draws in [Draws(1.0, Noise(cv=0.3), 1, seed=0)] for _ in times]
+    assert abs(np.corrcoef(times, computed)[0, 1]) < 0.03
 
 
 # --- The steady state -------------------------------------------------------------------------------------------------
@@ -110,6 +167,64 @@ def test_the_period_is_as_near_as_it_says(noises: list[Noise], worst: float, mea
     assert average < mean
 
 
+@pytest.mark.slow
+def test_the_period_of_jitter_that_persists_is_as_near_as_it_says() -> None:
+    errors = []
+    for (cv, persistence), p, width, t_comm in itertools.product(
+        ((0.1, 0.9), (0.3, 0.5), (0.3, 0.9)), (2, 32), (2, 4), (0.9, 1.2)
+    ):
+        noise = Noise(cv=cv, persistence=persistence)
+        simulated = simulate_iterations(
+            t_compute=1, t_comm=t_comm, width=width, world_size=p, iterations=10_000, noise=noise, seed=p + width
+        ).period
+        errors.append(abs(steady_state_period(1, t_comm, width, p, noise) / simulated - 1))
+    assert max(errors) < 0.04
+    assert np.mean(errors) < 0.012
+
+
+def test_jitter_that_persists_takes_the_gain_of_a_third_iteration_in_flight() -> None:
+    """Eight ranks, a cv of 20 % and a collective as long as the computation, by a simulator written for a review."""
+    for persistence, periods in ((0.0, (1.20, 1.05, 1.03)), (0.9, (1.28, 1.21, 1.17))):
+        for width, period in enumerate(periods, start=2):
+            noise = Noise(cv=0.2, persistence=persistence)
+            assert steady_state_period(1, 1, width, 8, noise) == pytest.approx(period, rel=0.03)
+
+
+@pytest.mark.slow
+def test_the_period_of_collectives_that_vary_is_as_near_as_it_says() -> None:
+    errors = []
+    for noise, p, width, t_comm in itertools.product(
+        (
+            Noise(comm_cv=0.2),
+            Noise(comm_cv=0.5),
+            Noise(cv=0.2, comm_cv=0.4),
+            Noise(cv=0.3, persistence=0.9, comm_cv=0.4),
+        ),
+        (2, 32),
+        (2, 3, 5),
+        (0.7, 1.0, 1.3),
+    ):
+        simulated = simulate_iterations(
+            t_compute=1, t_comm=t_comm, width=width, world_size=p, iterations=6000, noise=noise, seed=p + width
+        ).period
+        errors.append(abs(steady_state_period(1, t_comm, width, p, noise) / simulated - 1))
+    assert max(errors) < 0.05
+    assert np.mean(errors) < 0.015
+
+
+def test_where_a_collective_varies_width_1_takes_the_mean_and_width_2_the_mean_of_the_longer_part() -> None:
+    """Without jitter of the computation, two in flight wait for the longer of computation and collective each time."""
+    noise = Noise(comm_cv=0.5)
+    sigma = np.sqrt(np.log1p(0.5**2))
+    collectives = np.exp(sigma * np.random.default_rng(0).standard_normal(400_000) - sigma**2 / 2)
+    assert steady_state_period(1, 1, 1, 8, noise) == 2.0
+    assert lasting_period(1, 1, 2, 8, noise) == pytest.approx(np.maximum(1, collectives).mean(), rel=0.002)
+    wide = [steady_state_period(1, 1, width, 8, noise) for width in (2, 3, 4, 8)]
+    assert wide == sorted(wide, reverse=True)
+    assert wide[0] == pytest.approx(1.19, rel=0.03)
+    assert wide[-1] < 1.03
+
+
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_jitter_that_lasts_costs_at_most_what_the_bound_says(width: int) -> None:
     """Each rank keeps all but a hundredth of its deviation per iteration, in a plain recursion with its own draws."""
@@ -126,6 +241,7 @@ def test_jitter_that_lasts_costs_at_most_what_the_bound_says(width: int) -> None
     assert steady_state_period(1, t_comm, width, p, noise) * 1.05 < taken
     assert taken == pytest.approx(lasting_period(1, t_comm, width, p, noise), rel=0.03)
     assert lasting_period(1, t_comm, 2, p, noise) == lasting_period(1, t_comm, 5, p, noise)
+    assert steady_state_period(1, t_comm, width, p, Noise(cv=cv, persistence=0.99)) == pytest.approx(taken, rel=0.03)
 
 
 @settings(deadline=None)
@@ -170,6 +286,8 @@ def test_the_period_is_a_number_between_its_bounds_and_monotone(
     assert steady_state_period(compute * 1.01, communication, width, p, noise) * room >= period
     assert steady_state_period(compute, communication, width + 1, p, noise) <= period * room
     assert steady_state_period(compute, communication, width, p + 1, noise) * room >= period
+    longer = dataclasses.replace(noise, persistence=(1 + noise.persistence) / 2)
+    assert steady_state_period(compute, communication, width, p, longer) * room >= period
 
 
 def test_impossible_numbers_are_refused() -> None:

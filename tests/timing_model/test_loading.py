@@ -124,7 +124,8 @@ def test_loading_grows_with_the_batch_and_is_kept_in_the_file(tmp_path: Path) ->
 
 
 def test_simulated_iterations_of_ranks_that_load_their_batches_agree_with_the_formula() -> None:
-    calm = dataclasses.replace(MLP, loading=Estimate.exact(2.0), cv=0.0, slow_ranks=())
+    none = Estimate.exact(0.0)
+    calm = dataclasses.replace(MLP, loading=Estimate.exact(2.0), cv=0.0, comm_cv=none, slow_ranks=())
     job = ask(cluster=FREE, compute=calm, width=2, iterations=50)
     assert simulate_job(job).period == pytest.approx(predict(job).iteration.total, rel=1e-6)
 

@@ -168,7 +168,7 @@ def test_an_interval_is_the_root_of_the_sum_of_squares() -> None:
 
 def calm(**options: Any) -> ComputeProfile:
     """Return ``MLP`` without noise."""
-    return dataclasses.replace(MLP, cv=0.0, slow_ranks=(), **options)
+    return dataclasses.replace(MLP, cv=0.0, comm_cv=Estimate.exact(0.0), slow_ranks=(), **options)
 
 
 def test_the_computation_is_slower_beside_a_codec() -> None:
@@ -249,6 +249,46 @@ def test_lasting_jitter_costs_more_in_a_pipeline_alone(width: int, lasts: bool) 
     work = compute(ring_all_reduce_time(link, 4e8, 4), 100_000_000, cv=0.3)
     answer = predict(Job(cluster=by_hand(link), compute=work, world_size=4, width=width, segment_bytes=WHOLE))
     assert (answer.lasting > 1.03 * answer.iteration.total) == lasts
+
+
+def test_jitter_that_persists_costs_more_and_its_uncertainty_is_in_the_interval() -> None:
+    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
+    work = compute(ring_all_reduce_time(link, 4e8, 4), 100_000_000, cv=0.3)
+
+    def answer(persistence: Estimate) -> Answer:
+        changed = dataclasses.replace(work, persistence=persistence)
+        return predict(Job(cluster=by_hand(link), compute=changed, world_size=4, width=3, segment_bytes=WHOLE))
+
+    fresh, middle, lasting = (answer(Estimate.exact(persistence)) for persistence in (0.0, 0.5, 0.9))
+    assert fresh.iteration.total < middle.iteration.total < lasting.iteration.total < middle.lasting
+    unsure = answer(Estimate(0.5, 0.0, 0.9))
+    ends = fresh.iteration.total, lasting.iteration.total
+    assert (unsure.low, unsure.high) == pytest.approx(ends)
+    assert middle.low == middle.high
+
+
+def test_a_collective_that_varies_costs_a_pipeline_and_a_third_iteration_in_flight_hides_it() -> None:
+    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
+
+    def total(width: int, comm_cv: float) -> float:
+        seconds = ring_all_reduce_time(link, 4e8, 4)
+        work = compute(seconds, 100_000_000, comm_cv=Estimate.exact(comm_cv))
+        asked = Job(cluster=by_hand(link), compute=work, world_size=4, width=width, segment_bytes=WHOLE)
+        answer = predict(asked)
+        assert answer.iteration.total == pytest.approx(math.fsum(answer.iteration[1:]))
+        return answer.iteration.total / seconds
+
+    assert [total(width, 0.0) for width in (1, 2, 3)] == pytest.approx([2.0, 1.0, 1.0])
+    assert [total(width, 0.5) for width in (1, 2, 3)] == pytest.approx([2.0, 1.18, 1.08], rel=0.02)
+
+
+def test_a_collective_that_varies_more_than_was_checked_is_extrapolated() -> None:
+    link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
+    for cluster, model in ((PROFILE, "mlp"), (by_hand(link), "given")):
+        wild = dataclasses.replace(MLP, model=model, comm_cv=Estimate.exact(CHECKED_CV + 0.01))
+        support = predict(ask(cluster=cluster, compute=wild)).support
+        assert support.kind == "extrapolated"
+        assert support.reasons[0] == "a cv of the all-reduce of 0.61; the formulas were checked up to 0.6"
 
 
 def test_a_spread_that_was_never_checked_is_outside() -> None:
@@ -389,6 +429,8 @@ JOBS = st.fixed_dictionaries(
         "values": st.integers(1, 100_000),
         "seconds": SECONDS,
         "cv": st.one_of(st.just(0.0), st.floats(0, 3)),
+        "persistence": st.one_of(st.just(0.0), st.floats(0, 0.99)),
+        "comm_cv": st.one_of(st.just(0.0), st.floats(0, 3)),
         "slow_ranks": st.lists(st.floats(1, 100), max_size=3).map(tuple),
         "compute_slowdown": st.floats(0, 2),
         "codec_compute_slowdown": st.floats(0, 2),
@@ -423,6 +465,8 @@ def job(given: dict[str, Any], **changed: Any) -> Job:
         numbers["seconds"],
         numbers["values"],
         cv=given["cv"],
+        persistence=Estimate.exact(given["persistence"]),
+        comm_cv=Estimate.exact(given["comm_cv"]),
         slow_ranks=given["slow_ranks"],
         compute_slowdown=Estimate.exact(given["compute_slowdown"]),
         codec_compute_slowdown=Estimate.exact(given["codec_compute_slowdown"]),
