@@ -11,10 +11,8 @@ in reverse order, of which the median counts. One setting limits the rate of ran
 from __future__ import annotations
 
 import json
-import shlex
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,7 @@ from rich.console import Console
 
 from experiments import command
 from experiments.results import Row, save
-from experiments.testbed_jobs import run_job
-from experiments.validation_runs import Network
-from pipesgd.errors import RunError
+from experiments.validation_runs import Setting, calibrate, run
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from timing_model.cluster_profile import Profile
@@ -33,41 +29,21 @@ from timing_model.job import Job
 from timing_model.predict import Answer, predict
 from timing_model.units import parse_bandwidth
 
-WORKLOAD = (
-    "--dataset digits --hidden-sizes 1000 1000 --batch-size 16 --lr 0.01 "
-    "--model experiments.accelerators:synthetic=75ms"
-)
 CODECS = ("int8", "int4")
 WIDTHS, STEPS = (1, 2), (1, 2, 4, 8)
 WINDOWS, LEAST_ITERATIONS = 4, 16
 """Fewest windows, and fewest iterations, that are timed in a pass."""
 PASSES = 3
 CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 60.0, 4.0
-DEADLINE = 1200.0
 TARGET = 0.03
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting(Network):
-    """A testbed, and the rate that ranks limit themselves to."""
-
-    rate_limit: str | None = None
-
-    @property
-    def name(self) -> str:
-        return self.place + ("" if self.rate_limit is None else f", limited to {self.rate_limit}")
-
-    @property
-    def words(self) -> str:
-        """Arguments of pipesgd.train for the limit."""
-        return "" if self.rate_limit is None else f" --rate-limit {self.rate_limit}"
-
-
-SETTINGS = (
-    Setting(nodes=4, rate="25mbit"),
-    Setting(nodes=4, rate="50mbit"),
-    Setting(nodes=4, rate="200mbit", rate_limit="50mbit"),
+SETTINGS: tuple[tuple[Setting, str | None], ...] = (
+    (Setting(nodes=4, rate="25mbit", accelerator="75ms"), None),
+    (Setting(nodes=4, rate="50mbit", accelerator="75ms"), None),
+    (Setting(nodes=4, rate="200mbit", accelerator="75ms"), "50mbit"),
 )
+"""Testbeds with accelerators, and the rates that ranks limit themselves to."""
 
 
 def configurations() -> list[dict[str, Any]]:
@@ -80,18 +56,18 @@ def configurations() -> list[dict[str, Any]]:
     ]
 
 
-def ask(profile: Profile, setting: Setting, configuration: dict[str, Any]) -> Answer:
+def ask(profile: Profile, nodes: int, rate_limit: str | None, configuration: dict[str, Any]) -> Answer:
     """Return the prediction of a configuration."""
-    limit = None if setting.rate_limit is None else parse_bandwidth("rate-limit", setting.rate_limit)
+    limit = None if rate_limit is None else parse_bandwidth("rate-limit", rate_limit)
     [compute] = profile.compute
-    job = Job(cluster=profile, compute=compute, world_size=setting.nodes, rate_limit=limit, **configuration)
+    job = Job(cluster=profile, compute=compute, world_size=nodes, rate_limit=limit, **configuration)
     return predict(job, extrapolate=True)
 
 
-def words_of(setting: Setting, configuration: dict[str, Any]) -> str:
+def words_of(rate_limit: str | None, configuration: dict[str, Any]) -> str:
     """Return the arguments of pipesgd.train that run a configuration."""
-    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in configuration.items())
-    return f"{WORKLOAD} {options}{setting.words}"
+    options = configuration if rate_limit is None else configuration | {"rate_limit": rate_limit}
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
 def windows_of(configuration: dict[str, Any]) -> int:
@@ -99,30 +75,28 @@ def windows_of(configuration: dict[str, Any]) -> int:
     return max(WINDOWS, LEAST_ITERATIONS // int(configuration["local_steps"]))
 
 
-def measure(setting: Setting, folder: Path, *, quick: bool) -> list[Row]:
+def measure(setting: Setting, rate_limit: str | None, folder: Path, *, quick: bool) -> list[Row]:
     """Calibrate, predict, and then measure; return a row for every configuration.
 
     Raises:
         RunError: a job failed.
     """
-    cluster, plan_file, times_file = (folder / name for name in ("cluster.toml", "plan.json", "times.json"))
-
-    def run(line: str) -> None:
-        with setting.testbed() as testbed:
-            if failure := run_job(testbed, ["-m", *shlex.split(line)], folder / "log", deadline=DEADLINE):
-                raise RunError(f"{setting.name}: a job must succeed; got {failure}")
-
+    plan_file, times_file = folder / "plan.json", folder / "times.json"
     seconds = QUICK_CALIBRATION_SECONDS if quick else CALIBRATION_SECONDS
-    codecs = " ".join(CODECS)
-    run(f"pipesgd.calibrate --out {cluster} --seconds {seconds} --codecs {codecs} --all-reduces ring {WORKLOAD}")
-    profile = Profile.load(cluster)
-    found = [(one, ask(profile, setting, one)) for one in configurations()[-4 if quick else 0 :]]
+    words = f"--seconds {seconds} --codecs {' '.join(CODECS)} --all-reduces ring {setting.words}"
+    with setting.testbed() as testbed:
+        profile = calibrate(testbed, words, folder)
+    found = [(one, ask(profile, setting.nodes, rate_limit, one)) for one in configurations()[-4 if quick else 0 :]]
     cells = [
-        {"words": words_of(setting, one), "iterations": one["local_steps"] * (1 if quick else windows_of(one))}
+        {
+            "words": f"{setting.words} {words_of(rate_limit, one)}",
+            "iterations": one["local_steps"] * (1 if quick else windows_of(one)),
+        }
         for one, _ in found
     ]
     plan_file.write_text(json.dumps([cells if number % 2 == 0 else cells[::-1] for number in range(PASSES)]), "utf-8")
-    run(f"experiments.timed_configurations {plan_file} {times_file}")
+    with setting.testbed() as testbed:
+        run(testbed, f"experiments.timed_configurations {plan_file} {times_file}", folder)
     passes = [
         of_pass if number % 2 == 0 else of_pass[::-1]
         for number, of_pass in enumerate(json.loads(times_file.read_text("utf-8")))
@@ -132,7 +106,7 @@ def measure(setting: Setting, folder: Path, *, quick: bool) -> list[Row]:
         measured = [timed["seconds"] for timed in of_cell]
         rows.append(
             {
-                "setting": setting.name,
+                "setting": setting.name + ("" if rate_limit is None else f", limited to {rate_limit}"),
                 **one,
                 "predicted_s": answer.iteration.total,
                 "low_s": answer.low,
@@ -169,9 +143,9 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     rows: list[Row] = []
     settings = SETTINGS[:1] if arguments.quick else SETTINGS
     with command.progress(console, "settings", len(settings)) as advance:
-        for setting in settings:
+        for setting, rate_limit in settings:
             with tempfile.TemporaryDirectory() as folder:
-                rows += measure(setting, Path(folder), quick=arguments.quick)
+                rows += measure(setting, rate_limit, Path(folder), quick=arguments.quick)
             advance(1, setting.name)
     summary = summarize(rows)
     path = save("validate_local_steps", rows, extra={"summary": summary}, folder=arguments.output)
