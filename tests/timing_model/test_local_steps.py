@@ -65,7 +65,10 @@ def test_without_noise_a_job_takes_what_the_simulator_says(
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("steps", [2, 8])
-@pytest.mark.parametrize("noise", [Noise(cv=0.1), Noise(cv=0.4), Noise(cv=0.1, slow_ranks=(1.2,))])
+@pytest.mark.parametrize(
+    "noise",
+    [Noise(cv=0.1), Noise(cv=0.4), Noise(cv=0.1, slow_ranks=(1.2,)), Noise(cv=0.1, persistence=0.9, comm_cv=0.1)],
+)
 def test_with_noise_it_is_as_near_to_the_simulator_as_a_pipeline(width: int, steps: int, noise: Noise) -> None:
     """A window's mean varies less than an iteration; the simulator draws every iteration."""
     times = ComputeTimes(update=0.0, forward=1.0, backward=0.0)
