@@ -75,7 +75,6 @@ KEEP_RUNS = (
     "kill_anywhere",
     "fuzz",
     "staleness",
-    "validate_auto",
     "validate_timing_model",
 )
 """Modules that have ``--fresh``."""
@@ -175,8 +174,7 @@ EXPERIMENTS = (
         for workload in ("mlp", "convnet")
         for rate, minutes in (("100mbit", 20.0), ("200mbit", 15.0), ("1gbit", 10.0))
     ),
-    Experiment(name="validate_timing_model", words="validate_timing_model", minutes=150),
-    Experiment(name="validate_auto", words="validate_auto", minutes=40),
+    Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
     Experiment(name="paper_question", words="paper_question", minutes=1),
     Experiment(name="theano_mpi", words="theano_mpi", minutes=0.1),
     Experiment(name="jitter", words="jitter", minutes=6),

@@ -27,10 +27,11 @@ from experiments.figures import PaperFigure
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, code_state
 from experiments.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY
-from experiments.testbed import Testbed
+from experiments.testbed import Link, Testbed
+from experiments.testbed.links import parse_rate
 from experiments.testbed_jobs import trained
 from experiments.traces import PARTS, breakdown, read_trace
-from experiments.validation_runs import Setting, ask, calibrate, known_of
+from experiments.validation_runs import ALL_MEASURED, ask, calibrate
 from pipesgd.ranks import Ranks
 from pipesgd.run.output import TRACE_FILE
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 NAME = "fig02_breakdown"
 CHOSEN = ("mlp", "convnet", "alexnet", "resnet18", "transformer")
+NODES, QUICK_NODES, RATE = 4, 2, "200mbit"
+LINK = Link(rate=parse_rate(RATE))
 METHODS = {
     "ps-sync": "--strategy ps-sync",
     "ddp": "--strategy ddp",
@@ -87,21 +90,16 @@ class Measured:
     predicted: dict[str, dict[str, float]]
 
 
-def setting_of(workload: str, *, quick: bool) -> Setting:
-    """Return the setting of ``workload``, with its testbed."""
-    return Setting(nodes=2 if quick else 4, rate="200mbit", workload=workload)
-
-
 def measure(workload: str, *, quick: bool) -> Measured:
     """Calibrate, predict, and only then measure."""
-    setting, iterations = setting_of(workload, quick=quick), QUICK_ITERATIONS if quick else ITERATIONS
+    nodes, iterations = QUICK_NODES if quick else NODES, QUICK_ITERATIONS if quick else ITERATIONS
     seconds = QUICK_CALIBRATION_SECONDS if quick else CALIBRATION_SECONDS
-    with tempfile.TemporaryDirectory() as name:
-        profile = calibrate(setting, Path(name), seconds)
-    known = known_of(profile, setting)
-    predicted = {method: ask(profile, known, setting, own).iteration._asdict() for method, own in METHODS.items()}
+    with tempfile.TemporaryDirectory() as name, Testbed(nodes=nodes, link=LINK) as testbed:
+        profile = calibrate(testbed, f"{WORKLOADS[workload]} {ALL_MEASURED} --seconds {seconds}", Path(name))
+    [known] = profile.compute
+    predicted = {method: ask(profile, known, nodes, own).iteration._asdict() for method, own in METHODS.items()}
     measured = {}
-    with Testbed(nodes=setting.nodes, link=setting.link) as testbed:
+    with Testbed(nodes=nodes, link=LINK) as testbed:
         for method, own in METHODS.items():
             line = f"{WORKLOADS[workload]} {own} --iterations {iterations} --trace --timeout 600"
             with trained(testbed, line, deadline=DEADLINE) as (folder, _):
@@ -193,8 +191,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     workloads = ["digits"] if arguments.quick else arguments.workloads
     rows = compute(workloads, kept, console, quick=arguments.quick)
     made_with = sorted({str(one.commit) for one in kept.load().values()})
-    cluster = setting_of(workloads[0], quick=arguments.quick)
-    FIGURE.publish(rows, arguments, console, {"nodes": cluster.nodes, "rate": cluster.rate, "made_with": made_with})
+    nodes = QUICK_NODES if arguments.quick else NODES
+    FIGURE.publish(rows, arguments, console, {"nodes": nodes, "rate": RATE, "made_with": made_with})
 
 
 if __name__ == "__main__":

@@ -152,8 +152,9 @@ def _measured(results: Path) -> list[Row]:
     if not path.exists():
         return []
     return [
-        _row(MEASURED, row["setting"], "predicted", row["measured_s"], row["predicted_s"], row["low_s"], row["high_s"])
+        _row(MEASURED, row["kind"], "predicted", row["measured_s"], row["predicted_s"], row["low_s"], row["high_s"])
         for row in load(path)
+        if row["counts"]
     ]
 
 
@@ -261,7 +262,8 @@ def _plot_measured(rows: list[Row], axes: Axes) -> None:
     plot_validation(
         [
             {
-                "setting": row["series"],
+                "kind": row["series"],
+                "counts": True,
                 "measured_s": row["x"],
                 "predicted_s": row["y"],
                 "low_s": row["low"],

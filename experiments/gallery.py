@@ -36,7 +36,6 @@ from experiments import (
     paper_question,
     staleness_figure,
     theano_mpi,
-    validate_auto,
     validate_timing_model,
 )
 from experiments.results import REPOSITORY, RESULTS, Row, command_of, load, save_figure
@@ -102,15 +101,12 @@ DRAWN: dict[str, Draw] = {
     "staleness": staleness_figure.draw,
     "theano_mpi": theano_mpi.draw,
     "time_to_accuracy_": compared,
-    "validate_auto": validate_auto.draw,
     "validate_timing_model": validate_timing_model.draw,
 }
 """Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
     *("bench_import", "bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
     *("paper_question_jitter", "staleness_summary", "torch_ddp_tests", "tutorial"),
-    "validate_auto_cells",
-    "validate_timing_model_decisions",
 )
 """Results that have no figure, by the beginning of their names."""
 

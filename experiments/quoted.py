@@ -18,7 +18,8 @@ from experiments.quoted_reliability import RELIABILITY
 from experiments.quoted_staleness import accuracies, short_accuracies
 from experiments.results import RESULTS, Row, command_of, load
 from experiments.style import TITLES
-from experiments.validate_timing_model import EXTRAPOLATED, HELD_OUT, RAW, accuracy
+from experiments.validate_timing_model import accuracy
+from experiments.validation_runs import EXTRAPOLATED, HELD_OUT, SHARED
 
 RATES = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 SLOW = ("100mbit", "200mbit")
@@ -190,21 +191,36 @@ def paper_question() -> str:
 
 
 def predictions() -> str:
-    """Return how near the timing model came in each setting, also for what it chose, and what its choice cost."""
+    """Return how near the timing model came in each setting."""
     rows = load(RESULTS / "validate_timing_model.csv")
-    decisions = load(RESULTS / "validate_timing_model_decisions.csv")
-    regrets = {str(row["setting"]): float(row["regret"]) for row in decisions}
     lines = []
-    for kind in (HELD_OUT, EXTRAPOLATED):
-        of_kind = [row for row in rows if row["kind"] == kind]
+    for kind in (HELD_OUT, EXTRAPOLATED, SHARED):
+        of_kind = [row for row in rows if row["kind"] == kind and row["counts"]]
         names = dict.fromkeys(row["setting"] for row in of_kind)
-        lines += [
-            [name, *predicted([row for row in of_kind if row["setting"] == name], regrets.get(name))] for name in names
+        lines += [[name, *predicted([row for row in of_kind if row["setting"] == name])] for name in names]
+        lines.append([f"**all {kind}**", *predicted(of_kind)])
+    heads = ["", "cells", "mean error, %", "95 % within, %", "two halves apart, %", "in the 90 % interval, %"]
+    return table(heads, lines)
+
+
+def chosen_by_auto() -> str:
+    """Return what ``--width auto`` chose in each setting, how far its report was from the truth, and the regret."""
+    rows = load(RESULTS / "validate_timing_model_auto.csv")
+    lines = [
+        [
+            str(row["setting"]),
+            ", ".join(str(row["chosen"]).split()[1::2]),
+            f"{1e3 * row['measured_s']:.0f}",
+            f"{100 * row['predicted_error']:+.1f}",
+            f"{100 * row['reported_error']:+.1f}",
+            f"{100 * row['regret']:+.1f}",
+            f"{100 * row['regret_of_the_prediction']:+.1f}",
+            f"{row['calibration_s'] + row['audition_s']:.1f}",
         ]
-        own = [regrets[name] for name in names if name in regrets]
-        lines.append([f"**all {kind}**", *predicted(of_kind, mean(own) if own else None)])
-    heads = ["", "cells", "mean error, %", "95 % within, %", "two rounds apart, %", "in the 90 % interval, %"]
-    return table([*heads, "error of the chosen, %", "regret, at least, %"], lines)
+        for row in rows
+    ]
+    heads = ["", "chosen", "iteration, ms", "predicted, % off", "reported, % off", "regret, %"]
+    return table([*heads, "regret of the prediction, %", "calibration and audition, s"], lines)
 
 
 def third_width() -> str:
@@ -213,7 +229,7 @@ def third_width() -> str:
     pairs = [
         (cells[setting, words.replace("--width 3", "--width 2")], row)
         for (setting, words), row in cells.items()
-        if row["kind"] == HELD_OUT and "--width 3" in words
+        if row["kind"] == HELD_OUT and row["counts"] and "--width 3" in words
     ]
     gains = [
         tuple(100 * (narrow[name] / wide[name] - 1) for name in ("predicted_s", "measured_s")) for narrow, wide in pairs
@@ -227,15 +243,11 @@ def third_width() -> str:
     return table(heads, lines)
 
 
-def predicted(rows: Sequence[Row], regret: float | None) -> list[str]:
-    """Return the cells of one line of ``predictions``; the chosen configuration's error is a mean over settings."""
+def predicted(rows: Sequence[Row]) -> list[str]:
+    """Return the cells of one line of ``predictions``."""
     found = accuracy(rows)
-    raw, repeated = found[RAW], found["repeatability"]
-    chosen = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows if row["chosen"]]
-    shares = [raw["mean_error"], raw["p95_error"], repeated["mean"]]
-    cost = "" if regret is None else f"{100 * regret:.1f}"
-    of_chosen = f"{100 * mean(chosen):.1f}" if chosen and regret is not None else ""
-    return [str(len(rows)), *(f"{100 * one:.1f}" for one in shares), f"{100 * raw['coverage']:.0f}", of_chosen, cost]
+    shares = [f"{100 * found[name]:.1f}" for name in ("mean_error", "p95_error", "repeatability")]
+    return [str(len(rows)), *shares, f"{100 * found['coverage']:.0f}"]
 
 
 def other_figures() -> str:
@@ -353,6 +365,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         other_figures,
         paper_question,
         predictions,
+        chosen_by_auto,
         third_width,
         equation,
         output,

@@ -1,36 +1,34 @@
-"""Accuracy of the timing model's predictions, against iterations that are measured after them.
+"""Accuracy of the timing model's predictions, and regret of ``--width auto``, against iterations measured afterwards.
 
-    python -m experiments.validate_timing_model                   validate_timing_model.csv, .png, _decisions.csv
-    python -m experiments.validate_timing_model --settings "4 x 200mbit mlp"
+    python -m experiments.validate_timing_model           validate_timing_model.csv and _auto.csv, with a figure each
+    python -m experiments.validate_timing_model --settings "4 x 200mbit, 75ms"
     python -m experiments.validate_timing_model --finished        the same files, from the finished settings
 
-A setting is a testbed (nodes, rate, latency) and a workload. On each, pipesgd.calibrate measures the cluster and the
-model; then the iteration times of all its cells, the configurations, are predicted; then all are measured in one job,
-in two rounds of two passes each, in turns. The mean iteration in the steady state counts. The same cells show whether
-the planner knows when a codec helps (outside of a tie of 3 %), and what its choice among them costs: for that, the
-chosen cell and the fastest one are measured again, in turns.
+A setting is a testbed (nodes, rate, latency) and an emulated accelerator of each rank, which leaves the cores of this
+machine to the network. In each, the command is that of a user who knows nothing: a run of two thousand iterations with
+``--width auto --codec auto --all-reduce auto``, which calibrates, plans and auditions. It is stopped some iterations
+after its decision. The predictions are those of that run's calibration, without its audition. Then all configurations
+that the run could have chosen are measured in one job, in four passes in turns, every second one in reverse order.
+Those in which the ranks leave at least 40 % of the cores to others count.
 
-Settings "calibrated on" something smaller are extrapolated, and count separately: they are calibrated on three nodes,
-or with a model of an eighth of the size. The prediction allows for more nodes of the testbed sharing this machine's
-cores.
+The fastest configuration by one half of the passes is judged by the other half, as is the choice of the run, and
+the regret is the mean of both ways: a configuration that was measured to be fast by luck gains nothing. It may be
+negative. "reported" is the time that the run said it measured.
 
-Cells that a hypervisor's other guests disturbed, by more than 2 % of the cores' time, are measured once more.
-
-Errors are reported twice. The raw error is that of the prediction as it was made, and is the one that is judged. The
-corrected error lets the computation take as many times longer as a fixed product of matrices took when the cell was
-measured than when the setting was calibrated ("drift"). An error that is raw but not corrected is due to this machine,
-which others use, too; the rest is due to the model.
+Settings "from" something smaller are extrapolated, and count separately: pipesgd.calibrate measures half of the nodes,
+or a model with an eighth of the values on accelerators that take an eighth of the time. Settings with "shared cores"
+have no accelerators: all ranks compute on the cores of this machine, which no user has. They have no target.
 
 Finished settings are kept in validate_timing_model.runs.json in the output folder: the same command measures only those
-that are missing. All settings take two and a half hours.
+that are missing. All settings take an hour and a half.
 """
 
 from __future__ import annotations
 
-import shlex
+import math
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,202 +39,210 @@ from rich.console import Console
 from experiments import command
 from experiments.kept_runs import KeptRuns
 from experiments.results import Row, save, save_panels
-from experiments.style import COLOURS
-from experiments.validation_runs import QUICK, ROUNDS, SETTINGS, Measured, Setting, judge, mean_of, measure
-from pipesgd.errors import UserInputError
+from experiments.style import BLUE, GREY, ORANGE
+from experiments.validation_runs import (
+    EXTRAPOLATED,
+    HELD_OUT,
+    ITERATIONS,
+    QUICK,
+    SETTINGS,
+    SHARED,
+    Measured,
+    Setting,
+    mean_of,
+    measure,
+)
+from pipesgd.config import AUTO_OPTIONS
+from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
-from timing_model.cluster_profile import UNCOMPRESSED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TIE = 0.03
-"""Share of the time below which a gain or loss means that a codec neither helps nor hurts."""
-MEAN_ERROR, P95_ERROR, COVERAGE = 0.03, 0.08, (0.85, 0.95)
-MEAN_EXTRAPOLATED_ERROR = 0.05
-MEAN_REGRET, LARGEST_REGRET, CODECS_RIGHT = 0.005, 0.05, 0.95
-"""Targets for errors, the coverage of intervals, regret and the choice of codecs."""
-RAW, CORRECTED = "raw", "corrected"
-HELD_OUT, EXTRAPOLATED = "held out", "extrapolated"
+NAME = "validate_timing_model"
+BUSY = 0.6
+"""Share of the cores from which on a configuration does not count: its ranks wait for them."""
+TARGETS: dict[str, dict[str, Any]] = {
+    HELD_OUT: {"mean_error": 0.02, "p95_error": 0.05, "coverage": (0.85, 0.95)},
+    EXTRAPOLATED: {"mean_error": 0.04},
+}
+"""Largest errors, and the shares of measurements that the 90 % intervals should hold."""
+AUTO_TARGETS = {
+    "mean_regret": 0.005,
+    "largest_regret": 0.03,
+    "largest_reported_error": 0.02,
+    "largest_audition_share": 0.01,
+    "largest_planning_s": 5.0,
+}
+"""Largest values. ``planning`` is calibration and audition together: 5 s, or 2 % of the run if that is more."""
+PLANNING_SHARE = 0.02
 
 
-def compute(
-    settings: Sequence[Setting], kept: KeptRuns[Measured], console: Console, *, quick: bool = False
-) -> dict[str, Measured]:
-    """Return the settings by name; those that are missing are predicted and measured now."""
-    done = kept.load()
-    missing = [one for one in settings if one.name not in done or done[one.name].final is None]
-    command.say_kept(console, len(settings), len(missing))
-    with command.progress(console, "timing model", len(missing)) as advance:
-        for setting in missing:
-            with tempfile.TemporaryDirectory() as folder:
-                if setting.name not in done:
-                    done[setting.name] = measure(setting, Path(folder), quick=quick)
-                    kept.add(setting.name, done[setting.name])
-                done[setting.name] = judge(setting, done[setting.name], Path(folder), quick=quick)
-            kept.add(setting.name, done[setting.name])
-            advance(1, setting.name)
-    return {one.name: done[one.name] for one in settings}
+def words_of(choices: Mapping[str, Any]) -> str:
+    """Return the arguments of a choice, without the segment size, which is not chosen here."""
+    return " ".join(f"--{name} {choices[name]}" for name in AUTO_OPTIONS if name != "segment-bytes")
 
 
-def tabulate(found: Mapping[str, Measured]) -> list[Row]:
-    """Return a row for every cell."""
-    rows = []
-    for name, setting in found.items():
-        for words, cell in setting.cells.items():
-            rounds = [cell[f"round_{number}_s"] for number in range(ROUNDS)]
+def tabulate(found: Mapping[str, Measured], settings: Mapping[str, Setting]) -> list[Row]:
+    """Return a row for every configuration of every setting."""
+    rows: list[Row] = []
+    for name, one in found.items():
+        chosen = words_of(one.choice["choices"]) if one.choice else None
+        for words, cell in one.cells.items():
             measured = mean_of(cell)
+            halves = [cell["half_0_s"], cell["half_1_s"]]
             rows.append(
                 {
                     "setting": name,
+                    "kind": settings[name].kind,
                     "words": words,
-                    "kind": EXTRAPOLATED if setting.extrapolated else HELD_OUT,
                     **cell,
                     "measured_s": measured,
-                    "raw_error": cell["predicted_s"] / measured - 1,
-                    "corrected_error": cell["corrected_s"] / measured - 1,
-                    "repeatability": max(rounds) / min(rounds) - 1,
-                    "raw_covered": sum(cell["low_s"] <= one <= cell["high_s"] for one in rounds),
-                    "corrected_covered": sum(
-                        cell["corrected_low_s"] <= one <= cell["corrected_high_s"] for one in rounds
-                    ),
+                    "error": cell["predicted_s"] / measured - 1,
+                    "repeatability": max(halves) / min(halves) - 1,
+                    "covered": cell["low_s"] <= measured <= cell["high_s"],
+                    "counts": settings[name].kind == SHARED or cell["cpu_share"] < BUSY,
+                    "chosen": words == chosen,
                 }
             )
     return rows
 
 
-def decide(found: Mapping[str, Measured]) -> list[Row]:
-    """Return for every setting that is judged the model's choice among its cells, and what that costs against the
-    fastest one: nothing if the choice is the faster of the two when both are measured again.
-    """
-    decisions = []
-    for name, setting in found.items():
-        if setting.extrapolated or setting.final is None:
+def regret(cells: Mapping[str, Mapping[str, float]], chosen: str) -> float:
+    """Return the share by which the choice takes longer than the configuration that was fastest in the other half."""
+    found = []
+    for own, other in ((0, 1), (1, 0)):
+        best = min(cells, key=lambda words: cells[words][f"half_{other}_s"])
+        found.append(cells[chosen][f"half_{own}_s"] / cells[best][f"half_{own}_s"] - 1)
+    return float(np.mean(found))
+
+
+def decide(found: Mapping[str, Measured], settings: Mapping[str, Setting]) -> list[Row]:
+    """Return a row for every setting in which a run chose."""
+    rows: list[Row] = []
+    for name, one in found.items():
+        if one.choice is None:
             continue
-        final = {words: float(np.mean(seconds)) for words, seconds in setting.final.items()}
-        decisions.append(
+        chosen = words_of(one.choice["choices"])
+        audition: dict[str, Any] | None = one.choice["audition"]
+        if chosen not in one.cells:
+            raise RunError(f"{name}: the choice must be among the measured configurations; got {chosen}")
+        means = {words: mean_of(cell) for words, cell in one.cells.items()}
+        first = min(one.cells, key=lambda words: one.cells[words]["predicted_s"])
+        reported, cost = one.choice["iteration_seconds"], float((audition or {}).get("cost") or 0.0)
+        rows.append(
             {
                 "setting": name,
-                "chosen": setting.chosen,
-                "best": setting.fastest,
-                "regret": final[setting.chosen] / min(final.values()) - 1 if final else 0.0,
-                "codec_gain_predicted": codec_gain(setting, lambda cell: float(cell["predicted_s"])),
-                "codec_gain_measured": codec_gain(setting, mean_of),
+                "kind": settings[name].kind,
+                "chosen": chosen,
+                "fastest": min(means, key=lambda words: means[words]),
+                "measured_s": means[chosen],
+                "reported_s": reported,
+                "reported_how": one.choice["support"],
+                "reported_error": reported / means[chosen] - 1,
+                "predicted_error": one.cells[chosen]["predicted_s"] / means[chosen] - 1,
+                "regret": regret(one.cells, chosen),
+                "regret_of_the_prediction": regret(one.cells, first),
+                "run_s": ITERATIONS * means[chosen],
+                "audition_s": cost,
+                "calibration_s": one.calibration_s,
+                "began_after_s": one.began_after,
             }
         )
-    return decisions
-
-
-def codec_gain(setting: Measured, seconds: Callable[[Mapping[str, Any]], float]) -> float:
-    """Return the share by which the fastest cell without a codec takes longer than the fastest one with a codec."""
-    plain, compressed = (
-        min(seconds(cell) for cell in setting.cells.values() if (cell["codec"] == UNCOMPRESSED) is without)
-        for without in (True, False)
-    )
-    return plain / compressed - 1
+    return rows
 
 
 def accuracy(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return these cells' raw and corrected errors, coverage of the intervals, and repeatability.
+    """Return the errors of these rows, the coverage of their intervals, and how far two measurements are apart."""
+    errors = np.array([row["error"] for row in rows])
+    return {
+        "cells": len(rows),
+        "mean_error": float(np.abs(errors).mean()),
+        "p95_error": float(np.quantile(np.abs(errors), 0.95)),
+        "mean_signed_error": float(errors.mean()),
+        "coverage": float(np.mean([row["covered"] for row in rows])),
+        "repeatability": float(np.mean([row["repeatability"] for row in rows])),
+    }
 
-    Coverage is how often a measurement was in its interval, repeatability how far two are apart. ``drift`` says how
-    many times as long the product took as when it was calibrated.
-    """
-    found: dict[str, Any] = {"cells": len(rows)}
-    for how in (RAW, CORRECTED):
-        errors = np.array([row[f"{how}_error"] for row in rows])
-        found[how] = {
-            "mean_error": float(np.abs(errors).mean()),
-            "median_error": float(np.median(np.abs(errors))),
-            "p95_error": float(np.quantile(np.abs(errors), 0.95)),
-            "mean_signed_error": float(errors.mean()),
-            "coverage": sum(row[f"{how}_covered"] for row in rows) / (ROUNDS * len(rows)),
-        }
-    repeated, drifts = ([row[name] for row in rows] for name in ("repeatability", "drift"))
-    found["repeatability"] = {"mean": float(np.mean(repeated)), "p95": float(np.quantile(repeated, 0.95))}
-    found["drift"] = {"mean": float(np.mean(drifts)), "least": min(drifts), "most": max(drifts)}
-    return found
+
+def of_auto(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what choices cost in these settings, and how far from the truth the runs' reports were."""
+    planning = [(row["calibration_s"] + row["audition_s"], row["run_s"]) for row in rows]
+    errors = [abs(row["reported_error"]) for row in rows if row["reported_how"] == "measured"]
+    return {
+        "settings": len(rows),
+        "mean_regret": float(np.mean([row["regret"] for row in rows])),
+        "largest_regret": max(row["regret"] for row in rows),
+        "mean_regret_of_the_prediction": float(np.mean([row["regret_of_the_prediction"] for row in rows])),
+        "reported_as_measured": len(errors),
+        "mean_reported_error": float(np.mean(errors)) if errors else None,
+        "largest_reported_error": max(errors, default=None),
+        "largest_audition_share": max(row["audition_s"] / row["run_s"] for row in rows),
+        "largest_planning_s": max(seconds for seconds, _ in planning),
+        "planning_above_target": sum(
+            seconds > max(AUTO_TARGETS["largest_planning_s"], PLANNING_SHARE * run) for seconds, run in planning
+        ),
+    }
 
 
 def summarize(rows: Sequence[Row], decisions: Sequence[Row]) -> dict[str, Any]:
-    """Return the accuracy of each kind of cells, and what wrong choices cost."""
-    summary: dict[str, Any] = {
-        "target": {
-            HELD_OUT: {"mean_error": MEAN_ERROR, "p95_error": P95_ERROR, "coverage": COVERAGE},
-            EXTRAPOLATED: {"mean_error": MEAN_EXTRAPOLATED_ERROR},
-            "mean_regret": MEAN_REGRET,
-            "largest_regret": LARGEST_REGRET,
-            "codecs_right": CODECS_RIGHT,
-        }
-    }
-    for kind in (HELD_OUT, EXTRAPOLATED):
-        if own := [row for row in rows if row["kind"] == kind]:
+    """Return the accuracy of each kind of settings, and the figures of ``auto`` in each kind that has any."""
+    summary: dict[str, Any] = {"targets": TARGETS, "targets_of_auto": AUTO_TARGETS}
+    for kind in (HELD_OUT, EXTRAPOLATED, SHARED):
+        if own := [row for row in rows if row["kind"] == kind and row["counts"]]:
             summary[kind] = accuracy(own)
-    if decisions:
-        regrets = [row["regret"] for row in decisions]
-        told = [row for row in decisions if abs(row["codec_gain_measured"]) > TIE]
-        right = [row for row in told if (row["codec_gain_predicted"] > 0) == (row["codec_gain_measured"] > 0)]
-        summary["decisions"] = {
-            "settings": len(decisions),
-            "mean_regret": float(np.mean(regrets)),
-            "largest_regret": max(regrets),
-            "codecs_right": f"{len(right)} of {len(told)}",
-        }
+        if chosen := [row for row in decisions if row["kind"] == kind]:
+            summary[f"auto, {kind}"] = of_auto(chosen)
     return summary
 
 
-def lines(summary: dict[str, Any]) -> list[str]:
-    """Return lines for people: each target with the raw figure, which counts, and the corrected one."""
+def lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return the figures in lines for people, each with its target."""
     said = []
-    for kind, targets in ((HELD_OUT, summary["target"][HELD_OUT]), (EXTRAPOLATED, summary["target"][EXTRAPOLATED])):
-        if kind not in summary:
-            continue
-        own = summary[kind]
-        said.append(f"{own['cells']} {kind} cells (raw: as predicted; corrected: for the machine's drift since then)")
-        for name, words in (("mean_error", "mean error"), ("p95_error", "95 % of errors within")):
-            target = f" (target {targets[name]:.0%}: {_met(own, name, targets[name])})" if name in targets else ""
-            said.append(f"  {words}: raw {own[RAW][name]:.1%}, corrected {own[CORRECTED][name]:.1%}{target}")
-        raw, corrected = own[RAW]["coverage"], own[CORRECTED]["coverage"]
-        said.append(f"  in the 90 % interval: raw {raw:.0%}, corrected {corrected:.0%} of measurements")
-        repeated, drift = own["repeatability"], own["drift"]
-        said.append(f"  the same cell measured again: {repeated['mean']:.1%} off, 95 % within {repeated['p95']:.1%}")
-        said.append(
-            f"  drift: a fixed product took {drift['mean']:.2f} times as long as when it was calibrated "
-            f"({drift['least']:.2f} to {drift['most']:.2f})"
-        )
-    if "decisions" in summary:
-        own = summary["decisions"]
-        said.append(
-            f"regret {own['mean_regret']:.2%} on average (target {MEAN_REGRET:.1%}), at most "
-            f"{own['largest_regret']:.1%} ({LARGEST_REGRET:.0%}); whether a codec helps: {own['codecs_right']} right"
-        )
+    for kind in (HELD_OUT, EXTRAPOLATED, SHARED):
+        targets_of: dict[str, Mapping[str, Any]] = {kind: TARGETS.get(kind, {}), f"auto, {kind}": AUTO_TARGETS}
+        for title, targets in targets_of.items():
+            if title not in summary:
+                continue
+            said.append(f"{title}:")
+            for name, value in summary[title].items():
+                target = targets.get(name) if kind != SHARED else None
+                said.append(f"  {name.replace('_', ' ')}: {_figure(name, value)}{_against(value, target, name)}")
     return said
 
 
-def _met(own: dict[str, Any], name: str, target: float) -> str:
-    """Say whether the raw and the corrected figure meet the target."""
-    raw, corrected = ("met" if own[how][name] <= target else "missed" for how in (RAW, CORRECTED))
-    return f"raw {raw}, corrected {corrected}"
+def _figure(name: str, value: Any) -> str:
+    if value is None:
+        return "none"
+    return str(value) if isinstance(value, int) else f"{value:.1f}" if name.endswith("_s") else f"{value:.2%}"
+
+
+def _against(value: Any, target: Any, name: str) -> str:
+    if target is None or value is None:
+        return ""
+    low, high = target if isinstance(target, tuple) else (-math.inf, target)
+    words = f"{low:.0%} to {high:.0%}" if low > 0 else f"at most {_figure(name, high)}"
+    return f" (target {words}: {'met' if low <= value <= high else 'missed'})"
 
 
 def plot(rows: Sequence[Row], axes: Axes) -> Axes:
-    """Plot predicted over measured times, a colour for every setting, with the identity line."""
-    for number, name in enumerate(dict.fromkeys(row["setting"] for row in rows)):
-        own = [row for row in rows if row["setting"] == name]
-        predicted = [row["predicted_s"] for row in own]
+    """Plot predicted over measured times, a colour for every kind of settings, with the identity line."""
+    for (kind, colour), marker in zip({SHARED: GREY, HELD_OUT: BLUE, EXTRAPOLATED: ORANGE}.items(), "^os", strict=True):
+        own = [row for row in rows if row["kind"] == kind and row["counts"]]
+        if not own:
+            continue
+        predicted = np.array([row["predicted_s"] for row in own])
+        low, high = (np.array([row[f"{end}_s"] for row in own]) for end in ("low", "high"))
         axes.errorbar(
             [row["measured_s"] for row in own],
             predicted,
-            yerr=[
-                [row["predicted_s"] - row["low_s"] for row in own],
-                [row["high_s"] - row["predicted_s"] for row in own],
-            ],
+            yerr=[predicted - low, high - predicted],
             linestyle="",
-            marker="os^Dv<>P"[number // len(COLOURS) % 8],
-            color=COLOURS[number % len(COLOURS)],
+            marker=marker,
+            color=colour,
             markersize=4,
-            label=name,
+            label=kind,
         )
     ends = [min(row["measured_s"] for row in rows), max(row["measured_s"] for row in rows)]
     axes.plot(ends, ends, color="black", linewidth=1)
@@ -247,63 +253,73 @@ def plot(rows: Sequence[Row], axes: Axes) -> Axes:
         ylabel="predicted before, with 90 % interval (s)",
         title="timing model",
     )
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(loc="upper left")
+    return axes
+
+
+def plot_regret(rows: Sequence[Row], axes: Axes) -> Axes:
+    """Draw the regret of every setting: of the run with its audition, and of the best prediction alone."""
+    places = np.arange(len(rows))[::-1]
+    for name, label, height in (("regret_of_the_prediction", "prediction alone", 0.2), ("regret", "audition", -0.2)):
+        axes.barh(places + height, [100 * row[name] for row in rows], height=0.38, label=label)
+    axes.set_yticks(places, [row["setting"] for row in rows])
+    axes.axvline(0, color="black", linewidth=1)
+    axes.set(xlabel="slower than the fastest configuration (%)", title="--width auto")
+    axes.legend(loc="lower right")
     return axes
 
 
 def draw(name: str, rows: list[Row], folder: Path) -> Path:
-    """Write the figure."""
-    return save_panels(name, [partial(plot, rows)], size=(8.5, 5.0), folder=folder)
+    """Write the figure of either table."""
+    if "regret" in rows[0]:
+        return save_panels(name, [partial(plot_regret, rows)], size=(7.5, 6.0), folder=folder)
+    return save_panels(name, [partial(plot, rows)], size=(6.5, 5.5), folder=folder)
 
 
-def publish(found: Mapping[str, Measured], folder: Path, console: Console) -> None:
-    """Save the rows, the decisions and the figure, and print them with a summary."""
-    rows = tabulate(found)
-    decisions = decide(found)
+def publish(found: Mapping[str, Measured], settings: Mapping[str, Setting], folder: Path, console: Console) -> None:
+    """Save both tables with their figures, and print them with a summary."""
+    rows, decisions = tabulate(found, settings), decide(found, settings)
     summary = summarize(rows, decisions)
     extra = {"summary": summary, "made_with": sorted({str(one.commit) for one in found.values()})}
-    path = save("validate_timing_model", rows, extra=extra, folder=folder)
-    if decisions:
-        save("validate_timing_model_decisions", decisions, extra=extra, folder=folder)
-    draw("validate_timing_model", rows, folder)
     for name in found:
         command.show(f"{name}, predicted before", [_cell_texts(row) for row in rows if row["setting"] == name])
     if decisions:
-        command.show("What the model would choose", [_decision_texts(row) for row in decisions])
-    say(console, *lines(summary), f"wrote {path}")
+        command.show("What --width auto chose", [_decision_texts(row) for row in decisions])
+    paths = []
+    for name, table in ((NAME, rows), (f"{NAME}_auto", decisions)):
+        if table:
+            paths.append(save(name, table, extra=extra, folder=folder))
+            draw(name, table, folder)
+    say(console, *lines(summary), *(f"wrote {path}" for path in paths))
 
 
 def _cell_texts(row: Row) -> dict[str, str]:
-    ms = {name: f"{1e3 * row[f'{name}_s']:.1f}" for name in ("predicted", "low", "high", "round_0", "round_1")}
+    ms = {name: f"{1e3 * row[f'{name}_s']:.1f}" for name in ("predicted", "low", "high", "half_0", "half_1")}
     return {
-        "": _brief(row["words"]),
+        "": row["words"].replace("--", ""),
         "predicted ms": f"{ms['predicted']} ({ms['low']}-{ms['high']})",
-        "measured ms": f"{ms['round_0']}, {ms['round_1']}",
-        "drift": f"{row['drift']:.2f}",
-        "error %: raw": f"{100 * row['raw_error']:+.1f}",
-        "corrected": f"{100 * row['corrected_error']:+.1f}",
+        "measured ms": f"{ms['half_0']}, {ms['half_1']}",
+        "cores %": f"{100 * row['cpu_share']:.0f}",
+        "error %": f"{100 * row['error']:+.1f}",
     }
 
 
 def _decision_texts(row: Row) -> dict[str, str]:
-    gain = {name: f"{100 * row[f'codec_gain_{name}']:.0f}" for name in ("measured", "predicted")}
     return {
         "setting": row["setting"],
-        "chosen": _brief(row["chosen"]),
-        "fastest": _brief(row["best"]),
-        "regret %": f"{100 * row['regret']:.1f}",
-        "a codec gains %": f"{gain['measured']} ({gain['predicted']} predicted)",
+        "chosen": row["chosen"].replace("--", ""),
+        "fastest": row["fastest"].replace("--", ""),
+        "ms": f"{1e3 * row['measured_s']:.1f}",
+        "reported ms": f"{1e3 * row['reported_s']:.1f} ({row['reported_how']})",
+        "regret %": f"{100 * row['regret']:+.1f}",
+        "by prediction %": f"{100 * row['regret_of_the_prediction']:+.1f}",
+        "audition s": f"{row['audition_s']:.1f}",
     }
-
-
-def _brief(words: str) -> str:
-    """Return the values alone: width, codec and all-reduce, or a strategy."""
-    return ", ".join(shlex.split(words)[1::2])
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Return the options; raises ``UserInputError``."""
-    options = command.parser("validate_timing_model", __doc__)
+    options = command.parser(NAME, __doc__)
     add = options.add_argument
     add("--settings", nargs="+", metavar="NAME", default=list(SETTINGS), help=f"settings: {'; '.join(SETTINGS)} (all)")
     one_of = options.add_mutually_exclusive_group()
@@ -311,25 +327,30 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     one_of.add_argument("--finished", action="store_true", help="measure nothing; publish the finished settings")
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"settings": SETTINGS})
-    command.check_alone("validate_timing_model", by_torchrun, "it starts torchrun itself, on every node")
+    command.check_alone(NAME, by_torchrun, "it starts torchrun itself, on every node")
     return arguments
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    kept = KeptRuns(arguments.output / "validate_timing_model.runs.json", Measured)
+    kept = KeptRuns(arguments.output / f"{NAME}.runs.json", Measured)
     if arguments.fresh:
         kept.forget()
-    settings = [QUICK] if arguments.quick else [SETTINGS[name] for name in arguments.settings]
-    if arguments.finished:
-        done = kept.load()
-        found = {one.name: done[one.name] for one in settings if one.name in done}
-    else:
-        found = compute(settings, kept, console, quick=arguments.quick)
+    settings = {QUICK.name: QUICK} if arguments.quick else {name: SETTINGS[name] for name in arguments.settings}
+    done = kept.load()
+    missing = {} if arguments.finished else {name: one for name, one in settings.items() if name not in done}
+    command.say_kept(console, len(settings), len(missing))
+    with command.progress(console, "timing model", len(missing)) as advance:
+        for name, setting in missing.items():
+            with tempfile.TemporaryDirectory() as folder:
+                done[name] = measure(setting, Path(folder), quick=arguments.quick)
+            kept.add(name, done[name])
+            advance(1, name)
+    found = {name: done[name] for name in settings if name in done}
     if not found:
         raise UserInputError("--finished must find a setting that was measured; there is none")
-    publish(found, arguments.output, console)
+    publish(found, settings, arguments.output, console)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings of ``experiments/validate_timing_model.py``, and one run of them, predicted and then measured."""
+"""Settings of ``experiments/validate_timing_model.py``, and one of them, predicted and then measured."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 import json
 import shlex
-from collections.abc import Mapping
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,41 +18,65 @@ from experiments.contenders import WORKLOADS
 from experiments.results import code_state
 from experiments.testbed import Link, Testbed
 from experiments.testbed.links import parse_latency, parse_rate
-from experiments.testbed_jobs import run_job
-from pipesgd.calibration.machines import DISTURBED
+from experiments.testbed_jobs import last_words, run_job
 from pipesgd.cli import parse as parse_training
 from pipesgd.errors import RunError
+from pipesgd.planning.choose import AUTO_CODECS
 from pipesgd.ranks import alone
 from pipesgd.run.workload import load
-from timing_model.choices import Choice
+from timing_model.choices import WIDTHS
 from timing_model.cluster_profile import ComputeProfile, Profile
-from timing_model.job import OWN_ALL_REDUCE, WITH_BATCH, Job
-from timing_model.params import FLOAT_BYTES
+from timing_model.job import NATIVE_CODECS, OWN_ALL_REDUCE, WITH_BATCH, Job
 from timing_model.predict import Answer, predict
-from timing_model.search import Group
 
-T = TypeVar("T")
+HELD_OUT, EXTRAPOLATED, SHARED = "held out", "extrapolated", "shared cores"
+"""Kinds of settings: calibrated where they are measured, calibrated on something smaller, and the hard case, in which
+all ranks compute on the cores of one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
-    """Nodes of a testbed, with equal links except perhaps the last one's."""
+class Setting:
+    """A testbed, and what is trained on it. All links are equal except perhaps the last node's."""
 
     nodes: int
     rate: str
     latency: str = "0s"
     last_rate: str | None = None
     """Rate of the last node's link, if it is another one."""
+    accelerator: str | None = None
+    """Synthetic accelerator of each node (``experiments/accelerators.py``); None if ranks compute on shared cores."""
+    hidden: int = 1000
+    """Size of both hidden layers."""
+    calibrated: Setting | None = None
+    """Setting that is calibrated instead: with fewer nodes, or with a smaller model."""
 
     @property
-    def place(self) -> str:
-        """Nodes and links in a few words."""
+    def kind(self) -> str:
+        """One of the kinds of settings."""
+        return SHARED if self.accelerator is None else HELD_OUT if self.calibrated is None else EXTRAPOLATED
+
+    @property
+    def name(self) -> str:
+        """Nodes, links and computation in a few words."""
         last = f" (one {self.last_rate})" if self.last_rate else ""
-        return f"{self.nodes} x {self.rate}{last}{'' if self.latency == '0s' else f' {self.latency}'}"
+        latency = "" if self.latency == "0s" else f" {self.latency}"
+        name = f"{self.nodes} x {self.rate}{last}{latency}, {self.accelerator or SHARED}"
+        return name if self.calibrated is None else f"{name}, from {self.calibrated.name}"
 
     @property
     def link(self) -> Link:
+        """Link of all nodes but perhaps the last one."""
         return Link(rate=parse_rate(self.rate), latency=parse_latency(self.latency))
+
+    @property
+    def words(self) -> str:
+        """Arguments of pipesgd.train for the workload. With accelerators it learns nothing."""
+        if self.accelerator is None:
+            return f"{WORKLOADS['mlp']} --lr 0.01"
+        return (
+            f"--dataset digits --hidden-sizes {self.hidden} {self.hidden} --batch-size 16 --lr 0.01 "
+            f"--model experiments.accelerators:synthetic={self.accelerator}"
+        )
 
     def testbed(self) -> Testbed:
         """Return a testbed with these nodes, to be entered."""
@@ -59,133 +84,103 @@ class Network:
         return Testbed(nodes=self.nodes, link=self.link, slow_nodes=slow)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting(Network):
-    """A testbed, and the workload that trains on it."""
-
-    workload: str
-    calibrated_nodes: int | None = None
-    """Number of nodes that are calibrated, if not all."""
-    calibrated_workload: str | None = None
-    """Workload that is calibrated, if it is another one: the computation is taken to grow with the parameters."""
-
-    @property
-    def name(self) -> str:
-        name = f"{self.place} {self.workload}"
-        if self.extrapolated:
-            name += (
-                f", calibrated on {self.calibrated_nodes or self.nodes} x {self.calibrated_workload or self.workload}"
-            )
-        return name
-
-    @property
-    def extrapolated(self) -> bool:
-        """True if the setting is not itself calibrated."""
-        return self.calibrated_nodes is not None or self.calibrated_workload is not None
-
-
+_THREE = Setting(nodes=3, rate="200mbit", accelerator="75ms")
+_THREE_FAR = Setting(nodes=3, rate="500mbit", latency="2ms", accelerator="50ms")
 SETTINGS = {
     one.name: one
     for one in (
-        Setting(nodes=2, rate="200mbit", workload="mlp"),
-        Setting(nodes=2, rate="1gbit", workload="convnet"),
-        Setting(nodes=3, rate="50mbit", workload="convnet"),
-        Setting(nodes=3, rate="500mbit", workload="mlp"),
-        Setting(nodes=3, rate="200mbit", latency="5ms", workload="small-mlp"),
-        Setting(nodes=4, rate="100mbit", workload="mlp"),
-        Setting(nodes=4, rate="200mbit", workload="mlp"),
-        Setting(nodes=4, rate="1gbit", workload="mlp"),
-        Setting(nodes=4, rate="500mbit", latency="2ms", workload="small-mlp"),
-        Setting(nodes=5, rate="200mbit", workload="convnet"),
-        Setting(nodes=5, rate="1gbit", workload="small-mlp"),
-        *(Setting(nodes=nodes, rate="200mbit", workload="small-mlp", calibrated_nodes=3) for nodes in (4, 5, 6)),
-        Setting(nodes=3, rate="200mbit", workload="large-mlp", calibrated_workload="small-mlp"),
+        Setting(nodes=2, rate="50mbit", accelerator="75ms"),
+        Setting(nodes=2, rate="200mbit", accelerator="40ms"),
+        Setting(nodes=2, rate="1gbit", accelerator="25ms"),
+        Setting(nodes=3, rate="100mbit", latency="5ms", accelerator="100ms"),
+        Setting(nodes=3, rate="200mbit", accelerator="75ms,jitter=0.1"),
+        Setting(nodes=3, rate="500mbit", latency="2ms", accelerator="50ms"),
+        Setting(nodes=3, rate="1gbit", accelerator="40ms,slow=1x1.3"),
+        Setting(nodes=4, rate="100mbit", accelerator="150ms"),
+        Setting(nodes=4, rate="200mbit", accelerator="75ms"),
+        Setting(nodes=4, rate="200mbit", latency="20ms", accelerator="100ms,jitter=0.1,persistence=0.9"),
+        Setting(nodes=4, rate="500mbit", accelerator="50ms"),
+        Setting(nodes=4, rate="1gbit", latency="5ms", accelerator="60ms"),
+        Setting(nodes=4, rate="500mbit", last_rate="150mbit", accelerator="60ms"),
+        Setting(nodes=5, rate="200mbit", accelerator="100ms"),
+        Setting(nodes=6, rate="500mbit", latency="1ms", accelerator="100ms"),
+        dataclasses.replace(_THREE, nodes=6, calibrated=_THREE),
+        dataclasses.replace(_THREE_FAR, nodes=6, calibrated=_THREE_FAR),
+        *(
+            dataclasses.replace(
+                one, accelerator="96ms", calibrated=dataclasses.replace(one, accelerator="12ms", hidden=332)
+            )
+            for one in (_THREE, dataclasses.replace(_THREE_FAR, nodes=4))
+        ),
+        Setting(nodes=2, rate="200mbit"),
+        Setting(nodes=3, rate="50mbit"),
+        Setting(nodes=4, rate="500mbit"),
     )
 }
-CONFIGURATIONS = (
-    *(
-        f"--width {width} --codec {codec} --all-reduce {all_reduce}"
-        for width, codec, all_reduce in itertools.product(
-            (1, 2, 3), ("fp32", "bf16", "int8", "int4"), ("ring", "halving-doubling")
-        )
-    ),
-    "--width 2 --codec ternary --all-reduce ring",
-    "--width 2 --codec fp32 --all-reduce all-to-all",
-    "--width 2 --codec int8 --all-reduce all-to-all",
-    "--width 2 --codec fp32 --all-reduce native",
-    "--strategy ddp",
-    "--strategy ps-sync",
+"""A model of 1000 hidden units has a gradient of 4.3 MB, eight times as many values as one of 332."""
+QUICK = Setting(nodes=2, rate="200mbit", accelerator="20ms")
+AUTO = "--width auto --codec auto --all-reduce auto"
+SPACE = tuple(
+    f"--width {width} --codec {codec} --all-reduce {all_reduce}"
+    for width, all_reduce, codec in itertools.product(WIDTHS, ("ring", "native"), AUTO_CODECS)
+    if all_reduce == "ring" or codec in NATIVE_CODECS
 )
-EXTRAPOLATED_CONFIGURATIONS = (
-    *(
-        f"--width {width} --codec {codec} --all-reduce ring"
-        for width, codec in itertools.product((1, 2), ("fp32", "int8"))
-    ),
+"""Configurations that ``AUTO`` chooses among."""
+OTHERS = (
     "--width 2 --codec fp32 --all-reduce halving-doubling",
     "--width 2 --codec int8 --all-reduce all-to-all",
     "--strategy ddp",
     "--strategy ps-sync",
 )
-"""Configurations for settings that are extrapolated."""
-ALL_REDUCES = ("ring", "halving-doubling", "all-to-all", "native")
-"""All-reduces that are calibrated, as is the parameter server: everything that is measured has its own link profile."""
-QUICK = Setting(nodes=2, rate="200mbit", workload="digits")
-QUICK_CONFIGURATIONS = (CONFIGURATIONS[0], "--width 2 --codec int8 --all-reduce ring")
-ROUNDS, PASSES = 2, (0, 1, 1, 0)
-"""Number of rounds, and the round that each pass through all cells counts for; every second pass is in reverse order.
-The difference between two rounds shows how far a measurement can be trusted."""
-SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.5, 0.2, 4, 100
-"""Seconds of a cell in a pass, for which as many iterations are timed as are predicted to take this long."""
-FINAL_PASSES, QUICK_FINAL_PASSES = 10, 2
-"""Passes over two cells: the least of thirty varying measurements is too low for its cell, which is measured again."""
-CALIBRATIONS = 2
-"""Most calibrations of a setting: a second one if the first was disturbed, as pipesgd.calibrate advises."""
-CALIBRATION_SECONDS, QUICK_CALIBRATION_SECONDS = 90.0, 4.0
-DEADLINE = 1800.0
+"""Configurations outside of that space, for settings that are extrapolated."""
+ALL_MEASURED = "--all-reduces ring native halving-doubling all-to-all --servers"
+"""Arguments of pipesgd.calibrate that measure what all these configurations need."""
+ITERATIONS, OBSERVED, QUICK_OBSERVED = 2000, 40, 5
+"""Iterations that a run is asked for, and those that it makes after its decision before it is stopped."""
+NEAR, FAR_SHARE = 1.5, 0.5
+"""Multiple of the best prediction up to which a configuration may be the fastest; others get this share of the time."""
+PASSES, QUICK_PASSES = (0, 1, 1, 0), (0, 1)
+"""Half of the measurements that each pass counts for; every second pass is in reverse order."""
+SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.5, 0.3, 4, 60
+"""Seconds of a configuration in a pass, for which as many iterations are timed as are predicted to take this long."""
+DEADLINE, POLL = 1800.0, 0.5
 PRIVATE = ("command", "hosts")
 """Fields of a profile's provenance that are not published."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One setting: the predicted and measured times of its cells in s, by their arguments."""
+    """One setting: the predicted and measured times of its configurations."""
 
     commit: str | None
     profile: str
     """Text of the cluster.toml behind the predictions, as far as ``public`` keeps it."""
+    calibration_s: float
+    """Time that the calibration took."""
     cells: dict[str, dict[str, Any]]
-    extrapolated: bool = False
-    """True if the setting is not itself calibrated."""
-    final: dict[str, list[float]] | None = None
-    """Times in s of the cell that the planner would choose and of the one that was then the fastest, measured again, in
-    turns. Empty if they are one, or the setting is extrapolated; None if that is still to be done."""
-
-    @property
-    def chosen(self) -> str:
-        """The cell that the planner would choose."""
-        return next(words for words, cell in self.cells.items() if cell["chosen"])
-
-    @property
-    def fastest(self) -> str:
-        """The cell that took the least time."""
-        return min(self.cells, key=lambda words: mean_of(self.cells[words]))
+    """Configurations by their arguments: prediction with its interval, seconds of each half of the passes, share of the
+    cores that all ranks used."""
+    choice: dict[str, Any] | None = None
+    """The plan in the run's run.json: its choices, what it reported, and its audition. None if nothing was chosen."""
+    began_after: float | None = None
+    """Seconds from the start of torchrun to the run's first iteration: loading, connecting, and the calibration."""
 
 
-def mean_of(cell: Mapping[str, float]) -> float:
-    """Return the mean time of a cell over all rounds, in s."""
-    return float(np.mean([cell[f"round_{number}_s"] for number in range(ROUNDS)]))
+def mean_of(cell: dict[str, Any]) -> float:
+    """Return the mean time of a configuration, in s."""
+    return float(cell["half_0_s"] + cell["half_1_s"]) / 2
 
 
-def ask(profile: Profile, compute: ComputeProfile, setting: Setting, words: str) -> Answer:
-    """Return the model's answer about a cell."""
-    config = parse_training(shlex.split(f"{WORKLOADS[setting.workload]} {words}"))
+def ask(profile: Profile, compute: ComputeProfile, nodes: int, words: str) -> Answer:
+    """Return the model's answer about a configuration, given by its arguments, on this many nodes."""
+    config = parse_training(["--dataset", "digits", *shlex.split(words)])
     strategy = config.pipeline.strategy
     pipelined = strategy == "pipelined"
     return predict(
         Job(
             cluster=profile,
             compute=compute,
-            world_size=setting.nodes,
+            world_size=nodes,
             strategy=strategy,
             width=config.pipeline.width if pipelined else 1,
             codec=config.compression.codec,
@@ -195,135 +190,141 @@ def ask(profile: Profile, compute: ComputeProfile, setting: Setting, words: str)
     )
 
 
-def slower(compute: ComputeProfile, factor: float) -> ComputeProfile:
-    """Return the same computation, taking ``factor`` times as long."""
-    changed = {name: getattr(compute, name).times(factor) for name in ("update", "late_update", *WITH_BATCH)}
-    return dataclasses.replace(compute, **changed)
-
-
 def known_of(profile: Profile, setting: Setting) -> ComputeProfile:
-    """Return the computation of a setting, from the profile of what was calibrated for it."""
+    """Return the computation of a setting, from the profile of what was calibrated for it.
+
+    Nothing that was measured later, such as an audition, is in it. Computation grows with the number of values.
+    """
     [compute] = profile.compute
-    if setting.calibrated_workload is not None:
-        tensors = tensors_of(setting.workload)
-        grown = slower(compute, sum(tensors) / compute.numel)
-        compute = dataclasses.replace(grown, model=setting.workload, tensors=tensors)
-    if setting.calibrated_nodes is not None:
-        compute = slower(compute, crowding(profile, setting))  # more share this machine's cores, unlike on a cluster
-    return compute
+    compute = dataclasses.replace(compute, measured=())
+    tensors = tensors_of(setting)
+    if tensors == compute.tensors:
+        return compute
+    factor = sum(tensors) / compute.numel
+    grown = {name: getattr(compute, name).times(factor) for name in ("update", "late_update", *WITH_BATCH)}
+    return dataclasses.replace(compute, **grown, model="grown", tensors=tensors)
 
 
-def crowding(profile: Profile, setting: Setting) -> float:
-    """Return the ratio of nodes per core in the setting to that in the calibration, each taken as at least 1."""
-    crowd = profile.calibrated.ranks_per_core
-    return max(1.0, crowd * setting.nodes / (setting.calibrated_nodes or setting.nodes)) / max(1.0, crowd)
-
-
-def tensors_of(workload: str) -> tuple[int, ...]:
-    """Return the number of values of each parameter's gradient of a workload's model."""
-    _, _, model, _ = load(parse_training(shlex.split(WORKLOADS[workload])), alone())
+def tensors_of(setting: Setting) -> tuple[int, ...]:
+    """Return the number of values of each parameter's gradient."""
+    _, _, model, _ = load(parse_training(shlex.split(setting.words)), alone())
     return tuple(one.numel() for one in model.parameters() if one.requires_grad)
 
 
-def calibrate(setting: Setting, folder: Path, seconds: float) -> Profile:
-    """Calibrate for a setting, again if that was disturbed, and return the profile. Raises ``RunError`` on failure."""
-    file, workload = folder / "cluster.toml", setting.calibrated_workload or setting.workload
-    words = f"--out {file} --overwrite --seconds {seconds} {WORKLOADS[workload]}"
-    words += f" --all-reduces {' '.join(ALL_REDUCES)} --servers"
-    if setting.calibrated_workload is not None:  # no larger than the calibrated model's gradient
-        words += f" --largest-bytes {FLOAT_BYTES * sum(tensors_of(workload))}"
-    for _ in range(CALIBRATIONS):
-        with Testbed(nodes=setting.calibrated_nodes or setting.nodes, link=setting.link) as testbed:
-            run(testbed, setting, f"pipesgd.calibrate {words}", folder)
-        profile = Profile.load(file)
-        if float(str(profile.provenance["stolen_share"])) <= DISTURBED:
-            break
-    return profile
+def calibrate(testbed: Testbed, words: str, folder: Path) -> Profile:
+    """Run pipesgd.calibrate on all nodes and return the profile. Raises ``RunError`` on failure."""
+    file = folder / "cluster.toml"
+    run(testbed, f"pipesgd.calibrate --out {file} --overwrite {words}", folder)
+    return Profile.load(file)
+
+
+def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[str, Any], float]:
+    """Run the command of a user until its decision, and a while longer; return its plan and the time to begin.
+
+    Raises:
+        RunError: it failed, or did not decide in time.
+    """
+    output, log = folder / "run", folder / "log"
+    words = f"{setting.words} {AUTO} --iterations {ITERATIONS} --output {output}"
+    observed = QUICK_OBSERVED if quick else OBSERVED
+    begin, began_after = time.perf_counter(), None
+    with setting.testbed() as testbed, log.open("wb") as file:
+        job = testbed.torchrun(["-m", "pipesgd.train", *shlex.split(words)], stdout=file, stderr=subprocess.STDOUT)
+        try:
+            while job.running():
+                if time.perf_counter() - begin > DEADLINE:
+                    raise RunError(f"{setting.name}: a run must decide within {DEADLINE:.0f} s; got none")
+                time.sleep(POLL)
+                done = _lines(output / "metrics.jsonl")
+                if done and began_after is None:
+                    began_after = time.perf_counter() - begin
+                planned = _planned(output / "run.json")
+                audition = planned and planned["audition"]
+                over_at = audition["turns"][-1][0] if audition and not audition["passes"] else 0
+                if planned and began_after and not (audition and audition["passes"]) and done >= over_at + observed:
+                    return planned, began_after
+        finally:
+            job.terminate()
+    raise RunError(f"{setting.name}: a run with auto must train; got {last_words(log.read_text(errors='replace'))}")
+
+
+def _planned(path: Path) -> dict[str, Any] | None:
+    try:
+        planned: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8"))["planned"]
+    except FileNotFoundError:
+        return None
+    return planned
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
-    """Calibrate, predict all cells, and only then measure them.
+    """Calibrate, by a run that chooses for itself or by pipesgd.calibrate; predict all configurations; measure them.
 
     Raises:
         RunError: a job failed.
     """
-    calibrated = calibrate(setting, folder, QUICK_CALIBRATION_SECONDS if quick else CALIBRATION_SECONDS)
-    compute = known_of(calibrated, setting)
-    configurations = EXTRAPOLATED_CONFIGURATIONS if setting.extrapolated else CONFIGURATIONS
-    answers = {
-        words: ask(calibrated, compute, setting, words) for words in (QUICK_CONFIGURATIONS if quick else configurations)
-    }
-    chosen = choose(answers)
-    predicted = {words: answer.iteration.total for words, answer in answers.items()}
-    turned = timed(setting, predicted, len(PASSES), folder, quick=quick)
-    passes, products, stolen = (
-        np.array([[cell[name] for cell in of_pass] for of_pass in turned])
-        for name in ("seconds", "product_seconds", "stolen")
-    )  # (passes, cells)
-    rounds = [passes[np.array(PASSES) == number].mean(axis=0) for number in range(ROUNDS)]
-    known = float(str(calibrated.provenance["product_seconds"])) * crowding(calibrated, setting)
-    drifts = products.mean(axis=0) / known
-    corrected = {
-        words: ask(calibrated, slower(compute, drift), setting, words)
-        for words, drift in zip(answers, drifts, strict=True)
-    }
+    choice, began_after, configurations = None, None, SPACE
+    if setting.calibrated is None:
+        choice, began_after = run_with_auto(setting, folder, quick=quick)
+        profile = Profile.load(folder / "run" / "cluster.toml")
+    else:
+        configurations += OTHERS
+        smaller = setting.calibrated
+        with smaller.testbed() as testbed:
+            profile = calibrate(testbed, f"{smaller.words} {ALL_MEASURED}", folder)
+    compute = known_of(profile, setting)
+    cells: dict[str, dict[str, Any]] = {}
+    for words in configurations:
+        answer = ask(profile, compute, setting.nodes, words)
+        cells[words] = {"predicted_s": answer.iteration.total, "low_s": answer.low, "high_s": answer.high}
+    for words, cell in time_all(setting, cells, folder, quick=quick).items():
+        cells[words] |= cell
     return Measured(
         commit=code_state(),
-        profile=public(calibrated, folder / "public.toml"),
-        extrapolated=setting.extrapolated,
-        cells={
-            words: {
-                "codec": answer.job.codec,
-                "predicted_s": answer.iteration.total,
-                "low_s": answer.low,
-                "high_s": answer.high,
-                "compute_s": answer.iteration.compute,
-                "wire_s": answer.iteration.wire,
-                "codec_s": answer.iteration.codec,
-                "jitter_s": answer.iteration.jitter,
-                "support": answer.support.kind,
-                "limit": answer.limit,
-                "chosen": words == chosen,
-                "drift": float(drifts[index]),
-                "corrected_s": corrected[words].iteration.total,
-                "corrected_low_s": corrected[words].low,
-                "corrected_high_s": corrected[words].high,
-                "stolen": float(stolen[:, index].mean()),
-                **{f"round_{number}_s": float(of_round[index]) for number, of_round in enumerate(rounds)},
-            }
-            for index, (words, answer) in enumerate(answers.items())
-        },
+        profile=public(profile, folder / "public.toml"),
+        calibration_s=float(str(profile.provenance["calibration_seconds"])),
+        cells=cells,
+        choice=choice,
+        began_after=began_after,
     )
 
 
-def judge(setting: Setting, measured: Measured, folder: Path, *, quick: bool = False) -> Measured:
-    """Return ``measured`` with its ``final``. Raises ``RunError`` if a job fails."""
-    finalists = dict.fromkeys((measured.chosen, measured.fastest))
-    if setting.extrapolated or len(finalists) == 1:
-        return dataclasses.replace(measured, final={})
-    predicted = {words: measured.cells[words]["predicted_s"] for words in finalists}
-    turned = timed(setting, predicted, QUICK_FINAL_PASSES if quick else FINAL_PASSES, folder, quick=quick)
-    seconds = ([cell["seconds"] for cell in passes] for passes in zip(*turned, strict=True))
-    return dataclasses.replace(measured, final=dict(zip(finalists, seconds, strict=True)))
+def time_all(
+    setting: Setting, predictions: dict[str, dict[str, Any]], folder: Path, *, quick: bool
+) -> dict[str, dict[str, Any]]:
+    """Return the times of these configurations in each half of the passes, and the share of the cores that they used.
 
-
-def timed(
-    setting: Setting, predicted: Mapping[str, float], passes: int, folder: Path, *, quick: bool
-) -> list[list[dict[str, float]]]:
-    """Return the times of these cells in every pass by ``timed_configurations``; ``predicted`` is in s an iteration."""
-    seconds = QUICK_SECONDS if quick else SECONDS
-    cells = [
-        {
-            "words": f"{WORKLOADS[setting.workload]} {words}",
-            "iterations": int(np.clip(seconds / iteration, LEAST_ITERATIONS, MOST_ITERATIONS)),
-        }
-        for words, iteration in predicted.items()
-    ]
+    Raises:
+        RunError: the job failed.
+    """
+    near, plan = NEAR * min(one["predicted_s"] for one in predictions.values()), []
+    for words, one in predictions.items():
+        seconds = (QUICK_SECONDS if quick else SECONDS) * (1 if one["predicted_s"] <= near else FAR_SHARE)
+        iterations = int(np.clip(seconds / one["predicted_s"], LEAST_ITERATIONS, MOST_ITERATIONS))
+        plan.append({"words": f"{setting.words} {words}", "iterations": iterations})
+    passes = QUICK_PASSES if quick else PASSES
     plan_file, times_file = folder / "plan.json", folder / "times.json"
-    plan_file.write_text(json.dumps([_turned(cells, number) for number in range(passes)]), encoding="utf-8")
-    with Testbed(nodes=setting.nodes, link=setting.link) as testbed:
-        run(testbed, setting, f"experiments.timed_configurations {plan_file} {times_file}", folder)
-    return [_turned(of_pass, number) for number, of_pass in enumerate(json.loads(times_file.read_text("utf-8")))]
+    plan_file.write_text(json.dumps([plan[:: _direction(number)] for number in range(len(passes))]), encoding="utf-8")
+    with setting.testbed() as testbed:
+        run(testbed, f"experiments.timed_configurations {plan_file} {times_file}", folder)
+    times = [
+        of_pass[:: _direction(number)]
+        for number, of_pass in enumerate(json.loads(times_file.read_text(encoding="utf-8")))
+    ]
+    found = {}
+    for words, of_cell in zip(predictions, zip(*times, strict=True), strict=True):
+        found[words] = {"cpu_share": float(np.mean([timed["cpu_share"] for timed in of_cell]))}
+        for half in (0, 1):
+            own = [timed["seconds"] for timed, count_for in zip(of_cell, passes, strict=True) if count_for == half]
+            found[words][f"half_{half}_s"] = float(np.mean(own))
+    return found
+
+
+def _direction(number: int) -> int:
+    return 1 if number % 2 == 0 else -1
 
 
 def public(profile: Profile, file: Path) -> str:
@@ -333,23 +334,7 @@ def public(profile: Profile, file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _turned(values: list[T], number: int) -> list[T]:
-    """Return the values in the order of a pass: every second pass is in reverse order."""
-    return values if number % 2 == 0 else values[::-1]
-
-
-def choose(answers: Mapping[str, Answer]) -> str:
-    """Return the configuration that the planner would choose among ``answers``."""
-    group = Group(lambda job: True)
-    for answer in answers.values():
-        iteration, collective = answer.iteration, answer.collective
-        group.add(Choice(job=answer.job, iteration=iteration, collective=collective, score=iteration.total))
-    chosen = group.chosen
-    assert chosen is not None
-    return next(words for words, answer in answers.items() if answer.job is chosen.job)
-
-
-def run(testbed: Testbed, setting: Setting, line: str, folder: Path) -> None:
+def run(testbed: Testbed, line: str, folder: Path) -> None:
     """Run a module on all nodes. Raises ``RunError`` if it fails."""
     if failure := run_job(testbed, ["-m", *shlex.split(line)], folder / "log", deadline=DEADLINE):
-        raise RunError(f"{setting.name}: {line.split()[0]} must succeed; got {failure}")
+        raise RunError(f"{line.split()[0]} must succeed; got {failure}")

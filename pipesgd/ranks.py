@@ -465,9 +465,10 @@ def join() -> Ranks:
     )
 
 
-def alone() -> Ranks:
-    """Return this process as the only rank, whatever other ranks there are."""
-    return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False)
+def alone(number: int | None = None) -> Ranks:
+    """Return this process as the only rank, whatever other ranks there are; ``number`` is its own among those."""
+    numbers = () if number is None else (number,)
+    return Ranks(rank=0, world_size=1, store=dist.HashStore(), by_torchrun=False, numbers=numbers)
 
 
 def _is_place(place: Any) -> bool:

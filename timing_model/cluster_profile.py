@@ -67,7 +67,7 @@ ESTIMATES = (
     "comm_slowdown",
 )
 """Fields of a ``ComputeProfile`` that are estimates."""
-LATER = {"loading": MOST, "persistence": MOST_PERSISTENCE, "comm_cv": MOST_CV}
+LATER = {"loading": MOST, "handover": MOST, "persistence": MOST_PERSISTENCE, "comm_cv": MOST_CV}
 """Estimates that files of this format may be without, which means 0, and their largest values. Those that are 0 are not
 written, so that readers that do not know them can read the file, too."""
 

@@ -188,6 +188,7 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     update = compute.update if job.width == 1 else compute.late_update
     yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
     yield "times", {"loading": compute.loading}
+    yield "times", {"handover": compute.handover}
     yield "times", {"compute_slowdown": compute.compute_slowdown_of(job.codec)}
     yield "times", {"comm_slowdown": compute.comm_slowdown_of(job.all_reduce)}
     yield "noise", {"persistence": compute.persistence}

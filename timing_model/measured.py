@@ -193,6 +193,8 @@ class ComputeProfile:
     """Hindrances of other all-reduces, by name."""
     loading: Estimate = Estimate(0.0, 0.0, 0.0)
     """Time that one process takes to load a batch; 0 in files that were written before it was measured."""
+    handover: Estimate = Estimate(0.0, 0.0, 0.0)
+    """Additional time of a collective in training; 0 in files that were written before it was measured."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
     persistence: Estimate = Estimate(0.0, 0.0, 0.0)
@@ -246,6 +248,7 @@ class ComputeProfile:
             compute_slowdown=self.compute_slowdown_of(codec).value,
             comm_slowdown=self.comm_slowdown_of(all_reduce).value,
             loading=self.loading.value,
+            handover=self.handover.value,
         )
 
 

@@ -51,6 +51,8 @@ class ComputeTimes:
     """Share by which a collective in a pipeline is slower while the computation runs."""
     loading: float = 0.0
     """Time that one process takes to load a batch; not a part of the computation, unless the rank loads it itself."""
+    handover: float = 0.0
+    """Additional time of a collective in training: another thread runs it, on memory that left the caches meanwhile."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -68,8 +70,9 @@ class ComputeTimes:
     def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
         r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.
 
-        At width 1 the two do not overlap. Otherwise, with k ``compute_slowdown`` and h ``comm_slowdown``, a second of
-        computation does the work of 1/(1+k) s while the collective runs, and the collective at worst stands still:
+        A collective takes m = ``t_comm`` + ``handover``. At width 1 the two do not overlap. Otherwise, with k
+        ``compute_slowdown`` and h ``comm_slowdown``, a second of computation does the work of 1/(1+k) s while the
+        collective runs, and the collective at worst stands still:
 
         .. math::
 
@@ -81,6 +84,8 @@ class ComputeTimes:
         >>> slower.at_width(2, 10.0)
         (3.0, 12.0)
         """
+        if t_comm > 0:
+            t_comm += self.handover
         if width == 1:
             return self.total, t_comm
         slowed = min(t_comm * (1 + self.comm_slowdown), t_comm + self.total)

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,7 +28,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.optim.build import build_optimizer
 from pipesgd.pipeline.pipelined import Pipelined
-from pipesgd.ranks import Ranks
+from pipesgd.ranks import Ranks, alone
 from pipesgd.run.forward_backward import forward_backward
 from timing_model.jitter import variance_of_mean
 from timing_model.measured import MOST_PERSISTENCE, Estimate
@@ -39,8 +39,10 @@ SYNCHRONOUS, LATE = 1, 2
 UNTIMED = 2
 """Iterations at the start of a lap, after those that fill the pipeline, that do not count: idle connections start
 slowly, and the caches still hold earlier data."""
-LEAST_ITERATIONS, MOST_ITERATIONS = 2, 100
+LEAST_ITERATIONS, MOST_ITERATIONS = 4, 100
 """Fewest iterations that count in a lap, and most iterations that a lap is planned with."""
+LEAST_LAPS, LEAST_GROUPS = 2, 4
+"""Fewest laps, whatever they take, and fewest groups of iterations in a jackknife; fewer laps are cut in halves."""
 SLOW_RANK, STRETCHES = 1.1, 4
 """Multiple of the median rank's time, and number of stretches: a rank above it in every stretch is always slow."""
 INTERRUPTED = 3.0
@@ -54,13 +56,16 @@ LEAST_VARIANCE, ROUNDS = 1e-12, 50
 fewer."""
 T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
 """Standard errors to the ends of a 90 % interval, with 1, 2, ... degrees of freedom (Student)."""
-PARTS = ("forward", "backward", "update", "late_update", "loading")
+PARTS = ("forward", "backward", "update", "late_update", "loading", "handover")
 FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU, DATA, LOADING = range(8)
 """Indices of an iteration's seconds. The first four add up to the iteration; then come the all-reduce that ended in it,
 the time for which this thread had a core in the passes, the part of the first in which the rank waited for its batch,
 and the time in which a process loaded that batch."""
 EXPOSED = 0.05
 """Share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
+
+UNKNOWN_SLOWDOWN = Estimate(0.0, 0.0, 0.1)
+"""Slowdowns where collectives take too long to be measured next to the computation."""
 
 Laps = list[list[list[float]]]
 """One rank's times: laps, iterations, seconds."""
@@ -95,6 +100,8 @@ class TrainingMode(NamedTuple):
     width: int
     all_reduce: str
     codec: str
+    apart: bool = False
+    """True if every rank trains for itself."""
 
 
 class LateIteration(Protocol):
@@ -103,6 +110,15 @@ class LateIteration(Protocol):
     def all_reduce(self, total: float, computation: float) -> float: ...
 
     def computation(self, total: float, all_reduce: float) -> float: ...
+
+
+def least_iterations(modes: Iterable[TrainingMode]) -> int:
+    """Return the fewest iterations of a training in these ways."""
+    return LEAST_LAPS * sum(_untimed(way.width) + LEAST_ITERATIONS for way in modes)
+
+
+def _untimed(width: int) -> int:
+    return width - 1 + UNTIMED
 
 
 class Training:
@@ -136,26 +152,43 @@ class Training:
                     scaler=self._scaler,
                     codec=way.codec,
                     all_reduce=way.all_reduce,
-                    ranks=ranks,
+                    ranks=alone(ranks.rank) if way.apart else ranks,
                 )
             )
         self._paces = [0.0] * len(self._strategies)
         """Seconds of an iteration in each way, as of the last lap."""
+        self._due = 0.0
+        """Seconds that may be trained and were not yet."""
         self.laps: list[Laps] = [[] for _ in self._strategies]
         """Timed laps of each way."""
 
-    def lap(self, seconds: float) -> None:
-        """Train in each way, for about this many seconds together, and keep the times."""
+    def pace(self) -> float:
+        """Return about how long an iteration in the first way takes, in s, on the slowest rank. Collective."""
+        *_, times = self._train(self._strategies[0], UNTIMED)
+        paces: list[float] = self._ranks.all_gather_object("time of an iteration", sum(times[: WAIT + 1]))
+        return max(paces)
+
+    def lap(self, seconds: float) -> bool:
+        """Train in each way, for about this many seconds together, and keep the times; return True.
+
+        If that is too short for the fewest iterations, the seconds are added to those of the next lap, once there are
+        ``LEAST_LAPS`` laps; then return False.
+        """
         self._ranks.all_gather_object("computation", None)  # all begin together
-        share = seconds / len(self._strategies)
+        self._due += seconds
+        share = self._due / len(self._strategies)
         asked = [min(share / pace, MOST_ITERATIONS) if pace else 0.0 for pace in self._paces]
         agreed = np.min(self._ranks.all_gather_object("iterations of a lap", asked), axis=0)
+        least = [_untimed(strategy.width) + LEAST_ITERATIONS for strategy in self._strategies]
+        if len(self.laps[0]) >= LEAST_LAPS and any(agreed < least):
+            return False
+        self._due = 0.0
         for number, strategy in enumerate(self._strategies):
             begin = time.perf_counter()
-            untimed = strategy.width + UNTIMED
-            times = self._train(strategy, max(untimed + LEAST_ITERATIONS, int(agreed[number])))
+            times = self._train(strategy, max(least[number], int(agreed[number])))
             self._paces[number] = (time.perf_counter() - begin) / len(times)
-            self.laps[number].append(times[untimed:])
+            self.laps[number].append(times[_untimed(strategy.width) :])
+        return True
 
     def close(self) -> None:
         """Stop the communication threads."""
@@ -181,14 +214,24 @@ class Training:
         return times
 
 
-def training_modes(all_reduces: Sequence[str], codecs: Sequence[str]) -> list[TrainingMode]:
+def training_modes(all_reduces: Sequence[str], codecs: Sequence[str], *, slow: bool = False) -> list[TrainingMode]:
     """Return the ways to train: synchronous with the first all-reduce, late with each, and late with the first one and
     a codec, if any is measured: next to that the computation is the limit more often, and slower than where it waits.
 
+    With ``slow``, collectives take too long for that: synchronous with the last codec, and late with none at all.
+
     >>> [tuple(way) for way in training_modes(["ring", "native"], ["bf16", "int8"])]
-    [(1, 'ring', 'fp32'), (2, 'ring', 'fp32'), (2, 'native', 'fp32'), (2, 'ring', 'int8')]
+    [(1, 'ring', 'fp32', False), (2, 'ring', 'fp32', False), (2, 'native', 'fp32', False), (2, 'ring', 'int8', False)]
+    >>> [tuple(way) for way in training_modes(["ring", "native"], ["bf16", "int4"], slow=True)]
+    [(1, 'ring', 'int4', False), (2, 'ring', 'fp32', True)]
     """
     compressed = [TYPICAL_CODEC] if TYPICAL_CODEC in codecs else codecs[:1]
+    if slow:
+        strongest = codecs[-1] if codecs else UNCOMPRESSED
+        return [
+            TrainingMode(SYNCHRONOUS, all_reduces[0], strongest),
+            TrainingMode(LATE, all_reduces[0], UNCOMPRESSED, apart=True),
+        ]
     return [
         TrainingMode(SYNCHRONOUS, all_reduces[0], UNCOMPRESSED),
         *(TrainingMode(LATE, name, UNCOMPRESSED) for name in all_reduces),
@@ -199,9 +242,11 @@ def training_modes(all_reduces: Sequence[str], codecs: Sequence[str]) -> list[Tr
 def summarize(
     everybody: Sequence[Sequence[Laps]],
     *,
+    t_synchronous: float,
     t_comms: Mapping[str, float],
     t_compressed: float,
     late_iteration: Callable[[int, Noise], LateIteration],
+    apart: bool = False,
     shared_cores: bool = False,
 ) -> Computation:
     """Summarize every rank's ``Training.laps``.
@@ -210,13 +255,20 @@ def summarize(
 
     Args:
         everybody: each rank's laps, in each of the ways of ``training_modes``.
+        t_synchronous: seconds of the first way's all-reduce, as measured outside of training.
         t_comms: seconds that each all-reduce of the gradient takes while no computation runs.
         t_compressed: the same for the first all-reduce with a codec.
         late_iteration: a ``LateIteration``, given the number of ranks and their noise.
+        apart: True if the ranks trained apart in the only late way, next to no all-reduce.
         shared_cores: True if there are more ranks than cores.
     """
+    halves = 2 if len(everybody[0][0]) < LEAST_GROUPS else 1
     synchronous, *late = (
-        [_uninterrupted(np.array(lap)) for lap in zip(*(laps[number] for laps in everybody), strict=True)]
+        [
+            _uninterrupted(half)
+            for lap in zip(*(laps[number] for laps in everybody), strict=True)
+            for half in np.array_split(np.array(lap), halves, axis=1)
+        ]
         for number in range(len(everybody[0]))
     )
     lap_totals = [lap[:, :, : UPDATE + 1].sum(axis=2) for lap in synchronous]
@@ -239,9 +291,11 @@ def summarize(
 
     def values(laps: list[int]) -> Floats:
         alone, *beside = (np.concatenate([way[lap] for lap in laps], axis=1) for way in (synchronous, *late))
-        return _values(alone, beside, list(t_comms.values()), t_compressed, model)
+        return _values(alone, beside, t_synchronous, [] if apart else list(t_comms.values()), t_compressed, model)
 
     found = _estimates(values, count)
+    if apart:
+        found += [UNKNOWN_SLOWDOWN] * (2 + len(t_comms))
     compute_slowdown, codec_compute_slowdown, *comm_slowdowns = found[len(PARTS) :]
     return Computation(
         parts=dict(zip(PARTS, found, strict=False)),
@@ -269,14 +323,24 @@ def _estimates(values: Callable[[list[int]], Floats], count: int) -> list[Estima
 
 
 def _values(
-    synchronous: Lap, late: Sequence[Lap], t_comms: Sequence[float], t_compressed: float, model: LateIteration
+    synchronous: Lap,
+    late: Sequence[Lap],
+    t_synchronous: float,
+    t_comms: Sequence[float],
+    t_compressed: float,
+    model: LateIteration,
 ) -> Floats:
     """Return ``PARTS`` and the slowdowns of these iterations, by inverting ``ComputeTimes.at_width``.
 
     In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow.
     """
-    uncompressed, compressed = late[: len(t_comms)], late[len(t_comms) :]
     forward, backward, update, *_, data, loading = synchronous.mean(axis=(0, 1))
+    # The rank that is the last to begin waits for no other.
+    handover = max(0.0, float(synchronous[:, :, WAIT].min(axis=0).mean()) - t_synchronous)
+    if not t_comms:
+        return np.array([forward - data, backward, update, late[0][:, :, UPDATE].mean(), loading, handover])
+    t_comms, t_compressed = [one + handover for one in t_comms], t_compressed + handover
+    uncompressed, compressed = late[: len(t_comms)], late[len(t_comms) :]
     all_reduces = np.array([_all_reduce(way, model) for way in uncompressed])
     slowed = [
         min(1 - t_comm / all_reduce, MOST_SLOWED) if all_reduce > t_comm else 0.0
@@ -301,7 +365,7 @@ def _values(
     own = lost_of(uncompressed[0], float(all_reduces[0]), lost)
     with_codec = lost_of(compressed[0], t_compressed / (1 - slowed[0]), own) if compressed else own
     shares = np.array([own, with_codec, *slowed])
-    return np.array([forward - data, backward, update, late_update, loading, *(shares / (1 - shares))])
+    return np.array([forward - data, backward, update, late_update, loading, handover, *(shares / (1 - shares))])
 
 
 def _all_reduce(late: Lap, model: LateIteration) -> float:

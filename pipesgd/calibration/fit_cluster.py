@@ -21,6 +21,7 @@ from pipesgd.calibration.robust_fit import LEAST_SPREAD, Fit, Floats, Prior, fit
 from pipesgd.calibration.sweep import Cell
 from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
+from timing_model.all_reduce import gather_time
 from timing_model.cluster_profile import (
     PARAMETER_SERVER,
     Calibrated,
@@ -128,11 +129,15 @@ class CollectiveFit:
         """Return the time that the formula predicts for a cell."""
         return _time(self.all_reduce, self.link, cell)
 
-    def seconds(self, numel: int, world_size: int) -> float:
-        """Return the corrected time of an all-reduce of any gradient, in s."""
-        corrected = self.corrections.at(world_size, FLOAT_BYTES * numel)
-        factor = 1.0 if corrected is None else corrected[0]
-        return factor * all_reduce_time(self.all_reduce, self.link, numel, world_size).total
+    def seconds(self, numel: int, world_size: int, codec: CodecProfile | None = None) -> float:
+        """Return the corrected time of an all-reduce of any gradient, in s; by default uncompressed."""
+        nbytes = FLOAT_BYTES * numel if codec is None else codec.bits / 8 * numel
+        corrected = self.corrections.at(world_size, nbytes)
+        link = self.link if corrected is None else self.link.times(corrected[0])
+        if codec is not None and codec.gathered:
+            return gather_time(link, numel, world_size, codec=codec.cost("")).total
+        cost = None if codec is None else codec.cost("")
+        return all_reduce_time(self.all_reduce, link, numel, world_size, codec=cost).total
 
 
 def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums: Estimate) -> CollectiveFit:
@@ -240,7 +245,7 @@ def make_profile(
         link=link,
         links=links,
         sharing=None if servers is None else sharing_of(servers),
-        codecs={name: _codec_profile(speed) for name, speed in codecs.items()},
+        codecs={name: codec_profile(speed) for name, speed in codecs.items()},
         compute=(compute,),
     )
 
@@ -267,6 +272,7 @@ def compute_profile(
         update=computation.parts["update"],
         late_update=computation.parts["late_update"],
         loading=computation.parts["loading"],
+        handover=computation.parts["handover"],
     )
 
 
@@ -296,7 +302,8 @@ def _link_profile(found: CollectiveFit) -> LinkProfile:
     return LinkProfile(alpha=alpha, beta=beta, gamma=found.sums, sync=sync, corrections=found.corrections)
 
 
-def _codec_profile(speed: CodecSpeed) -> CodecProfile:
+def codec_profile(speed: CodecSpeed) -> CodecProfile:
+    """Return the profile of a codec that was measured."""
     return CodecProfile(
         bits=speed.bits,
         call=speed.call,

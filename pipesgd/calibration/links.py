@@ -19,9 +19,11 @@ from pipesgd.ranks import Ranks
 Links = NDArray[np.bool_]
 """Mask of links (p, p), from the row's rank to the column's."""
 
-PINGS = 20
+PINGS, LEAST_PINGS = 20, 3
 PAYLOAD_BYTES = 512 << 10
 REPETITIONS = 4
+ENOUGH_SECONDS = 0.05
+"""Seconds of the fewest messages of a kind from which on there are no more of them."""
 SLOW = 0.7
 """Share of the good links' rate below which a link is slow."""
 GOOD = 0.75
@@ -59,10 +61,15 @@ def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], None]) -> Probes:
-    """Probe the link between every two ranks, both ways. Collective."""
+def probe(
+    ranks: Ranks, transport: TorchTransport, advance: Callable[[float], None], rounds_at_most: int | None = None
+) -> Probes:
+    """Probe the link between every two ranks, both ways. Collective.
+
+    With ``rounds_at_most``, each rank probes only as many others.
+    """
     own: dict[int, tuple[float, float]] = {}
-    rounds = rounds_of_pairs(ranks.world_size)
+    rounds = rounds_of_pairs(ranks.world_size)[:rounds_at_most]
     for number, pairs in enumerate(rounds):
         ranks.all_gather_object("round of probes", None)
         for first, second in pairs:
@@ -83,20 +90,30 @@ def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], No
 def _probe_one_way(transport: TorchTransport, peer: int, sends: bool) -> tuple[float, float] | None:
     """Return the latency and rate of messages to ``peer``, which answers; None on the side that answers."""
 
-    def send_and_receive(nbytes: int) -> float:
-        outgoing, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    def send_and_receive(message: torch.Tensor) -> float:
+        answer = torch.zeros(1, dtype=torch.uint8)
         begin = time.perf_counter()
         if sends:
             back = transport.receive(answer, peer, "answer to a probe")
-            transport.send(outgoing, peer, "probe").wait()
+            transport.send(message, peer, "probe").wait()
             back.wait()
         else:
-            transport.receive(outgoing, peer, "probe").wait()
+            transport.receive(message, peer, "probe").wait()
             transport.send(answer, peer, "answer to a probe").wait()
         return time.perf_counter() - begin
 
-    round_trip = min(send_and_receive(1) for _ in range(PINGS))
-    with_payload = min(send_and_receive(PAYLOAD_BYTES) for _ in range(REPETITIONS))
+    def shortest(nbytes: int, least: int, most: int) -> float:
+        """Return the time of the fastest of ``least`` to ``most`` messages; the sender tells if those were enough."""
+        message = torch.zeros(nbytes, dtype=torch.uint8)
+        times = [send_and_receive(message) for _ in range(least)]
+        message[0] = sum(times) > ENOUGH_SECONDS
+        times.append(send_and_receive(message))
+        if not message[0]:
+            times += [send_and_receive(message) for _ in range(most - least - 1)]
+        return min(times)
+
+    round_trip = shortest(1, LEAST_PINGS, PINGS)
+    with_payload = shortest(PAYLOAD_BYTES, 1, REPETITIONS)
     if not sends:
         return None
     return round_trip / 2, PAYLOAD_BYTES / max(with_payload - round_trip, 1e-9)

@@ -16,11 +16,19 @@ from torch import nn
 from pipesgd.calibration import codec_speeds, fit_cluster, interfaces, links, machines, report
 from pipesgd.calibration import servers as server_rounds
 from pipesgd.calibration.codec_speeds import CodecSpeed
-from pipesgd.calibration.computation import Computation, Training, summarize, training_modes
+from pipesgd.calibration.computation import (
+    LEAST_LAPS,
+    Computation,
+    Training,
+    TrainingMode,
+    least_iterations,
+    summarize,
+    training_modes,
+)
 from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
-from pipesgd.calibration.options import RING
+from pipesgd.calibration.options import RING, UNCOMPRESSED
 from pipesgd.calibration.progress import Phases
 from pipesgd.calibration.sweep import Cell, Sweep
 from pipesgd.comm.transport import TorchTransport, communication_group
@@ -30,6 +38,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from timing_model.all_reduce import messages_meet
 from timing_model.cluster_profile import PARAMETER_SERVER, Profile
+from timing_model.params import FLOAT_BYTES
 
 CODECS, SERVERS, LINKS, TRAINING = (
     "codecs (compiled first on a new machine)",
@@ -39,7 +48,7 @@ CODECS, SERVERS, LINKS, TRAINING = (
 )
 SHARES = {CODECS: 0.07, SERVERS: 0.15, LINKS: 0.03}
 """Shares of the available time. The last phase gets what is left; the one before it takes as long as it takes."""
-TRAINED = 0.5
+TRAINED = 1.0
 """Seconds of training per second of all-reduces."""
 
 
@@ -100,6 +109,7 @@ def measure(
     all_reduces: Sequence[str],
     servers: bool,
     prediction: str,
+    brief: bool = False,
 ) -> Measured | None:
     """Measure the ranks, their network and the model's training; rank 0 reports what is done, and what is wrong.
 
@@ -118,6 +128,7 @@ def measure(
         all_reduces: names of the all-reduces to measure, the ring among them.
         servers: True to measure a parameter server.
         prediction: how the weights are predicted from gradients in flight.
+        brief: True to measure all ranks together only, and one link of each: enough for a plan for these ranks.
 
     Raises:
         CommunicationError: a rank was lost.
@@ -151,19 +162,30 @@ def measure(
             )
         ranks.start_process_group("cpu", timeout)
         names = [RING, *(name for name in all_reduces if name != RING)]
-        trained = training_modes(names, codecs)
-        training = Training(config, model, batches, prediction, trained, ranks)
+        transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
+        probes = links.probe(ranks, transport, partial(shown.advance, LINKS), rounds_at_most=1 if brief else None)
+        slow = links.slow_links(probes, where)
+        groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
+        groups = groups[-1:] if brief else groups
+        sweep = Sweep(ranks, transport, groups, names, uneven=messages_meet, timeout=timeout)
+        left = planned[TRAINING] + time.perf_counter()
+        largest = sweep.choose_sizes(largest_bytes // 4 * 4, planned[TRAINING] / (1 + TRAINED))
+        values = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        alone = Training(config, model, batches, prediction, [TrainingMode(1, RING, UNCOMPRESSED, apart=True)], ranks)
+        stack.callback(alone.close)
+        longer = max(alone.pace(), largest * FLOAT_BYTES * values / largest_bytes)
+        modes = training_modes(names, codecs)
+        if least_iterations(modes) * longer > planned[TRAINING]:
+            modes = training_modes(names, codecs, slow=True)
+        training = Training(config, model, batches, prediction, modes, ranks)
         stack.callback(training.close)
+        trained: list[int] = []
 
         def between(lap: float) -> None:
             products.append(machines.product_seconds(ranks))
-            training.lap(TRAINED * lap)
+            if training.lap(TRAINED * lap):
+                trained.append(len(products) - 1)
 
-        transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
-        probes = links.probe(ranks, transport, partial(shown.advance, LINKS))
-        slow = links.slow_links(probes, where)
-        groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
-        sweep = Sweep(ranks, transport, groups, names, uneven=messages_meet, timeout=timeout)
         stolen_time = machines.StolenTime()
 
         def quiet() -> bool:
@@ -171,32 +193,34 @@ def measure(
             return stolen[-1] <= machines.DISTURBED
 
         swept, laps = sweep.run(
-            largest_bytes=largest_bytes // 4 * 4,
-            seconds=planned[TRAINING],
+            seconds=left - time.perf_counter(),
             between=between,
-            between_share=TRAINED,
             quiet=quiet,
             advance=partial(shown.advance, TRAINING),
         )
         cells += swept
     every_lap = ranks.all_gather_object(
-        "times of training", [[of_way[lap] for lap in laps] for of_way in training.laps]
+        "times of training", [[of_way[lap] for lap in counted_laps(trained, laps)] for of_way in training.laps]
     )
     if ranks.rank != 0:
         return None
 
     # 3. Interpret the measurements.
-    values = sum(one.numel() for one in model.parameters() if one.requires_grad)
     sums = codec_speeds.sum_seconds(every_codecs, ranks.world_size)
     fits = {name: fit_cluster.fit_collective(name, cells, probes, sums) for name in names}
     measured_codecs = {name: codec_speeds.summarize(name, [times[name] for times in every_codecs]) for name in codecs}
-    codec = trained[-1].codec
-    bits = measured_codecs[codec].bits if codec in measured_codecs else 32.0
+
+    def ring_seconds(name: str) -> float:
+        codec = fit_cluster.codec_profile(measured_codecs[name]) if name in measured_codecs else None
+        return fits[RING].seconds(values, ranks.world_size, codec)
+
     computation = summarize(
         every_lap,
+        t_synchronous=ring_seconds(modes[0].codec),
         t_comms={name: one.seconds(values, ranks.world_size) for name, one in fits.items()},
-        t_compressed=fits[RING].seconds(round(values * bits / 32), ranks.world_size),
+        t_compressed=ring_seconds(modes[-1].codec),
         late_iteration=fit_cluster.LateIteration,
+        apart=any(way.apart for way in modes),
         shared_cores=shared > 1,
     )
     if SERVERS in planned:
@@ -213,6 +237,18 @@ def measure(
         stolen=lost,
         seconds=time.perf_counter() - begin,
     )
+
+
+def counted_laps(trained: Sequence[int], counted: Sequence[int]) -> list[int]:
+    """Return which laps of training count: those in laps of the sweep that count, if these are enough, else all.
+
+    ``trained`` are the numbers of the sweep's laps that were followed by training.
+
+    >>> counted_laps([0, 1, 4], counted=[1, 2, 3, 4]), counted_laps([0, 1, 4], counted=[0, 2, 3])
+    ([1, 2], [0, 1, 2])
+    """
+    found = [number for number, lap in enumerate(trained) if lap in counted]
+    return found if len(found) >= LEAST_LAPS else list(range(len(trained)))
 
 
 def describe(ranks: Ranks, ranks_per_core: float, addresses: Sequence[str], seconds: float) -> str:

@@ -27,7 +27,7 @@ GROWTH = 4
 BLOCK_SECONDS, MOST_CALLS = 4e-3, 32
 """Seconds of a block, and most calls in it. Short all-reduces follow each other without a pause until a block has taken
 this long: ranks that start some tens of microseconds apart then do not show."""
-LEAST_LAPS, LAPS, MOST_LAPS = 4, 8, 30
+LEAST_LAPS, LAPS, MOST_LAPS = 3, 8, 30
 """Fewest, planned and most laps. Each times every cell: a slow phase of the cluster then slows some blocks of each."""
 LEAST_COUNTED = 2
 """Fewest quiet laps to count alone: the jackknife over them needs two."""
@@ -35,9 +35,8 @@ MOST_BLOCKS = 6
 """Most blocks of one cell in a lap."""
 LONG_SECONDS = 0.05
 """Seconds from which on an all-reduce's first call, which allocates its memory, is timed, too."""
-SMALLER_SIZES = 1.2
-"""Time of a lap in units of all all-reduces of the largest size among all ranks: fewer ranks take less, smaller sizes
-add a third."""
+LEAST_SIZES = 3
+"""Fewest sizes, if the gradient has that many: where latency decides, those in the middle are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +73,7 @@ class Sweep:
         self._groups = groups
         self._names = all_reduces
         self._all_reduces: list[dict[str, AllReduce]] = []
+        self._sizes: list[int] = []
         for members in groups:
             own: dict[str, AllReduce] = {}
             for name in all_reduces:
@@ -92,33 +92,58 @@ class Sweep:
         """Ring all-reduce of all ranks."""
         return self._all_reduces[-1][RING]
 
+    def choose_sizes(self, largest_bytes: int, seconds: float) -> float:
+        """Choose sizes, the smallest among them, for which there is time in all groups. Collective.
+
+        Args:
+            largest_bytes: bytes of the largest gradient.
+            seconds: duration of all laps.
+
+        Returns:
+            the estimated time of a ring of the largest gradient, in s, the same on all ranks.
+        """
+        most = seconds / ((LEAST_LAPS + 1) * len(self._names) * len(self._groups))
+        everybody, flat = len(self._groups) - 1, torch.ones(largest_bytes // 4)
+        times: dict[int, float] = {}
+        nbytes, largest = SMALLEST_BYTES, flat.nbytes
+        while True:
+            self._block(everybody, RING, flat[: nbytes // 4], 1)  # makes its memory
+            own = self._block(everybody, RING, flat[: nbytes // 4], 1)
+            times[nbytes] = max(self._ranks.all_gather_object("time of an all-reduce", own))
+            larger = [min(factor * nbytes, largest) for factor in (GROWTH, GROWTH // 2)]
+            within = [one for one in larger if one > nbytes and one / nbytes * times[nbytes] <= most]
+            if not within:
+                break
+            nbytes = within[0]
+        sizes = list(times)
+        while len(sizes) > LEAST_SIZES and sum(times[size] for size in sizes) > most:
+            del sizes[len(sizes) // 2]
+        self._sizes = sizes
+        return largest / nbytes * times[nbytes]
+
     def run(
         self,
         *,
-        largest_bytes: int,
         seconds: float,
         between: Callable[[float], None],
-        between_share: float,
         quiet: Callable[[], bool],
         advance: Callable[[float], None],
     ) -> tuple[list[Cell], list[int]]:
         """Measure every cell; return the same cells on all ranks, and the numbers of the laps that count. Collective.
 
-        The quiet laps count, unless there are fewer than ``LEAST_COUNTED``: then all of them do.
+        ``choose_sizes`` comes before it. The quiet laps count, unless there are fewer than ``LEAST_COUNTED``: then all
+        of them do.
 
         Args:
-            largest_bytes: bytes of the largest gradient; less if that would take too much of the available time.
             seconds: approximate duration, including what is done between laps.
             between: called after each lap, with its seconds: for other work that is to be spread over the time.
-            between_share: duration of ``between``, in units of these seconds.
             quiet: called at the end of each lap; True if nothing disturbed it, as all ranks agree. To reach
                 ``LEAST_LAPS`` of them the sweep takes up to half as long again.
             advance: called with the share that is done.
         """
         end = time.perf_counter() + seconds
-        # 1. Choose sizes until one takes too long; run all groups once, which makes their memory and connections.
-        flat = torch.ones(largest_bytes // 4)
-        sizes = self._sizes(flat, seconds / (1 + between_share))
+        # 1. Run all groups once, which makes their memory and connections.
+        sizes, flat = self._sizes, torch.ones(max(self._sizes) // 4)
         cells = [(group, name, size) for group in range(len(self._groups)) for name in self._names for size in sizes]
         first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]
         # 2. Agree on how often each cell is run.
@@ -162,23 +187,6 @@ class Sweep:
             for index, (group, name, size) in enumerate(cells)
         ]
         return measured, counted
-
-    def _sizes(self, flat: Tensor, seconds: float) -> list[int]:
-        """Return sizes from the smallest on, as long as there is time for the next one in all groups. Collective."""
-        most = seconds / ((LEAST_LAPS + 1) * len(self._names) * len(self._groups) * SMALLER_SIZES)
-        everybody = len(self._groups) - 1
-        sizes: list[int] = []
-        nbytes, largest = SMALLEST_BYTES, flat.nbytes
-        while True:
-            self._block(everybody, RING, flat[: nbytes // 4], 1)  # makes its memory
-            own = self._block(everybody, RING, flat[: nbytes // 4], 1)
-            slowest = max(self._ranks.all_gather_object("time of an all-reduce", own))
-            sizes.append(nbytes)
-            larger = [min(factor * nbytes, largest) for factor in (GROWTH, GROWTH // 2)]
-            within = [one for one in larger if one > nbytes and one / nbytes * slowest <= most]
-            if not within:
-                return sizes
-            nbytes = within[0]
 
     def _block(self, group: int, all_reduce: str, flat: Tensor, calls: int) -> float:
         """Return the seconds of this many calls of this rank; 0 if it takes no part."""

@@ -208,6 +208,7 @@ def calibrate_briefly(
             all_reduces=DEFAULT_ALL_REDUCES if "all-reduce" in config.planning.auto else measured,
             servers=False,
             prediction=config.pipeline.prediction,
+            brief=True,
         )
     ranks.leave()
     if found is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from _ranks import run_ranks
 
 from experiments.accelerators import Accelerator, Jitter
 from pipesgd.calibration.computation import (
@@ -16,18 +18,25 @@ from pipesgd.calibration.computation import (
     CPU,
     DATA,
     FORWARD,
+    LEAST_ITERATIONS,
     LOADING,
     PARTS,
+    UNKNOWN_SLOWDOWN,
     UPDATE,
     WAIT,
     Computation,
     Laps,
+    Training,
     summarize,
+    training_modes,
 )
+from pipesgd.cli import parse
+from pipesgd.ranks import Ranks
+from pipesgd.run.workload import load
 from timing_model import ComputeTimes, Noise
 from timing_model.measured import MOST_PERSISTENCE, Estimate
 
-MEANS = (1.0, 2.0, 0.5, 0.75, 0.0)
+MEANS = (1.0, 2.0, 0.5, 0.75, 0.0, 0.0)
 """Means of ``PARTS``, in seconds."""
 
 
@@ -51,7 +60,7 @@ def laps(
     generator = np.random.default_rng(seed)
     found: list[Laps] = []
     for width in (1, 2):
-        forward, backward, update, late_update, _ = (scale * mean for mean in MEANS)
+        forward, backward, update, late_update, *_ = (scale * mean for mean in MEANS)
         forward += waiting
         own = update if width == 1 else late_update
         times = ComputeTimes(
@@ -89,7 +98,12 @@ def laps(
 
 def summary(ranks: list[list[Laps]], **options: Any) -> Computation:
     """Summarize ranks that wait only for the all-reduce, which takes no time unless ``options`` say otherwise."""
-    defaults: dict[str, Any] = {"t_comms": {"ring": 0.0}, "t_compressed": 0.0, "late_iteration": WithoutWaiting}
+    defaults: dict[str, Any] = {
+        "t_synchronous": np.inf,  # no handover
+        "t_comms": {"ring": 0.0},
+        "t_compressed": 0.0,
+        "late_iteration": WithoutWaiting,
+    }
     return summarize(ranks, **defaults | options)
 
 
@@ -318,3 +332,53 @@ def test_an_interval_is_where_another_calibration_would_be() -> None:
         found = of([1.0], drift=lambda lap, drifts=drifts: float(drifts[lap])).parts["forward"]
         inside += found.low <= other.mean() <= found.high
     assert 170 <= inside <= 190
+
+
+def test_what_a_collective_takes_longer_in_training_is_its_handover() -> None:
+    """The rank that waits least counts: the others wait for it, too."""
+    ranks = [laps(t_comm=3.0), laps(t_comm=4.0)]
+    found = summary(ranks, t_synchronous=2.5, t_comms={"ring": 2.5})
+    assert found.parts["handover"].value == pytest.approx(0.5)
+    ranks = [laps(t_comm=3.0)] * 2
+    found = summary(ranks, t_synchronous=2.5, t_comms={"ring": 2.5})
+    assert found.comm_slowdowns["ring"].value == pytest.approx(0, abs=1e-6), "the handover is no slowdown"
+    assert summary(ranks, t_synchronous=9.0).parts["handover"].value == 0
+
+
+def test_ranks_that_trained_apart_know_their_computation_and_no_slowdowns() -> None:
+    found = summary([laps(t_comm=3.0)] * 2, t_synchronous=2.0, t_comms={"ring": 2.0, "native": 3.0}, apart=True)
+    assert [found.parts[name].value for name in PARTS] == pytest.approx([*MEANS[:-1], 1.0])
+    assert found.compute_slowdown == found.codec_compute_slowdown == UNKNOWN_SLOWDOWN
+    assert found.comm_slowdowns == {"ring": UNKNOWN_SLOWDOWN, "native": UNKNOWN_SLOWDOWN}
+
+
+def test_few_laps_are_cut_in_halves_for_their_intervals() -> None:
+    """The error of two laps would have one degree of freedom, and an interval six standard errors wide."""
+    wide = of([1.0, 1.0], cv=0.05, count=2).parts["forward"]
+    narrow = of([1.0, 1.0], cv=0.05, count=8).parts["forward"]
+    assert narrow.high - narrow.low < wide.high - wide.low < 6 * (narrow.high - narrow.low)
+
+
+def _lap(ranks: Ranks, seconds: float) -> tuple[list[bool], list[int], list[int], float]:
+    """Return if each of four laps trained, the numbers of laps, those of their iterations, and the pace."""
+    config = parse(["--dataset", "digits", "--hidden-sizes", "8", "--batch-size", "4"])
+    _, batches, model, _ = load(config, ranks)
+    modes = training_modes(["ring"], ["int4"], slow=True)
+    training = Training(config, model, batches, "eager", modes, ranks)
+    with contextlib.closing(training):
+        pace = training.pace()
+        done = [training.lap(seconds) for _ in range(4)]
+    return done, [len(one) for one in training.laps], [len(lap) for one in training.laps for lap in one], pace
+
+
+@pytest.mark.slow
+def test_training_goes_on_after_two_laps_only_once_there_is_time_for_it() -> None:
+    for done, laps_of_ways, iterations, pace in run_ranks(2, _lap, 0.0):
+        assert done == [True, True, False, False]
+        assert laps_of_ways == [2, 2]
+        assert iterations == [LEAST_ITERATIONS] * 4
+        assert pace > 0
+    for done, laps_of_ways, iterations, _ in run_ranks(2, _lap, 1.0):
+        assert done == [True] * 4
+        assert laps_of_ways == [4, 4]
+        assert min(iterations[1:4]) > LEAST_ITERATIONS

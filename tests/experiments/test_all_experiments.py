@@ -27,7 +27,7 @@ def test_every_result_is_made_by_one_of_them() -> None:
         "compare_commits_cell": "compare_commits",
         "paper_question_jitter": "paper_question",
         "staleness_summary": "staleness",
-        "validate_timing_model_decisions": "validate_timing_model",
+        "validate_timing_model_auto": "validate_timing_model",
     }
     assert {beside.get(name, name) for name in made} <= names
     assert {one.name for one in FIGURES} <= names

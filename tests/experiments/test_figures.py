@@ -117,11 +117,12 @@ def test_what_to_do_where() -> None:
 
 def test_predictions_are_drawn_as_soon_as_they_were_measured_and_not_before(tmp_path: Path) -> None:
     assert "measured" not in {row["panel"] for row in fig05_timing_model.compute(tmp_path, quick=True)}
-    cell = {"setting": "4 x 200mbit mlp", "measured_s": 0.5, "predicted_s": 0.55, "low_s": 0.5, "high_s": 0.6}
-    save("validate_timing_model", [cell, cell | {"measured_s": 1.0}], folder=tmp_path)
+    cell = {"kind": "held out", "counts": True, "measured_s": 0.5, "predicted_s": 0.55, "low_s": 0.5, "high_s": 0.6}
+    busy = cell | {"kind": "extrapolated", "counts": False}
+    save("validate_timing_model", [cell, cell | {"measured_s": 1.0}, busy], folder=tmp_path)
     rows = fig05_timing_model.compute(tmp_path, quick=True)
     axes = panels(fig05_timing_model.FIGURE, rows)["measured"]
-    assert labels(axes) == {"4 x 200mbit mlp"}
+    assert labels(axes) == {"held out"}
     identity = axes.lines[-1]
     np.testing.assert_allclose(identity.get_xdata(), identity.get_ydata())
 

@@ -1,12 +1,9 @@
-"""Predictions compared with measurements: the cells, their evaluation, and a real setting."""
+"""Predictions compared with measurements: the settings, the arithmetic, and a short run on a testbed."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,223 +11,202 @@ from typing import Any
 import pytest
 from _obstacle import obstacle
 from matplotlib.figure import Figure
+from rich.console import Console
 
-from experiments.contenders import WORKLOADS
-from experiments.results import REPOSITORY, RESULTS, load
+from experiments.results import RESULTS, load
 from experiments.timed_configurations import undisturbed
-from experiments.validate_timing_model import decide, lines, parse, plot, summarize, tabulate
+from experiments.validate_timing_model import (
+    decide,
+    lines,
+    main,
+    parse,
+    plot,
+    plot_regret,
+    regret,
+    summarize,
+    tabulate,
+    words_of,
+)
 from experiments.validation_runs import (
-    ALL_REDUCES,
-    CONFIGURATIONS,
-    EXTRAPOLATED_CONFIGURATIONS,
+    EXTRAPOLATED,
+    HELD_OUT,
+    OTHERS,
     PRIVATE,
     QUICK,
-    QUICK_CONFIGURATIONS,
-    QUICK_FINAL_PASSES,
     SETTINGS,
+    SHARED,
+    SPACE,
     Measured,
     Setting,
+    ask,
     known_of,
+    public,
     tensors_of,
 )
 from pipesgd.cli import parse as parse_training
-from pipesgd.errors import UserInputError
+from pipesgd.errors import RunError, UserInputError
+from pipesgd.ranks import alone
 from tests.timing_model._profiles import MLP, PROFILE
-from timing_model.cluster_profile import Profile
 from timing_model.job import Job, support_of
 
 pytestmark = pytest.mark.slow
 
+ONE, TWO, THREE = (f"--width {width} --codec int4 --all-reduce ring" for width in (1, 2, 3))
+FREE = Setting(nodes=2, rate="200mbit", accelerator="75ms")
+SMALL = dataclasses.replace(FREE, accelerator="9ms", hidden=332)
+KINDS = {
+    "free": FREE,
+    "far": dataclasses.replace(FREE, nodes=4, calibrated=FREE),
+    "shared": Setting(nodes=2, rate="200mbit"),
+}
 
-def cell(
-    predicted: float, measured: tuple[float, float], *, codec: str = "fp32", chosen: bool = False, drift: float = 1.0
-) -> dict[str, Any]:
-    """Return a cell whose time is all computation."""
-    corrected = predicted * drift
+
+def cell(half_0: float, half_1: float, predicted: float = 1.0, cpu_share: float = 0.5) -> dict[str, Any]:
     return {
-        "codec": codec,
         "predicted_s": predicted,
-        "low_s": predicted - 0.05,
-        "high_s": predicted + 0.05,
-        "chosen": chosen,
-        "drift": drift,
-        "corrected_s": corrected,
-        "corrected_low_s": corrected - 0.05,
-        "corrected_high_s": corrected + 0.05,
-        "round_0_s": measured[0],
-        "round_1_s": measured[1],
+        "low_s": 0.9 * predicted,
+        "high_s": 1.1 * predicted,
+        "cpu_share": cpu_share,
+        "half_0_s": half_0,
+        "half_1_s": half_1,
     }
 
 
-def test_there_are_enough_settings_and_configurations_and_training_would_take_all_of_them() -> None:
-    held_out = {name: one for name, one in SETTINGS.items() if not one.extrapolated}
-    assert len(held_out) >= 10
-    assert len(set(CONFIGURATIONS)) == len(CONFIGURATIONS) >= 24
-    assert {one.nodes for one in held_out.values()} == {2, 3, 4, 5}
-    assert {one.workload for one in held_out.values()} == {"mlp", "small-mlp", "convnet"}
-    rates = [one.link.rate for one in held_out.values()]
-    assert (min(rates), max(rates)) == (50e6, 1e9)
-    for workload in {WORKLOADS[one.workload] for one in held_out.values()}:
-        configs = [parse_training(shlex.split(f"{workload} {words}")) for words in CONFIGURATIONS]
-        assert {config.pipeline.strategy for config in configs} == {"pipelined", "ps-sync", "ddp"}
-        pipelined = [config for config in configs if config.pipeline.strategy == "pipelined"]
-        assert {config.pipeline.width for config in pipelined} == {1, 2, 3}
-        assert {config.compression.codec for config in pipelined} == {"fp32", "bf16", "int8", "int4", "ternary"}
-        all_reduces = {config.pipeline.all_reduce for config in pipelined}
-        assert all_reduces == set(ALL_REDUCES)
+def measured(*, chose: int | None = 2, **cells: dict[str, Any]) -> Measured:
+    """Return a setting with these cells by width, in which a run chose a width."""
+    choices = {"width": chose, "codec": "int4", "all-reduce": "ring", "segment-bytes": 1 << 20}
+    planned = {"choices": choices, "iteration_seconds": 1.03, "support": "measured", "audition": {"cost": 10.0}}
+    named = {f"--width {name[1:]} --codec int4 --all-reduce ring": one for name, one in cells.items()}
+    return Measured(
+        commit="abc", profile="", calibration_s=4.0, cells=named, choice=planned if chose else None, began_after=20.0
+    )
 
 
-def test_settings_that_are_extrapolated_go_to_twice_the_ranks_and_eight_times_the_model() -> None:
-    extrapolated = [one for one in SETTINGS.values() if one.extrapolated]
-    assert {one.nodes for one in extrapolated if one.calibrated_nodes == 3} == {4, 5, 6}
-    [larger] = (one for one in extrapolated if one.calibrated_workload is not None)
-    small, large = sum(tensors_of(str(larger.calibrated_workload))), sum(tensors_of(larger.workload))
-    assert large / small == pytest.approx(8, rel=1e-3)
-    words = [parse_training(shlex.split(f"{WORKLOADS['small-mlp']} {words}")) for words in EXTRAPOLATED_CONFIGURATIONS]
-    assert {config.pipeline.all_reduce for config in words} <= set(ALL_REDUCES)
+def test_settings_cover_what_the_targets_are_about_and_training_takes_all_of_them() -> None:
+    kinds = (HELD_OUT, EXTRAPOLATED, SHARED)
+    free, far, shared = ([one for one in SETTINGS.values() if one.kind == kind] for kind in kinds)
+    assert len(free) >= 12
+    assert len(free) * len(SPACE) >= 200
+    assert {one.nodes for one in free} == {2, 3, 4, 5, 6}
+    rates, latencies = [one.link.rate for one in free], [one.link.latency for one in free]
+    assert (min(rates), max(rates), min(latencies), max(latencies)) == (50e6, 1e9, 0, 0.02)
+    assert any(one.last_rate for one in free)
+    for option in ("jitter", "persistence", "slow"):
+        assert any(option in str(one.accelerator) for one in free)
+    assert {(one.nodes, one.calibrated.nodes) for one in far if one.calibrated} >= {(6, 3), (3, 3)}
     assert len(SETTINGS) == len({one.name for one in SETTINGS.values()})
-
-
-def test_more_nodes_on_the_same_cores_compute_in_turns() -> None:
-    calibrated = dataclasses.replace(PROFILE.calibrated, ranks_per_core=1.5)
-    profile = dataclasses.replace(PROFILE, calibrated=calibrated)
-    [compute] = profile.compute
-    slow = known_of(profile, Setting(nodes=6, rate="200mbit", workload="mlp", calibrated_nodes=3))
-    assert slow.forward == compute.forward.times(2)
-    assert slow.late_update == compute.late_update.times(2)
-    assert slow.compute_slowdown == compute.compute_slowdown
-    roomy = dataclasses.replace(profile, calibrated=dataclasses.replace(calibrated, ranks_per_core=0.4))
-    alone = known_of(roomy, Setting(nodes=6, rate="200mbit", workload="mlp", calibrated_nodes=3))
-    assert alone == compute
+    for setting in (QUICK, *shared):
+        for words in (*SPACE, *OTHERS):
+            config = parse_training([*shlex.split(setting.words), *shlex.split(words)])
+            if words in SPACE:
+                choices = {name: config.options()[name] for name in ("width", "codec", "all-reduce")}
+                assert words_of(choices) == words
 
 
 def test_a_larger_model_computes_in_proportion() -> None:
-    setting = Setting(nodes=3, rate="200mbit", workload="large-mlp", calibrated_workload="small-mlp")
-    large = known_of(PROFILE, setting)
-    assert large.tensors == tensors_of("large-mlp")
-    assert large.backward.value / MLP.backward.value == pytest.approx(large.numel / MLP.numel)
-    assert support_of(Job(cluster=PROFILE, compute=large, world_size=3)).kind == "extrapolated"
+    large, small = sum(tensors_of(FREE)), sum(tensors_of(SMALL))
+    assert large / small == pytest.approx(8, rel=0.01)
+    grown = known_of(PROFILE, dataclasses.replace(FREE, calibrated=SMALL))
+    assert grown.tensors == tensors_of(FREE)
+    assert grown.backward.value / MLP.backward.value == pytest.approx(grown.numel / MLP.numel)
+    assert support_of(Job(cluster=PROFILE, compute=grown, world_size=3)).kind == "extrapolated"
+    answers = [ask(PROFILE, grown, 3, words).iteration.total for words in (SPACE[0], "--strategy ddp")]
+    assert all(answer > 0 for answer in answers)
 
 
-def test_what_the_machine_does_slower_is_in_the_raw_errors_alone() -> None:
-    """All cells are exact, except that the machine has become a quarter slower."""
-    cells = {"--codec fp32": cell(1.0, (1.25, 1.25), drift=1.25), "--codec int8": cell(2.0, (2.5, 2.5), drift=1.25)}
-    found = {"far": Measured(commit=None, profile="", cells=cells, extrapolated=True, final={})}
-    rows = tabulate(found)
-    summary = summarize(rows, decide(found))
-    assert summary.keys() == {"target", "extrapolated"}
-    assert summary["extrapolated"]["raw"]["mean_error"] == pytest.approx(0.2)
-    assert summary["extrapolated"]["raw"]["mean_signed_error"] == pytest.approx(-0.2)
-    assert summary["extrapolated"]["corrected"]["mean_error"] == pytest.approx(0.0)
-    assert [summary["extrapolated"][how]["coverage"] for how in ("raw", "corrected")] == [0.0, 1.0]
-    said = "\n".join(lines(summary))
-    assert "mean error: raw 20.0%, corrected 0.0% (target 5%: raw missed, corrected met)" in said
-    assert "took 1.25 times as long" in said
+def test_luck_in_one_half_is_no_merit_in_the_other() -> None:
+    lucky = {ONE: cell(1.0, 1.0), TWO: cell(0.9, 1.1), THREE: cell(1.1, 0.9)}
+    assert regret(lucky, ONE) == pytest.approx(1.0 / 1.1 - 1)
+    assert regret({ONE: cell(1.0, 1.0), TWO: cell(0.8, 0.8)}, ONE) == pytest.approx(0.25)
+    assert regret({ONE: cell(1.0, 1.0), TWO: cell(0.8, 0.8)}, TWO) == 0
 
 
-def test_errors_coverage_regret_and_whether_a_codec_helps() -> None:
+def test_decisions_hold_what_was_reported_and_what_it_cost() -> None:
+    found = {"free": measured(w1=cell(1.1, 1.1, predicted=0.9), w2=cell(1.0, 1.0))}
+    [row] = decide(found, KINDS)
+    assert (row["chosen"], row["fastest"]) == (TWO, TWO)
+    assert row["reported_error"] == pytest.approx(0.03)
+    assert (row["regret"], row["regret_of_the_prediction"]) == (0, pytest.approx(0.1))
+    assert (row["audition_s"], row["calibration_s"], row["run_s"]) == (10, 4, 2000)
+    with pytest.raises(RunError, match=r"^free: the choice must be among the measured configurations; got --width 2 "):
+        decide({"free": measured(w1=cell(1, 1))}, KINDS)
+
+
+def test_each_kind_counts_by_itself_and_busy_cores_only_where_they_are_the_point() -> None:
     found = {
-        "helps": Measured(
-            commit="c0ffee",
-            profile="",
-            cells={
-                "--codec fp32": cell(1.0, (1.0, 1.0)),
-                "--codec int8": cell(1.1, (0.8, 1.0), codec="int8", chosen=True),
-                "--strategy ddp": cell(2.0, (2.0, 2.0)),
-            },
-            final={},
-        ),
-        "tie": Measured(
-            commit="c0ffee",
-            profile="",
-            cells={
-                "--codec fp32": cell(1.0, (1.0, 1.0)),
-                "--codec int8": cell(0.5, (0.98, 1.0), codec="int8", chosen=True),
-            },
-            final={},
-        ),
-        "hurts": Measured(
-            commit="c0ffee",
-            profile="",
-            cells={
-                "--codec fp32": cell(1.0, (1.0, 1.0)),
-                "--codec int8": cell(0.9, (1.2, 1.2), codec="int8", chosen=True),
-            },
-            final={"--codec fp32": [1.0, 1.2], "--codec int8": [1.0, 1.42]},
-        ),
+        "free": measured(w1=cell(2.0, 2.0, predicted=1.0, cpu_share=0.9), w2=cell(1.0, 1.0, predicted=1.05)),
+        "far": measured(chose=None, w1=cell(0.9, 1.1, predicted=1.2)),
+        "shared": measured(w1=cell(1.0, 1.0, cpu_share=0.9), w2=cell(2.0, 2.0, cpu_share=0.9)),
     }
-    rows = tabulate(found)
-    by_name = {(row["setting"], row["words"]): row for row in rows}
-    int8 = by_name["helps", "--codec int8"]
-    assert int8["measured_s"] == pytest.approx(0.9)
-    assert int8["raw_error"] == pytest.approx(1.1 / 0.9 - 1)
-    assert int8["repeatability"] == pytest.approx(0.25)
-    assert [row["raw_covered"] for row in rows] == [2, 0, 2, 2, 0, 2, 0]
-    decisions = {row["setting"]: row for row in decide(found)}
-    assert [decisions[name]["regret"] for name in found] == [0.0, 0.0, pytest.approx(0.1)], "of what was measured again"
-    assert decisions["helps"]["codec_gain_measured"] == pytest.approx(1 / 0.9 - 1)
-    assert decisions["helps"]["codec_gain_predicted"] == pytest.approx(1 / 1.1 - 1)
-    summary = summarize(rows, list(decisions.values()))
-    assert summary["held out"]["cells"] == 7
-    assert summary["held out"]["raw"]["coverage"] == 8 / 14
-    assert summary["decisions"]["largest_regret"] == pytest.approx(0.1)
-    assert summary["decisions"]["codecs_right"] == "0 of 2"
-    axes = plot(rows, Figure().subplots())
-    assert axes.get_legend_handles_labels()[1] == list(found)
+    rows = tabulate(found, KINDS)
+    assert [row["counts"] for row in rows] == [False, True, True, True, True]
+    assert [row["chosen"] for row in rows] == [False, True, False, False, True]
+    summary = summarize(rows, decide(found, KINDS))
+    assert summary[HELD_OUT]["cells"] == 1
+    assert summary[HELD_OUT]["mean_error"] == pytest.approx(0.05)
+    assert summary[HELD_OUT]["coverage"] == 1
+    assert summary[EXTRAPOLATED]["mean_error"] == pytest.approx(0.2)
+    assert summary[EXTRAPOLATED]["coverage"] == 0
+    assert summary[EXTRAPOLATED]["repeatability"] == pytest.approx(1.1 / 0.9 - 1)
+    assert summary[SHARED]["mean_signed_error"] == pytest.approx(-0.25)
+    assert summary[f"auto, {HELD_OUT}"]["planning_above_target"] == 0
+    assert summary[f"auto, {SHARED}"]["largest_regret"] == pytest.approx(1.0)
+    assert f"auto, {EXTRAPOLATED}" not in summary
+    said = "\n".join(lines(summary))
+    assert "mean error: 5.00% (target at most 2.00%: missed)" in said
+    assert "mean error: 20.00% (target at most 4.00%: missed)" in said
+    assert "largest regret: 0.00% (target at most 3.00%: met)" in said
+    assert "largest regret: 100.00%\n" in said
+    assert "coverage: 100.00% (target 85% to 95%: missed)" in said
+    assert plot(rows, Figure().subplots()).get_legend_handles_labels()[1] == [SHARED, HELD_OUT, EXTRAPOLATED]
+    assert len(plot_regret(decide(found, KINDS), Figure().subplots()).patches) == 4
+
+
+def test_planning_may_take_five_seconds_or_a_fiftieth_of_the_run() -> None:
+    short = measured(w2=cell(0.1, 0.1))  # 14 s of 200 s
+    long = measured(w2=cell(1.0, 1.0))  # 14 s of 2000 s
+    summary = summarize(
+        tabulate({"free": short}, KINDS), decide({"free": short}, KINDS) + decide({"shared": long}, KINDS)
+    )
+    assert summary[f"auto, {HELD_OUT}"]["planning_above_target"] == 1
+    assert summary[f"auto, {SHARED}"]["planning_above_target"] == 0
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--settings", "4 x 200mbit mpl"], r"--settings must be one of .*; got '4 x 200mbit mpl' \(did you mean"),
-        (["--output", str(RESULTS)], "--output must name another folder"),
+        (["--settings", "9 x 1mbit"], "--settings must be one of 2 x 50mbit, 75ms"),
+        (["--output", str(RESULTS)], "--output must name another folder than that of the full results with --quick"),
         (["--fresh", "--finished"], "--finished: not allowed with argument --fresh"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match=message) as error:
+def test_wrong_options_get_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserInputError) as caught:
         parse(["--quick", "--output", str(tmp_path), *words], by_torchrun=False)
-    assert "\n" not in str(error.value)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_real_setting_is_predicted_and_then_measured(tmp_path: Path) -> None:
+def test_published_profiles_do_not_name_machines_and_folders(tmp_path: Path) -> None:
+    profile = dataclasses.replace(PROFILE, provenance={"hosts": "galaxy7", "command": "calibrate /x", "torch": "2"})
+    text = public(profile, tmp_path / "p.toml")
+    assert not any(name in text for name in (*PRIVATE, "galaxy7"))
+    assert 'torch = "2"' in text
+
+
+def test_a_short_run_chooses_and_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := obstacle():
         pytest.skip(reason)
-    words = ["-m", "experiments.validate_timing_model", "--quick", "--output", str(tmp_path)]
-    done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = load(tmp_path / "validate_timing_model.csv")
-    assert [row["words"] for row in rows] == list(QUICK_CONFIGURATIONS)
-    for row in rows:
-        assert min(row["predicted_s"], row["round_0_s"], row["round_1_s"]) > 0
-        assert row["low_s"] <= row["predicted_s"] <= row["high_s"]
-        assert 0.2 < row["drift"] < 5
-        pair = [row["predicted_s"], row["corrected_s"]]
-        assert pair == sorted(pair, reverse=row["drift"] < 1)
-    assert sum(row["chosen"] for row in rows) == 1
-    assert (tmp_path / "validate_timing_model.png").exists()
-    assert "2 held out cells" in done.stdout
-    kept = tmp_path / "validate_timing_model.runs.json"
-    [run] = json.loads(kept.read_text()).values()
-    (tmp_path / "kept.toml").write_text(run["profile"])
-    assert Profile.load(tmp_path / "kept.toml").provenance.keys().isdisjoint(PRIVATE)
-    assert str(tmp_path.parent) not in run["profile"]
-    # The file is as if the run had been cut off before the choice was judged, with another cell the fastest.
-    fastest = next(cell for cell in run["cells"].values() if not cell["chosen"])
-    fastest |= {"round_0_s": 1e-6, "round_1_s": 1e-6}
-    kept.write_text(json.dumps({QUICK.name: run | {"final": None}}))
-    judged = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert judged.returncode == 0, judged.stderr
-    assert "runs are there" not in judged.stdout
-    [once_more] = json.loads(kept.read_text()).values()
-    assert once_more["cells"] == run["cells"]
-    passes = {words: len(seconds) for words, seconds in once_more["final"].items()}
-    assert passes == dict.fromkeys(run["cells"], QUICK_FINAL_PASSES)
-    [decision] = load(tmp_path / "validate_timing_model_decisions.csv")
-    means = {words: sum(seconds) / QUICK_FINAL_PASSES for words, seconds in once_more["final"].items()}
-    assert decision["regret"] == pytest.approx(means[decision["chosen"]] / min(means.values()) - 1)
-    again = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert "1 of 1 runs are there" in again.stdout
+    monkeypatch.setattr("experiments.validation_runs.ITERATIONS", 20)  # too few for an audition
+    main(["--quick", "--output", str(tmp_path)], alone(), Console(quiet=True))
+    tables = {f"validate_timing_model{of}{end}" for of in ("", "_auto") for end in (".csv", ".manifest.json", ".png")}
+    assert {path.name for path in tmp_path.iterdir()} == {*tables, "validate_timing_model.runs.json"}
+    assert [row["words"] for row in load(tmp_path / "validate_timing_model.csv")] == list(SPACE)
+    before = (tmp_path / "validate_timing_model.runs.json").read_bytes()
+    main(["--quick", "--output", str(tmp_path)], alone(), Console(quiet=True))
+    assert (tmp_path / "validate_timing_model.runs.json").read_bytes() == before, (
+        "finished settings were measured again"
+    )
 
 
 def test_what_was_disturbed_is_measured_once_more_after_the_others() -> None:

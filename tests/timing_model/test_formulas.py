@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipesgd.comm.native import ring_wire_bytes
 from timing_model import (
     CodecCost,
+    ComputeTimes,
     LinkParams,
     Noise,
     all_reduce_time,
@@ -180,3 +181,10 @@ def test_impossible_all_reduces_are_refused() -> None:
         all_reduce_time("hierarchical", LINK, 1.0, 4, inner=LINK, ranks_per_node=3)
     with pytest.raises(ValueError, match="segment_bytes must be a whole number of at least 1; got 0"):
         all_reduce_time("ring", LINK, 1.0, 4, segment_bytes=0)
+
+
+def test_a_collective_takes_longer_in_training_by_its_handover() -> None:
+    times = ComputeTimes(update=0.0, forward=1.0, backward=1.0, comm_slowdown=1.0, handover=0.5)
+    assert times.at_width(1, 1.0) == (2.0, 1.5)
+    assert times.at_width(2, 1.0) == (2.0, 3.0)
+    assert times.at_width(2, 0.0) == (2.0, 0.0), "one rank has no collective"
