@@ -13,7 +13,7 @@ from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
 from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise
-from timing_model.presets import CODECS, FASTEST_CHECKED
+from timing_model.presets import CODECS
 from timing_model.schedules import SEGMENT_BYTES
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
@@ -42,8 +42,8 @@ WITH_BATCH = ("forward", "backward", "loading")
 """Fields of a ``ComputeProfile`` that grow with the batch."""
 
 FAST = (
-    "above 10 Gbit/s these times are too short by an unknown factor: the CPU time of every byte and copies from a GPU "
-    "were never measured and are left out; ddp is torch's over gloo, not NCCL"
+    "a core sends and receives bytes more slowly than this link carries them: the CPU time of a byte, {host:.2g} ns, "
+    "is a default that was not measured here; copies from a GPU are left out, and ddp is torch's over gloo, not NCCL"
 )
 
 GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE = (
@@ -324,8 +324,8 @@ def support_of(job: Job) -> Support:
         checked = f"a cv of the all-reduce of {job.compute.comm_cv.value:g}; the formulas were checked up to"
         reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
     if not ranges.world_sizes:
-        if job.world_size > 1 and cluster.link.beta.value < 1 / FASTEST_CHECKED:
-            reasons.append((GIVEN, FAST))
+        if job.world_size > 1 and cluster.link.beta.value < cluster.link.host:
+            reasons.append((GIVEN, FAST.format(host=1e9 * cluster.link.host)))
         return Support(reasons[0][0] if reasons else GIVEN, tuple(reason for _, reason in reasons))
 
     def beyond(value: float, low: float, high: float, what: str, measured: str) -> None:

@@ -102,6 +102,8 @@ class LinkProfile:
     gamma: Estimate
     sync: Estimate
     overhead: float = OVERHEAD
+    host: float = 0.0
+    """CPU time of a byte, in s; 0 if beta is measured and contains it."""
     corrections: Corrections | None = None
     """Corrections of the formula; None if the formula is all that is known."""
 
@@ -109,10 +111,11 @@ class LinkProfile:
     def exact(cls, link: LinkParams) -> LinkProfile:
         """Return the profile of a link that is given, not measured."""
         alpha, beta, gamma, sync = (Estimate.exact(getattr(link, name)) for name in LINK)
-        return cls(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=link.overhead)
+        return cls(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=link.overhead, host=link.host)
 
     def params(self) -> LinkParams:
-        return LinkParams(overhead=self.overhead, **{name: getattr(self, name).value for name in LINK})
+        values = {name: getattr(self, name).value for name in LINK}
+        return LinkParams(overhead=self.overhead, host=self.host, **values)
 
 
 @dataclass(frozen=True, kw_only=True)
