@@ -105,6 +105,7 @@ def _pipeline_options(config: TrainConfig, scaler: torch.amp.GradScaler, ranks: 
         "all_reduce": pipeline.all_reduce,
         "segment_bytes": pipeline.segment_bytes,
         "connections": pipeline.connections,
+        "rate_limit": pipeline.rate_limit,
         "on_nonfinite": run.on_nonfinite,
         "timeout": run.timeout,
         "seed": config.optimization.seed,

@@ -400,7 +400,8 @@ class Run:
                 job.say(line)
             if ranks.rank == 0:
                 self._drift = Drift(found)
-                if found.audition is not None and found.audition.over:
+                limited = job.config.pipeline.rate_limit is not None  # the cluster is faster than this run
+                if found.audition is not None and found.audition.over and not limited:
                     remember(job.folder / output.CLUSTER_FILE, job.config, found.audition, ranks.world_size)
         return found
 

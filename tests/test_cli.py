@@ -92,7 +92,13 @@ from timing_model.schedules import ALL_REDUCES
         ("--local-steps 2 --outer-momentum 0.5", "outer-momentum must be left out with --outer average; got 0.5"),
         (
             "--local-steps 2 --width auto",
-            "local-steps must be 1 with --width auto, since the timing model does not cover them; got 2",
+            "local-steps must be 1 with --width auto, which predicts iterations that are all alike (timing-model "
+            "predict --local-steps predicts their mean); got 2",
+        ),
+        (
+            "--local-steps 2 --cluster x",
+            "local-steps must be 1 with --cluster, which predicts iterations that are all alike (timing-model predict "
+            "--local-steps predicts their mean); got 2",
         ),
         ("--clip-norm 0", "clip-norm must be above 0; got 0.0"),
         ("--clip-value -1", "clip-value must be above 0; got -1.0"),
@@ -249,6 +255,29 @@ from timing_model.schedules import ALL_REDUCES
         (
             "--all-reduce native --connections 2",
             "connections and segment-bytes must be left out with --all-reduce native, torch's own",
+        ),
+        ("--rate-limit 50", "rate-limit must have a unit such as 10Gbit/s; got '50'"),
+        (
+            "--rate-limit 50Mb",
+            "rate-limit must have a unit such as 10Gbit/s; got '50Mb' (did you mean 50Mbit/s or 50MB/s?)",
+        ),
+        ("--rate-limit 0.5mbit", "rate-limit must be at least 1mbit; got '0.5mbit'"),
+        (
+            "--rate-limit 50mbit --all-reduce native",
+            "rate-limit must be left out with --all-reduce native, which torch sends unpaced; got '50mbit'",
+        ),
+        *(
+            (
+                f"--rate-limit 50mbit --strategy {strategy}",
+                f"rate-limit must be left out with --strategy {strategy}, which has no use for it (it belongs to "
+                "pipelined); got '50mbit'",
+            )
+            for strategy in ("ddp", "ps-sync", "ps-async", "local")
+        ),
+        (
+            "--rate-limit 50mbit --width auto",
+            "cluster must be given with --width auto and --rate-limit, since a calibration before the run would use "
+            "the whole line; got none",
         ),
         (
             "--all-reduce rign",

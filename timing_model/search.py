@@ -126,7 +126,7 @@ class Search:
             job = dataclasses.replace(pair, segment_bytes=segment)
             costs = costs_of(job)
             chunk = costs.codec.wire_bytes(pair.compute.numel / chunks_of(str(pair.all_reduce), pair.world_size))
-            cut = segments_of(chunk, segment)
+            cut = segments_of(chunk, job.message_bytes)
             if cut not in times:  # segments larger than a chunk are all the same
                 times[cut] = collective_time(job, costs, pair.compute.numel), segment
         fastest = min(collective.total for collective, _ in times.values())

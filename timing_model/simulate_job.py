@@ -10,6 +10,7 @@ import numpy as np
 
 from timing_model.advice import describe
 from timing_model.costs import costs_of
+from timing_model.jitter import noise_over
 from timing_model.job import Job, support_of
 from timing_model.plots import plot_timeline
 from timing_model.predict import Answer, predict, refuse_outside
@@ -89,13 +90,14 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
     times = costs_of(job).times
     if job.loader_workers == 0:
         times = times.loading_itself()
-    t_compute, t_comm = times.at_width(job.width, answer.collective.total)
+    window, t_comm = times.window(job.local_steps).at_width(job.width, answer.collective.total)
     simulation = simulate_iterations(
-        t_compute=t_compute,
+        t_compute=window / job.local_steps,
         t_comm=t_comm,
         width=job.width,
         world_size=job.workers,
         iterations=iterations,
+        local_steps=job.local_steps,
         noise=job.noise,
         seed=seed,
     )
@@ -123,12 +125,12 @@ def plot_simulated_job(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
     """Plot who computes and who communicates in the first iterations, for a few ranks."""
     job = answer.job
     ranks = min(job.workers, DRAWN_RANKS)
-    noise = dataclasses.replace(job.noise, slow_ranks=job.noise.slow_ranks[:ranks])
+    noise = noise_over(dataclasses.replace(job.noise, slow_ranks=job.noise.slow_ranks[:ranks]), job.local_steps)
     servers = job.strategy == "ps-sync"
     t_comm = answer.collective.total / (2 * ranks if servers else 1)
     spans = timeline(
         "parameter-server" if servers else "pipelined",
-        costs_of(job).times,
+        costs_of(job).times.window(job.local_steps),
         t_comm,
         world_size=ranks,
         iterations=DRAWN_ITERATIONS,

@@ -187,6 +187,7 @@ class LocalSteps(Strategy):
         timeout: seconds that a rank waits for another one, as in ``Pipelined``.
         segment_bytes: largest message in bytes.
         connections: connections to each rank, used in turn.
+        rate_limit: most that this rank sends in a second, as in ``Pipelined``.
         seed: seed of the codec's random numbers.
         init_sync: whether all ranks get rank 0's parameters and buffers, as in ``Pipelined``.
         allow_drift: whether to train on processors that compute different bits, as in ``Pipelined``.
@@ -229,6 +230,7 @@ class LocalSteps(Strategy):
         timeout: float = DEFAULT_TIMEOUT,
         segment_bytes: int = SEGMENT_BYTES,
         connections: int = 1,
+        rate_limit: str | None = None,
         seed: int = 0,
         init_sync: bool = True,
         allow_drift: bool = False,
@@ -262,6 +264,7 @@ class LocalSteps(Strategy):
             timeout=timeout,
             segment_bytes=segment_bytes,
             connections=connections,
+            rate_limit=rate_limit,
             seed=seed,
             init_sync=init_sync,
             allow_drift=allow_drift,

@@ -26,7 +26,7 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Group
-from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
+from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width, rate_of
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, finite_norm, on_device, pack_gradients
 from pipesgd.optim.clipping import Clipping
@@ -128,6 +128,8 @@ class Pipelined(Strategy):
             default.
         segment_bytes: largest message in bytes, 1 MiB by default; native splits messages as torch does.
         connections: connections to each rank, used in turn.
+        rate_limit: most that this rank sends in a second, as "50mbit" or "6.25MB/s"; see ``--rate-limit``. No limit by
+            default.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
         init_sync: whether all ranks get rank 0's parameters and buffers; without it they must have the same
             parameters already, and buffers stay each rank's own.
@@ -169,6 +171,7 @@ class Pipelined(Strategy):
         timeout: float = DEFAULT_TIMEOUT,
         segment_bytes: int = SEGMENT_BYTES,
         connections: int = 1,
+        rate_limit: str | None = None,
         seed: int = 0,
         init_sync: bool = True,
         allow_drift: bool = False,
@@ -180,6 +183,7 @@ class Pipelined(Strategy):
         check_width(width, warmup_iterations)
         name = all_reduce_name(all_reduce)
         check_messages(name, segment_bytes, connections)
+        most_bytes = rate_of(rate_limit, name)
         options = codec_options(codec)
         options.check_all_reduce(name)
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
@@ -230,6 +234,7 @@ class Pipelined(Strategy):
             "on_nonfinite": on_nonfinite,
             "segment_bytes": segment_bytes,
             "connections": connections,
+            "rate_limit": rate_limit,
             "seed": seed,
             "init_sync": init_sync,
             "allow_drift": allow_drift,
@@ -246,6 +251,7 @@ class Pipelined(Strategy):
             timeout=timeout,
             segment_bytes=segment_bytes,
             connections=connections,
+            rate_limit=most_bytes,
             device=device.type,
         )
         self._thread = CommunicationThread(device)

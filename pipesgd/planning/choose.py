@@ -6,12 +6,13 @@ Apart from the code that writes calibrations, only this module of the trainer kn
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import TrainConfig
+from pipesgd.config import TrainConfig, rate_of
 from pipesgd.errors import UserInputError
 from pipesgd.planning.audition import Audition
 from pipesgd.planning.planned import Planned
@@ -83,11 +84,13 @@ def decide(
     Raises:
         UserInputError: the job is outside of what was measured.
     """
+    limit = rate_of(config.pipeline.rate_limit, config.pipeline.all_reduce)
     try:
         base = Job(
             cluster=profile,
             compute=compute,
             world_size=world_size,
+            rate_limit=None if limit == math.inf else limit,
             iterations=iterations,
             loader_workers=config.data.workers,
         )

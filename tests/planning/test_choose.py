@@ -19,6 +19,7 @@ from timing_model.measured import CodecProfile, Estimate
 from timing_model.predict import predict
 
 EXPENSIVE = rates(1e-6)
+LIMIT = "--rate-limit 8mbit"
 
 
 def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
@@ -62,6 +63,12 @@ def test_what_is_predicted_is_what_the_timing_model_says() -> None:
     answer = predict(job)
     assert planned.iteration_seconds == answer.iteration.total
     assert (planned.low, planned.high, planned.job_seconds) == (answer.low, answer.high, answer.total)
+
+
+def test_a_rate_limit_is_predicted_and_named_in_the_advice() -> None:
+    free, limited = (choose(cluster(), f"--codec int8 --width auto --cluster x {words}") for words in ("", LIMIT))
+    assert limited.iteration_seconds > 2 * free.iteration_seconds
+    assert "--rate-limit 8mbit" in limited.why[0]
 
 
 @pytest.mark.parametrize(
