@@ -27,7 +27,7 @@ LOSSES = ("cross-entropy", OWN)
 STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
 SERVER_STRATEGIES = ("ps-sync", "ps-async")
 PREDICTIONS = ("eager", "local", "none")
-OUTERS = ("average", "nesterov")
+OUTERS = ("average", "nesterov", "elastic")
 SERVER_PLACEMENTS = ("colocated", "dedicated")
 DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
@@ -97,18 +97,38 @@ def check_width(width: int, warmup_iterations: int) -> None:
     check_at_least("warmup-iterations", warmup_iterations, 0)
 
 
-def check_local_steps(local_steps: int, outer: str, outer_lr: float | None, outer_momentum: float | None) -> None:
+def check_local_steps(
+    local_steps: int,
+    outer: str,
+    *,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    moving_rate: float | None = None,
+) -> None:
     """Raise ``UserInputError`` unless windows can have this length and be applied by this outer optimizer."""
     check_at_least("local-steps", local_steps, 1)
     check_one_of("outer", outer, OUTERS)
-    if outer_lr is not None:
-        check_above_zero("outer-lr", outer_lr)
-    if outer_momentum is not None:
-        if outer != "nesterov":
-            raise UserInputError(f"outer-momentum must be left out with --outer {outer}; got {outer_momentum}")
-        check_above_zero("outer-momentum", outer_momentum)
-        if outer_momentum >= 1:
-            raise UserInputError(f"outer-momentum must be below 1; got {outer_momentum}")
+    for name, value, readers in (
+        ("outer-lr", outer_lr, ("average", "nesterov")),
+        ("outer-momentum", outer_momentum, ("nesterov",)),
+        ("moving-rate", moving_rate, ("elastic",)),
+    ):
+        if value is not None:
+            if outer not in readers:
+                raise UserInputError(f"{name} must be left out with --outer {outer}; got {value}")
+            check_above_zero(name, value)
+    if outer_momentum is not None and outer_momentum >= 1:
+        raise UserInputError(f"outer-momentum must be below 1; got {outer_momentum}")
+    if moving_rate is not None:
+        check_moving_rate(moving_rate)
+
+
+def check_moving_rate(moving_rate: float, ranks: int = 1) -> None:
+    """Raise ``UserInputError`` unless ranks can be pulled to their centre at this rate, and it by ``ranks`` at once."""
+    check_above_zero("moving-rate", moving_rate)
+    if ranks * moving_rate > 1:
+        among = "" if ranks == 1 else f"/{ranks} with {ranks} ranks, whose mean the centre would move beyond"
+        raise UserInputError(f"moving-rate must be at most 1{among}; got {moving_rate}")
 
 
 def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> None:
@@ -289,13 +309,17 @@ class PipelineConfig:
     local_steps: int = 1
     """Iterations that each rank trains by itself before ranks exchange what these have moved their weights. A window of
     this many iterations is then what --width counts, and each rank predicts with its own movement."""
-    outer: str = "average"
-    """Outer optimizer, which applies the mean movement with --local-steps: average (of the ranks' weights) or nesterov
-    (with momentum, as in DiLoCo)."""
+    outer: str | None = None
+    """Outer optimizer of local steps, even of a single one: average (of ranks' weights, the default), nesterov (with
+    momentum, as in DiLoCo) or elastic (ranks keep their own weights, and a common centre and they pull each other, as
+    in EASGD)."""
     outer_lr: float | None = None
-    """Learning rate of the outer optimizer; by default 0.7 for nesterov, and for average 0.8, or 1 at width 1."""
+    """Learning rate of --outer average (0.8 by default, 1 at width 1) or nesterov (0.7)."""
     outer_momentum: float | None = None
     """Momentum of --outer nesterov; 0.9 by default."""
+    moving_rate: float | None = None
+    """Share of its way to the centre that a rank is pulled after each window with --outer elastic; by default 0.9
+    divided by the number of ranks."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness."""
     allow_drift: bool = False
@@ -326,7 +350,6 @@ class PipelineConfig:
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_width(self.width, self.warmup_iterations)
         check_one_of("prediction", self.prediction, PREDICTIONS)
-        check_local_steps(self.local_steps, self.outer, self.outer_lr, self.outer_momentum)
         check_one_of("buffers", self.buffers, BUFFERS)
         check_function("all-reduce", self.all_reduce, kind(self.all_reduce), (*ALL_REDUCES, OWN))
         check_messages(self.all_reduce, self.segment_bytes, self.connections)
@@ -336,16 +359,41 @@ class PipelineConfig:
         if self.staleness_bound is not None:
             check_at_least("staleness-bound", self.staleness_bound, 0)
         check_read(self, "strategy", self.strategy, _READ_BY_STRATEGY)
-        windows = "2 or more" if self.local_steps > 1 else "1"
-        check_read(self, "local-steps", windows, _READ_BY_LOCAL_STEPS)
+        self._check_windows()
+
+    @property
+    def in_windows(self) -> bool:
+        """True if ranks train in windows of local steps, of which an explicit outer optimizer may have one each."""
+        return self.strategy == "pipelined" and (self.local_steps > 1 or self.outer is not None)
+
+    def _check_windows(self) -> None:
+        """Raise ``UserInputError`` for options of local steps without any, and for options that local steps refuse."""
+        own = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum, "moving_rate": self.moving_rate}
+        check_local_steps(self.local_steps, self.outer or "average", **own)
+        if not self.in_windows:
+            for name, value in own.items():
+                if value is not None:
+                    raise UserInputError(
+                        f"{name.replace('_', '-')} must be left out without --local-steps or --outer, to which it "
+                        f"belongs; got {value}"
+                    )
+            return
+        option = "--local-steps" if self.local_steps > 1 else "--outer"
+        if self.prediction != "eager":
+            raise UserInputError(
+                f"prediction must be left out with {option}, since each rank expects its own movement; "
+                f"got {self.prediction!r}"
+            )
+        if self.guard:
+            raise UserInputError(f"guard must be left out with {option}, since it judges averaged gradients; got True")
 
     def describe(self) -> str:
         """Return a short description of what is done with the gradients."""
         if self.strategy == "pipelined":
             connections = f" on {self.connections} connections each" if self.connections > 1 else ""
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
-            if self.local_steps > 1:
-                prediction = f", {self.local_steps} local steps, outer {self.outer}"
+            if self.in_windows:
+                prediction = f", {self.local_steps} local steps, outer {self.outer or 'average'}"
             return f"pipelined width {self.width}{prediction}, {self.all_reduce} all-reduce{connections}"
         if self.strategy == "ddp":
             return f"ddp with {'no' if self.ddp_hook == 'none' else 'the ' + self.ddp_hook} hook"
@@ -359,9 +407,11 @@ class PipelineConfig:
         """Return the number of ranks that compute gradients, which are the first ones of ``world_size``.
 
         Raises:
-            UserInputError: there are too few ranks for the servers.
+            UserInputError: there are too few ranks for the servers, or too many for the moving rate.
         """
         if self.strategy not in SERVER_STRATEGIES:
+            if self.moving_rate is not None:
+                check_moving_rate(self.moving_rate, world_size)
             return world_size
         dedicated = self.server_placement == "dedicated"
         workers = world_size - self.servers if dedicated else world_size
@@ -378,7 +428,7 @@ _READ_BY_STRATEGY = {
     "width": ("pipelined",),
     "warmup_iterations": ("pipelined",),
     "prediction": ("pipelined",),
-    "local_steps": ("pipelined",),
+    **dict.fromkeys(("local_steps", "outer", "outer_lr", "outer_momentum", "moving_rate"), ("pipelined",)),
     "guard": ("pipelined",),
     "allow_drift": ("pipelined",),
     "all_reduce": ("pipelined",),
@@ -390,14 +440,6 @@ _READ_BY_STRATEGY = {
     "staleness_bound": ("ps-async",),
 }
 """Strategies that read an option of ``PipelineConfig``, by option; one that would not be read is refused if set."""
-
-_READ_BY_LOCAL_STEPS = {
-    "prediction": ("1",),
-    "guard": ("1",),
-    **dict.fromkeys(("outer", "outer_lr", "outer_momentum"), ("2 or more",)),
-}
-"""Numbers of local steps with which an option of ``PipelineConfig`` is read, by option. A guard judges averaged
-gradients, which windows do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,6 +542,8 @@ class TrainConfig:
         strategy = self.pipeline.strategy
         if strategy == "pipelined":
             self.compression.check_all_reduce(self.pipeline.all_reduce)
+            if self.pipeline.outer == "elastic":
+                self.compression.check_elastic()
         elif self.compression != CodecOptions():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
@@ -562,6 +606,11 @@ class TrainConfig:
             raise UserInputError(
                 f"local-steps must be 1 with --{option}, since the timing model does not cover them; "
                 f"got {self.pipeline.local_steps}"
+            )
+        if self.pipeline.outer is not None:
+            raise UserInputError(
+                f"outer must be left out with --{option}, since the timing model does not cover it; "
+                f"got {self.pipeline.outer!r}"
             )
         if self.run.device != "cpu":
             raise UserInputError(

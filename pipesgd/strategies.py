@@ -23,16 +23,17 @@ def make_strategy(
 ) -> Strategy:
     """Return the strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
     pipeline, run = config.pipeline, config.run
-    if pipeline.strategy == "pipelined" and pipeline.local_steps > 1:
+    if pipeline.in_windows:
         from pipesgd.pipeline.local_steps import LocalSteps
 
         return LocalSteps(
             model,
             optimizer,
             local_steps=pipeline.local_steps,
-            outer=pipeline.outer,
+            outer=pipeline.outer or "average",
             outer_lr=pipeline.outer_lr,
             outer_momentum=pipeline.outer_momentum,
+            moving_rate=pipeline.moving_rate,
             **_pipeline_options(config, scaler, ranks),
         )
     if pipeline.strategy == "pipelined":

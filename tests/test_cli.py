@@ -79,20 +79,40 @@ from timing_model.schedules import ALL_REDUCES
             "local-steps must be left out with --strategy ps-sync, which has no use for it (it belongs to pipelined); "
             "got 4",
         ),
+        ("--outer-lr 0.5", "outer-lr must be left out without --local-steps or --outer, to which it belongs; got 0.5"),
+        ("--moving-rate 0.5", "moving-rate must be left out with --outer average; got 0.5"),
         (
-            "--outer nesterov",
-            "outer must be left out with --local-steps 1, which has no use for it (it belongs to 2 or more); "
-            "got 'nesterov'",
+            "--strategy ddp --outer elastic",
+            "outer must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); "
+            "got 'elastic'",
         ),
         (
             "--local-steps 2 --prediction none",
-            "prediction must be left out with --local-steps 2 or more, which has no use for it (it belongs to 1); "
-            "got 'none'",
+            "prediction must be left out with --local-steps, since each rank expects its own movement; got 'none'",
+        ),
+        (
+            "--outer nesterov --guard",
+            "guard must be left out with --outer, since it judges averaged gradients; got True",
         ),
         ("--local-steps 2 --outer-momentum 0.5", "outer-momentum must be left out with --outer average; got 0.5"),
+        ("--local-steps 2 --outer elastic --moving-rate 1.01", "moving-rate must be at most 1; got 1.01"),
+        (
+            "--outer elastic --codec powersgd",
+            "codec must keep no residual with --outer elastic, whose next difference has what was left out of this "
+            "one; got powersgd",
+        ),
+        (
+            "--outer elastic --codec int8 --error-feedback on",
+            "error-feedback must be off with --outer elastic, whose next difference has what was left out of this "
+            "one; got on",
+        ),
         (
             "--local-steps 2 --width auto",
             "local-steps must be 1 with --width auto, since the timing model does not cover them; got 2",
+        ),
+        (
+            "--outer elastic --width auto",
+            "outer must be left out with --width auto, since the timing model does not cover it; got 'elastic'",
         ),
         ("--clip-norm 0", "clip-norm must be above 0; got 0.0"),
         ("--clip-value -1", "clip-value must be above 0; got -1.0"),

@@ -79,6 +79,17 @@ class InFlight:
     reduction: Future[_Reduction]
 
 
+def given_ranks(ranks: Ranks | None, process_group: Group | None, timeout: float) -> Ranks:
+    """Return the ``ranks`` to work with, or those of ``process_group``: by default torch's default group.
+
+    Raises:
+        UserInputError: both are given, or this rank is not in the group.
+    """
+    if ranks is not None and process_group is not None:
+        raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
+    return ranks or current(timeout, process_group)
+
+
 class Pipelined(Strategy):
     """Pipe-SGD of width K (Li et al., NeurIPS 2018): staleness is exactly K-1, on every rank, always.
 
@@ -175,8 +186,6 @@ class Pipelined(Strategy):
         ranks: Ranks | None = None,
         process_group: Group | None = None,
     ):
-        if ranks is not None and process_group is not None:
-            raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
         check_width(width, warmup_iterations)
         name = all_reduce_name(all_reduce)
         check_messages(name, segment_bytes, connections)
@@ -236,7 +245,7 @@ class Pipelined(Strategy):
             "device": device.type,
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
         }
-        self._ranks = ranks or current(timeout, process_group)
+        self._ranks = given_ranks(ranks, process_group, timeout)
         self._check_same_on_all_ranks()
         self.drifts = not check_same_bits(self._ranks, optimizer, clip, allow_drift=allow_drift)
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""

@@ -79,7 +79,9 @@ def summarize(
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
     window = lines[-pipeline.local_steps :]  # has one exchange
-    prediction = pipeline.prediction if pipeline.local_steps == 1 else "own movement"
+    prediction = pipeline.prediction
+    if pipeline.in_windows:
+        prediction = "none" if pipeline.outer == "elastic" else "own movement"
     return {
         "world_size": ranks.world_size,
         "network": network,

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
-from _reference import local_steps
+from _reference import elastic_averaging, local_steps
 from _small_problem import assert_same_weights, regress, small_problem
 from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
+from pipesgd.config import PipelineConfig
 from pipesgd.errors import DisagreementError, NonFiniteGradientError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
@@ -104,6 +105,63 @@ def test_nesterov_is_diloco() -> None:
         local_steps(model, _adamw, regress, batches, steps=3, width=1, outer=outer)
         for of_rank in outcomes:
             assert_same_weights(of_rank[index][2], model.state_dict(), rtol=1e-12)
+
+
+ELASTIC: list[dict[str, Any]] = [
+    {"local_steps": 1, "width": 1, "moving_rate": 0.25},
+    {"local_steps": 4, "width": 1, "moving_rate": 0.3},
+    {"local_steps": 3, "width": 2},
+    {"local_steps": 3, "width": 3, "warmup_iterations": 4},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_elastic_is_easgd(world_size: int) -> None:
+    """Two ranks at width 1 are it bit for bit; otherwise sums are rounded in another order."""
+    outcomes = run_ranks(world_size, _train, [{"outer": "elastic", **case} for case in ELASTIC])
+    for index, case in enumerate(ELASTIC):
+        model, batches = small_problem(3, [4, 5, 2], ITERATIONS, world_size)
+        options = {"moving_rate": 0.9 / world_size, **case}
+        losses = elastic_averaging(model, _adamw, regress, batches, steps=options.pop("local_steps"), **options)
+        rtol = 0.0 if world_size == 2 and case["width"] == 1 else 1e-12
+        for rank, of_rank in enumerate(outcomes):
+            ours, hashes, weights = of_rank[index]
+            assert ours == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=rtol, abs=0.0), case
+            assert_same_weights(weights, model.state_dict(), rtol=rtol)
+            assert hashes == outcomes[0][index][1], "the centre is the same on all ranks after every iteration"
+
+
+def _pull(ranks: Ranks) -> list[tuple[float, float]]:
+    """Return this rank's weight and the centre after every iteration of a training with constant gradients."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = []
+    options = {"local_steps": 2, "outer": "elastic", "moving_rate": 0.25, "width": 1}
+    with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+        for _ in range(6):
+            (model(torch.ones(1, 1, dtype=torch.float64)).sum() * (ranks.rank + 1)).backward()
+            strategy.step()
+            own = model.weight.item()
+            with strategy.true_weights():
+                found.append((own, model.weight.item()))
+        strategy.flush()
+        assert model.weight.item() == found[-1][1], "a flush leaves the centre, and nothing was left to exchange"
+        strategy.step()  # without a gradient
+        assert model.weight.item() == found[-1][1], "the next window begins at the centre"
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_keep_their_own_weights_and_the_elastic_force_adds_up_to_zero() -> None:
+    """All of these numbers are exact in binary."""
+    one, other = run_ranks(2, _pull)
+    for done, ((x, centre), (y, same)) in enumerate(zip(one, other, strict=True), 1):
+        assert centre == same
+        assert x != y
+        assert x + y + centre == -3.0 * done
+    assert one[1] == (-1.5, -1.5), "-2 + (0 - -2) / 4, and (-2 + -4) / 4"
 
 
 def _train_synchronously(ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -220,6 +278,8 @@ def _resume(ranks: Ranks, options: dict[str, Any], at: int) -> tuple[str, str, b
         ({"local_steps": 4, "width": 2}, 4),
         ({"local_steps": 4, "width": 2, "codec": "int4"}, 7),
         ({"local_steps": 2, "width": 2, "outer": "nesterov"}, 7),
+        ({"local_steps": 4, "width": 1, "outer": "elastic"}, 6),
+        ({"local_steps": 4, "width": 2, "outer": "elastic", "codec": "int8"}, 8),
     ],
 )
 def test_a_state_dict_continues_bit_for_bit_in_the_middle_of_a_window(options: dict[str, Any], at: int) -> None:
@@ -352,7 +412,15 @@ def test_windows_of_different_lengths_are_named() -> None:
     ("arguments", "message"),
     [
         ({"local_steps": 0}, "local-steps must be at least 1; got 0"),
-        ({"outer": "elastic"}, "outer must be average or nesterov; got 'elastic'"),
+        ({"outer": "elastics"}, "outer must be one of average, nesterov, elastic; got 'elastics'"),
+        ({"outer": "elastic", "outer_lr": 1.0}, "outer-lr must be left out with --outer elastic; got 1"),
+        ({"moving_rate": 0.1}, "moving-rate must be left out with --outer average; got 0.1"),
+        ({"outer": "elastic", "moving_rate": 0.0}, "moving-rate must be above 0; got 0"),
+        ({"outer": "elastic", "moving_rate": 1.5}, "moving-rate must be at most 1; got 1.5"),
+        ({"outer": "elastic", "codec": "topk"}, "codec must keep no residual with --outer elastic, .*; got topk"),
+        ({"outer": "elastic", "codec": "int4"}, "error-feedback must be off .*; got on, the default of int4"),
+        ({"prediction": "local"}, "prediction must be left out with local steps; got 'local'"),
+        ({"guard": True}, "guard must be left out with local steps; got True"),
         ({"outer_lr": 0.0}, "outer-lr must be above 0; got 0"),
         ({"outer_momentum": 0.9}, "outer-momentum must be left out with --outer average; got 0.9"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer-momentum must be below 1; got 1"),
@@ -364,6 +432,13 @@ def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str
     model = nn.Linear(1, 1)
     with pytest.raises(UserInputError, match=message):
         LocalSteps(model, _sgd(model.parameters()), **({"local_steps": 2} | arguments))
+
+
+def test_a_moving_rate_must_leave_the_centre_on_its_way() -> None:
+    config = PipelineConfig(outer="elastic", moving_rate=0.25)
+    assert config.workers(4) == 4
+    with pytest.raises(UserInputError, match="at most 1/5 with 5 ranks, whose mean the centre would move beyond; got"):
+        config.workers(5)
 
 
 def test_parameters_that_are_frozen_later_are_refused() -> None:
