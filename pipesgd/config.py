@@ -31,6 +31,7 @@ OUTERS = ("average", "nesterov", "elastic")
 SERVER_PLACEMENTS = ("colocated", "dedicated")
 DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
+LR_SCALINGS = ("none", "linear")
 SCHEDULES = ("constant", "cosine", "one-cycle")
 DEVICES = ("cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
@@ -50,6 +51,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model": MODELS,
     "loss": LOSSES,
     "optimizer": OPTIMIZERS,
+    "lr_scaling": LR_SCALINGS,
     "schedule": SCHEDULES,
     "precision": PRECISIONS,
     "strategy": STRATEGIES,
@@ -104,6 +106,8 @@ def check_local_steps(
     outer_lr: float | None = None,
     outer_momentum: float | None = None,
     moving_rate: float | None = None,
+    average_state: bool = False,
+    width: int,
 ) -> None:
     """Raise ``UserInputError`` unless windows can have this length and be applied by this outer optimizer."""
     check_at_least("local-steps", local_steps, 1)
@@ -121,6 +125,10 @@ def check_local_steps(
         raise UserInputError(f"outer-momentum must be below 1; got {outer_momentum}")
     if moving_rate is not None:
         check_moving_rate(moving_rate)
+    if average_state and outer == "elastic":
+        raise UserInputError("average-state must be left out with --outer elastic, which averages no weights; got True")
+    if average_state and width > 1:
+        raise UserInputError(f"width must be 1 with --average-state, whose averages are never late; got {width}")
 
 
 def check_moving_rate(moving_rate: float, ranks: int = 1) -> None:
@@ -244,6 +252,9 @@ class OptimizationConfig:
     """Momentum of sgd and nesterov."""
     weight_decay: float = 0.0
     """Weight decay."""
+    lr_scaling: str = "none"
+    """Scaling of --lr with the number of ranks that compute: none, or linear (--lr is that of a single rank, and is
+    multiplied by their number)."""
     schedule: str = "constant"
     """Learning-rate schedule: constant, cosine (decays to zero) or one-cycle (rises, then decays to zero)."""
     accumulation: int = 1
@@ -268,6 +279,7 @@ class OptimizationConfig:
     def __post_init__(self) -> None:
         check_one_of("optimizer", self.optimizer, OPTIMIZERS)
         check_above_zero("lr", self.lr)
+        check_one_of("lr-scaling", self.lr_scaling, LR_SCALINGS)
         check_at_least("momentum", self.momentum, 0)
         if self.momentum >= 1:
             raise UserInputError(f"momentum must be below 1; got {self.momentum}")
@@ -288,6 +300,11 @@ class OptimizationConfig:
         for name, value in (("epochs", self.epochs), ("iterations", self.iterations)):
             if value is not None:
                 check_at_least(name, value, 1)
+
+    def for_ranks(self, ranks: int) -> OptimizationConfig:
+        """Return these options with the learning rate that this many ``ranks`` train with."""
+        scale = ranks if self.lr_scaling == "linear" else 1
+        return dataclasses.replace(self, lr=scale * self.lr, lr_scaling="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,6 +337,8 @@ class PipelineConfig:
     moving_rate: float | None = None
     """Share of its way to the centre that a rank is pulled after each window with --outer elastic; by default 0.9
     divided by the number of ranks."""
+    average_state: bool = False
+    """Average the state of the ranks' optimizers (momentum) whenever their weights are averaged, at width 1 (AWAGD)."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness."""
     allow_drift: bool = False
@@ -368,11 +387,11 @@ class PipelineConfig:
 
     def _check_windows(self) -> None:
         """Raise ``UserInputError`` for options of local steps without any, and for options that local steps refuse."""
-        own = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum, "moving_rate": self.moving_rate}
-        check_local_steps(self.local_steps, self.outer or "average", **own)
+        own = {name: getattr(self, name) for name in _OF_WINDOWS}
+        check_local_steps(self.local_steps, self.outer or "average", width=self.width, **own)
         if not self.in_windows:
             for name, value in own.items():
-                if value is not None:
+                if value is not None and value is not False:
                     raise UserInputError(
                         f"{name.replace('_', '-')} must be left out without --local-steps or --outer, to which it "
                         f"belongs; got {value}"
@@ -424,11 +443,14 @@ class PipelineConfig:
         return workers
 
 
+_OF_WINDOWS = ("outer_lr", "outer_momentum", "moving_rate", "average_state")
+"""Options of windows of local steps that have no effect without them."""
+
 _READ_BY_STRATEGY = {
     "width": ("pipelined",),
     "warmup_iterations": ("pipelined",),
     "prediction": ("pipelined",),
-    **dict.fromkeys(("local_steps", "outer", "outer_lr", "outer_momentum", "moving_rate"), ("pipelined",)),
+    **dict.fromkeys(("local_steps", "outer", *_OF_WINDOWS), ("pipelined",)),
     "guard": ("pipelined",),
     "allow_drift": ("pipelined",),
     "all_reduce": ("pipelined",),

@@ -34,6 +34,7 @@ def make_strategy(
             outer_lr=pipeline.outer_lr,
             outer_momentum=pipeline.outer_momentum,
             moving_rate=pipeline.moving_rate,
+            average_state=pipeline.average_state,
             **_pipeline_options(config, scaler, ranks),
         )
     if pipeline.strategy == "pipelined":

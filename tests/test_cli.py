@@ -56,6 +56,7 @@ from timing_model.schedules import ALL_REDUCES
         ("--lr nan", "lr must be above 0; got nan"),
         ("--lr inf", "lr must be at most 1e+15; got inf"),
         ("--lr 0", "lr must be above 0; got 0.0"),
+        ("--lr-scaling sqrt", "lr-scaling must be none or linear; got 'sqrt'"),
         ("--momentum 1", "momentum must be below 1; got 1.0"),
         ("--optimizer nesterov --momentum 0", "momentum must be above 0 with --optimizer nesterov; got 0"),
         ("--weight-decay -1", "weight-decay must be at least 0; got -1.0"),
@@ -81,6 +82,14 @@ from timing_model.schedules import ALL_REDUCES
         ),
         ("--outer-lr 0.5", "outer-lr must be left out without --local-steps or --outer, to which it belongs; got 0.5"),
         ("--moving-rate 0.5", "moving-rate must be left out with --outer average; got 0.5"),
+        (
+            "--width 1 --average-state",
+            "average-state must be left out without --local-steps or --outer, to which it belongs; got True",
+        ),
+        (
+            "--outer average --average-state",
+            "width must be 1 with --average-state, whose averages are never late; got 2",
+        ),
         (
             "--strategy ddp --outer elastic",
             "outer must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); "

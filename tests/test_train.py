@@ -106,6 +106,13 @@ GOLDEN = [
 ]
 
 
+def test_the_learning_rate_of_a_single_rank_is_multiplied_by_their_number(tmp_path: Path) -> None:
+    words = f"{SHORT} --width 1 --schedule one-cycle"
+    scaled = succeed(2, f"{words} --lr-scaling linear", tmp_path / "scaled")
+    given = succeed(2, words.replace("--lr 0.05", "--lr 0.1"), tmp_path / "given")
+    assert scaled["weights_sha256"] == given["weights_sha256"]
+
+
 def test_a_transformer_learns_text(tmp_path: Path) -> None:
     """No two files have the same sentences, but all have the same words, so that a test file can be predicted."""
     words = ["the", "ring", "sums", "what", "every", "rank", "has", "found", "and", "gives", "it", "back"]
@@ -324,6 +331,7 @@ def test_a_folder_of_somebody_else_is_never_taken(tmp_path: Path) -> None:
         ("--dataset mnist", "UserInputError: mnist must be in the folder --data-dir"),
         ("--batch-size 800", "UserInputError: --batch-size must be at most 748: 2 ranks share 1497 samples; got 800"),
         ("--device cuda", "UserInputError: device must be cpu where torch finds no GPU; got cuda"),
+        ("--outer elastic --moving-rate 0.6", "UserInputError: moving-rate must be at most 1/2 with 2 ranks"),
         ("--strategy ps-sync --servers 3", "UserInputError: servers must be at most 2 on 2 ranks"),
         ("--strategy ddp --ddp-hook bf16", "UserInputError: ddp-hook must be one that torch accepts here; got bf16: "),
         ("--model resnet18 --optimizer muon", "UserInputError: model must have a weight matrix (2-D, neither"),

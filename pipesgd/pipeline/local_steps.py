@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -63,7 +64,7 @@ from pipesgd.pipeline.prediction import (
 )
 from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
 from pipesgd.ranks import Ranks
-from pipesgd.strategy import Comparison, StepReport, Strategy
+from pipesgd.strategy import Comparison, Span, StepReport, Strategy
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ beta; each of p ranks then has the moving rate beta / p."""
 
 
 def moving_rate_of(outer: str, moving_rate: float | None, ranks: int) -> float | None:
-    """Return the moving rate of each of so many ``ranks``, or None unless ``outer`` is elastic."""
+    """Return the moving rate of each of this many ``ranks``, or None unless ``outer`` is elastic."""
     if outer != "elastic":
         return None
     rate = CENTRE_RATE / ranks if moving_rate is None else moving_rate
@@ -268,6 +269,8 @@ class LocalSteps(Strategy):
         moving_rate: share of its way to the centre that a rank is pulled after each window with "elastic"; by default
             0.9 / p for p ranks, and at most 1 / p. The centre moves by p times as large a share of its way to the
             ranks' mean.
+        average_state: whether all ranks also get the mean of the state of their optimizers, such as momentum, whenever
+            they get that of their weights; at width 1.
         width: windows in flight, K.
         warmup_iterations: first iterations that are exchanged one by one, at width 1.
         clip_norm: largest norm of this rank's own gradient.
@@ -306,6 +309,7 @@ class LocalSteps(Strategy):
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         moving_rate: float | None = None,
+        average_state: bool = False,
         width: int = 2,
         warmup_iterations: int = 0,
         clip_norm: float | None = None,
@@ -322,7 +326,13 @@ class LocalSteps(Strategy):
             if name in options:
                 raise UserInputError(f"{name} must be left out with local steps; got {options[name]!r}")
         check_local_steps(
-            local_steps, outer, outer_lr=outer_lr, outer_momentum=outer_momentum, moving_rate=moving_rate
+            local_steps,
+            outer,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            moving_rate=moving_rate,
+            average_state=average_state,
+            width=width,
         )
         check_width(width, warmup_iterations)
         check_timeout(timeout)
@@ -332,9 +342,11 @@ class LocalSteps(Strategy):
         clip = Clipping(norm=clip_norm, value=clip_value)
         self.module = model
         self.replicated = True
+        self.owns_optimizer = True
         self._optimizer = optimizer
         self._local_steps = local_steps
         self._warmup_iterations = warmup_iterations
+        self._average_state = average_state
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
         self._ranks = given_ranks(ranks, process_group, timeout)
         pull = moving_rate_of(outer, moving_rate, self._ranks.world_size)
@@ -342,7 +354,12 @@ class LocalSteps(Strategy):
         self._outer = outer_optimizer(self._inner.parameters, outer, lr, outer_momentum, width=width)
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
-        own = {"local_steps": local_steps, "clip_norm": clip_norm, "clip_value": clip_value}
+        own = {
+            "local_steps": local_steps,
+            "average_state": average_state,
+            "clip_norm": clip_norm,
+            "clip_value": clip_value,
+        }
         check_same_settings(self._ranks, own | optimizer_settings(optimizer), {})
         self._pipeline = Pipelined(
             model,
@@ -486,8 +503,25 @@ class LocalSteps(Strategy):
         with self._pipeline.whole(f"the movement that ends with iteration {self.iteration}"):
             self._window.end()
         report = self._pipeline.step()
+        if self._average_state:
+            report = _joined(report, self._average())
         self._window.begin()
         return report
+
+    def _average(self) -> StepReport:
+        """Give all ranks the mean of the state of their optimizers."""
+        iteration, begin = self.iteration - 1, time.perf_counter()
+        values = [
+            value
+            for parameter in self._inner.parameters
+            for value in self._optimizer.state.get(parameter, {}).values()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
+        ]
+        with self._pipeline.whole(f"the averages that end with iteration {iteration}"):
+            nbytes = self._pipeline.average(values)
+        end = time.perf_counter()
+        spans = (Span("communication", iteration, begin, end), Span("wait", iteration, begin, end))
+        return StepReport(spans=spans, wire_bytes=nbytes)
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Iterator[None]:

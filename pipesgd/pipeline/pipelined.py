@@ -28,7 +28,15 @@ from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
-from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, finite_norm, on_device, pack_gradients
+from pipesgd.flat_buffer import (
+    FlatBuffer,
+    all_finite,
+    are_finite,
+    finite_norm,
+    on_device,
+    pack_gradients,
+    take_mean,
+)
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
@@ -390,6 +398,16 @@ class Pipelined(Strategy):
         self.check_usable()
         sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
         combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
+
+    def average(self, tensors: Sequence[Tensor]) -> int:
+        """Give all ranks the means of ``tensors`` over the ranks, and return the number of bytes sent. Collective."""
+        buffer = FlatBuffer(tensors)
+        buffer.fill_from(tensors)
+        self._sum_over_ranks("average", buffer)
+        for flat in buffer.flats:
+            take_mean(flat, self._ranks.world_size)
+        buffer.copy_to(tensors)
+        return sum(self._exact.wire_bytes(flat) for flat in buffer.flats)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
