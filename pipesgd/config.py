@@ -24,8 +24,10 @@ IMAGE_MODELS = ("mlp", "convnet", "resnet18", "alexnet")
 TEXT_MODELS = ("transformer",)
 MODELS = (*IMAGE_MODELS, *TEXT_MODELS, OWN)
 LOSSES = ("cross-entropy", OWN)
-STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
-SERVER_STRATEGIES = ("ps-sync", "ps-async")
+STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "easgd-async", "local")
+GRADIENT_SERVERS = ("ps-sync", "ps-async")
+"""Strategies whose servers update their weights by gradients, each by a part of them."""
+SERVER_STRATEGIES = (*GRADIENT_SERVERS, "easgd-async")
 PREDICTIONS = ("eager", "local", "none")
 OUTERS = ("average", "nesterov", "elastic")
 SERVER_PLACEMENTS = ("colocated", "dedicated")
@@ -80,6 +82,8 @@ MAX_LOSS_SCALE = 2.0**127
 DEFAULT_TIMEOUT = 120.0
 DEFAULT_STALL_SECONDS = 30.0
 DEFAULT_FAREWELL_SECONDS = 20.0
+CENTRE_RATE = 0.9
+"""Default of the number of ranks times the moving rate of elastic averaging, which is the paper's beta."""
 
 
 def check_clipping(norm: float | None, value: float | None) -> None:
@@ -129,6 +133,11 @@ def check_local_steps(
         raise UserInputError("average-state must be left out with --outer elastic, which averages no weights; got True")
     if average_state and width > 1:
         raise UserInputError(f"width must be 1 with --average-state, whose averages are never late; got {width}")
+
+
+def moving_rate_for(moving_rate: float | None, ranks: int) -> float:
+    """Return the moving rate of each of this many ``ranks``; None stands for the default."""
+    return CENTRE_RATE / ranks if moving_rate is None else moving_rate
 
 
 def check_moving_rate(moving_rate: float, ranks: int = 1) -> None:
@@ -313,7 +322,8 @@ class PipelineConfig:
 
     strategy: str = "pipelined"
     """Training strategy: pipelined (width 1 is synchronous SGD), ddp (torch's own), ps-sync and ps-async (parameter
-    servers), or local (no communication: an upper bound on the speed of the others)."""
+    servers), easgd-async (elastic averaging with a centre on parameter servers), or local (no communication: an upper
+    bound on the speed of the others)."""
     width: int = 2
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous; auto chooses from
     1 to 3 (see --cluster)."""
@@ -325,7 +335,8 @@ class PipelineConfig:
     none. Width 1 has none in flight."""
     local_steps: int = 1
     """Iterations that each rank trains by itself before ranks exchange what these have moved their weights. A window of
-    this many iterations is then what --width counts, and each rank predicts with its own movement."""
+    this many iterations is then what --width counts, and each rank predicts with its own movement. With easgd-async,
+    iterations between two exchanges of a rank with the servers."""
     outer: str | None = None
     """Outer optimizer of local steps, even of a single one: average (of ranks' weights, the default), nesterov (with
     momentum, as in DiLoCo) or elastic (ranks keep their own weights, and a common centre and they pull each other, as
@@ -335,8 +346,8 @@ class PipelineConfig:
     outer_momentum: float | None = None
     """Momentum of --outer nesterov; 0.9 by default."""
     moving_rate: float | None = None
-    """Share of its way to the centre that a rank is pulled after each window with --outer elastic; by default 0.9
-    divided by the number of ranks."""
+    """Share of its way to the centre that a rank is pulled after each window with --outer elastic or easgd-async; by
+    default 0.9 divided by the number of ranks."""
     average_state: bool = False
     """Average the state of the ranks' optimizers (momentum) whenever their weights are averaged, at width 1 (AWAGD)."""
     guard: bool = False
@@ -357,7 +368,7 @@ class PipelineConfig:
     ddp_hook: str = "none"
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = 1
-    """Number of parameter servers, each with its share of the weights (ps-sync, ps-async)."""
+    """Number of parameter servers, each with its share of the weights (ps-sync, ps-async, easgd-async)."""
     server_placement: str = "colocated"
     """Placement of the parameter servers: colocated (on the ranks of the first workers) or dedicated (on the last
     ranks, which do nothing else)."""
@@ -387,6 +398,9 @@ class PipelineConfig:
 
     def _check_windows(self) -> None:
         """Raise ``UserInputError`` for options of local steps without any, and for options that local steps refuse."""
+        if self.strategy == "easgd-async":
+            check_local_steps(self.local_steps, "elastic", moving_rate=self.moving_rate, width=1)
+            return
         own = {name: getattr(self, name) for name in _OF_WINDOWS}
         check_local_steps(self.local_steps, self.outer or "average", width=self.width, **own)
         if not self.in_windows:
@@ -419,8 +433,9 @@ class PipelineConfig:
         if self.strategy not in SERVER_STRATEGIES:
             return self.strategy
         bound = "" if self.staleness_bound is None else f", staleness bound {self.staleness_bound}"
+        period = f" every {self.local_steps} iterations" if self.local_steps > 1 else ""
         servers = f"{self.servers} {self.server_placement} server{'s' if self.servers > 1 else ''}"
-        return f"{self.strategy}{bound}, {servers}"
+        return f"{self.strategy}{period}{bound}, {servers}"
 
     def workers(self, world_size: int) -> int:
         """Return the number of ranks that compute gradients, which are the first ones of ``world_size``.
@@ -450,7 +465,8 @@ _READ_BY_STRATEGY = {
     "width": ("pipelined",),
     "warmup_iterations": ("pipelined",),
     "prediction": ("pipelined",),
-    **dict.fromkeys(("local_steps", "outer", *_OF_WINDOWS), ("pipelined",)),
+    **dict.fromkeys(("outer", *_OF_WINDOWS), ("pipelined",)),
+    **dict.fromkeys(("local_steps", "moving_rate"), ("pipelined", "easgd-async")),
     "guard": ("pipelined",),
     "allow_drift": ("pipelined",),
     "all_reduce": ("pipelined",),
@@ -586,12 +602,12 @@ class TrainConfig:
             raise UserInputError(
                 f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"
             )
-        if optimization.optimizer == "muon" and strategy in SERVER_STRATEGIES:
+        if optimization.optimizer == "muon" and strategy in GRADIENT_SERVERS:
             raise UserInputError(
                 f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
                 "parameters anywhere; got muon, which needs whole matrices"
             )
-        if strategy in SERVER_STRATEGIES:
+        if strategy in GRADIENT_SERVERS:
             needs_whole_gradients = {
                 "clip-norm": optimization.clip_norm,
                 "clip-value": optimization.clip_value,
@@ -605,7 +621,7 @@ class TrainConfig:
                     )
         if self.run.device == "cuda" and strategy in SERVER_STRATEGIES:
             raise UserInputError(f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda")
-        if self.run.check_replicas is not None and strategy in ("local", "ps-async"):
+        if self.run.check_replicas is not None and strategy in ("local", "ps-async", "easgd-async"):
             raise UserInputError(
                 f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "
                 f"got {self.run.check_replicas}"

@@ -77,8 +77,8 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--local-steps 4 --strategy ps-sync",
-            "local-steps must be left out with --strategy ps-sync, which has no use for it (it belongs to pipelined); "
-            "got 4",
+            "local-steps must be left out with --strategy ps-sync, which has no use for it (it belongs to pipelined or "
+            "easgd-async); got 4",
         ),
         ("--outer-lr 0.5", "outer-lr must be left out without --local-steps or --outer, to which it belongs; got 0.5"),
         ("--moving-rate 0.5", "moving-rate must be left out with --outer average; got 0.5"),

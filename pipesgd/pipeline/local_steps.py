@@ -48,7 +48,7 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
-from pipesgd.config import DEFAULT_TIMEOUT, check_local_steps, check_moving_rate, check_width
+from pipesgd.config import DEFAULT_TIMEOUT, check_local_steps, check_moving_rate, check_width, moving_rate_for
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.clipping import Clipping
@@ -71,16 +71,13 @@ T = TypeVar("T")
 AVERAGE_LR, LATE_AVERAGE_LR, NESTEROV_LR, NESTEROV_MOMENTUM = 1.0, 0.8, 0.7, 0.9
 """Defaults of the outer optimizer: the mean of the ranks' weights at width 1, a little less of a mean movement that is
 late, which is more accurate (experiments/LOG.md), and DiLoCo's values."""
-CENTRE_RATE = 0.9
-"""Share of its way to the mean of the ranks' weights that the centre of elastic averaging moves by default, the paper's
-beta; each of p ranks then has the moving rate beta / p."""
 
 
 def moving_rate_of(outer: str, moving_rate: float | None, ranks: int) -> float | None:
     """Return the moving rate of each of this many ``ranks``, or None unless ``outer`` is elastic."""
     if outer != "elastic":
         return None
-    rate = CENTRE_RATE / ranks if moving_rate is None else moving_rate
+    rate = moving_rate_for(moving_rate, ranks)
     check_moving_rate(rate, ranks)
     return rate
 

@@ -403,7 +403,7 @@ class Pipelined(Strategy):
         """Give all ranks the means of ``tensors`` over the ranks, and return the number of bytes sent. Collective."""
         buffer = FlatBuffer(tensors)
         buffer.fill_from(tensors)
-        self._sum_over_ranks("average", buffer)
+        self._sum_over_ranks("step", buffer)
         for flat in buffer.flats:
             take_mean(flat, self._ranks.world_size)
         buffer.copy_to(tensors)
