@@ -56,6 +56,12 @@ from timing_model.schedules import ALL_REDUCES
         ("--lr nan", "lr must be above 0; got nan"),
         ("--lr inf", "lr must be at most 1e+15; got inf"),
         ("--lr 0", "lr must be above 0; got 0.0"),
+        ("--strategy easgd-async --moving-rate 2", "moving-rate must be at most 1; got 2.0"),
+        (
+            "--strategy easgd-async --outer elastic",
+            "outer must be left out with --strategy easgd-async, which has no use for it (it belongs to pipelined); "
+            "got 'elastic'",
+        ),
         ("--lr-scaling sqrt", "lr-scaling must be none or linear; got 'sqrt'"),
         ("--momentum 1", "momentum must be below 1; got 1.0"),
         ("--optimizer nesterov --momentum 0", "momentum must be above 0 with --optimizer nesterov; got 0"),

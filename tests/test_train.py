@@ -161,6 +161,8 @@ def test_one_rank_is_the_same_path(tmp_path: Path) -> None:
         ("--strategy ps-sync --servers 2 --check-replicas 4", 3, True),
         ("--strategy ps-sync --server-placement dedicated", 2, True),
         ("--strategy ps-async --schedule one-cycle", 3, True),
+        ("--strategy easgd-async --local-steps 2 --schedule one-cycle", 3, True),
+        ("--strategy easgd-async --server-placement dedicated --clip-norm 1 --optimizer muon", 2, True),
         (
             "--strategy ps-async --staleness-bound 1 --servers 2 --server-placement dedicated --schedule one-cycle",
             1,

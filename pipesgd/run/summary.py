@@ -91,7 +91,7 @@ def summarize(
         "codec": config.compression.codec if pipelined else None,
         "all_reduce": pipeline.all_reduce if pipelined else None,
         "prediction": prediction if pipelined and pipeline.width > 1 else "none",
-        "local_steps": pipeline.local_steps if pipelined else None,
+        "local_steps": pipeline.local_steps if pipeline.strategy in ("pipelined", "easgd-async") else None,
         "iterations": result.iterations,
         "wall_seconds": result.wall_seconds,
         "seconds": {name: of_lines(name, lines) for name in SECONDS},
