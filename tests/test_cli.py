@@ -203,7 +203,7 @@ from timing_model.schedules import ALL_REDUCES
         ("--hidden-sizes 500 0", "hidden-sizes must be at least 1; got 0"),
         (
             "--strategy pipeline",
-            "strategy must be one of pipelined, ddp, ps-sync, ps-async, local; "
+            "strategy must be one of pipelined, ddp, ps-sync, ps-async, easgd-async, local; "
             "got 'pipeline' (did you mean pipelined?)",
         ),
         ("--strategy ddp --ddp-hook fp8", "ddp-hook must be one of none, fp16, bf16; got 'fp8'"),
