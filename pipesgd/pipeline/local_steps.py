@@ -276,7 +276,8 @@ class LocalSteps(Strategy):
         codec: encoding of movements, as in ``Pipelined``; with "elastic", one that keeps no residual.
         on_nonfinite: "stop" or "skip", for this rank's own gradients and for mean movements.
         timeout: seconds that a rank waits for another one, as in ``Pipelined``.
-        ranks, process_group: the ranks to work with, as in ``Pipelined``.
+        ranks: the ranks to work with, as in ``Pipelined``.
+        process_group: the group whose ranks these are, as in ``Pipelined``.
         options: further arguments of ``Pipelined``, except ``prediction`` and ``guard``.
 
     Raises:
