@@ -187,19 +187,23 @@ class Window:
 
     def step(self, update: Callable[[], T]) -> T:
         """Do ``update``, which changes the parameters in place, on this rank's weights; return what it returns."""
-        self._work()
+        self.work()
         result = update()
+        self.worked()
+        return result
+
+    def worked(self) -> None:
+        """Count an iteration whose update has been done after ``work``."""
         # An optimizer may have given the parameters other storage.
         self._weights().predicted = [parameter.data for parameter in self._parameters]
         self.steps += 1
-        return result
 
     def end(self) -> None:
         """Make what is exchanged the parameters' ``.grad``: the movement, or the centre minus the rank's own weights.
 
         The next step begins another window.
         """
-        self._work()
+        self.work()
         now = [parameter.data for parameter in self._parameters]
         if self._moving_rate is None:
             torch._foreach_sub_(self._start, now)
@@ -229,7 +233,7 @@ class Window:
             self._start = [tensor.to(device, copy=True) for tensor in state["start"]]
             torch._foreach_copy_([parameter.data for parameter in self._parameters], list(state["now"]))
 
-    def _work(self) -> None:
+    def work(self) -> None:
         """Let the parameters hold this rank's weights, from which the window begins if it has not begun."""
         weights = self._weights()
         if not weights.are_valid:  # others were loaded, or an error has put the true ones in
@@ -406,10 +410,7 @@ class LocalSteps(Strategy):
             report = dataclasses.replace(
                 report, applied=(), nonfinite_ranks=(self._ranks.rank,) * len(report.skipped), schedule_steps=1
             )
-            if self._window.steps < (1 if iteration < self._warmup_iterations else self._local_steps):
-                self._pipeline.iteration += 1
-                return report
-            return _joined(report, self._exchange())
+            return self._finish(report)
 
     def flush(self) -> StepReport:
         """Exchange the window so far, if there is one, and apply all movements in flight. Collective.
@@ -496,6 +497,13 @@ class LocalSteps(Strategy):
 
     def __enter__(self) -> Self:
         return self
+
+    def _finish(self, report: StepReport) -> StepReport:
+        """End an iteration, of which ``report`` is, and with it the window if that is long enough."""
+        if self._window.steps < (1 if self.iteration < self._warmup_iterations else self._local_steps):
+            self._pipeline.iteration += 1
+            return report
+        return _joined(report, self._exchange())
 
     def _exchange(self) -> StepReport:
         with self._pipeline.whole(f"the movement that ends with iteration {self.iteration}"):
