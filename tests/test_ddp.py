@@ -244,6 +244,22 @@ def test_an_update_that_is_not_finite_is_left_out(options: dict[str, Any]) -> No
         assert same(expected, found)
 
 
+def _gradients_after_a_step(ranks: Ranks) -> bool:
+    ddp_model = DistributedDataParallel(make_model())
+    optimizer, pipeline = start(ddp_model, local_steps=1)
+    inputs, targets = next(batches(ranks.rank, ranks.world_size))
+    cross_entropy(ddp_model(inputs), targets).backward()
+    before = [parameter.grad.clone() for parameter in ddp_model.parameters()]
+    optimizer.step()
+    after = [parameter.grad for parameter in ddp_model.parameters()]
+    pipeline.close()
+    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_window_that_ends_leaves_the_loop_its_own_gradients() -> None:
+    assert run_ranks(2, _gradients_after_a_step) == [True, True]
+
+
 # ---- attach: evaluation, saving, resuming
 
 
