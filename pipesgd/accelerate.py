@@ -7,7 +7,7 @@ from typing import Any
 
 from pipesgd import ddp
 from pipesgd.checks import check_version
-from pipesgd.ddp import Attached
+from pipesgd.ddp.attached import Attached
 from pipesgd.errors import UserInputError
 from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.run.pipeline_file import PipelineFile

@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from pipesgd.checks import check_version
-from pipesgd.ddp import Attached, attach
+from pipesgd.ddp.attached import Attached, attach
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 

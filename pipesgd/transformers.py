@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd.checks import check_version
-from pipesgd.ddp import Attached, attach
+from pipesgd.ddp.attached import Attached, attach
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 

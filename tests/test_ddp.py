@@ -371,9 +371,6 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["hook, compressed"] = refusal(lambda: compress(hooked))
     model = ddp()
     found["part"] = refusal(lambda: attach(model, make_optimizer("sgd", model.module.last)))
-    found["guard with local steps"] = refusal(
-        lambda: attach(model, make_optimizer("sgd", model), local_steps=2, guard=True)
-    )
     found["guard"] = refusal(lambda: attach(model, make_optimizer("sgd", model), guard=True))
     local = partial(attach, model, make_optimizer("sgd", model), local_steps=2)
     found["guard of local steps"] = refusal(lambda: local(guard=True))

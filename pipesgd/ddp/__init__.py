@@ -4,8 +4,8 @@
 that refuse staleness: each bucket is summed in its own iteration, with a codec on the wire.
 """
 
-from pipesgd.ddp.attached import Attached, AttachedPipeline, attach
+from pipesgd.ddp.attached import AttachedPipeline, attach
 from pipesgd.ddp.compressed import CompressedBuckets, compress
 from pipesgd.ddp.local_steps import AttachedLocalSteps
 
-__all__ = ["Attached", "AttachedLocalSteps", "AttachedPipeline", "CompressedBuckets", "attach", "compress"]
+__all__ = ["AttachedLocalSteps", "AttachedPipeline", "CompressedBuckets", "attach", "compress"]
