@@ -28,7 +28,15 @@ from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width, rate_of
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
-from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, finite_norm, on_device, pack_gradients
+from pipesgd.flat_buffer import (
+    FlatBuffer,
+    all_finite,
+    are_finite,
+    finite_norm,
+    on_device,
+    pack_gradients,
+    take_mean,
+)
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
@@ -77,6 +85,17 @@ class InFlight:
     own_is_finite: Callable[[], bool]
     """Function that returns True if this rank's own gradient is finite; called only if the mean is not."""
     reduction: Future[_Reduction]
+
+
+def given_ranks(ranks: Ranks | None, process_group: Group | None, timeout: float) -> Ranks:
+    """Return the ``ranks`` to work with, or those of ``process_group``: by default torch's default group.
+
+    Raises:
+        UserInputError: both are given, or this rank is not in the group.
+    """
+    if ranks is not None and process_group is not None:
+        raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
+    return ranks or current(timeout, process_group)
 
 
 class Pipelined(Strategy):
@@ -178,8 +197,6 @@ class Pipelined(Strategy):
         ranks: Ranks | None = None,
         process_group: Group | None = None,
     ):
-        if ranks is not None and process_group is not None:
-            raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
         check_width(width, warmup_iterations)
         name = all_reduce_name(all_reduce)
         check_messages(name, segment_bytes, connections)
@@ -241,7 +258,7 @@ class Pipelined(Strategy):
             "device": device.type,
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
         }
-        self._ranks = ranks or current(timeout, process_group)
+        self._ranks = given_ranks(ranks, process_group, timeout)
         self._check_same_on_all_ranks()
         self.drifts = not check_same_bits(self._ranks, optimizer, clip, allow_drift=allow_drift)
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
@@ -387,6 +404,16 @@ class Pipelined(Strategy):
         self.check_usable()
         sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
         combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
+
+    def average(self, tensors: Sequence[Tensor]) -> int:
+        """Give all ranks the means of ``tensors`` over the ranks, and return the number of bytes sent. Collective."""
+        buffer = FlatBuffer(tensors)
+        buffer.fill_from(tensors)
+        self._sum_over_ranks("step", buffer)
+        for flat in buffer.flats:
+            take_mean(flat, self._ranks.world_size)
+        buffer.copy_to(tensors)
+        return sum(self._exact.wire_bytes(flat) for flat in buffer.flats)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
