@@ -15,6 +15,7 @@ from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check
 from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
 from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, check_function, kind
+from timing_model.buckets import WHOLE, Cut
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 
 TEXTS = ("python-stdlib", "text:PATH")
@@ -121,6 +122,22 @@ def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> Non
         )
     if all_reduce == "native" and (connections, segment_bytes) != (1, SEGMENT_BYTES):
         raise UserInputError("connections and segment-bytes must be left out with --all-reduce native, torch's own")
+
+
+def cut_of(buckets: str) -> Cut:
+    """Return the cut of gradients into these buckets. Raises ``UserInputError`` if they are none."""
+    try:
+        return Cut.parse(buckets)
+    except ValueError as failure:
+        raise UserInputError(str(failure)) from None
+
+
+def check_buckets(buckets: str, codec: str) -> None:
+    """Raise ``UserInputError`` unless gradients with this codec can leave in these buckets."""
+    if cut_of(buckets) != WHOLE and codec in ("topk", "powersgd"):
+        raise UserInputError(
+            f"buckets must be 1 with --codec {codec}, which compresses the gradient as a whole; got {buckets}"
+        )
 
 
 def dataset_kind(name: str) -> str:
@@ -311,6 +328,9 @@ class PipelineConfig:
     """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
     connections: int = 1
     """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
+    buckets: str = "1"
+    """Buckets in which gradients leave while the backward pass runs: a number of buckets of about equal size, or the
+    largest size of one, such as 1MiB. 1 is the whole gradient, after the backward pass."""
     ddp_hook: str = "none"
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = 1
@@ -330,6 +350,7 @@ class PipelineConfig:
         check_one_of("buffers", self.buffers, BUFFERS)
         check_function("all-reduce", self.all_reduce, kind(self.all_reduce), (*ALL_REDUCES, OWN))
         check_messages(self.all_reduce, self.segment_bytes, self.connections)
+        cut_of(self.buckets)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
         check_at_least("servers", self.servers, 1)
         check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
@@ -343,6 +364,8 @@ class PipelineConfig:
         """Return a short description of what is done with the gradients."""
         if self.strategy == "pipelined":
             connections = f" on {self.connections} connections each" if self.connections > 1 else ""
+            if cut_of(self.buckets) != WHOLE:
+                connections += f", buckets {self.buckets}"
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
             if self.local_steps > 1:
                 prediction = f", {self.local_steps} local steps, outer {self.outer}"
@@ -384,6 +407,7 @@ _READ_BY_STRATEGY = {
     "all_reduce": ("pipelined",),
     "segment_bytes": ("pipelined",),
     "connections": ("pipelined",),
+    "buckets": ("pipelined",),
     "ddp_hook": ("ddp",),
     "servers": SERVER_STRATEGIES,
     "server_placement": SERVER_STRATEGIES,
@@ -394,10 +418,11 @@ _READ_BY_STRATEGY = {
 _READ_BY_LOCAL_STEPS = {
     "prediction": ("1",),
     "guard": ("1",),
+    "buckets": ("1",),
     **dict.fromkeys(("outer", "outer_lr", "outer_momentum"), ("2 or more",)),
 }
 """Numbers of local steps with which an option of ``PipelineConfig`` is read, by option. A guard judges averaged
-gradients, which windows do not have."""
+gradients, which windows do not have, and a movement is complete only when its window ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,6 +525,7 @@ class TrainConfig:
         strategy = self.pipeline.strategy
         if strategy == "pipelined":
             self.compression.check_all_reduce(self.pipeline.all_reduce)
+            check_buckets(self.pipeline.buckets, self.compression.codec)
         elif self.compression != CodecOptions():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
