@@ -39,7 +39,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 BUFFERS = ("average", "rank-0", "own")
 
 AUTO = "auto"
-AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes")
+AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets")
 """Options that can be left to the timing model with the value ``AUTO``."""
 
 FORMER_NAMES = {"streams": "connections"}
@@ -330,7 +330,8 @@ class PipelineConfig:
     """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
     buckets: str = "1"
     """Buckets in which gradients leave while the backward pass runs: a number of buckets of about equal size, or the
-    largest size of one, such as 1MiB. 1 is the whole gradient, after the backward pass."""
+    largest size of one, such as 1MiB; auto chooses a number (see --cluster). 1 is the whole gradient, after the
+    backward pass."""
     ddp_hook: str = "none"
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = 1

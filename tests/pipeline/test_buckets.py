@@ -190,7 +190,7 @@ def test_a_bucket_that_declines_to_leave_stays() -> None:
 # ---- Sums
 
 
-def _train(ranks: Ranks, options: dict[str, Any], *, by_hand: bool = False) -> tuple[list[str], list[float | None]]:
+def _train(ranks: Ranks, options: dict[str, Any], *, by_hand: bool = False) -> tuple[list[str], list[float]]:
     """Return the hashes of the true weights after every iteration, and the norms of the gradients.
 
     Args:
@@ -208,7 +208,8 @@ def _train(ranks: Ranks, options: dict[str, Any], *, by_hand: bool = False) -> t
         [{"params": [p for p in parameters if p.dim() > 1]}, {"params": [p for p in parameters if p.dim() < 2]}],
         lr=0.01,
     )
-    hashes, norms = [], []
+    hashes: list[str] = []
+    norms: list[float] = []
     with Pipelined(model, optimizer, ranks=ranks, **own) as pipeline:
         for iteration in range(ITERATIONS):
             for number in range(micro_batches):
@@ -222,7 +223,8 @@ def _train(ranks: Ranks, options: dict[str, Any], *, by_hand: bool = False) -> t
                     continue
                 with pipeline.accumulating() if number + 1 < micro_batches else contextlib.nullcontext():
                     loss.backward()
-            norms.append(pipeline.step().gradient_norm)
+            if (norm := pipeline.step().gradient_norm) is not None:
+                norms.append(norm)
             with pipeline.true_weights():
                 hashes.append(weights_sha256(model))
         pipeline.flush()
