@@ -200,7 +200,10 @@ def _plan(given: Namespace) -> str:
 def _choice(choice: Choice) -> dict[str, object]:
     job = choice.job
     return {
-        **{name: getattr(job, name) for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes", "buckets")},
+        **{
+            name: getattr(job, name)
+            for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes", "buckets")
+        },
         "iteration_seconds": choice.iteration._asdict(),
         "collective_seconds": choice.collective._asdict(),
         "score": choice.score,

@@ -73,7 +73,7 @@ class SimulatedJob:
 def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> SimulatedJob:
     """Simulate the job's iterations, 1000 if it does not say how many.
 
-    Raises ``ValueError`` as ``predict`` does, for ddp, for buckets at width 1, and if the simulation would take too long.
+    Raises ``ValueError`` as ``predict`` does, for ddp and for buckets at width 1, and if it would take too long.
     """
     if job.strategy == "ddp":
         raise ValueError("strategy must be pipelined or ps-sync to be simulated; got ddp")

@@ -107,6 +107,6 @@ class BackwardHooks:
 
 def _late() -> UserInputError:
     return UserInputError(
-        "gradients must be complete after one backward pass outside of accumulating(), before step(), with buckets; got "
-        "another gradient of a parameter whose bucket has left"
+        "gradients must be complete after one backward pass outside of accumulating(), up to step(), with buckets; "
+        "got another gradient of a parameter whose bucket has left"
     )

@@ -28,7 +28,15 @@ from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Group
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_buckets, check_messages, check_width
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
-from pipesgd.flat_buffer import BucketedBuffer, all_finite, are_finite, finite_norm, on_device, pack_gradients
+from pipesgd.flat_buffer import (
+    BucketedBuffer,
+    FlatBuffer,
+    all_finite,
+    are_finite,
+    finite_norm,
+    on_device,
+    pack_gradients,
+)
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
@@ -464,7 +472,7 @@ class Pipelined(Strategy):
         """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped.
 
         Raises:
-            UserInputError: ``state`` is that of a pipeline with other buckets, or buckets have left since the last step.
+            UserInputError: ``state`` is of a pipeline with other buckets, or buckets have left since the last step.
         """
         self._thread.check()
         self._check_whole("load_state_dict")
@@ -572,8 +580,8 @@ class Pipelined(Strategy):
         """Refuse ``call`` while some buckets of a gradient have left and others have not."""
         if self._leaving.left:
             raise UserInputError(
-                f"{call} must not be called between backward() and step() with buckets; got it while those of iteration "
-                f"{self.iteration} leave"
+                f"{call} must not be called between backward() and step() with buckets; got it while those of "
+                f"iteration {self.iteration} leave"
             )
 
     @contextlib.contextmanager

@@ -293,9 +293,7 @@ def _definition(of_ranks: Sequence[Sequence[Tensor]], buckets: Sequence[Sequence
                 total = flats[(chunk + step) % p][start:stop] + total
             parts.append(total / p)
         values = torch.cat(parts).split([of_ranks[0][index].numel() for index in bucket])
-        means |= {
-            index: value.view(of_ranks[0][index].shape) for index, value in zip(bucket, values, strict=True)
-        }
+        means |= {index: value.view(of_ranks[0][index].shape) for index, value in zip(bucket, values, strict=True)}
     return [means[index] for index in sorted(means)]
 
 
@@ -331,7 +329,7 @@ def test_width_1_is_one_process_that_adds_every_bucket_around_the_ring_bit_for_b
 
 
 def _apart(ranks: Ranks, options: dict[str, Any]) -> list[tuple[str, int]]:
-    """Train with buckets, and with a pipeline of its own for each bucket; return the hash of each and the bytes sent."""
+    """Train with buckets, and with a pipeline for each bucket; return the hash of each and the bytes sent."""
     found = []
     for buckets in (3, 1):
         model = _net()

@@ -69,14 +69,18 @@ def test_bad_words_get_one_line(words: str, message: str) -> None:
 
 
 def test_what_is_auto_is_said_on_the_command_line_or_in_a_file_and_printed_so(tmp_path: Path) -> None:
-    config = parse(["--width=auto", "--all_reduce", "auto", "--segment-bytes", "auto", "--codec", "auto", "--buckets=auto"])
+    config = parse(
+        ["--width=auto", "--all_reduce", "auto", "--segment-bytes", "auto", "--codec", "auto", "--buckets=auto"]
+    )
     assert config.planning.auto == AUTO_OPTIONS
     assert [config.options()[name] for name in AUTO_OPTIONS] == ["auto"] * 5
     path = tmp_path / "run.toml"
     path.write_text(as_toml(config), encoding="utf-8")
     assert parse(["--config", str(path)]) == config
     assert parse(["--config", str(path), "--width", "3"]).planning.auto == AUTO_OPTIONS[1:]
-    chosen = config.with_choices({"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 4096, "buckets": "2"})
+    chosen = config.with_choices(
+        {"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 4096, "buckets": "2"}
+    )
     assert chosen == parse(["--width", "3", "--codec", "int8", "--segment-bytes", "4096", "--buckets", "2"])
 
 
