@@ -83,12 +83,12 @@ class Outgoing:
     scale: float
     """Loss scale in effect when this gradient was computed."""
     local: list[Tensor | None]
-    """This rank's own gradients, by parameter, of the buckets that have left; None for parameters without one."""
+    """Gradients of this rank, by parameter, of the buckets that have left; None for parameters without one."""
     packs: list[Span] = field(default_factory=list)
     sums: list[Span] = field(default_factory=list)
     """Times in which the buckets were packed, and in which the communication thread summed them."""
     own_finite: list[bool] = field(default_factory=list)
-    """Whether each bucket of this rank's own gradient was finite, where the communication thread looks."""
+    """Finiteness of each bucket of this rank's own gradient, if the communication thread looks."""
     norms: list[float | None] = field(default_factory=list)
     """Norms of the parts of the mean; None for those that are not finite."""
 

@@ -23,6 +23,7 @@ from pipesgd.flat_buffer import BucketedBuffer
 from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from timing_model.buckets import Cut, completed
 from timing_model.schedules import split
 
 ITERATIONS = 5
@@ -82,9 +83,14 @@ def test_every_parameter_is_in_one_bucket_and_those_complete_first_come_first(si
         assert all(total + size > limit for total, size in zip(totals, following, strict=False)), "no bucket too many"
 
 
-def test_buckets_of_a_number_are_about_equally_large() -> None:
+def test_buckets_of_a_number_are_about_equally_large_and_those_of_the_timing_model() -> None:
     model = nn.Sequential(nn.Linear(784, 1000), nn.Linear(1000, 1000), nn.Linear(1000, 10))
     parameters = list(model.parameters())
+    sizes = [parameter.nbytes for parameter in parameters]
+    for text in ("1", "2", "3", "6", "4MiB", "1kB"):
+        cut = bucket_indices(model, parameters, text)
+        predicted = [nbytes for _, nbytes in completed(Cut.parse(text), sizes)]
+        assert [sum(sizes[index] for index in bucket) for bucket in cut] == predicted
     assert bucket_indices(model, parameters, "2") == [[2, 3, 4, 5], [0, 1]]
     assert bucket_indices(model, parameters, "1") == [[0, 1, 2, 3, 4, 5]]
     assert bucket_indices(model, parameters, "4MiB") == [[1, 2, 3, 4, 5], [0]]

@@ -48,6 +48,14 @@ def test_an_instant_link_gets_neither() -> None:
     assert "Use no codec" in planned.lines()[1]
 
 
+def test_buckets_are_chosen_where_the_backward_pass_hides_much_of_the_wire() -> None:
+    """Half of the MLP's bytes are complete after half of the backward pass."""
+    planned = choose(cluster(), "--width 1 --codec int8 --buckets auto")
+    assert planned.choices["buckets"] == "2"
+    assert "--buckets 2" in planned.lines()[0]
+    assert choose(cluster(INSTANT), "--width 1 --buckets auto").choices["buckets"] == "1"
+
+
 def test_a_codec_that_costs_more_than_the_wire_is_not_chosen() -> None:
     slow = CodecProfile(bits=8.25, call=Estimate.exact(0.0), rates=EXPENSIVE)
     assert choose(cluster(codecs={"int8": slow})).choices["codec"] == "fp32"
@@ -81,6 +89,7 @@ def test_what_is_predicted_is_what_the_timing_model_says() -> None:
         ),
         ("--all-reduce native --codec auto", {"codec": "fp32", "all-reduce": "native"}),
         ("--segment-bytes 4096 --width auto", {"segment-bytes": 4096}),
+        ("--buckets 3 --codec auto --width 1", {"buckets": "3"}),
     ],
 )
 def test_what_is_given_stays(words: str, expected: dict[str, Any]) -> None:
