@@ -91,9 +91,10 @@ class BackwardHooks:
                 raise _late()
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and forget whom they called."""
         for handle in self._handles:
             handle.remove()
+        self._leave = lambda: False
 
     def _complete(self, number: int, parameter: Tensor) -> None:
         if number < self.left:

@@ -152,6 +152,11 @@ def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_
     assert {one for one, _ in run(2, words_3)} == {error}
     other, _ = succeed(2, f"{words} --cluster {instant} --overwrite", tmp_path / "run")
     assert (other["width"], other["codec"]) == (1, "fp32")
+    cut, text = succeed(
+        2, f"{SHORT} --width 1 --buckets auto --cluster {slow} --checkpoint-iterations 5", tmp_path / "cut"
+    )
+    assert cut["planned"]["choices"]["buckets"] == cut["options"]["buckets"] == "2"
+    assert "buckets 2" in text
 
 
 def test_a_run_that_had_no_plan_is_continued_as_it_was(tmp_path: Path) -> None:
