@@ -563,3 +563,12 @@ def test_memory_is_that_of_one_gradient() -> None:
     for parameter, view in zip(parameters, cut.views, strict=True):
         assert view.shape == parameter.shape
     assert {view.untyped_storage().data_ptr() for view in cut.views} == {flat.data_ptr() for flat in cut.flats}
+
+
+def test_the_plans_of_all_buckets_are_kept() -> None:
+    model = nn.ParameterList([torch.ones(size) for size in range(1, 31)])
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, buckets=30) as pipeline:
+        for _ in range(2):
+            sum(parameter.sum() for parameter in model).backward()
+            pipeline.step()
+        assert len(pipeline._reducer._all_reduce._plans) == 30  # type: ignore[attr-defined]
