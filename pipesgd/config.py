@@ -16,6 +16,7 @@ from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check
 from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
 from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, check_function, kind
+from timing_model.buckets import WHOLE, Cut
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
 from timing_model.units import parse_bandwidth
 
@@ -43,7 +44,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 BUFFERS = ("average", "rank-0", "own")
 
 AUTO = "auto"
-AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes")
+AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets")
 """Options that can be left to the timing model with the value ``AUTO``."""
 
 FORMER_NAMES = {"streams": "connections"}
@@ -184,6 +185,22 @@ def rate_of(rate_limit: str | None, all_reduce: str) -> float:
             f"rate-limit must be left out with --all-reduce native, which torch sends unpaced; got {rate_limit!r}"
         )
     return rate
+
+
+def cut_of(buckets: str) -> Cut:
+    """Return the cut of gradients into these buckets. Raises ``UserInputError`` if they are none."""
+    try:
+        return Cut.parse(buckets)
+    except ValueError as failure:
+        raise UserInputError(str(failure)) from None
+
+
+def check_buckets(buckets: str, codec: str) -> None:
+    """Raise ``UserInputError`` unless gradients with this codec can leave in these buckets."""
+    if cut_of(buckets) != WHOLE and codec in ("topk", "powersgd"):
+        raise UserInputError(
+            f"buckets must be 1 with --codec {codec}, which compresses the gradient as a whole; got {buckets}"
+        )
 
 
 def dataset_kind(name: str) -> str:
@@ -394,6 +411,10 @@ class PipelineConfig:
     rate_limit: str | None = None
     """Most that each rank sends in a second, as 50mbit or 6.25MB/s, so that others can use its line, too; no limit by
     default. It counts the messages of all-reduces, without the headers of packets (about 5 %)."""
+    buckets: str = "1"
+    """Buckets in which gradients leave while the backward pass runs: a number of buckets of about equal size, or the
+    largest size of one, such as 1MiB; auto chooses a number (see --cluster). 1 is the whole gradient, after the
+    backward pass."""
     ddp_hook: str = "none"
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = 1
@@ -413,6 +434,7 @@ class PipelineConfig:
         check_function("all-reduce", self.all_reduce, kind(self.all_reduce), (*ALL_REDUCES, OWN))
         check_messages(self.all_reduce, self.segment_bytes, self.connections)
         rate_of(self.rate_limit, self.all_reduce)
+        cut_of(self.buckets)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
         check_at_least("servers", self.servers, 1)
         check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
@@ -449,12 +471,19 @@ class PipelineConfig:
             )
         if self.guard:
             raise UserInputError(f"guard must be left out with {option}, since it judges averaged gradients; got True")
+        if cut_of(self.buckets) != WHOLE:
+            raise UserInputError(
+                f"buckets must be left out with {option}, since a movement is complete only when its window ends; "
+                f"got {self.buckets}"
+            )
 
     def describe(self) -> str:
         """Return a short description of what is done with the gradients."""
         if self.strategy == "pipelined":
             connections = f" on {self.connections} connections each" if self.connections > 1 else ""
             connections += "" if self.rate_limit is None else f", at most {self.rate_limit} each"
+            if cut_of(self.buckets) != WHOLE:
+                connections += f", buckets {self.buckets}"
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
             if self.in_windows:
                 prediction = f", {self.local_steps} local steps, outer {self.outer or 'average'}"
@@ -504,6 +533,7 @@ _READ_BY_STRATEGY = {
     "segment_bytes": ("pipelined",),
     "connections": ("pipelined",),
     "rate_limit": ("pipelined",),
+    "buckets": ("pipelined",),
     "ddp_hook": ("ddp",),
     "servers": SERVER_STRATEGIES,
     "server_placement": SERVER_STRATEGIES,
@@ -614,6 +644,7 @@ class TrainConfig:
             self.compression.check_all_reduce(self.pipeline.all_reduce)
             if self.pipeline.outer == "elastic":
                 self.compression.check_elastic()
+            check_buckets(self.pipeline.buckets, self.compression.codec)
         elif self.compression != CodecOptions():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "

@@ -79,6 +79,7 @@ def make_pipeline(
         optimizer,
         prediction=config.pipeline.prediction,
         guard=config.pipeline.guard,
+        buckets=config.pipeline.buckets,
         init_sync=init_sync,
         **_pipeline_options(config, scaler, ranks),
     )

@@ -287,6 +287,21 @@ from timing_model.schedules import ALL_REDUCES
         ("--segment-bytes 0", "segment-bytes must be at least 1; got 0"),
         ("--connections 0", "connections must be at least 1; got 0"),
         ("--connections 17", "connections must be at most 16, which each rank opens to every other; got 17"),
+        ("--buckets 0", "buckets must be at least 1; got 0"),
+        ("--buckets 1.5", "buckets must be a whole number, or have a unit such as 25MiB; got '1.5'"),
+        (
+            "--buckets 4 --codec topk",
+            "buckets must be 1 with --codec topk, which compresses the gradient as a whole; got 4",
+        ),
+        (
+            "--strategy ddp --buckets 4",
+            "buckets must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); got '4'",
+        ),
+        (
+            "--local-steps 2 --buckets 1MiB",
+            "buckets must be left out with --local-steps, since a movement is complete only when its window ends; "
+            "got 1MiB",
+        ),
         (
             "--all-reduce native --connections 2",
             "connections and segment-bytes must be left out with --all-reduce native, torch's own",

@@ -374,6 +374,7 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["guard"] = refusal(lambda: attach(model, make_optimizer("sgd", model), guard=True))
     local = partial(attach, model, make_optimizer("sgd", model), local_steps=2)
     found["guard of local steps"] = refusal(lambda: local(guard=True))
+    found["buckets"] = refusal(lambda: attach(model, make_optimizer("sgd", model), buckets=2))
     found["topk"] = refusal(lambda: compress(model, "topk"))
     found["codec"] = refusal(lambda: attach(model, make_optimizer("sgd", model), codec="int7"))
 
@@ -408,6 +409,7 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "first.weight (8 of 10 are missing)",
             "guard": "guard must be left out: a loop with DistributedDataParallel has its own steps",
             "guard of local steps": "guard must be left out with local steps; got True",
+            "buckets": "buckets must be left out: a loop with DistributedDataParallel has its own buckets",
             "topk": f"codec must be one of {', '.join(DENSE_CODECS)}, module:function; got 'topk'",
             "codec": f"codec must be one of {', '.join(CODECS)}, module:function; got 'int7' (did you mean int8?)",
             "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",

@@ -198,6 +198,7 @@ def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, worker
         "--width 3 --warmup-iterations 4 --optimizer adamw --schedule one-cycle",
         "--width 3 --optimizer muon --schedule one-cycle",
         "--width 2 --codec int4",
+        "--width 1 --buckets 3 --codec int4 --accumulation 2 --clip-norm 1 --check-replicas 1",
         "--width 2 --local-steps 4 --codec int4 --optimizer adamw --schedule one-cycle --check-replicas 1",
         "--width 2 --local-steps 2 --outer elastic --check-replicas 1",
         "--width 2 --codec int8 --rounding stochastic --error-feedback on --codec-block 100",

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from timing_model.all_reduce import messages_meet
+from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
@@ -84,6 +85,8 @@ class Job:
     rate_limit: float | None = None
     """Most bytes of messages that each rank sends in a second; None if there is no limit, as with native, ddp and
     ps-sync."""
+    buckets: str = "1"
+    """Number of buckets in which gradients leave during the backward pass of a pipeline, or the largest size of one."""
     ranks_per_node: int = 1
     """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
     loader_workers: int = 0
@@ -131,6 +134,7 @@ class Job:
         self._check_rate_limit()
         self._check_nodes()
         self._check_codec()
+        self._check_buckets()
         if self.epochs is not None and self.iterations is not None:
             raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
         if self.epochs is not None and self.iterations_per_epoch is None:
@@ -207,6 +211,23 @@ class Job:
                 f"all_reduce must be ring with {self.codec}, whose parts are gathered; got {self.all_reduce}"
             )
 
+    def _check_buckets(self) -> None:
+        cut = self.cut
+        if cut == WHOLE:
+            return
+        if self.strategy != "pipelined":
+            raise ValueError(f"buckets must be left out with strategy {self.strategy}; got {self.buckets}")
+        if self.gathered:
+            raise ValueError(
+                f"buckets must be 1 with {self.codec}, which compresses the gradient as a whole; got {self.buckets}"
+            )
+        cut(self.compute.tensors)
+
+    @property
+    def cut(self) -> Cut:
+        """Cut of the gradient into buckets."""
+        return Cut.parse(self.buckets)
+
     @property
     def cores_used(self) -> float:
         """Share of the machines' cores that the ranks use, at most 1; 0 if nothing was measured."""
@@ -225,7 +246,7 @@ class Job:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
         if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.limited:
             return None
-        if self.accumulation > 1 or self.local_steps > 1:
+        if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE:
             return None
         own = (self.world_size, self.width, self.codec, self.all_reduce, self.segment_bytes)
         found = [

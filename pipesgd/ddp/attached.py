@@ -73,10 +73,9 @@ def attach(
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
-        options: further arguments of ``pipesgd.Pipelined``, except ``guard``, or with ``local_steps`` of
-            ``pipesgd.LocalSteps``. ``process_group`` is by default that of
-            ``ddp_model``. ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and
-            ``close`` clip them in the same way.
+        options: further arguments of ``pipesgd.Pipelined``, except ``guard`` and ``buckets``, or with ``local_steps``
+            of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``. ``clip_norm`` and
+            ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip them alike.
 
     Raises:
         UserInputError: the model has a communication hook, the optimizer does not hold all of its parameters, or a
@@ -118,9 +117,9 @@ class AttachedPipeline(Pipelined):
         on_nonfinite: str,
         **options: Any,
     ):
-        for name in ("guard", "scaler"):
+        for name, own in (("guard", "steps"), ("scaler", "steps"), ("buckets", "buckets")):
             if options.get(name):
-                raise UserInputError(f"{name} must be left out: a loop with DistributedDataParallel has its own steps")
+                raise UserInputError(f"{name} must be left out: a loop with DistributedDataParallel has its own {own}")
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_model(ddp_model)
         check_all_held(ddp_model, optimizer)
@@ -213,17 +212,19 @@ class AttachedPipeline(Pipelined):
         begin = time.perf_counter()
         gradients = {self._places[id(p)]: g for bucket in buckets for p, g in zip(*bucket, strict=True)}
         with self.whole(f"taking over the gradients of iteration {iteration}"):
-            buffer = self._free_buffer()
+            outgoing = self._next_outgoing()
+            buffer = outgoing.buffer
             buffer.fill_from([gradients[place] for place in range(len(self._parameters))])
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             if scale != 1.0:
                 torch._foreach_div_(buffer.flats, scale)
             local = buffer.views
-            if self._updates.keeps_gradients or self.width == 1:  # in a copy, since torch's buckets will hold the mean
+            if self._keeps_own:  # in a copy, since torch's buckets will hold the mean
                 self._copies[iteration] = self._free_copies.pop() if self._free_copies else FlatBuffer(buffer.views)
                 self._copies[iteration].fill_from(buffer.views)
                 local = self._copies[iteration].views
-            self._hand_over(buffer, local, 1.0)
+            outgoing.local = [*local]
+            self._hand_over(outgoing)
         pack = Span("pack", iteration, begin, time.perf_counter())
         self._ranks.enter("all-reduce", waiting=True)
         wire_bytes = self._reducer.wire_bytes(buffer, iteration)
