@@ -102,13 +102,13 @@ def parse(text: str, *, synthetic: bool) -> tuple[Accelerator, str]:
         name, _, value = part.partition("=")
         check_one_of("option of an accelerator", name, ["forward", "jitter", "persistence", "slow", "model"])
         if name in numbers or (name == "model" and model is not None):
-            raise UserInputError(f"{name} of an accelerator must be given once; got it twice in {text}")
+            raise UserInputError(f"{name} of an accelerator must be given once; got it twice in {text!r}")
         if name == "model":
             model = value
         elif name == "slow":
             rank, _, factor = value.partition("x")
             if not (rank.isascii() and rank.isdecimal()) or int(rank) in slow:
-                raise UserInputError(f"slow must be a rank and its factor, once for a rank, as 3x1.5; got {part}")
+                raise UserInputError(f"slow must be a rank and its factor, once for a rank, as 3x1.5; got {part!r}")
             slow[int(rank)] = _number(name, factor, part)
         else:
             numbers[name] = _number(name, value, part)
@@ -117,9 +117,9 @@ def parse(text: str, *, synthetic: bool) -> tuple[Accelerator, str]:
 
 def _number(name: str, text: str, part: str) -> float:
     try:
-        return float(text)
+        return float(text.encode("ascii"))  # float() also takes digits that nobody could read
     except ValueError:
-        raise UserInputError(f"{name} must have a number; got {part}") from None
+        raise UserInputError(f"{name} must have a number; got {part!r}") from None
 
 
 class Jitter:

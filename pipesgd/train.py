@@ -176,7 +176,8 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     network: list[str] = ranks.all_gather_object("network address", network_address())
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     model.to(device)
-    optimizer = build_optimizer(chosen.optimization, model)
+    optimization = chosen.optimization.for_ranks(workers.world_size)
+    optimizer = build_optimizer(optimization, model)
     return Job(
         config=chosen,
         ranks=ranks,
@@ -187,7 +188,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         model=model,
         device=device,
         optimizer=optimizer,
-        schedule=build_schedule(chosen.optimization, optimizer, total),
+        schedule=build_schedule(optimization, optimizer, total),
         iterations=total,
         planned=planned,
         network=network,

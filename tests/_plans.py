@@ -24,7 +24,8 @@ INSTANT = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
 def cluster(link: LinkParams = SLOW, compute: ComputeProfile = MLP, **changes: Any) -> Profile:
     """Return the profile of a cluster with this link and without noise."""
     exact = LinkProfile.exact(link)
-    steady = dataclasses.replace(compute, cv=0.0, slow_ranks=())
+    none = Estimate.exact(0.0)
+    steady = dataclasses.replace(compute, cv=0.0, persistence=none, comm_cv=none, slow_ranks=())
     return dataclasses.replace(PROFILE, link=exact, links={"native": exact}, compute=(steady,), **changes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from timing_model.buckets import WHOLE
 from timing_model.choices import TIE, Choice
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import HIDDEN, workers_that_hide
@@ -31,7 +32,8 @@ def describe(job: Job) -> str:
     name = "synchronous" if job.width == 1 else f"pipelined, width {job.width}"
     name += f", {job.local_steps} local steps" if job.local_steps > 1 else ""
     segment = "" if job.segment_bytes == 1 << 20 else f", segments of {job.segment_bytes >> 10} KiB"
-    return f"{name}, {codec}, {job.all_reduce}{segment}"
+    buckets = "" if job.cut == WHOLE else f", buckets {job.buckets}"
+    return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}"
 
 
 def reason(choice: Choice) -> str:
@@ -82,7 +84,8 @@ def _strategy_arguments(job: Job) -> str:
         return f"--strategy ps-sync --servers {job.servers}"
     steps = f" --local-steps {job.local_steps}" if job.local_steps > 1 else ""
     words = f"--width {job.width}{steps} --codec {job.codec} --all-reduce {job.all_reduce}"
-    return words + ("" if job.segment_bytes == 1 << 20 else f" --segment-bytes {job.segment_bytes}")
+    words += "" if job.segment_bytes == 1 << 20 else f" --segment-bytes {job.segment_bytes}"
+    return words + ("" if job.cut == WHOLE else f" --buckets {job.buckets}")
 
 
 def _pipelining(plan: Plan) -> str | None:

@@ -192,10 +192,10 @@ def _time(
     costs = SegmentCosts(
         work=codec.seconds(values),
         alpha=link.alpha,
-        transfer=nbytes * link.beta * max(1.0, ranks_per_node / nics),
+        transfer=nbytes * link.byte_seconds(max(1.0, ranks_per_node / nics)),
         overhead=link.overhead,
         inner_alpha=inner.alpha if inner else 0.0,
-        inner_transfer=nbytes * inner.beta if inner else 0.0,
+        inner_transfer=nbytes * inner.byte_seconds() if inner else 0.0,
     )
     if all_reduce == "hierarchical":
         time = critical_path.hierarchical(costs, world_size, segments, ranks_per_node=ranks_per_node)

@@ -125,6 +125,7 @@ def epoch(job: Job, world_size: int, space: Space, extrapolate: bool) -> Epoch |
             widths=(job.width,),
             codecs=(job.codec,),
             segments=(job.segment_bytes,),
+            buckets=(job.buckets,),
             all_reduces=tuple(one for one in space.all_reduces if one in usual),
         )
         best = plan(base, same, extrapolate=extrapolate).best

@@ -145,7 +145,7 @@ class Profile:
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         for link in (values["link"], values["inner"], *values["links"].values()):
             if link is not None:
-                del link["overhead"]  # is not measured
+                del link["overhead"], link["host"]  # are not measured
         ordered = {name: values[name] for name in ("format", "provenance", "calibrated", "link", "links", "inner")}
         ordered["codecs"] = {name: one | one.pop("rates") for name, one in values["codecs"].items()}
         ordered["servers"] = None if self.sharing is None else {"sharing": values["sharing"]}

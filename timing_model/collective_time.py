@@ -11,6 +11,7 @@ All functions raise ``ValueError`` if ``world_size < 1`` or ``nbytes < 0``, and 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from timing_model.checks import check_at_least, check_count
@@ -42,7 +43,9 @@ def lower_bound_time(link: LinkParams, nbytes: float, world_size: int) -> float:
     12.0
     """
     transferred = ring_all_reduce_bytes(nbytes, world_size)
-    return max(math.ceil(math.log2(world_size)) * link.alpha, transferred * link.beta, transferred / 2 * link.gamma)
+    return max(
+        math.ceil(math.log2(world_size)) * link.alpha, transferred * link.byte_seconds(), transferred / 2 * link.gamma
+    )
 
 
 def ring_all_reduce_time(link: LinkParams, nbytes: float, world_size: int) -> float:
@@ -88,7 +91,7 @@ def ring_codec_time(link: LinkParams, codec: CodecCost, numel: float, world_size
     values = numel / world_size / segments
     costs = {operation: segments * seconds for operation, seconds in codec.seconds(values).items()}
     encode, hop, decode = costs["encode"], costs["hop"], costs["decode"]
-    wire, overhead = segments * codec.wire_bytes(values) * link.beta, segments * link.overhead
+    wire, overhead = segments * codec.wire_bytes(values) * link.byte_seconds(), segments * link.overhead
 
     def step(work: float) -> float:
         return max((work + overhead + wire) / segments + link.alpha, work + overhead, wire)
@@ -177,7 +180,8 @@ def hierarchical_time(
     inside = ring_all_reduce_time(inner, nbytes, ranks_per_node) - (inner.sync if ranks_per_node > 1 else 0.0)
     share = nbytes / ranks_per_node
     sharing = max(1.0, ranks_per_node / nics)  # ranks at each NIC
-    outside = ring_all_reduce_time(link, share, nodes) + (sharing - 1) * ring_all_reduce_bytes(share, nodes) * link.beta
+    shared = dataclasses.replace(link, beta=sharing * link.beta)
+    outside = ring_all_reduce_time(shared, share, nodes)
     return inside + outside + (link.sync if nodes == 1 < ranks_per_node else 0.0)
 
 
@@ -198,7 +202,7 @@ def chain_all_reduce_time(link: LinkParams, nbytes: float, *, depth: int, segmen
     check_count("depth", depth)
     if nbytes == 0:
         return 0.0
-    latency, rate = link.alpha + link.overhead, link.beta + link.gamma
+    latency, rate = link.alpha + link.overhead, link.byte_seconds() + link.gamma
     if segment_bytes is None:
         best = math.sqrt(nbytes * latency / (depth * rate)) if rate > 0 else nbytes
         segment_bytes = min(nbytes, max(1.0, best))
@@ -220,4 +224,4 @@ def _doublings(world_size: int) -> tuple[int, int]:
 def _sum(link: LinkParams, messages: int, transferred: float, added: float, world_size: int) -> float:
     if world_size == 1:
         return 0.0
-    return messages * (link.alpha + link.overhead) + transferred * link.beta + added * link.gamma + link.sync
+    return messages * (link.alpha + link.overhead) + transferred * link.byte_seconds() + added * link.gamma + link.sync

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from timing_model.all_reduce import CollectiveTime, all_reduce_time, gather_time
+from timing_model.buckets import completed
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.iteration import (
     IterationTime,
@@ -74,22 +75,34 @@ Iteration = Callable[[ComputeTimes], IterationTime]
 """Time of an iteration without the loading of its batch, given the times of the computation."""
 
 
+Buckets = list[tuple[float, CollectiveTime]]
+"""Share of the backward pass after which each bucket is complete, and its collective."""
+
+
 def _pipelined(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
-    whole = collective_time(job, costs, job.compute.numel)
-    return partial(_pipelined_iteration, job, costs.noise, whole), whole
+    buckets = buckets_of(job, costs)
+    return partial(_pipelined_iteration, job, costs.noise, buckets), whole(buckets)
 
 
-def _pipelined_iteration(job: Job, noise: Noise, collective: CollectiveTime, times: ComputeTimes) -> IterationTime:
-    return local_steps_iteration_time(
-        times, collective, job.width, job.local_steps, world_size=job.workers, noise=noise
-    )
+def _pipelined_iteration(job: Job, noise: Noise, buckets: Buckets, times: ComputeTimes) -> IterationTime:
+    """Return the time of an iteration of a pipeline.
+
+    At width 1, buckets are reduced during the backward pass of the last micro-batch. At larger ones the collective has
+    a whole iteration, and to begin earlier gains nothing.
+    """
+    if job.width > 1 or len(buckets) == 1:
+        return local_steps_iteration_time(
+            times, whole(buckets), job.width, job.local_steps, world_size=job.workers, noise=noise
+        )
+    before = job.accumulation - 1
+    late = [((before + share) / job.accumulation, collective) for share, collective in buckets]
+    return layerwise_iteration_time(times, late, world_size=job.workers, noise=noise)
 
 
 def _ddp(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
     cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
     buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
-    whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
-    return partial(layerwise_iteration_time, buckets=buckets, world_size=job.workers, noise=costs.noise), whole
+    return partial(layerwise_iteration_time, buckets=buckets, world_size=job.workers, noise=costs.noise), whole(buckets)
 
 
 def _servers(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
@@ -119,9 +132,9 @@ def as_measured(job: Job, iteration: IterationTime) -> IterationTime:
     return iteration.times(job.measured.iteration.value / iteration.total)
 
 
-def pipelined_time(job: Job, costs: Costs, collective: CollectiveTime) -> IterationTime:
-    """Return the time of one iteration of the pipeline, given the time of its collective."""
-    return loaded_time(job, costs, partial(_pipelined_iteration, job, costs.noise, collective))
+def pipelined_time(job: Job, costs: Costs, buckets: Buckets) -> IterationTime:
+    """Return the time of one iteration of the pipeline, given its buckets."""
+    return loaded_time(job, costs, partial(_pipelined_iteration, job, costs.noise, buckets))
 
 
 def loaded_time(job: Job, costs: Costs, iteration: Iteration) -> IterationTime:
@@ -139,6 +152,17 @@ def workers_that_hide(job: Job) -> int | None:
     workers = math.ceil(costs.times.loading / without)
     hidden = iteration_time(dataclasses.replace(job, loader_workers=workers), costs)[0]
     return workers if hidden.loading <= HIDDEN * hidden.total else None
+
+
+def buckets_of(job: Job, costs: Costs) -> Buckets:
+    """Return the buckets of a pipeline; one, complete at the end of the backward pass, if the gradient is not cut."""
+    cut = completed(job.cut, [FLOAT_BYTES * numel for numel in job.compute.tensors])
+    return [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
+
+
+def whole(buckets: Buckets) -> CollectiveTime:
+    """Return the time of the collectives of all buckets."""
+    return CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
 
 
 def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:

@@ -49,7 +49,7 @@ def _phase(link: LinkParams, messages: int, segment: int, added: float) -> float
     def turn(now: float, wire: float) -> tuple[float, float]:
         """Post a message at ``now``; return when that is done, and when the message has left."""
         now += link.overhead
-        return now, max(wire, now + link.alpha) + link.beta * segment
+        return now, max(wire, now + link.alpha) + link.byte_seconds() * segment
 
     now, before = turn(0.0, 0.0)
     now, last = turn(now, before)
@@ -84,7 +84,7 @@ def native_closed_time(link: LinkParams, nbytes: float, world_size: int) -> floa
     messages, segment = native_messages(nbytes, world_size)
     if world_size == 1:
         return 0.0
-    h, b, o = 2 * link.alpha, link.beta * segment, link.overhead
+    h, b, o = 2 * link.alpha, link.byte_seconds() * segment, link.overhead
     total = link.sync
     for g in (link.gamma * segment, 0.0):
         in_turn = math.ceil(messages / 2) * (h + b + g + o) + (g + o if messages % 2 == 0 else 0.0)

@@ -8,12 +8,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from timing_model.all_reduce import messages_meet
+from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
 from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise
-from timing_model.presets import CODECS, FASTEST_CHECKED
+from timing_model.presets import CODECS
 from timing_model.schedules import SEGMENT_BYTES, paced_segment_bytes
 from timing_model.units import format_bandwidth
 
@@ -43,8 +44,8 @@ WITH_BATCH = ("forward", "backward", "loading")
 """Fields of a ``ComputeProfile`` that grow with the batch."""
 
 FAST = (
-    "above 10 Gbit/s these times are too short by an unknown factor: the CPU time of every byte and copies from a GPU "
-    "were never measured and are left out; ddp is torch's over gloo, not NCCL"
+    "a core sends and receives bytes more slowly than this link carries them: the CPU time of a byte, {host:.2g} ns, "
+    "is a default that was not measured here; copies from a GPU are left out, and ddp is torch's over gloo, not NCCL"
 )
 
 GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE = (
@@ -84,6 +85,8 @@ class Job:
     rate_limit: float | None = None
     """Most bytes of messages that each rank sends in a second; None if there is no limit, as with native, ddp and
     ps-sync."""
+    buckets: str = "1"
+    """Number of buckets in which gradients leave during the backward pass of a pipeline, or the largest size of one."""
     ranks_per_node: int = 1
     """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
     loader_workers: int = 0
@@ -131,6 +134,7 @@ class Job:
         self._check_rate_limit()
         self._check_nodes()
         self._check_codec()
+        self._check_buckets()
         if self.epochs is not None and self.iterations is not None:
             raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
         if self.epochs is not None and self.iterations_per_epoch is None:
@@ -207,6 +211,23 @@ class Job:
                 f"all_reduce must be ring with {self.codec}, whose parts are gathered; got {self.all_reduce}"
             )
 
+    def _check_buckets(self) -> None:
+        cut = self.cut
+        if cut == WHOLE:
+            return
+        if self.strategy != "pipelined":
+            raise ValueError(f"buckets must be left out with strategy {self.strategy}; got {self.buckets}")
+        if self.gathered:
+            raise ValueError(
+                f"buckets must be 1 with {self.codec}, which compresses the gradient as a whole; got {self.buckets}"
+            )
+        cut(self.compute.tensors)
+
+    @property
+    def cut(self) -> Cut:
+        """Cut of the gradient into buckets."""
+        return Cut.parse(self.buckets)
+
     @property
     def cores_used(self) -> float:
         """Share of the machines' cores that the ranks use, at most 1; 0 if nothing was measured."""
@@ -225,7 +246,7 @@ class Job:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
         if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.limited:
             return None
-        if self.accumulation > 1 or self.local_steps > 1:
+        if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE:
             return None
         own = (self.world_size, self.width, self.codec, self.all_reduce, self.segment_bytes)
         found = [
@@ -374,8 +395,8 @@ def support_of(job: Job) -> Support:
         checked = f"a cv of the all-reduce of {job.compute.comm_cv.value:g}; the formulas were checked up to"
         reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
     if not ranges.world_sizes:
-        if job.world_size > 1 and cluster.link.beta.value < 1 / FASTEST_CHECKED:
-            reasons.append((GIVEN, FAST))
+        if job.world_size > 1 and cluster.link.beta.value < cluster.link.host:
+            reasons.append((GIVEN, FAST.format(host=1e9 * cluster.link.host)))
         return Support(reasons[0][0] if reasons else GIVEN, tuple(reason for _, reason in reasons))
 
     def beyond(value: float, low: float, high: float, what: str, measured: str) -> None:

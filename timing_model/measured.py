@@ -106,6 +106,8 @@ class LinkProfile:
     gamma: Estimate
     sync: Estimate
     overhead: float = OVERHEAD
+    host: float = 0.0
+    """CPU time of a byte, in s; 0 if beta is measured and contains it."""
     corrections: Corrections | None = None
     """Corrections of the formula; None if the formula is all that is known."""
 
@@ -113,7 +115,7 @@ class LinkProfile:
     def exact(cls, link: LinkParams) -> LinkProfile:
         """Return the profile of a link that is given, not measured."""
         alpha, beta, gamma, sync = (Estimate.exact(getattr(link, name)) for name in LINK)
-        return cls(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=link.overhead)
+        return cls(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=link.overhead, host=link.host)
 
     def limited(self, rate_limit: float | None) -> LinkProfile:
         """Return the link of ranks that send at most ``rate_limit`` bytes a second."""
@@ -122,7 +124,8 @@ class LinkProfile:
         return dataclasses.replace(self, beta=self.beta.at_least(1 / rate_limit))
 
     def params(self) -> LinkParams:
-        return LinkParams(overhead=self.overhead, **{name: getattr(self, name).value for name in LINK})
+        values = {name: getattr(self, name).value for name in LINK}
+        return LinkParams(overhead=self.overhead, host=self.host, **values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,12 @@ def add_configuration(options: Parser) -> None:
     one.add_argument(
         "--segment-bytes", type=whole(), default=SEGMENT_BYTES, metavar="N", help="bytes of the largest message (1 MiB)"
     )
+    one.add_argument(
+        "--buckets",
+        default="1",
+        metavar="N|SIZE",
+        help="buckets in which gradients leave during the backward pass: a number, or the largest size of one (1)",
+    )
     one.add_argument("--servers", type=whole(), default=1, metavar="S", help="number of servers of ps-sync (1)")
     one.add_argument(
         "--server-placement",
@@ -176,6 +182,7 @@ def job_of(given: Namespace) -> Job:
         codec=given.codec,
         all_reduce=given.all_reduce or OWN_ALL_REDUCE[given.strategy],
         segment_bytes=given.segment_bytes,
+        buckets=given.buckets,
         servers=given.servers,
         placement=given.server_placement,
     )

@@ -63,8 +63,8 @@ def parameter_server_time(
         return CollectiveTime(0.0, 0.0, 0.0)
     share = nbytes / servers
     from_worker = nbytes - share if beside and servers == world_size else nbytes
-    shared = 2 * max(from_worker, workers * share) * link.beta
-    in_turn = (from_worker + workers * share) * link.beta
+    shared = 2 * max(from_worker, workers * share) * link.byte_seconds()
+    in_turn = (from_worker + workers * share) * link.byte_seconds()
     wire = 2 * (link.alpha + link.overhead) + in_turn + sharing * (shared - in_turn) + link.sync
     sums = workers * share * link.gamma
     return CollectiveTime(wire + sums, wire, sums)

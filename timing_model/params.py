@@ -27,10 +27,22 @@ class LinkParams:
     """Fixed cost of one collective (S), in s."""
     overhead: float = 0.0
     """CPU time of a message (o), in s, at the rank that sends it. Unlike latency, it never overlaps."""
+    host: float = 0.0
+    """CPU time that sending and receiving a byte takes of a rank, in s per byte. One core does it while the byte is on
+    its way, so a byte takes no less, however fast the link is."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             check_at_least(field.name, getattr(self, field.name), 0)
+
+    def byte_seconds(self, sharing: float = 1.0) -> float:
+        """Return the time of a byte on a link that ``sharing`` ranks share, in s: the longer one of wire and core.
+
+        >>> link = LinkParams(alpha=0.0, beta=1.0, gamma=0.0, sync=0.0, host=3.0)
+        >>> [link.byte_seconds(sharing) for sharing in (1, 4)]
+        [3.0, 4.0]
+        """
+        return max(self.beta * sharing, self.host)
 
     def times(self, factor: float) -> LinkParams:
         """Return a link on which any collective takes ``factor`` times as long, codecs excluded."""

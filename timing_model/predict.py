@@ -14,8 +14,8 @@ from timing_model.jitter import lasting_period
 from timing_model.job import OUTSIDE, Job, Support, support_of
 
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
-LOADING = "loading"
-LIMITS = (COMPUTATION, NETWORK, LATENCY, CODEC, JITTER, LOADING)
+LOADING, HOST = "loading", "host"
+LIMITS = (COMPUTATION, NETWORK, HOST, LATENCY, CODEC, JITTER, LOADING)
 BALANCE = "balance"
 """Limit of an answer without a single one: several of them take about equally long."""
 LEAST_GAIN = 0.05
@@ -180,6 +180,7 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
         ),
         LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
         NETWORK: dataclasses.replace(costs, link=half(link, "beta")),
+        HOST: dataclasses.replace(costs, link=half(link, "host")),
         LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead", "sync")),
         CODEC: dataclasses.replace(
             costs, codec=half(costs.codec, "encode", "decode", "add", "hop", "call"), link=half(link, "gamma")

@@ -13,14 +13,16 @@ OVERHEAD = 3e-5
 """CPU time of a message, in s: near the least that calibrations of ``experiments.validate_timing_model`` found where
 they could determine it, 27 to 390 us on cores that ranks share. Any more of it counts as latency: fits could tell the
 two apart in few cases, and predictions with their sum are as good."""
-FASTEST_CHECKED = 10e9 / 8
-"""Payload in bytes a second above which answers without a calibration are optimistic: one core sends about as much."""
+HOST = 5e-10
+"""CPU time of sending and receiving a byte over TCP with gloo, in s: 16 Gbit/s a core. It was 0.3 to 0.5 ns between two
+ranks of this project's machine, without a network between them, and 0.8 ns over emulated links, whose emulation takes
+some of it (``experiments/LOG.md``); measure your own."""
 
 
 def ethernet(bytes_per_second: float, alpha: float) -> LinkParams:
     """Return an Ethernet link of this rate, headers included, and this latency in s."""
     beta = 1 / (bytes_per_second * PAYLOAD_SHARE)
-    return LinkParams(alpha=alpha, beta=beta, gamma=SUMS, sync=0.0, overhead=OVERHEAD)
+    return LinkParams(alpha=alpha, beta=beta, gamma=SUMS, sync=0.0, overhead=OVERHEAD, host=HOST)
 
 
 NETWORKS: dict[str, LinkParams] = {
@@ -28,7 +30,7 @@ NETWORKS: dict[str, LinkParams] = {
     "10GbE": ethernet(10e9 / 8, 30e-6),
     "25GbE": ethernet(25e9 / 8, 20e-6),
     "100GbE": ethernet(100e9 / 8, 15e-6),
-    "infiniband": LinkParams(alpha=2e-6, beta=8 / 200e9, gamma=SUMS, sync=0.0, overhead=OVERHEAD),
+    "infiniband": LinkParams(alpha=2e-6, beta=8 / 200e9, gamma=SUMS, sync=0.0, overhead=OVERHEAD, host=HOST),
 }
 """Networks by name, with typical latencies of TCP through a switch, and of 200 Gbit/s InfiniBand; measure your own."""
 

@@ -9,7 +9,7 @@ from timing_model.choices import TIE, Choice
 from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Job, Support
 from timing_model.measured import Estimate
 from timing_model.plan import Plan
-from timing_model.predict import BALANCE, CODEC, COMPUTATION, JITTER, LATENCY, LOADING, NETWORK, Answer
+from timing_model.predict import BALANCE, CODEC, COMPUTATION, HOST, JITTER, LATENCY, LOADING, NETWORK, Answer
 from timing_model.units import format_bandwidth, format_bytes, format_cost, format_count, format_seconds
 
 BAR = 30
@@ -27,6 +27,7 @@ CHANGES = {
 LIMIT_WORDS = {
     COMPUTATION: "the computation",
     NETWORK: "the network's bandwidth",
+    HOST: "the cores, which send and receive",
     LATENCY: "latency",
     CODEC: "the codec and sums",
     JITTER: "jitter and slow ranks",

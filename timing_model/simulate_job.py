@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from timing_model.advice import describe
+from timing_model.buckets import WHOLE
 from timing_model.costs import costs_of
 from timing_model.jitter import noise_over
 from timing_model.job import Job, support_of
@@ -76,10 +77,12 @@ class SimulatedJob:
 def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> SimulatedJob:
     """Simulate the job's iterations, 1000 if it does not say how many.
 
-    Raises ``ValueError`` as ``predict`` does, for ddp, and if the simulation would take too long.
+    Raises ``ValueError`` as ``predict`` does, for ddp and for buckets at width 1, and if it would take too long.
     """
     if job.strategy == "ddp":
         raise ValueError("strategy must be pipelined or ps-sync to be simulated; got ddp")
+    if job.width == 1 and job.cut != WHOLE:
+        raise ValueError(f"buckets must be 1 to be simulated at width 1; got {job.buckets}")
     calm = dataclasses.replace(job, compute=dataclasses.replace(job.compute, cv=0.0))
     refuse_outside(support_of(calm), extrapolate)  # the simulation needs none of the formulas that cv limits
     answer = predict(job, extrapolate=True)
@@ -114,10 +117,12 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
 
 
 def median_share(job: Job) -> float:
-    """Return the median of an iteration over its mean, as simulated: people measure the median of a run."""
+    """Return the median of an iteration over its mean, as simulated without buckets: people measure the median of a
+    run."""
     if job.noise.cv == job.noise.comm_cv == 0:
         return 1.0
-    simulated = simulate_job(dataclasses.replace(job, iterations=MEDIAN_ITERATIONS, epochs=None), extrapolate=True)
+    same = dataclasses.replace(job, iterations=MEDIAN_ITERATIONS, epochs=None, buckets="1")
+    simulated = simulate_job(same, extrapolate=True)
     return simulated.median / simulated.period if simulated.period > 0 else 1.0
 
 

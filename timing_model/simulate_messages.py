@@ -154,7 +154,7 @@ class _Simulation:
     def _send(self, number: int, target: int, nbytes: float, memory: int | None) -> None:
         rank, link = self._ranks[number], self._link(number, target)
         rank.now += link.overhead
-        duration = nbytes * link.beta * self._network.slow.get((number, target), 1.0)
+        duration = nbytes * link.byte_seconds(self._network.slow.get((number, target), 1.0))
         message = _Message(number, target, duration, memory)
         if not self._posts[target]:
             self._leave(rank.now, message)
@@ -270,7 +270,7 @@ def simulate_ring(
             raise ValueError(f"{name} must be world_size numbers above 0; got {factors}")
     p, chunk = world_size, nbytes / world_size
     ones = np.ones(p)
-    transfer = chunk * link.beta * (ones if slow_links is None else slow_links)
+    transfer = chunk * np.maximum(link.beta * (ones if slow_links is None else slow_links), link.host)
     sums = chunk * link.gamma * (ones if slow_sums is None else slow_sums)
     cpu, wire, arrival = np.zeros(p), np.zeros(p), np.empty(p)
     for step in range(2 * (p - 1)):

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.comm.all_reduce import AllReduce, ScheduledAllReduce
+from pipesgd.comm.all_reduce import MOST_PLANS, AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
 from pipesgd.comm.native import NativeAllReduce
 from pipesgd.comm.own_all_reduce import agreed_schedule
@@ -42,6 +42,7 @@ class Connections:
         rate_limit: most bytes that this rank sends in a second, headers included; see ``pace.TokenBucket``. A message
             then takes at most ``schedules.PACED_SECONDS``.
         device: device of the tensors, "cpu" or "cuda". Messages use gloo; native uses nccl on a GPU.
+        buckets: number of buckets that are reduced again and again.
 
     Raises:
         UserInputError: the ranks are not spread over nodes as the algorithm requires, or it is no all-reduce.
@@ -59,6 +60,7 @@ class Connections:
         connections: int = 1,
         rate_limit: float = math.inf,
         device: str = "cpu",
+        buckets: int = 1,
     ):
         if all_reduce == "native" and device == "cuda" and ranks.numbers:
             raise UserInputError(
@@ -68,6 +70,7 @@ class Connections:
         self.ranks = ranks
         self._timeout = timeout
         self._segment_bytes = paced_segment_bytes(segment_bytes, rate_limit)
+        self._most_plans = MOST_PLANS * buckets
         ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 1
         backend = None if all_reduce == "native" else "gloo"
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(connections)]
@@ -152,7 +155,9 @@ class Connections:
         return self._scheduled(gather_ring(self.ranks.rank, self.ranks.world_size), Uncompressed())
 
     def _scheduled(self, schedule: Schedule, codec: Codec) -> AllReduce:
-        return ScheduledAllReduce(self.transport, schedule, codec, segment_bytes=self._segment_bytes)
+        return ScheduledAllReduce(
+            self.transport, schedule, codec, segment_bytes=self._segment_bytes, most_plans=self._most_plans
+        )
 
 
 def make_all_reduce(name: str, ranks: Ranks, *, timeout: float, segment_bytes: int = SEGMENT_BYTES) -> AllReduce:

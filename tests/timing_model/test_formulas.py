@@ -17,6 +17,7 @@ from timing_model import (
     LinkParams,
     Noise,
     all_reduce_time,
+    parameter_server_time,
     ring_all_reduce_bytes,
     ring_all_reduce_time,
     uncompressed,
@@ -27,7 +28,7 @@ from timing_model.collective_time import (
     hierarchical_time,
     ring_codec_time,
 )
-from timing_model.schedules import ring
+from timing_model.schedules import ALL_REDUCES, ring
 
 SECONDS = st.floats(0, 1e3)
 LINK = LinkParams(alpha=2e-4, beta=3e-9, gamma=1e-10, sync=5e-5, overhead=1e-5)
@@ -188,3 +189,31 @@ def test_a_collective_takes_longer_in_training_by_its_handover() -> None:
     assert times.at_width(1, 1.0) == (2.0, 1.5)
     assert times.at_width(2, 1.0) == (2.0, 3.0)
     assert times.at_width(2, 0.0) == (2.0, 0.0), "one rank has no collective"
+
+
+@pytest.mark.parametrize("name", [*ALL_REDUCES, "ps-sync", "hierarchical, closed"])
+def test_a_byte_takes_no_less_than_its_cpu_time(name: str) -> None:
+    """Times are those of a wire as slow as the core, where that is the slower one."""
+
+    def seconds(beta: float, host: float, p: int) -> float:
+        link = LinkParams(alpha=3e-5, beta=beta, gamma=1e-10, sync=0.0, overhead=1e-5, host=host)
+        if name == "ps-sync":
+            return parameter_server_time(link, 1e7, p).total
+        if name == "hierarchical, closed":
+            return hierarchical_time(link, link, 1e7, nodes=p // 2, ranks_per_node=2, nics=2)
+        return all_reduce_time(name, link, 1e6, p, inner=link, ranks_per_node=2, nics=2).total
+
+    for p in (4, 6):
+        assert seconds(1e-10, 8e-10, p) == pytest.approx(seconds(8e-10, 0.0, p))
+        assert seconds(8e-10, 1e-10, p) == seconds(8e-10, 0.0, p)
+
+
+def test_ranks_that_share_a_card_have_a_core_each() -> None:
+    """Eight ranks of a node share the wire, but not the cores that send: 8 x 0.1 ns are less than 1 ns."""
+    link = LinkParams(alpha=0.0, beta=1e-10, gamma=0.0, sync=0.0, host=1e-9)
+    alone = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
+    free = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
+    time = all_reduce_time("hierarchical", link, 1e6, 16, inner=free, ranks_per_node=8, segment_bytes=1 << 30)
+    own = all_reduce_time("hierarchical", alone, 1e6, 16, inner=free, ranks_per_node=8, nics=8, segment_bytes=1 << 30)
+    assert time.total == pytest.approx(own.total)
+    assert hierarchical_time(free, link, 4e6, nodes=2, ranks_per_node=8) == pytest.approx(time.total)

@@ -26,7 +26,7 @@ from timing_model.measured import (
 )
 from timing_model.plan import plan
 from timing_model.predict import LIMITS, Answer, predict
-from timing_model.presets import CODECS, NETWORKS
+from timing_model.presets import CODECS, HOST, NETWORKS
 from timing_model.report import answer_text
 
 WHOLE = 1 << 30
@@ -303,16 +303,30 @@ def test_a_spread_that_was_never_checked_is_outside() -> None:
         predict(ask(cluster=cluster, compute=dataclasses.replace(wild, cv=CHECKED_CV)))
 
 
-def test_fast_links_that_nothing_was_measured_of_are_said_to_be_optimistic() -> None:
+def test_links_that_are_faster_than_a_core_say_that_its_cost_was_not_measured() -> None:
     def reasons(network: str, **options: Any) -> tuple[str, ...]:
         return support_of(ask(cluster=by_hand(NETWORKS[network]), **options)).reasons
 
     for network in ("25GbE", "100GbE", "infiniband"):
         [reason] = reasons(network)
-        assert "too short by an unknown factor" in reason
+        assert "the CPU time of a byte, 0.5 ns, is a default that was not measured here" in reason
         assert reasons(network, world_size=1) == ()
     assert reasons("10GbE") == ()
     assert support_of(ask(cluster=by_hand(NETWORKS["25GbE"]))).kind == "as given"
+
+
+def test_a_network_faster_than_a_core_gains_nothing_and_the_core_is_the_limit() -> None:
+    work = compute(0.001, 100_000_000)
+    slow, fast = (
+        predict(Job(cluster=by_hand(NETWORKS[network]), compute=work, world_size=4)) for network in ("10GbE", "100GbE")
+    )
+    assert slow.limit == "network"
+    assert fast.limit == "host"
+    assert fast.gains["network"] == 1.0
+    assert fast.gains["host"] == pytest.approx(2.0, rel=0.1)
+    assert slow.collective.total / fast.collective.total == pytest.approx(NETWORKS["10GbE"].beta / HOST, rel=0.01)
+    measured = LinkProfile.exact(dataclasses.replace(NETWORKS["100GbE"], host=0.0))
+    assert measured.params().byte_seconds() == measured.beta.value
 
 
 @pytest.mark.parametrize(
@@ -426,6 +440,7 @@ JOBS = st.fixed_dictionaries(
         "gamma": st.floats(0, 1e-6),
         "sync": SECONDS,
         "overhead": SECONDS,
+        "host": st.one_of(st.just(0.0), st.floats(1e-12, 1e-3)),
         "values": st.integers(1, 100_000),
         "seconds": SECONDS,
         "cv": st.one_of(st.just(0.0), st.floats(0, 3)),
@@ -496,7 +511,7 @@ def test_physics(given: dict[str, Any]) -> None:
     assert min(parts) >= -1e-9 * total
     assert answer.efficiency <= 1 + 1e-9
     assert all(gain >= 1 - 1e-9 for gain in answer.gains.values())
-    for worse in ("alpha", "beta", "gamma", "sync", "overhead", "seconds", "values"):
+    for worse in ("alpha", "beta", "gamma", "sync", "overhead", "host", "seconds", "values"):
         more = given[worse] * 2 + (1 if worse == "values" else 1e-9)
         assert predict(job(given, **{worse: more}), extrapolate=True).iteration.total >= total * (1 - 1e-9), worse
 
