@@ -210,7 +210,7 @@ class SimulatedLocalSteps(SimulatedRanks):
                 losses.append(loss.item())
                 before(rank, iteration)
                 window.step(functools.partial(self._inner[rank].apply, iteration))
-            window.end()
+            window.end(range(len(self._parameters)))
             return losses
 
         return [list(of_ranks) for of_ranks in zip(*self._exchange(compute, iterations=len(batches)), strict=True)]

@@ -117,6 +117,7 @@ def check_local_steps(
     outer_momentum: float | None = None,
     moving_rate: float | None = None,
     average_state: bool = False,
+    fragments: int = 1,
     width: int,
 ) -> None:
     """Raise ``UserInputError`` unless windows can have this length and be applied by this outer optimizer."""
@@ -137,6 +138,10 @@ def check_local_steps(
         check_moving_rate(moving_rate)
     if average_state and outer == "elastic":
         raise UserInputError("average-state must be left out with --outer elastic, which averages no weights; got True")
+    check_at_least("fragments", fragments, 1)
+    if fragments > 1 and (outer != "average" or average_state):
+        other = "--average-state" if outer == "average" else f"--outer {outer}"
+        raise UserInputError(f"fragments must be 1 with {other}, which needs all weights at once; got {fragments}")
     if average_state and width > 1:
         raise UserInputError(f"width must be 1 with --average-state, whose averages are never late; got {width}")
 
@@ -193,6 +198,14 @@ def cut_of(buckets: str) -> Cut:
         return Cut.parse(buckets)
     except ValueError as failure:
         raise UserInputError(str(failure)) from None
+
+
+def check_fragments(fragments: int, codec: str) -> None:
+    """Raise ``UserInputError`` unless movements with this codec can be exchanged in so many parts."""
+    if fragments > 1 and codec in ("topk", "powersgd"):
+        raise UserInputError(
+            f"fragments must be 1 with --codec {codec}, which compresses the movement as a whole; got {fragments}"
+        )
 
 
 def check_buckets(buckets: str, codec: str) -> None:
@@ -393,6 +406,9 @@ class PipelineConfig:
     default 0.9 divided by the number of ranks."""
     average_state: bool = False
     """Average the state of the ranks' optimizers (momentum) whenever their weights are averaged, at width 1 (AWAGD)."""
+    fragments: int = 1
+    """Parts of the weights that are exchanged in turns, one at the end of each window (weight streaming): an exchange
+    has fewer bytes, and between two exchanges of a weight are --local-steps times --fragments iterations."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness."""
     allow_drift: bool = False
@@ -446,7 +462,8 @@ class PipelineConfig:
     @property
     def in_windows(self) -> bool:
         """True if ranks train in windows of local steps, of which an explicit outer optimizer may have one each."""
-        return self.strategy == "pipelined" and (self.local_steps > 1 or self.outer is not None)
+        windows = self.local_steps > 1 or self.outer is not None or self.fragments > 1
+        return self.strategy == "pipelined" and windows
 
     def _check_windows(self) -> None:
         """Raise ``UserInputError`` for options of local steps without any, and for options that local steps refuse."""
@@ -456,14 +473,15 @@ class PipelineConfig:
         own = {name: getattr(self, name) for name in _OF_WINDOWS}
         check_local_steps(self.local_steps, self.outer or "average", width=self.width, **own)
         if not self.in_windows:
+            defaults = {item.name: item.default for item in dataclasses.fields(self)}
             for name, value in own.items():
-                if value is not None and value is not False:
+                if value != defaults[name]:
                     raise UserInputError(
                         f"{name.replace('_', '-')} must be left out without --local-steps or --outer, to which it "
                         f"belongs; got {value}"
                     )
             return
-        option = "--local-steps" if self.local_steps > 1 else "--outer"
+        option = "--local-steps" if self.local_steps > 1 else "--outer" if self.outer is not None else "--fragments"
         if self.prediction != "eager":
             raise UserInputError(
                 f"prediction must be left out with {option}, since each rank expects its own movement; "
@@ -487,6 +505,7 @@ class PipelineConfig:
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
             if self.in_windows:
                 prediction = f", {self.local_steps} local steps, outer {self.outer or 'average'}"
+                prediction += f", {self.fragments} fragments" if self.fragments > 1 else ""
             return f"pipelined width {self.width}{prediction}, {self.all_reduce} all-reduce{connections}"
         if self.strategy == "ddp":
             return f"ddp with {'no' if self.ddp_hook == 'none' else 'the ' + self.ddp_hook} hook"
@@ -518,7 +537,7 @@ class PipelineConfig:
         return workers
 
 
-_OF_WINDOWS = ("outer_lr", "outer_momentum", "moving_rate", "average_state")
+_OF_WINDOWS = ("outer_lr", "outer_momentum", "moving_rate", "average_state", "fragments")
 """Options of windows of local steps that have no effect without them."""
 
 _READ_BY_STRATEGY = {
@@ -645,6 +664,7 @@ class TrainConfig:
             if self.pipeline.outer == "elastic":
                 self.compression.check_elastic()
             check_buckets(self.pipeline.buckets, self.compression.codec)
+            check_fragments(self.pipeline.fragments, self.compression.codec)
         elif self.compression != CodecOptions():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
@@ -717,6 +737,11 @@ class TrainConfig:
             raise UserInputError(
                 f"outer must be left out with --{option}, since the timing model does not cover it; "
                 f"got {self.pipeline.outer!r}"
+            )
+        if self.pipeline.fragments > 1:
+            raise UserInputError(
+                f"fragments must be 1 with --{option}, since the timing model does not cover them; "
+                f"got {self.pipeline.fragments}"
             )
         if self.run.device != "cpu":
             raise UserInputError(

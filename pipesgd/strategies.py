@@ -38,6 +38,7 @@ def make_strategy(
             outer_momentum=pipeline.outer_momentum,
             moving_rate=pipeline.moving_rate,
             average_state=pipeline.average_state,
+            fragments=pipeline.fragments,
             **_pipeline_options(config, scaler, ranks),
         )
     if pipeline.strategy == "pipelined":

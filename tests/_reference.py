@@ -191,6 +191,81 @@ def local_steps(
     return losses
 
 
+def weight_streaming(
+    model: nn.Module,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    batches: Sequence[Sequence[Any]],
+    *,
+    steps: int,
+    width: int,
+    fragments: Sequence[slice],
+) -> list[list[float]]:
+    """Train ``model`` in place by local steps of which each window ends with the exchange of one fragment.
+
+    A rank's weights are a position and how far the rank has moved from there. After window n it hands over how far it
+    has moved fragment n mod F, and when that has arrived from all ranks, ``width`` - 1 windows later, the mean moves
+    the agreed weights. The position is the agreed weights, moved by this rank's own part in place of means on their
+    way, times its last cosine with a mean squared. At the end, every fragment is handed over once more. Returns the
+    losses, by iteration and rank.
+    """
+    agreed = list(model.parameters())
+    ranks = [copy.deepcopy(model) for _ in batches[0]]
+    optimizers = [make_optimizer(rank.parameters()) for rank in ranks]
+    positions = [[value.detach().clone() for value in agreed] for _ in ranks]
+    cosines = [1.0] * len(ranks)
+    on_their_way: list[tuple[slice, list[list[Tensor]]]] = []
+    turn = 0
+
+    def arrive() -> None:
+        which, movements = on_their_way.pop(0)
+        mean = [sum(parts[1:], parts[0]) / len(ranks) for parts in zip(*movements, strict=True)]
+        for rank, own in enumerate(movements):
+            one, other = (torch.cat([part.reshape(-1) for part in parts]) for parts in (own, mean))
+            cosines[rank] = round(float(torch.cosine_similarity(one, other, dim=0)), 5)
+        for value, change in zip(agreed[which], mean, strict=True):
+            value.sub_(change)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        nonlocal turn
+        which = fragments[turn % len(fragments)]
+        turn += 1
+        moved = [
+            [start - own for start, own in zip(position, rank.parameters(), strict=True)]
+            for position, rank in zip(positions, ranks, strict=True)
+        ]
+        on_their_way.append((which, [one[which] for one in moved]))
+        while len(on_their_way) > width - 1:
+            arrive()
+        for rank, (its_model, left) in enumerate(zip(ranks, moved, strict=True)):
+            left[which] = [torch.zeros_like(part) for part in left[which]]
+            positions[rank] = [value.detach().clone() for value in agreed]
+            for late, movements in on_their_way:
+                for start, part in zip(positions[rank][late], movements[rank], strict=True):
+                    start.sub_(part * cosines[rank] ** 2)
+            for own, start, part in zip(its_model.parameters(), positions[rank], left, strict=True):
+                own.copy_(start - part)
+
+    losses: list[list[float]] = []
+    for number, of_ranks in enumerate(batches, start=1):
+        losses.append([])
+        for its_model, optimizer, batch in zip(ranks, optimizers, of_ranks, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(its_model, batch)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        if number % steps == 0:
+            exchange()
+    for _ in fragments:
+        exchange()
+    with torch.no_grad():
+        while on_their_way:
+            arrive()
+    return losses
+
+
 def elastic_averaging(
     model: nn.Module,
     make_optimizer: Callable[[Any], torch.optim.Optimizer],

@@ -135,6 +135,27 @@ from timing_model.schedules import ALL_REDUCES
             "--outer elastic --width auto",
             "outer must be left out with --width auto, since the timing model does not cover it; got 'elastic'",
         ),
+        ("--fragments 0", "fragments must be at least 1; got 0"),
+        (
+            "--fragments 2 --outer elastic",
+            "fragments must be 1 with --outer elastic, which needs all weights at once; got 2",
+        ),
+        (
+            "--fragments 2 --codec topk",
+            "fragments must be 1 with --codec topk, which compresses the movement as a whole; got 2",
+        ),
+        (
+            "--fragments 2 --strategy ddp",
+            "fragments must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); got 2",
+        ),
+        (
+            "--fragments 2 --prediction none",
+            "prediction must be left out with --fragments, since each rank expects its own movement; got 'none'",
+        ),
+        (
+            "--fragments 2 --width auto",
+            "fragments must be 1 with --width auto, since the timing model does not cover them; got 2",
+        ),
         ("--clip-norm 0", "clip-norm must be above 0; got 0.0"),
         ("--clip-value -1", "clip-value must be above 0; got -1.0"),
         ("--precision fp8", "precision must be one of fp32, bf16, fp16; got 'fp8'"),

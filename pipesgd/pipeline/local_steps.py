@@ -48,7 +48,14 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.transport import Group
-from pipesgd.config import DEFAULT_TIMEOUT, check_local_steps, check_moving_rate, check_width, moving_rate_for
+from pipesgd.config import (
+    DEFAULT_TIMEOUT,
+    check_fragments,
+    check_local_steps,
+    check_moving_rate,
+    check_width,
+    moving_rate_for,
+)
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.clipping import Clipping
@@ -177,13 +184,26 @@ class Window:
         self._moving_rate = moving_rate
         self._start: list[Tensor] = []
         """Weights at the start of the window; empty before it."""
+        self._left: dict[int, Tensor] = {}
+        """Movements that were not exchanged when the last window ended, by number of the parameter."""
         self.steps = 0
         """Number of iterations so far."""
 
+    @property
+    def has_begun(self) -> bool:
+        """True if this rank has moved, or differs from the centre, since the last exchange of some parameter."""
+        kept = self._moving_rate is None and bool(self._start) and self._weights().are_valid
+        return self.steps > 0 or kept or bool(self._left)
+
     def begin(self) -> None:
-        """Let the parameters hold the weights that the rank kept when the last window ended, if it keeps its own."""
+        """Let the parameters hold the weights that the rank kept when the last window ended, if it keeps its own.
+
+        Movements that were not exchanged are kept, too, from the weights that are there after the exchange.
+        """
         if self._start:
             self._weights().begin(self._start)
+        elif self._left:
+            self.work()
 
     def step(self, update: Callable[[], T]) -> T:
         """Do ``update``, which changes the parameters in place, on this rank's weights; return what it returns."""
@@ -198,20 +218,25 @@ class Window:
         self._weights().predicted = [parameter.data for parameter in self._parameters]
         self.steps += 1
 
-    def end(self) -> None:
+    def end(self, exchanged: Sequence[int]) -> None:
         """Make what is exchanged the parameters' ``.grad``: the movement, or the centre minus the rank's own weights.
 
         The next step begins another window.
+
+        Args:
+            exchanged: numbers of the parameters whose movements are exchanged.
         """
         self.work()
         now = [parameter.data for parameter in self._parameters]
         if self._moving_rate is None:
             torch._foreach_sub_(self._start, now)
-            exchanged, self._start = self._start, []
+            self._left, self._start = dict(enumerate(self._start)), []
+            moved = {number: self._left.pop(number) for number in exchanged}
+            give_gradients(self._parameters, [moved.get(number) for number in range(len(now))])
         else:
-            exchanged = list(torch._foreach_sub(self._weights().true, now))
-            self._start = list(torch._foreach_add(now, exchanged, alpha=self._moving_rate))
-        give_gradients(self._parameters, exchanged)
+            differences = list(torch._foreach_sub(self._weights().true, now))
+            self._start = list(torch._foreach_add(now, differences, alpha=self._moving_rate))
+            give_gradients(self._parameters, differences)
         self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,14 +247,16 @@ class Window:
             "steps": self.steps,
             "start": [tensor.clone() for tensor in self._start] if begun else [],
             "now": [tensor.clone() for tensor in weights.predicted] if begun else [],
+            "left": {number: tensor.clone() for number, tensor in self._left.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a ``state_dict``; the parameters' true weights must be those of that moment already."""
+        device = self._parameters[0].device
         self.steps, self._start = state["steps"], []
+        self._left = {number: tensor.to(device, copy=True) for number, tensor in state.get("left", {}).items()}
         if state["start"]:
             self._weights().work()
-            device = self._parameters[0].device
             self._start = [tensor.to(device, copy=True) for tensor in state["start"]]
             torch._foreach_copy_([parameter.data for parameter in self._parameters], list(state["now"]))
 
@@ -241,6 +268,10 @@ class Window:
         weights.work()
         if not self._start:
             self._start = [parameter.data.clone() for parameter in self._parameters]
+            if self._left:
+                moved = [self._parameters[number].data for number in self._left]
+                torch._foreach_sub_(moved, list(self._left.values()))
+                self._left = {}
 
 
 class LocalSteps(Strategy):
@@ -258,6 +289,11 @@ class LocalSteps(Strategy):
     With elastic averaging the outer weights are the centre. Between windows, too, the parameters hold this rank's own
     weights. A flush ends that: afterwards all ranks begin at the centre.
 
+    With ``fragments``, an exchange is about one of them, in turns (weight streaming, as in Caffe's pull request 1148
+    and in Streaming DiLoCo). A rank's weights are a position, which is the outer weights and what is expected of
+    exchanges in flight, minus the movements that were not exchanged yet: exchanges change the position, and those
+    movements stay. ``flush`` exchanges every fragment.
+
     Args:
         model: the module whose parameters ``optimizer`` updates, on one device.
         optimizer: any ``torch.optim.Optimizer``. Schedules change its learning rate in every iteration.
@@ -272,6 +308,8 @@ class LocalSteps(Strategy):
             ranks' mean.
         average_state: whether all ranks also get the mean of the state of their optimizers, such as momentum, whenever
             they get that of their weights; at width 1.
+        fragments: parts of the weights, of about equal size, that are exchanged in turns, those of the last layers
+            first; at most as many as parameters, with "average", and neither topk nor powersgd.
         width: windows in flight, K.
         warmup_iterations: first iterations that are exchanged one by one, at width 1.
         clip_norm: largest norm of this rank's own gradient.
@@ -312,6 +350,7 @@ class LocalSteps(Strategy):
         outer_momentum: float | None = None,
         moving_rate: float | None = None,
         average_state: bool = False,
+        fragments: int = 1,
         width: int = 2,
         warmup_iterations: int = 0,
         clip_norm: float | None = None,
@@ -334,11 +373,13 @@ class LocalSteps(Strategy):
             outer_momentum=outer_momentum,
             moving_rate=moving_rate,
             average_state=average_state,
+            fragments=fragments,
             width=width,
         )
         check_width(width, warmup_iterations)
         check_timeout(timeout)
         chosen_codec = codec_options(codec)
+        check_fragments(fragments, chosen_codec.codec)
         if outer == "elastic":
             chosen_codec.check_elastic()
         clip = Clipping(norm=clip_norm, value=clip_value)
@@ -350,6 +391,12 @@ class LocalSteps(Strategy):
         self._warmup_iterations = warmup_iterations
         self._average_state = average_state
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
+        if fragments > len(self._inner.parameters):
+            raise UserInputError(
+                f"fragments must be at most {len(self._inner.parameters)}, the number of parameters; got {fragments}"
+            )
+        if fragments > 1:
+            options |= {"buckets": fragments, "in_turns": True}
         self._ranks = given_ranks(ranks, process_group, timeout)
         pull = moving_rate_of(outer, moving_rate, self._ranks.world_size)
         lr = outer_lr if pull is None else self._ranks.world_size * pull
@@ -424,9 +471,9 @@ class LocalSteps(Strategy):
         with self._noting_errors(), set_aside_gradients(self._optimizer):
             self._pipeline.check_usable()
             report = StepReport()
-            if self._window.steps:
+            for _ in range(self._pipeline.turns if self._window.has_begun else 0):
                 self._pipeline.iteration -= 1  # a window bears the number of its last iteration
-                report = self._exchange()
+                report = _joined(report, self._exchange())
             return _joined(report, self._pipeline.flush())
 
     @contextlib.contextmanager
@@ -507,7 +554,7 @@ class LocalSteps(Strategy):
 
     def _exchange(self) -> StepReport:
         with self._pipeline.whole(f"the movement that ends with iteration {self.iteration}"):
-            self._window.end()
+            self._window.end(self._pipeline.next_summed)
         report = self._pipeline.step()
         if self._average_state:
             report = _joined(report, self._average())

@@ -182,6 +182,8 @@ class Pipelined(Strategy):
         buckets: number of buckets of about equal size in which the gradient leaves while the backward pass runs, or the
             largest size of one, such as "1MiB". By default 1: the whole gradient leaves in ``step``. With more, every
             backward pass outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
+        in_turns: whether a step sums one bucket alone, in turns, in which case no other parameter may have a gradient;
+            only ``LocalSteps`` has a use for that.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
         init_sync: whether all ranks get rank 0's parameters and buffers; without it they must have the same
             parameters already, and buffers stay each rank's own.
@@ -225,6 +227,7 @@ class Pipelined(Strategy):
         connections: int = 1,
         rate_limit: str | None = None,
         buckets: int | str = 1,
+        in_turns: bool = False,
         seed: int = 0,
         init_sync: bool = True,
         allow_drift: bool = False,
@@ -245,6 +248,9 @@ class Pipelined(Strategy):
         self._parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
         self._cut = str(buckets)
         self._indices = bucket_indices(model, self._parameters, self._cut)
+        self._in_turns = in_turns
+        self._turn = 0
+        """Number of the bucket that the next step sums, with ``in_turns``."""
         """Indices of the parameters of each bucket."""
         clip = Clipping(norm=clip_norm, value=clip_value)
         self._updates = DelayedUpdate(
@@ -294,6 +300,7 @@ class Pipelined(Strategy):
             "connections": connections,
             "rate_limit": rate_limit,
             "buckets": self._cut,
+            "in_turns": in_turns,
             "seed": seed,
             "init_sync": init_sync,
             "allow_drift": allow_drift,
@@ -329,7 +336,7 @@ class Pipelined(Strategy):
             raise
         if self._updates.predicts:
             self._hooks = TrueWeightsHooks(model, self._updates)
-        self._leaving = BackwardHooks(self.buckets, self._leave)
+        self._leaving = BackwardHooks([] if in_turns else self.buckets, self._leave)
 
     @property
     def width(self) -> int:
@@ -340,6 +347,16 @@ class Pipelined(Strategy):
     def warmup_iterations(self) -> int:
         """First iterations that run at width 1."""
         return self._updates.warmup_iterations
+
+    @property
+    def next_summed(self) -> Sequence[int]:
+        """Numbers of the parameters whose gradients the next step sums."""
+        return self._indices[self._turn] if self._in_turns else range(len(self._parameters))
+
+    @property
+    def turns(self) -> int:
+        """Number of steps in which every parameter's gradient is summed once."""
+        return len(self._indices) if self._in_turns else 1
 
     @property
     def buckets(self) -> list[list[Tensor]]:
@@ -386,12 +403,13 @@ class Pipelined(Strategy):
                 self._pack(outgoing, number)
             self._left_out = ()
             # 2. Hand over.
+            buffer = outgoing.buffer.buckets[self._turn] if self._in_turns else outgoing.buffer
             self._hand_over(outgoing)
         # 3. to 5. Wait, apply and predict.
         self._ranks.enter("all-reduce", waiting=True)
         report = self._apply_until(self._updates.width_after(self.iteration) - 1)
         self._ranks.enter("compute")
-        wire_bytes = self._reducer.wire_bytes(outgoing.buffer, outgoing.iteration)
+        wire_bytes = self._reducer.wire_bytes(buffer, outgoing.iteration)
         return dataclasses.replace(report, spans=(*outgoing.packs, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
@@ -487,6 +505,7 @@ class Pipelined(Strategy):
         return {
             "iteration": self.iteration,
             "buckets": self._cut,
+            "turn": self._turn,
             "in_flight": in_flight,
             "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
             **self._updates.state_dict(),
@@ -512,7 +531,7 @@ class Pipelined(Strategy):
         while self._in_flight:
             self._in_flight[0].reduction.result()
             self._pool.append(self._in_flight.popleft().buffer)
-        self.iteration = state["iteration"]
+        self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
         device = self._parameters[0].device
         self._reducer.load_state_dict(on_device(state["exchange"], device))
         self._updates.load_state_dict(on_device({name: state[name] for name in ("prediction", "guard")}, device))
@@ -716,7 +735,8 @@ class Pipelined(Strategy):
             unapplied = dataclasses.replace(unapplied, kept=[])  # it will cause no update
             own_is_finite = functools.partial(bool, False)
         outgoing.local = []
-        *early, last = range(self._leaving.left, len(self._indices))
+        *early, last = [self._turn] if self._in_turns else range(self._leaving.left, len(self._indices))
+        self._turn = (last + 1) % len(self._indices)
         for number in early:
             self._meet("step", functools.partial(self._reduce, outgoing, number))
         reduction = self._meet("step", functools.partial(self._reduce_last, outgoing, last, unapplied))

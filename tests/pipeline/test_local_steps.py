@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from _ranks import run_ranks
-from _reference import elastic_averaging, local_steps
+from _reference import elastic_averaging, local_steps, weight_streaming
 from _small_problem import assert_same_weights, regress, small_problem
 from torch import Tensor, nn
 
@@ -77,6 +77,70 @@ def test_it_is_the_recursion_of_windows_bit_for_bit() -> None:
             assert ours == [of_ranks[rank] for of_ranks in losses], case
             assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items()), case
             assert hashes == outcomes[0][index][1], "the outer weights are the same on all ranks after every iteration"
+
+
+STREAMS: list[dict[str, Any]] = [
+    *({"local_steps": steps, "width": width, "fragments": 3} for steps in (1, 2) for width in (1, 2)),
+    {"local_steps": 2, "width": 3, "fragments": 2},
+    {"local_steps": 3, "width": 2, "fragments": 4},
+]
+"""Cases of weight streaming. The parameters have 20, 5, 10 and 2 values."""
+FRAGMENTS = {
+    2: [slice(1, 4), slice(0, 1)],
+    3: [slice(2, 4), slice(1, 2), slice(0, 1)],
+    4: [slice(number, number + 1) for number in (3, 2, 1, 0)],
+}
+
+
+@pytest.mark.slow
+def test_weight_streaming_is_position_and_movement_bit_for_bit() -> None:
+    outcomes = run_ranks(2, _train, [{"outer_lr": 1.0, **case} for case in STREAMS])
+    for index, case in enumerate(STREAMS):
+        model, batches = small_problem(3, [4, 5, 2], ITERATIONS, 2)
+        steps, width = case["local_steps"], case["width"]
+        fragments = FRAGMENTS[case["fragments"]]
+        losses = weight_streaming(model, _adamw, regress, batches, steps=steps, width=width, fragments=fragments)
+        for rank, of_rank in enumerate(outcomes):
+            ours, hashes, weights = of_rank[index]
+            assert ours == [of_ranks[rank] for of_ranks in losses], case
+            assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items()), case
+            assert hashes == outcomes[0][index][1], "the outer weights are the same on all ranks after every iteration"
+
+
+def _bytes_of_fragments(ranks: Ranks) -> list[list[int]]:
+    found: list[list[int]] = []
+    for fragments in (1, 3):
+        model, batches = small_problem(3, [4, 5, 2], 6, ranks.world_size)
+        with LocalSteps(model, _sgd(model.parameters()), local_steps=1, fragments=fragments, ranks=ranks) as strategy:
+            found.append([])
+            for of_ranks in batches:
+                regress(model, of_ranks[ranks.rank]).backward()
+                found[-1].append(strategy.step().wire_bytes)
+    return found
+
+
+@pytest.mark.slow
+def test_an_exchange_sends_its_fragment_alone() -> None:
+    for whole, parts in run_ranks(2, _bytes_of_fragments):
+        assert parts[:3] == parts[3:]
+        assert parts[2] == 8 * 20, "of two ranks, each sends half of the values twice"
+        assert len(set(parts)) == 3
+        assert abs(sum(parts[:3]) - whole[0]) <= 8, "fragments of odd sizes are split unevenly"
+
+
+def test_there_are_no_more_fragments_than_parameters_and_no_other_outer_optimizers() -> None:
+    model = nn.Linear(2, 1)
+    for options, message in (
+        ({"fragments": 3}, "fragments must be at most 2, the number of parameters; got 3"),
+        ({"fragments": 0}, "fragments must be at least 1; got 0"),
+        (
+            {"fragments": 2, "outer": "nesterov"},
+            "fragments must be 1 with --outer nesterov, which needs all weights at once; got 2",
+        ),
+        ({"fragments": 2, "average_state": True, "width": 1}, "fragments must be 1 with --average-state, which needs"),
+    ):
+        with pytest.raises(UserInputError, match=message):
+            LocalSteps(model, _sgd(model.parameters()), local_steps=2, **options)
 
 
 class Nesterov:
@@ -341,6 +405,8 @@ def _resume(ranks: Ranks, options: dict[str, Any], at: int) -> tuple[str, str, b
         ({"local_steps": 4, "width": 2}, 4),
         ({"local_steps": 4, "width": 2, "codec": "int4"}, 7),
         ({"local_steps": 2, "width": 2, "outer": "nesterov"}, 7),
+        ({"local_steps": 2, "width": 2, "fragments": 3, "codec": "int4"}, 9),
+        ({"local_steps": 2, "width": 1, "fragments": 4}, 6),
         ({"local_steps": 4, "width": 1, "outer": "elastic"}, 6),
         ({"local_steps": 2, "width": 1, "average_state": True}, 6),
         ({"local_steps": 4, "width": 2, "outer": "elastic", "codec": "int8"}, 8),
