@@ -239,7 +239,7 @@ def test_the_spread_of_the_all_reduce_is_that_within_laps_by_the_rank_that_waite
             factor = float(np.exp(0.1 * generator.standard_normal()))
             if (lap, number) == (3, 4):
                 factor = 50.0
-            for rank, waited in ((0, 0.5), (1, 0.0), (2, 1.5)):
+            for rank, waited in ((0, 2.0), (1, 0.0), (2, 6.0)):
                 iteration = ranks[rank][0][lap][number]
                 iteration[COMMUNICATION] = factor * iteration[COMMUNICATION] + waited * generator.random()
     found = summary(ranks, t_comms={"ring": 2.0})
