@@ -175,7 +175,9 @@ EXPERIMENTS = (
         for rate, minutes in (("100mbit", 20.0), ("200mbit", 15.0), ("1gbit", 10.0))
     ),
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
+    Experiment(name="validate_local_steps", words="validate_local_steps", minutes=27),
     Experiment(name="paper_question", words="paper_question", minutes=1),
+    Experiment(name="home_uplinks", words="home_uplinks", minutes=1),
     Experiment(name="theano_mpi", words="theano_mpi", minutes=0.1),
     Experiment(name="jitter", words="jitter", minutes=6),
     Experiment(name="tutorial", words="tutorial", minutes=6),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from torch import distributed as dist
@@ -36,9 +37,12 @@ ACCELERATOR = "75ms"
 FULL, QUICK = Effort(block=16, rounds=8), Effort(block=2, rounds=1)
 
 ALONE, DDP, DDP_FP16 = "no communication", "DDP", "DDP, fp16"
-PIPELINES = {
-    f"width {width}, {codec}": (width, codec)
-    for width, codec in ((1, "fp32"), (2, "fp32"), (1, "int8"), (2, "int8"), (2, "int4"))
+PIPELINES: dict[str, dict[str, Any]] = {
+    **{
+        f"width {width}, {codec}": {"width": width, "codec": codec}
+        for width, codec in ((1, "fp32"), (2, "fp32"), (1, "int8"), (2, "int8"), (2, "int4"))
+    },
+    **{f"width 1, {codec}, buckets": {"width": 1, "codec": codec, "buckets": 2} for codec in ("fp32", "int8")},
 }
 
 
@@ -54,10 +58,7 @@ def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:
     with_hook.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
     return {
         ALONE: Plain(emulate(model, ranks.rank)),
-        **{
-            name: Piped(emulate(model, ranks.rank), ranks, width=width, codec=codec)
-            for name, (width, codec) in PIPELINES.items()
-        },
+        **{name: Piped(emulate(model, ranks.rank), ranks, **options) for name, options in PIPELINES.items()},
         DDP: Plain(DistributedDataParallel(emulate(model, ranks.rank))),
         DDP_FP16: Plain(with_hook),
     }
@@ -68,8 +69,8 @@ def wire_seconds() -> dict[str, float]:
     model = build_model(WORKLOAD.model, sample_shape=(1, 28, 28), num_classes=10, hidden_sizes=WORKLOAD.hidden_sizes)
     numel = sum(one.numel() for one in model.parameters())
     nbytes = {ALONE: 0, DDP: 4 * numel, DDP_FP16: 2 * numel}
-    for name, (_, codec) in PIPELINES.items():
-        nbytes[name] = make_codec(CodecOptions(codec=codec)).wire_bytes(numel)
+    for name, options in PIPELINES.items():
+        nbytes[name] = make_codec(CodecOptions(codec=options["codec"])).wire_bytes(numel)
     return {name: ring_limit(CLUSTER, one) for name, one in nbytes.items()}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import command, contenders
-from experiments.contenders import CONTENDERS, NEVER, WORKLOADS, Contender
+from experiments.contenders import CONTENDERS, NEVER, THEANO_MPI, WORKLOADS, Contender
 from experiments.limits import Cluster, wire_seconds
 from experiments.testbed.links import Link, parse_latency, parse_loss, parse_rate, parse_slow_node
 from experiments.testbed.wiring import MOST_NODES
@@ -156,7 +156,8 @@ def _options(description: str | None) -> command.Parser:
     add("--nproc-per-node", type=number(1), default=1, metavar="RANKS", help="ranks on every node (1)")
     add("--workload", help=f"one of {', '.join(WORKLOADS)} (mlp; quick: digits)")
     add("--train", metavar="WORDS", help="arguments of pipesgd.train, instead of --workload")
-    add("--contenders", nargs="+", metavar="NAME", help=f"any of {'; '.join(CONTENDERS)} (all)")
+    known = f"{'; '.join(CONTENDERS)} (all), or {'; '.join(THEANO_MPI)}"
+    add("--contenders", nargs="+", metavar="NAME", help=f"any of {known}")
     add(
         "--contender",
         action="append",

@@ -41,6 +41,20 @@ CONTENDERS = {
     "width 2, int4": "--width 2 --codec int4",
     "width 2, ternary": "--width 2 --codec ternary",
 }
+THEANO_MPI = {
+    "awagd": "--width 1 --outer average",
+    "awagd, momentum too": "--width 1 --outer average --average-state",
+    "subgd": "--width 1 --all-reduce all-to-all",
+    "easgd": "--width 1 --outer elastic",
+    "easgd-async": "--strategy easgd-async",
+}
+"""Methods of Theano-MPI (Ma, Mao and Taylor, 2016), which are compared only if they are named.
+
+AWAGD averages weights after each rank's own update, at k times the learning rate of a single one of k ranks; SUBGD sums
+the updates of all ranks at that single rate, here by Theano-MPI's all-to-all exchange. A sum of k updates is their mean
+at k times the rate, so both rows have the workload's rate, which all contenders apply to means. Where a rate was tuned
+on a single rank, ``--lr-scaling linear`` multiplies it.
+"""
 DECIDED_HERE = (
     *("output", "resume", "overwrite", "dry-run", "config", "help"),
     *("iterations", "epochs", "seed", "timeout", "evaluate-iterations"),
@@ -78,22 +92,25 @@ class Contender:
 
 
 def choose(names: Sequence[str] | None, added: Iterable[str]) -> dict[str, str]:
-    """Return names and arguments of the contenders in ``names`` (all by default) and of those ``added``, "NAME=WORDS".
+    """Return names and arguments of the contenders in ``names`` and of those ``added``, "NAME=WORDS".
+
+    By default, ``names`` are all of ``CONTENDERS``; those of ``THEANO_MPI`` can be named, too.
 
     Raises:
         UserInputError: a name is unknown or given twice, or has no arguments.
     """
     names = list(CONTENDERS) if names is None else names
+    known = CONTENDERS | THEANO_MPI
     for name in names:
-        check_one_of("contender", name, list(CONTENDERS))
-    chosen = [(name, CONTENDERS[name]) for name in names]
+        check_one_of("contender", name, list(known))
+    chosen = [(name, known[name]) for name in names]
     for text in added:
         name, _, words = (part.strip() for part in text.partition("="))
         if not name or not words.startswith("--") or name.startswith("-"):
             raise UserInputError(f'contender must be "NAME=WORDS", e.g. "width 4=--width 4"; got {text!r}')
         chosen.append((name, words))
     for name, _ in chosen:
-        if [other for other, _ in chosen].count(name) + (name in CONTENDERS and name not in names) > 1:
+        if [other for other, _ in chosen].count(name) + (name in known and name not in names) > 1:
             raise UserInputError(f"every contender must have a name of its own; got {name!r} twice")
     return dict(chosen)
 

@@ -67,11 +67,11 @@ class Plain:
 
 
 class Piped:
-    """The training loop with ``Pipelined``."""
+    """The training loop with ``Pipelined`` and these options of it."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, all_reduce: str = "ring", codec: str = "fp32"):
+    def __init__(self, model: nn.Module, ranks: Ranks, **options: Any):
         self.model = model
-        self._pipeline = Pipelined(model, sgd(model), width=width, all_reduce=all_reduce, codec=codec, ranks=ranks)
+        self._pipeline = Pipelined(model, sgd(model), ranks=ranks, **options)
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         cross_entropy(self.model(images), labels).backward()

@@ -24,7 +24,7 @@ from pipesgd.flat_buffer import FlatBuffer, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate, trainable_parameters
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
-from pipesgd.pipeline.local_steps import OwnMovement, Window, outer_optimizer
+from pipesgd.pipeline.local_steps import Elastic, OwnMovement, Window, moving_rate_of, outer_optimizer
 from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
 from timing_model.schedules import split
 
@@ -155,7 +155,7 @@ class SimulatedLocalSteps(SimulatedRanks):
     Args:
         model: the module whose parameters all ``optimizers`` update, all of one dtype.
         optimizers: the own optimizer of each rank.
-        outer, outer_lr, outer_momentum, width, clip_norm, clip_value: as in ``LocalSteps``.
+        outer, outer_lr, outer_momentum, moving_rate, width, clip_norm, clip_value: as in ``LocalSteps``.
         options: other arguments of ``SimulatedRanks``.
     """
 
@@ -167,25 +167,28 @@ class SimulatedLocalSteps(SimulatedRanks):
         outer: str = "average",
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
+        moving_rate: float | None = None,
         width: int = 2,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         **options: Any,
     ):
-        parameters = trainable_parameters(optimizers[0])
+        parameters, ranks = trainable_parameters(optimizers[0]), len(optimizers)
+        pull = moving_rate_of(outer, moving_rate, ranks)
+        lr = outer_lr if pull is None else ranks * pull
         super().__init__(
             model,
-            outer_optimizer(parameters, outer, outer_lr, outer_momentum, width=width),
-            world_size=len(optimizers),
+            outer_optimizer(parameters, outer, lr, outer_momentum, width=width),
+            world_size=ranks,
             width=width,
-            prediction=OwnMovement,
+            prediction=OwnMovement if pull is None else Elastic,
             **options,
         )
         clip = Clipping(norm=clip_norm, value=clip_value)
         self._inner = [
             SynchronousUpdate(optimizer, clip=clip, scaler=None, on_nonfinite="stop") for optimizer in optimizers
         ]
-        self._window = Window(parameters, lambda: self._updates.weights)
+        self._windows = [Window(parameters, lambda: self._updates.weights, pull) for _ in optimizers]
 
     def run_window(
         self,
@@ -199,14 +202,15 @@ class SimulatedLocalSteps(SimulatedRanks):
         """
 
         def compute(rank: int) -> list[float]:
-            losses = []
+            losses, window = [], self._windows[rank]
+            window.begin()
             for iteration, of_ranks in enumerate(batches, self.iteration):
                 loss = loss_of(self._model, of_ranks[rank])
                 loss.backward()
                 losses.append(loss.item())
                 before(rank, iteration)
-                self._window.step(functools.partial(self._inner[rank].apply, iteration))
-            self._window.end()
+                window.step(functools.partial(self._inner[rank].apply, iteration))
+            window.end()
             return losses
 
         return [list(of_ranks) for of_ranks in zip(*self._exchange(compute, iterations=len(batches)), strict=True)]

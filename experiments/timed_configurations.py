@@ -49,10 +49,11 @@ def mean_iteration(
 ) -> float:
     """Return the mean seconds of this many steady iterations on a copy of the model, the median of ranks. Collective.
 
-    Before those, two iterations fill the memory and make the connections, and others fill the pipeline.
+    Before those, two iterations fill the memory and make the connections, and others fill the pipeline. With local
+    steps, windows do that, and ``iterations`` are whole windows.
     """
     ranks.start_process_group("cpu", config.run.timeout)
-    model, untimed = copy.deepcopy(model).train(), config.pipeline.width + 2
+    model, untimed = copy.deepcopy(model).train(), (config.pipeline.width + 2) * config.pipeline.local_steps
     strategy = make_strategy(config, model, build_optimizer(config.optimization, model), SCALER, ranks)
     with contextlib.closing(strategy), contextlib.closing(batches.from_iteration(0)) as samples:
         for iteration in range(untimed + iterations):

@@ -7,13 +7,13 @@ from typing import Any
 
 from pipesgd import ddp
 from pipesgd.checks import check_version
-from pipesgd.ddp import AttachedPipeline
+from pipesgd.ddp.attached import Attached
 from pipesgd.errors import UserInputError
 from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.run.pipeline_file import PipelineFile
 
 
-def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> AttachedPipeline:
+def attach(accelerator: Any, model: Any, optimizer: Any, **options: Any) -> Attached:
     """Let the loop of an Accelerator be Pipe-SGD; the loop stays as it is. See ``pipesgd.ddp.attach``.
 
     ``accelerator.accumulate``, ``clip_grad_norm_`` and ``unwrap_model`` work as always. ``save_state`` also writes
@@ -51,7 +51,7 @@ class _SavedPipeline:
     that on all ranks when model and optimizer are loaded.
     """
 
-    def __init__(self, accelerator: Any, model: Any, pipeline: AttachedPipeline):
+    def __init__(self, accelerator: Any, model: Any, pipeline: Attached):
         self._accelerator = accelerator
         self._model = model
         self._pipeline = pipeline

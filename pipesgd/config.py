@@ -7,6 +7,7 @@ known. The docstring under a field is the help text of its option.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from pipesgd.checks import check_above_zero, check_at_least, check_one_of, check
 from pipesgd.codecs.options import CODECS, ON_OFF, ROUNDINGS, CodecOptions
 from pipesgd.errors import UserInputError
 from pipesgd.functions import OWN, check_function, kind
+from timing_model.buckets import WHOLE, Cut
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
+from timing_model.units import parse_bandwidth
 
 TEXTS = ("python-stdlib", "text:PATH")
 IMAGE_DATASETS = ("digits", "mnist", "fashion-mnist", "cifar100", "images")
@@ -24,13 +27,16 @@ IMAGE_MODELS = ("mlp", "convnet", "resnet18", "alexnet")
 TEXT_MODELS = ("transformer",)
 MODELS = (*IMAGE_MODELS, *TEXT_MODELS, OWN)
 LOSSES = ("cross-entropy", OWN)
-STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "local")
-SERVER_STRATEGIES = ("ps-sync", "ps-async")
+STRATEGIES = ("pipelined", "ddp", "ps-sync", "ps-async", "easgd-async", "local")
+GRADIENT_SERVERS = ("ps-sync", "ps-async")
+"""Strategies whose servers update their weights by gradients, each by a part of them."""
+SERVER_STRATEGIES = (*GRADIENT_SERVERS, "easgd-async")
 PREDICTIONS = ("eager", "local", "none")
-OUTERS = ("average", "nesterov")
+OUTERS = ("average", "nesterov", "elastic")
 SERVER_PLACEMENTS = ("colocated", "dedicated")
 DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
+LR_SCALINGS = ("none", "linear")
 SCHEDULES = ("constant", "cosine", "one-cycle")
 DEVICES = ("cpu", "cuda")
 ON_NONFINITE = ("stop", "skip")
@@ -38,7 +44,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 BUFFERS = ("average", "rank-0", "own")
 
 AUTO = "auto"
-AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes")
+AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets")
 """Options that can be left to the timing model with the value ``AUTO``."""
 
 FORMER_NAMES = {"streams": "connections"}
@@ -50,6 +56,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model": MODELS,
     "loss": LOSSES,
     "optimizer": OPTIMIZERS,
+    "lr_scaling": LR_SCALINGS,
     "schedule": SCHEDULES,
     "precision": PRECISIONS,
     "strategy": STRATEGIES,
@@ -72,12 +79,17 @@ MAX_WIDTH = 64
 
 MAX_CONNECTIONS = 16
 
+LEAST_RATE = 1e6 / 8
+"""Smallest rate limit in bytes a second: at a lower one, messages would be mostly the headers of their packets."""
+
 MAX_LOSS_SCALE = 2.0**127
 """Largest loss scale: the largest power of two in float32."""
 
 DEFAULT_TIMEOUT = 120.0
 DEFAULT_STALL_SECONDS = 30.0
 DEFAULT_FAREWELL_SECONDS = 20.0
+CENTRE_RATE = 0.9
+"""Default of the number of ranks times the moving rate of elastic averaging, which is the paper's beta."""
 
 
 def check_clipping(norm: float | None, value: float | None) -> None:
@@ -97,18 +109,49 @@ def check_width(width: int, warmup_iterations: int) -> None:
     check_at_least("warmup-iterations", warmup_iterations, 0)
 
 
-def check_local_steps(local_steps: int, outer: str, outer_lr: float | None, outer_momentum: float | None) -> None:
+def check_local_steps(
+    local_steps: int,
+    outer: str,
+    *,
+    outer_lr: float | None = None,
+    outer_momentum: float | None = None,
+    moving_rate: float | None = None,
+    average_state: bool = False,
+    width: int,
+) -> None:
     """Raise ``UserInputError`` unless windows can have this length and be applied by this outer optimizer."""
     check_at_least("local-steps", local_steps, 1)
     check_one_of("outer", outer, OUTERS)
-    if outer_lr is not None:
-        check_above_zero("outer-lr", outer_lr)
-    if outer_momentum is not None:
-        if outer != "nesterov":
-            raise UserInputError(f"outer-momentum must be left out with --outer {outer}; got {outer_momentum}")
-        check_above_zero("outer-momentum", outer_momentum)
-        if outer_momentum >= 1:
-            raise UserInputError(f"outer-momentum must be below 1; got {outer_momentum}")
+    for name, value, readers in (
+        ("outer-lr", outer_lr, ("average", "nesterov")),
+        ("outer-momentum", outer_momentum, ("nesterov",)),
+        ("moving-rate", moving_rate, ("elastic",)),
+    ):
+        if value is not None:
+            if outer not in readers:
+                raise UserInputError(f"{name} must be left out with --outer {outer}; got {value}")
+            check_above_zero(name, value)
+    if outer_momentum is not None and outer_momentum >= 1:
+        raise UserInputError(f"outer-momentum must be below 1; got {outer_momentum}")
+    if moving_rate is not None:
+        check_moving_rate(moving_rate)
+    if average_state and outer == "elastic":
+        raise UserInputError("average-state must be left out with --outer elastic, which averages no weights; got True")
+    if average_state and width > 1:
+        raise UserInputError(f"width must be 1 with --average-state, whose averages are never late; got {width}")
+
+
+def moving_rate_for(moving_rate: float | None, ranks: int) -> float:
+    """Return the moving rate of each of this many ``ranks``; None stands for the default."""
+    return CENTRE_RATE / ranks if moving_rate is None else moving_rate
+
+
+def check_moving_rate(moving_rate: float, ranks: int = 1) -> None:
+    """Raise ``UserInputError`` unless ranks can be pulled to their centre at this rate, and it by ``ranks`` at once."""
+    check_above_zero("moving-rate", moving_rate)
+    if ranks * moving_rate > 1:
+        among = "" if ranks == 1 else f"/{ranks} with {ranks} ranks, whose mean the centre would move beyond"
+        raise UserInputError(f"moving-rate must be at most 1{among}; got {moving_rate}")
 
 
 def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> None:
@@ -121,6 +164,43 @@ def check_messages(all_reduce: str, segment_bytes: int, connections: int) -> Non
         )
     if all_reduce == "native" and (connections, segment_bytes) != (1, SEGMENT_BYTES):
         raise UserInputError("connections and segment-bytes must be left out with --all-reduce native, torch's own")
+
+
+def rate_of(rate_limit: str | None, all_reduce: str) -> float:
+    """Return a rate limit such as "50mbit" in bytes a second, and infinity for None.
+
+    Raises:
+        UserInputError: it has no unit, is too low, or cannot be kept with this all-reduce.
+    """
+    if rate_limit is None:
+        return math.inf
+    try:
+        rate = parse_bandwidth("rate-limit", str(rate_limit))
+    except ValueError as failure:
+        raise UserInputError(str(failure)) from None
+    if rate < LEAST_RATE:
+        raise UserInputError(f"rate-limit must be at least 1mbit; got {rate_limit!r}")
+    if all_reduce == "native":
+        raise UserInputError(
+            f"rate-limit must be left out with --all-reduce native, which torch sends unpaced; got {rate_limit!r}"
+        )
+    return rate
+
+
+def cut_of(buckets: str) -> Cut:
+    """Return the cut of gradients into these buckets. Raises ``UserInputError`` if they are none."""
+    try:
+        return Cut.parse(buckets)
+    except ValueError as failure:
+        raise UserInputError(str(failure)) from None
+
+
+def check_buckets(buckets: str, codec: str) -> None:
+    """Raise ``UserInputError`` unless gradients with this codec can leave in these buckets."""
+    if cut_of(buckets) != WHOLE and codec in ("topk", "powersgd"):
+        raise UserInputError(
+            f"buckets must be 1 with --codec {codec}, which compresses the gradient as a whole; got {buckets}"
+        )
 
 
 def dataset_kind(name: str) -> str:
@@ -224,6 +304,9 @@ class OptimizationConfig:
     """Momentum of sgd and nesterov."""
     weight_decay: float = 0.0
     """Weight decay."""
+    lr_scaling: str = "none"
+    """Scaling of --lr with the number of ranks that compute: none, or linear (--lr is that of a single rank, and is
+    multiplied by their number)."""
     schedule: str = "constant"
     """Learning-rate schedule: constant, cosine (decays to zero) or one-cycle (rises, then decays to zero)."""
     accumulation: int = 1
@@ -248,6 +331,7 @@ class OptimizationConfig:
     def __post_init__(self) -> None:
         check_one_of("optimizer", self.optimizer, OPTIMIZERS)
         check_above_zero("lr", self.lr)
+        check_one_of("lr-scaling", self.lr_scaling, LR_SCALINGS)
         check_at_least("momentum", self.momentum, 0)
         if self.momentum >= 1:
             raise UserInputError(f"momentum must be below 1; got {self.momentum}")
@@ -269,6 +353,11 @@ class OptimizationConfig:
             if value is not None:
                 check_at_least(name, value, 1)
 
+    def for_ranks(self, ranks: int) -> OptimizationConfig:
+        """Return these options with the learning rate that this many ``ranks`` train with."""
+        scale = ranks if self.lr_scaling == "linear" else 1
+        return dataclasses.replace(self, lr=scale * self.lr, lr_scaling="none")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
@@ -276,7 +365,8 @@ class PipelineConfig:
 
     strategy: str = "pipelined"
     """Training strategy: pipelined (width 1 is synchronous SGD), ddp (torch's own), ps-sync and ps-async (parameter
-    servers), or local (no communication: an upper bound on the speed of the others)."""
+    servers), easgd-async (elastic averaging with a centre on parameter servers), or local (no communication: an upper
+    bound on the speed of the others)."""
     width: int = 2
     """Iterations in flight: the all-reduce of one runs while the next ones compute. 1 is synchronous; auto chooses from
     1 to 3 (see --cluster)."""
@@ -288,14 +378,21 @@ class PipelineConfig:
     none. Width 1 has none in flight."""
     local_steps: int = 1
     """Iterations that each rank trains by itself before ranks exchange what these have moved their weights. A window of
-    this many iterations is then what --width counts, and each rank predicts with its own movement."""
-    outer: str = "average"
-    """Outer optimizer, which applies the mean movement with --local-steps: average (of the ranks' weights) or nesterov
-    (with momentum, as in DiLoCo)."""
+    this many iterations is then what --width counts, and each rank predicts with its own movement. With easgd-async,
+    iterations between two exchanges of a rank with the servers."""
+    outer: str | None = None
+    """Outer optimizer of local steps, even of a single one: average (of ranks' weights, the default), nesterov (with
+    momentum, as in DiLoCo) or elastic (ranks keep their own weights, and a common centre and they pull each other, as
+    in EASGD)."""
     outer_lr: float | None = None
-    """Learning rate of the outer optimizer; by default 0.7 for nesterov, and for average 0.8, or 1 at width 1."""
+    """Learning rate of --outer average (0.8 by default, 1 at width 1) or nesterov (0.7)."""
     outer_momentum: float | None = None
     """Momentum of --outer nesterov; 0.9 by default."""
+    moving_rate: float | None = None
+    """Share of its way to the centre that a rank is pulled after each window with --outer elastic or easgd-async; by
+    default 0.9 divided by the number of ranks."""
+    average_state: bool = False
+    """Average the state of the ranks' optimizers (momentum) whenever their weights are averaged, at width 1 (AWAGD)."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness."""
     allow_drift: bool = False
@@ -311,10 +408,17 @@ class PipelineConfig:
     """Largest message in bytes; native splits messages as torch does; auto chooses a size (see --cluster)."""
     connections: int = 1
     """Connections to each rank, used in turn: a single TCP stream may not fill a fast or long link."""
+    rate_limit: str | None = None
+    """Most that each rank sends in a second, as 50mbit or 6.25MB/s, so that others can use its line, too; no limit by
+    default. It counts the messages of all-reduces, without the headers of packets (about 5 %)."""
+    buckets: str = "1"
+    """Buckets in which gradients leave while the backward pass runs: a number of buckets of about equal size, or the
+    largest size of one, such as 1MiB; auto chooses a number (see --cluster). 1 is the whole gradient, after the
+    backward pass."""
     ddp_hook: str = "none"
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = 1
-    """Number of parameter servers, each with its share of the weights (ps-sync, ps-async)."""
+    """Number of parameter servers, each with its share of the weights (ps-sync, ps-async, easgd-async)."""
     server_placement: str = "colocated"
     """Placement of the parameter servers: colocated (on the ranks of the first workers) or dedicated (on the last
     ranks, which do nothing else)."""
@@ -326,42 +430,82 @@ class PipelineConfig:
         check_one_of("strategy", self.strategy, STRATEGIES)
         check_width(self.width, self.warmup_iterations)
         check_one_of("prediction", self.prediction, PREDICTIONS)
-        check_local_steps(self.local_steps, self.outer, self.outer_lr, self.outer_momentum)
         check_one_of("buffers", self.buffers, BUFFERS)
         check_function("all-reduce", self.all_reduce, kind(self.all_reduce), (*ALL_REDUCES, OWN))
         check_messages(self.all_reduce, self.segment_bytes, self.connections)
+        rate_of(self.rate_limit, self.all_reduce)
+        cut_of(self.buckets)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
         check_at_least("servers", self.servers, 1)
         check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
         if self.staleness_bound is not None:
             check_at_least("staleness-bound", self.staleness_bound, 0)
         check_read(self, "strategy", self.strategy, _READ_BY_STRATEGY)
-        windows = "2 or more" if self.local_steps > 1 else "1"
-        check_read(self, "local-steps", windows, _READ_BY_LOCAL_STEPS)
+        self._check_windows()
+
+    @property
+    def in_windows(self) -> bool:
+        """True if ranks train in windows of local steps, of which an explicit outer optimizer may have one each."""
+        return self.strategy == "pipelined" and (self.local_steps > 1 or self.outer is not None)
+
+    def _check_windows(self) -> None:
+        """Raise ``UserInputError`` for options of local steps without any, and for options that local steps refuse."""
+        if self.strategy == "easgd-async":
+            check_local_steps(self.local_steps, "elastic", moving_rate=self.moving_rate, width=1)
+            return
+        own = {name: getattr(self, name) for name in _OF_WINDOWS}
+        check_local_steps(self.local_steps, self.outer or "average", width=self.width, **own)
+        if not self.in_windows:
+            for name, value in own.items():
+                if value is not None and value is not False:
+                    raise UserInputError(
+                        f"{name.replace('_', '-')} must be left out without --local-steps or --outer, to which it "
+                        f"belongs; got {value}"
+                    )
+            return
+        option = "--local-steps" if self.local_steps > 1 else "--outer"
+        if self.prediction != "eager":
+            raise UserInputError(
+                f"prediction must be left out with {option}, since each rank expects its own movement; "
+                f"got {self.prediction!r}"
+            )
+        if self.guard:
+            raise UserInputError(f"guard must be left out with {option}, since it judges averaged gradients; got True")
+        if cut_of(self.buckets) != WHOLE:
+            raise UserInputError(
+                f"buckets must be left out with {option}, since a movement is complete only when its window ends; "
+                f"got {self.buckets}"
+            )
 
     def describe(self) -> str:
         """Return a short description of what is done with the gradients."""
         if self.strategy == "pipelined":
             connections = f" on {self.connections} connections each" if self.connections > 1 else ""
+            connections += "" if self.rate_limit is None else f", at most {self.rate_limit} each"
+            if cut_of(self.buckets) != WHOLE:
+                connections += f", buckets {self.buckets}"
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
-            if self.local_steps > 1:
-                prediction = f", {self.local_steps} local steps, outer {self.outer}"
+            if self.in_windows:
+                prediction = f", {self.local_steps} local steps, outer {self.outer or 'average'}"
             return f"pipelined width {self.width}{prediction}, {self.all_reduce} all-reduce{connections}"
         if self.strategy == "ddp":
             return f"ddp with {'no' if self.ddp_hook == 'none' else 'the ' + self.ddp_hook} hook"
         if self.strategy not in SERVER_STRATEGIES:
             return self.strategy
         bound = "" if self.staleness_bound is None else f", staleness bound {self.staleness_bound}"
+        period = f" every {self.local_steps} iterations" if self.local_steps > 1 else ""
         servers = f"{self.servers} {self.server_placement} server{'s' if self.servers > 1 else ''}"
-        return f"{self.strategy}{bound}, {servers}"
+        return f"{self.strategy}{period}{bound}, {servers}"
 
     def workers(self, world_size: int) -> int:
         """Return the number of ranks that compute gradients, which are the first ones of ``world_size``.
 
         Raises:
-            UserInputError: there are too few ranks for the servers.
+            UserInputError: there are too few ranks for the servers, or too many for the moving rate.
         """
         if self.strategy not in SERVER_STRATEGIES:
+            if self.moving_rate is not None:
+                check_moving_rate(self.moving_rate, world_size)
             return world_size
         dedicated = self.server_placement == "dedicated"
         workers = world_size - self.servers if dedicated else world_size
@@ -374,30 +518,28 @@ class PipelineConfig:
         return workers
 
 
+_OF_WINDOWS = ("outer_lr", "outer_momentum", "moving_rate", "average_state")
+"""Options of windows of local steps that have no effect without them."""
+
 _READ_BY_STRATEGY = {
     "width": ("pipelined",),
     "warmup_iterations": ("pipelined",),
     "prediction": ("pipelined",),
-    "local_steps": ("pipelined",),
+    **dict.fromkeys(("outer", *_OF_WINDOWS), ("pipelined",)),
+    **dict.fromkeys(("local_steps", "moving_rate"), ("pipelined", "easgd-async")),
     "guard": ("pipelined",),
     "allow_drift": ("pipelined",),
     "all_reduce": ("pipelined",),
     "segment_bytes": ("pipelined",),
     "connections": ("pipelined",),
+    "rate_limit": ("pipelined",),
+    "buckets": ("pipelined",),
     "ddp_hook": ("ddp",),
     "servers": SERVER_STRATEGIES,
     "server_placement": SERVER_STRATEGIES,
     "staleness_bound": ("ps-async",),
 }
 """Strategies that read an option of ``PipelineConfig``, by option; one that would not be read is refused if set."""
-
-_READ_BY_LOCAL_STEPS = {
-    "prediction": ("1",),
-    "guard": ("1",),
-    **dict.fromkeys(("outer", "outer_lr", "outer_momentum"), ("2 or more",)),
-}
-"""Numbers of local steps with which an option of ``PipelineConfig`` is read, by option. A guard judges averaged
-gradients, which windows do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,6 +642,9 @@ class TrainConfig:
         strategy = self.pipeline.strategy
         if strategy == "pipelined":
             self.compression.check_all_reduce(self.pipeline.all_reduce)
+            if self.pipeline.outer == "elastic":
+                self.compression.check_elastic()
+            check_buckets(self.pipeline.buckets, self.compression.codec)
         elif self.compression != CodecOptions():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
@@ -520,12 +665,12 @@ class TrainConfig:
             raise UserInputError(
                 f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"
             )
-        if optimization.optimizer == "muon" and strategy in SERVER_STRATEGIES:
+        if optimization.optimizer == "muon" and strategy in GRADIENT_SERVERS:
             raise UserInputError(
                 f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
                 "parameters anywhere; got muon, which needs whole matrices"
             )
-        if strategy in SERVER_STRATEGIES:
+        if strategy in GRADIENT_SERVERS:
             needs_whole_gradients = {
                 "clip-norm": optimization.clip_norm,
                 "clip-value": optimization.clip_value,
@@ -539,7 +684,7 @@ class TrainConfig:
                     )
         if self.run.device == "cuda" and strategy in SERVER_STRATEGIES:
             raise UserInputError(f"device must be cpu with --strategy {strategy}, whose servers are on CPUs; got cuda")
-        if self.run.check_replicas is not None and strategy in ("local", "ps-async"):
+        if self.run.check_replicas is not None and strategy in ("local", "ps-async", "easgd-async"):
             raise UserInputError(
                 f"check-replicas must be left out with --strategy {strategy}, whose replicas differ while they train; "
                 f"got {self.run.check_replicas}"
@@ -560,8 +705,18 @@ class TrainConfig:
             raise UserInputError(f"strategy must be pipelined with --{option}; got {self.pipeline.strategy}")
         if self.pipeline.local_steps > 1:
             raise UserInputError(
-                f"local-steps must be 1 with --{option}, since the timing model does not cover them; "
-                f"got {self.pipeline.local_steps}"
+                f"local-steps must be 1 with --{option}, which predicts iterations that are all alike (timing-model "
+                f"predict --local-steps predicts their mean); got {self.pipeline.local_steps}"
+            )
+        if self.pipeline.rate_limit is not None and self.planning.cluster is None:
+            raise UserInputError(
+                f"cluster must be given with --{option} and --rate-limit, since a calibration before the run would use "
+                "the whole line; got none"
+            )
+        if self.pipeline.outer is not None:
+            raise UserInputError(
+                f"outer must be left out with --{option}, since the timing model does not cover it; "
+                f"got {self.pipeline.outer!r}"
             )
         if self.run.device != "cpu":
             raise UserInputError(

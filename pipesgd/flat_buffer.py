@@ -20,7 +20,10 @@ class FlatBuffer:
     Attributes:
         flats: the flat tensors, each (numel,).
         views: for each of the tensors, in their order, a view of its shape into one of ``flats``.
+        first: number of the first of ``flats`` in the buffer that this one is a bucket of; 0 if it is none.
     """
+
+    first = 0
 
     def __init__(self, tensors: Sequence[Tensor]):
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -51,30 +54,59 @@ class FlatBuffer:
             torch._foreach_copy_(list(tensors), self.views)
 
 
-def rearranged(flats: Sequence[Tensor], old: Sequence[Tensor], new: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``flats``, float32 in the layout of a ``FlatBuffer`` of ``old``, in that of ``new``; new values are 0."""
+class BucketedBuffer(FlatBuffer):
+    """Flat buffers of buckets of some tensors, which together are one buffer.
+
+    Attributes:
+        buckets: a ``FlatBuffer`` for each bucket; ``flats`` are theirs, those of the first bucket in front.
+
+    Args:
+        tensors: the tensors.
+        buckets: indices of the tensors in each bucket; every tensor is in one of them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], buckets: Sequence[Sequence[int]]):
+        self.buckets = [FlatBuffer([tensors[index] for index in bucket]) for bucket in buckets]
+        self.flats = []
+        views: dict[int, Tensor] = {}
+        for indices, bucket in zip(buckets, self.buckets, strict=True):
+            bucket.first = len(self.flats)
+            self.flats += bucket.flats
+            views |= dict(zip(indices, bucket.views, strict=True))
+        self.views = [views[index] for index in range(len(tensors))]
+
+
+def rearranged(
+    flats: Sequence[Tensor], old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return ``flats``, float32 in the layout of a ``BucketedBuffer``, in that of another one; new values are 0.
+
+    ``old`` and ``new`` are the tensors of the buckets of each of the two.
+    """
     before, after = _places(old), _places(new)
-    sizes = {number: stop for number, _, stop in after}  # the last stop of each flat tensor
-    moved = [torch.zeros(size, dtype=torch.float32, device=new[0].device) for size in sizes.values()]
-    origins = {id(tensor): place for tensor, place in zip(old, before, strict=True)}
-    for tensor, (number, start, stop) in zip(new, after, strict=True):
-        if (origin := origins.get(id(tensor))) is not None:
+    sizes = {number: stop for _, number, _, stop in after}  # the last stop of each flat tensor
+    moved = [torch.zeros(size, dtype=torch.float32, device=new[0][0].device) for size in sizes.values()]
+    origins = {identity: place for identity, *place in before}
+    for identity, number, start, stop in after:
+        if (origin := origins.get(identity)) is not None:
             moved[number][start:stop] = flats[origin[0]][origin[1] : origin[2]]
     return moved
 
 
-def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """Return (flat tensor, start, stop) of each of ``tensors`` in a ``FlatBuffer`` of them, counted in real numbers."""
-    kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+def _places(buckets: Sequence[Sequence[Tensor]]) -> list[tuple[int, int, int, int]]:
+    """Return (id of the tensor, flat tensor, start, stop) of each tensor of ``buckets`` in a ``BucketedBuffer``,
+    counted in real numbers."""
     stops: list[int] = []
     places = []
-    for tensor in tensors:
-        number = kinds.setdefault((tensor.dtype, tensor.device), len(kinds))
-        if number == len(stops):
-            stops.append(0)
-        start = stops[number]
-        stops[number] += tensor.numel() * (2 if tensor.is_complex() else 1)
-        places.append((number, start, stops[number]))
+    for bucket in buckets:
+        kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+        for tensor in bucket:
+            number = kinds.setdefault((tensor.dtype, tensor.device), len(stops))
+            if number == len(stops):
+                stops.append(0)
+            start = stops[number]
+            stops[number] += tensor.numel() * (2 if tensor.is_complex() else 1)
+            places.append((id(tensor), number, start, stops[number]))
     return places
 
 

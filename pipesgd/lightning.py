@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from pipesgd.checks import check_version
-from pipesgd.ddp import AttachedPipeline, attach
+from pipesgd.ddp.attached import Attached, attach
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 
@@ -91,7 +91,7 @@ def make_strategy(module: str) -> type[Any]:
             super().__init__(*args, **options)
             self._pipeline_options = {"width": width, "codec": codec} | (pipeline_options or {})
             self._loaded_from: Path | None = None
-            self.pipeline: AttachedPipeline | None = None
+            self.pipeline: Attached | None = None
             """The pipeline, while the Trainer fits."""
 
         def setup(self, trainer: Any) -> None:
@@ -185,7 +185,7 @@ def make_fabric_strategy(module: str) -> type[Any]:
                 raise UserInputError("scaler must be left out of pipeline_options: Fabric has precision")
             super().__init__(*args, **options)
             self._pipeline_options = {"width": width, "codec": codec} | (pipeline_options or {})
-            self.pipeline: AttachedPipeline | None = None
+            self.pipeline: Attached | None = None
             """The pipeline, from ``fabric.setup`` on."""
 
         def setup_module_and_optimizers(self, module: Any, optimizers: list[Any], *others: Any) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from pipesgd.optim.clipping import Clipping
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import Strategy
+
+if TYPE_CHECKING:
+    from pipesgd.baselines.parameter_server.strategy import ParameterServers
 
 
 def make_strategy(
@@ -23,16 +26,18 @@ def make_strategy(
 ) -> Strategy:
     """Return the strategy for this rank, a worker. All ranks of the job call this, or ``serve``, together."""
     pipeline, run = config.pipeline, config.run
-    if pipeline.strategy == "pipelined" and pipeline.local_steps > 1:
+    if pipeline.in_windows:
         from pipesgd.pipeline.local_steps import LocalSteps
 
         return LocalSteps(
             model,
             optimizer,
             local_steps=pipeline.local_steps,
-            outer=pipeline.outer,
+            outer=pipeline.outer or "average",
             outer_lr=pipeline.outer_lr,
             outer_momentum=pipeline.outer_momentum,
+            moving_rate=pipeline.moving_rate,
+            average_state=pipeline.average_state,
             **_pipeline_options(config, scaler, ranks),
         )
     if pipeline.strategy == "pipelined":
@@ -56,9 +61,7 @@ def make_strategy(
             ranks=ranks,
         )
     assert pipeline.strategy in SERVER_STRATEGIES
-    from pipesgd.baselines.parameter_server.strategy import ParameterServers
-
-    return ParameterServers(model, optimizer, ranks=ranks, **_server_options(config))
+    return _make_servers(config, model, optimizer, scaler, ranks)
 
 
 def make_pipeline(
@@ -76,6 +79,7 @@ def make_pipeline(
         optimizer,
         prediction=config.pipeline.prediction,
         guard=config.pipeline.guard,
+        buckets=config.pipeline.buckets,
         init_sync=init_sync,
         **_pipeline_options(config, scaler, ranks),
     )
@@ -87,9 +91,7 @@ def serve(config: TrainConfig, model: nn.Module, optimizer: torch.optim.Optimize
     Raises:
         CommunicationError: a worker was lost.
     """
-    from pipesgd.baselines.parameter_server.strategy import ParameterServers
-
-    ParameterServers(model, optimizer, ranks=ranks, **_server_options(config)).serve()
+    _make_servers(config, model, optimizer, None, ranks).serve()
 
 
 def _pipeline_options(config: TrainConfig, scaler: torch.amp.GradScaler, ranks: Ranks) -> dict[str, Any]:
@@ -105,6 +107,7 @@ def _pipeline_options(config: TrainConfig, scaler: torch.amp.GradScaler, ranks: 
         "all_reduce": pipeline.all_reduce,
         "segment_bytes": pipeline.segment_bytes,
         "connections": pipeline.connections,
+        "rate_limit": pipeline.rate_limit,
         "on_nonfinite": run.on_nonfinite,
         "timeout": run.timeout,
         "seed": config.optimization.seed,
@@ -112,12 +115,34 @@ def _pipeline_options(config: TrainConfig, scaler: torch.amp.GradScaler, ranks: 
     }
 
 
-def _server_options(config: TrainConfig) -> dict[str, Any]:
+def _make_servers(
+    config: TrainConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    ranks: Ranks,
+) -> ParameterServers:
     pipeline, run = config.pipeline, config.run
-    return {
+    options: dict[str, Any] = {
         "servers": pipeline.servers,
         "placement": pipeline.server_placement,
-        "staleness_bound": 0 if pipeline.strategy == "ps-sync" else pipeline.staleness_bound,
         "on_nonfinite": run.on_nonfinite,
         "timeout": run.timeout,
+        "ranks": ranks,
     }
+    if pipeline.strategy == "easgd-async":
+        from pipesgd.baselines.parameter_server.elastic import ElasticServers
+
+        return ElasticServers(
+            model,
+            optimizer,
+            local_steps=pipeline.local_steps,
+            moving_rate=pipeline.moving_rate,
+            clip=Clipping(norm=config.optimization.clip_norm, value=config.optimization.clip_value),
+            scaler=scaler,
+            **options,
+        )
+    from pipesgd.baselines.parameter_server.strategy import ParameterServers
+
+    bound = 0 if pipeline.strategy == "ps-sync" else pipeline.staleness_bound
+    return ParameterServers(model, optimizer, staleness_bound=bound, **options)

@@ -91,6 +91,8 @@ class Strategy(Protocol):
     """True if all ranks hold the same weights, bit for bit, after every step."""
     drifts: bool = False
     """True if replicas drift apart because ranks' processors compute different bits (``pipesgd.pipeline.sameness``)."""
+    owns_optimizer: bool = False
+    """True if ``state_dict`` has the state of the optimizer, too, which is each rank's own."""
 
     def step(self) -> StepReport:
         """Take over the gradients and apply those that are due."""

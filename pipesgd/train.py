@@ -176,7 +176,8 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     network: list[str] = ranks.all_gather_object("network address", network_address())
     ranks.start_process_group(chosen.run.device, chosen.run.timeout)
     model.to(device)
-    optimizer = build_optimizer(chosen.optimization, model)
+    optimization = chosen.optimization.for_ranks(workers.world_size)
+    optimizer = build_optimizer(optimization, model)
     return Job(
         config=chosen,
         ranks=ranks,
@@ -187,7 +188,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
         model=model,
         device=device,
         optimizer=optimizer,
-        schedule=build_schedule(chosen.optimization, optimizer, total),
+        schedule=build_schedule(optimization, optimizer, total),
         iterations=total,
         planned=planned,
         network=network,
@@ -400,7 +401,8 @@ class Run:
                 job.say(line)
             if ranks.rank == 0:
                 self._drift = Drift(found)
-                if found.audition is not None and found.audition.over:
+                limited = job.config.pipeline.rate_limit is not None  # the cluster is faster than this run
+                if found.audition is not None and found.audition.over and not limited:
                     remember(job.folder / output.CLUSTER_FILE, job.config, found.audition, ranks.world_size)
         return found
 

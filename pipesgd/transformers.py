@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipesgd.checks import check_version
-from pipesgd.ddp import AttachedPipeline, attach
+from pipesgd.ddp.attached import Attached, attach
 from pipesgd.errors import UserInputError
 from pipesgd.run.pipeline_file import PipelineFile
 
@@ -42,7 +42,7 @@ class PipesgdCallback(TrainerCallback):  # type: ignore[misc]  # its class is kn
                 raise UserInputError(f"{name} must be left out: the Trainer has {instead}")
         self._trainer = trainer
         self._options = {"width": width, "codec": codec} | options
-        self.pipeline: AttachedPipeline | None = None
+        self.pipeline: Attached | None = None
         """The pipeline, while the Trainer trains."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, optimizer: Any, **others: Any) -> None:

@@ -128,13 +128,15 @@ def local_steps(
     width: int,
     warmup_iterations: int = 0,
     outer: Callable[[list[Tensor]], list[Tensor]] = lambda movement: movement,
+    average_state: bool = False,
 ) -> list[list[float]]:
     """Train ``model`` in place by windows of local steps, written from the definition; return losses likewise.
 
     A window's movement is its start minus its end, on each rank. The mean movement of window n-K+1 is subtracted from
     the weights, as ``outer`` makes it, when window n ends. The next window starts there, minus this rank's own movement
     in each window that is still on its way, times its last cosine with a mean squared. ``outer`` changes nothing by
-    default: the result is then the mean of the ranks' weights.
+    default: the result is then the mean of the ranks' weights. With ``average_state``, the optimizers' tensors that are
+    shaped like their parameters are replaced by their means, too, after every window.
     """
     parameters = list(model.parameters())
     ranks = [copy.deepcopy(model) for _ in batches[0]]
@@ -175,6 +177,65 @@ def local_steps(
                 losses[number].append(loss.item())
             movements.append([a - b.detach() for a, b in zip(start, its_model.parameters(), strict=True)])
         on_their_way.append(movements)
+        while len(on_their_way) > in_flight:
+            arrive()
+        if average_state:
+            for of_ranks in zip(*(its_model.parameters() for its_model in ranks), strict=True):
+                states = [optimizer.state[own] for optimizer, own in zip(optimizers, of_ranks, strict=True)]
+                for name in [name for name, value in states[0].items() if value.shape == of_ranks[0].shape]:
+                    mean = sum(state[name] for state in states) / len(ranks)
+                    for state in states:
+                        state[name] = mean.clone()
+    while on_their_way:
+        arrive()
+    return losses
+
+
+def elastic_averaging(
+    model: nn.Module,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    batches: Sequence[Sequence[Any]],
+    *,
+    steps: int,
+    width: int,
+    moving_rate: float,
+    warmup_iterations: int = 0,
+) -> list[list[float]]:
+    """Train ``model``, the centre, in place by EASGD, written from equations 5 and 6 of the paper; return losses.
+
+    At the end of a window, each rank's weights x become x - a (x - centre), and the centre gets a times the sum of all
+    x - centre, with the x of ``width`` - 1 windows before. A last, shorter window counts as one.
+    """
+    centre = list(model.parameters())
+    ranks = [copy.deepcopy(model) for _ in batches[0]]
+    optimizers = [make_optimizer(rank.parameters()) for rank in ranks]
+    on_their_way: list[list[list[Tensor]]] = []  # the ranks' weights, by window and rank
+    losses: list[list[float]] = []
+
+    @torch.no_grad()
+    def arrive() -> None:
+        for own, parts in zip(centre, zip(*on_their_way.pop(0), strict=True), strict=True):
+            own.add_(sum(part - own for part in parts), alpha=moving_rate)
+
+    iteration = 0
+    while iteration < len(batches):
+        length, in_flight = (1, 0) if iteration < warmup_iterations else (steps, width - 1)
+        window = batches[iteration : iteration + length]
+        for of_ranks in window:
+            losses.append([])
+            for rank, optimizer, batch in zip(ranks, optimizers, of_ranks, strict=True):
+                optimizer.zero_grad()
+                loss = loss_of(rank, batch)
+                loss.backward()
+                optimizer.step()
+                losses[-1].append(loss.item())
+        iteration += len(window)
+        on_their_way.append([[x.detach().clone() for x in rank.parameters()] for rank in ranks])
+        with torch.no_grad():
+            for rank in ranks:
+                for x, own in zip(rank.parameters(), centre, strict=True):
+                    x.sub_(x - own, alpha=moving_rate)
         while len(on_their_way) > in_flight:
             arrive()
     while on_their_way:

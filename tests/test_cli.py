@@ -56,6 +56,13 @@ from timing_model.schedules import ALL_REDUCES
         ("--lr nan", "lr must be above 0; got nan"),
         ("--lr inf", "lr must be at most 1e+15; got inf"),
         ("--lr 0", "lr must be above 0; got 0.0"),
+        ("--strategy easgd-async --moving-rate 2", "moving-rate must be at most 1; got 2.0"),
+        (
+            "--strategy easgd-async --outer elastic",
+            "outer must be left out with --strategy easgd-async, which has no use for it (it belongs to pipelined); "
+            "got 'elastic'",
+        ),
+        ("--lr-scaling sqrt", "lr-scaling must be none or linear; got 'sqrt'"),
         ("--momentum 1", "momentum must be below 1; got 1.0"),
         ("--optimizer nesterov --momentum 0", "momentum must be above 0 with --optimizer nesterov; got 0"),
         ("--weight-decay -1", "weight-decay must be at least 0; got -1.0"),
@@ -76,23 +83,57 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--local-steps 4 --strategy ps-sync",
-            "local-steps must be left out with --strategy ps-sync, which has no use for it (it belongs to pipelined); "
-            "got 4",
+            "local-steps must be left out with --strategy ps-sync, which has no use for it (it belongs to pipelined or "
+            "easgd-async); got 4",
+        ),
+        ("--outer-lr 0.5", "outer-lr must be left out without --local-steps or --outer, to which it belongs; got 0.5"),
+        ("--moving-rate 0.5", "moving-rate must be left out with --outer average; got 0.5"),
+        (
+            "--width 1 --average-state",
+            "average-state must be left out without --local-steps or --outer, to which it belongs; got True",
         ),
         (
-            "--outer nesterov",
-            "outer must be left out with --local-steps 1, which has no use for it (it belongs to 2 or more); "
-            "got 'nesterov'",
+            "--outer average --average-state",
+            "width must be 1 with --average-state, whose averages are never late; got 2",
+        ),
+        (
+            "--strategy ddp --outer elastic",
+            "outer must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); "
+            "got 'elastic'",
         ),
         (
             "--local-steps 2 --prediction none",
-            "prediction must be left out with --local-steps 2 or more, which has no use for it (it belongs to 1); "
-            "got 'none'",
+            "prediction must be left out with --local-steps, since each rank expects its own movement; got 'none'",
+        ),
+        (
+            "--outer nesterov --guard",
+            "guard must be left out with --outer, since it judges averaged gradients; got True",
         ),
         ("--local-steps 2 --outer-momentum 0.5", "outer-momentum must be left out with --outer average; got 0.5"),
+        ("--local-steps 2 --outer elastic --moving-rate 1.01", "moving-rate must be at most 1; got 1.01"),
+        (
+            "--outer elastic --codec powersgd",
+            "codec must keep no residual with --outer elastic, whose next difference has what was left out of this "
+            "one; got powersgd",
+        ),
+        (
+            "--outer elastic --codec int8 --error-feedback on",
+            "error-feedback must be off with --outer elastic, whose next difference has what was left out of this "
+            "one; got on",
+        ),
         (
             "--local-steps 2 --width auto",
-            "local-steps must be 1 with --width auto, since the timing model does not cover them; got 2",
+            "local-steps must be 1 with --width auto, which predicts iterations that are all alike (timing-model "
+            "predict --local-steps predicts their mean); got 2",
+        ),
+        (
+            "--local-steps 2 --cluster x",
+            "local-steps must be 1 with --cluster, which predicts iterations that are all alike (timing-model predict "
+            "--local-steps predicts their mean); got 2",
+        ),
+        (
+            "--outer elastic --width auto",
+            "outer must be left out with --width auto, since the timing model does not cover it; got 'elastic'",
         ),
         ("--clip-norm 0", "clip-norm must be above 0; got 0.0"),
         ("--clip-value -1", "clip-value must be above 0; got -1.0"),
@@ -168,7 +209,7 @@ from timing_model.schedules import ALL_REDUCES
         ("--hidden-sizes 500 0", "hidden-sizes must be at least 1; got 0"),
         (
             "--strategy pipeline",
-            "strategy must be one of pipelined, ddp, ps-sync, ps-async, local; "
+            "strategy must be one of pipelined, ddp, ps-sync, ps-async, easgd-async, local; "
             "got 'pipeline' (did you mean pipelined?)",
         ),
         ("--strategy ddp --ddp-hook fp8", "ddp-hook must be one of none, fp16, bf16; got 'fp8'"),
@@ -246,9 +287,47 @@ from timing_model.schedules import ALL_REDUCES
         ("--segment-bytes 0", "segment-bytes must be at least 1; got 0"),
         ("--connections 0", "connections must be at least 1; got 0"),
         ("--connections 17", "connections must be at most 16, which each rank opens to every other; got 17"),
+        ("--buckets 0", "buckets must be at least 1; got 0"),
+        ("--buckets 1.5", "buckets must be a whole number, or have a unit such as 25MiB; got '1.5'"),
+        (
+            "--buckets 4 --codec topk",
+            "buckets must be 1 with --codec topk, which compresses the gradient as a whole; got 4",
+        ),
+        (
+            "--strategy ddp --buckets 4",
+            "buckets must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); got '4'",
+        ),
+        (
+            "--local-steps 2 --buckets 1MiB",
+            "buckets must be left out with --local-steps, since a movement is complete only when its window ends; "
+            "got 1MiB",
+        ),
         (
             "--all-reduce native --connections 2",
             "connections and segment-bytes must be left out with --all-reduce native, torch's own",
+        ),
+        ("--rate-limit 50", "rate-limit must have a unit such as 10Gbit/s; got '50'"),
+        (
+            "--rate-limit 50Mb",
+            "rate-limit must have a unit such as 10Gbit/s; got '50Mb' (did you mean 50Mbit/s or 50MB/s?)",
+        ),
+        ("--rate-limit 0.5mbit", "rate-limit must be at least 1mbit; got '0.5mbit'"),
+        (
+            "--rate-limit 50mbit --all-reduce native",
+            "rate-limit must be left out with --all-reduce native, which torch sends unpaced; got '50mbit'",
+        ),
+        *(
+            (
+                f"--rate-limit 50mbit --strategy {strategy}",
+                f"rate-limit must be left out with --strategy {strategy}, which has no use for it (it belongs to "
+                "pipelined); got '50mbit'",
+            )
+            for strategy in ("ddp", "ps-sync", "ps-async", "local")
+        ),
+        (
+            "--rate-limit 50mbit --width auto",
+            "cluster must be given with --width auto and --rate-limit, since a calibration before the run would use "
+            "the whole line; got none",
         ),
         (
             "--all-reduce rign",

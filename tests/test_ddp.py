@@ -7,6 +7,7 @@ import difflib
 import io
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from pipesgd import CommunicationError, DisagreementError, NonFiniteGradientError, Pipelined, UserInputError
+from pipesgd import (
+    CommunicationError,
+    DisagreementError,
+    LocalSteps,
+    NonFiniteGradientError,
+    Pipelined,
+    UserInputError,
+)
 from pipesgd.codecs.options import CODECS, DENSE_CODECS
 from pipesgd.ddp import AttachedPipeline, attach, compress
 from pipesgd.ranks import Ranks
@@ -102,7 +110,8 @@ def by_pipelined(
     model = make_model()
     optimizer = make_optimizer(optimizer_name, model)
     schedule = falling(optimizer)
-    with Pipelined(model, optimizer, ranks=ranks, **options) as pipeline:
+    kind: Any = LocalSteps if "local_steps" in options else Pipelined
+    with kind(model, optimizer, ranks=ranks, **options) as pipeline:
         for number, (inputs, targets) in enumerate(batches(ranks.rank, ranks.world_size)):
             loss = cross_entropy(model(inputs, number % 2 if branches else None), targets) / accumulate
             (loss * poisoned(ranks.rank, number, poison)).backward()
@@ -186,6 +195,11 @@ def both(ranks: Ranks, options: dict[str, Any], only_here: dict[str, Any]) -> tu
         ({"branches": True}, {"ddp": {"find_unused_parameters": True, "gradient_as_bucket_view": True}}),
         ({"clip_norm": 0.5}, {}),
         ({"codec": "int8"}, {"closure": True}),
+        ({"local_steps": 3, "width": 1}, {}),
+        ({"local_steps": 3, "codec": "int4", "clip_norm": 0.5, "optimizer_name": "adam"}, {}),
+        ({"local_steps": 3, "width": 1, "outer": "elastic"}, {"ddp": {"gradient_as_bucket_view": True}}),
+        ({"local_steps": 2, "accumulate": 2}, {}),
+        ({"local_steps": 3}, {"closure": True}),
     ],
     ids=lambda value: " ".join(f"{name}={one}" for name, one in value.items()) or "defaults",
 )
@@ -198,27 +212,52 @@ def test_the_loop_of_a_ddp_program_trains_as_pipelined_does_bit_for_bit(
         assert same(found, answers[0][1]), "replicas"
 
 
-def _with_a_scaler(ranks: Ranks, poison: int | None) -> tuple[Weights, Weights]:
-    expected = by_pipelined(ranks, poison=poison, on_nonfinite="skip")
+def _with_a_scaler(ranks: Ranks, poison: int | None, options: dict[str, Any]) -> tuple[Weights, Weights]:
+    expected = by_pipelined(ranks, poison=poison, on_nonfinite="skip", **options)
     # The scale grows in every second iteration, so gradients arrive that were computed at another one.
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    return expected, by_attached(ranks, poison=poison, scaler=scaler)
+    return expected, by_attached(ranks, poison=poison, scaler=scaler, **options)
 
 
-@pytest.mark.parametrize("poison", [None, 0, 3, ITERATIONS - 1])
-def test_loss_scaling_changes_no_bit_and_leaves_out_the_same_updates(poison: int | None) -> None:
-    for expected, found in run_ranks(2, _with_a_scaler, poison):
+@pytest.mark.parametrize(
+    ("poison", "options"),
+    [
+        *((poison, {}) for poison in (None, 0, 3, ITERATIONS - 1)),
+        *((poison, {"local_steps": 2}) for poison in (2, 3, 7)),
+    ],
+)
+def test_loss_scaling_changes_no_bit_and_leaves_out_the_same_updates(
+    poison: int | None, options: dict[str, Any]
+) -> None:
+    for expected, found in run_ranks(2, _with_a_scaler, poison, options):
         assert all(bool(value.isfinite().all()) for value in found.values())
         assert same(expected, found)
 
 
-def _skips(ranks: Ranks) -> tuple[Weights, Weights]:
-    return tuple(run(ranks, poison=3, on_nonfinite="skip") for run in (by_pipelined, by_attached))  # type: ignore[return-value]
+def _skips(ranks: Ranks, options: dict[str, Any]) -> tuple[Weights, Weights]:
+    return tuple(run(ranks, poison=3, on_nonfinite="skip", **options) for run in (by_pipelined, by_attached))  # type: ignore[return-value]
 
 
-def test_an_update_that_is_not_finite_is_left_out() -> None:
-    for expected, found in run_ranks(2, _skips):
+@pytest.mark.parametrize("options", [{}, {"local_steps": 3}])
+def test_an_update_that_is_not_finite_is_left_out(options: dict[str, Any]) -> None:
+    for expected, found in run_ranks(2, _skips, options):
         assert same(expected, found)
+
+
+def _gradients_after_a_step(ranks: Ranks) -> bool:
+    ddp_model = DistributedDataParallel(make_model())
+    optimizer, pipeline = start(ddp_model, local_steps=1)
+    inputs, targets = next(batches(ranks.rank, ranks.world_size))
+    cross_entropy(ddp_model(inputs), targets).backward()
+    before = [parameter.grad.clone() for parameter in ddp_model.parameters()]
+    optimizer.step()
+    after = [parameter.grad for parameter in ddp_model.parameters()]
+    pipeline.close()
+    return all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_window_that_ends_leaves_the_loop_its_own_gradients() -> None:
+    assert run_ranks(2, _gradients_after_a_step) == [True, True]
 
 
 # ---- attach: evaluation, saving, resuming
@@ -293,9 +332,17 @@ def pickled(state: Any) -> Any:
     return torch.load(file)
 
 
-@pytest.mark.parametrize("stop", [1, 5])
-def test_a_resumed_program_continues_bit_for_bit(stop: int) -> None:
-    for whole, resumed in run_ranks(2, _resumes, stop, {"codec": "int4", "width": 3}):
+@pytest.mark.parametrize(
+    ("stop", "options"),
+    [
+        (1, {"codec": "int4", "width": 3}),
+        (5, {"codec": "int4", "width": 3}),
+        (5, {"local_steps": 3, "codec": "int4"}),
+        (4, {"local_steps": 3, "outer": "elastic"}),
+    ],
+)
+def test_a_resumed_program_continues_bit_for_bit(stop: int, options: dict[str, Any]) -> None:
+    for whole, resumed in run_ranks(2, _resumes, stop, options):
         assert whole == resumed
 
 
@@ -325,6 +372,9 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     model = ddp()
     found["part"] = refusal(lambda: attach(model, make_optimizer("sgd", model.module.last)))
     found["guard"] = refusal(lambda: attach(model, make_optimizer("sgd", model), guard=True))
+    local = partial(attach, model, make_optimizer("sgd", model), local_steps=2)
+    found["guard of local steps"] = refusal(lambda: local(guard=True))
+    found["buckets"] = refusal(lambda: attach(model, make_optimizer("sgd", model), buckets=2))
     found["topk"] = refusal(lambda: compress(model, "topk"))
     found["codec"] = refusal(lambda: attach(model, make_optimizer("sgd", model), codec="int7"))
 
@@ -358,6 +408,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "part": "optimizer must hold all parameters of ddp_model that require a gradient; got one without "
             "first.weight (8 of 10 are missing)",
             "guard": "guard must be left out: a loop with DistributedDataParallel has its own steps",
+            "guard of local steps": "guard must be left out with local steps; got True",
+            "buckets": "buckets must be left out: a loop with DistributedDataParallel has its own buckets",
             "topk": f"codec must be one of {', '.join(DENSE_CODECS)}, module:function; got 'topk'",
             "codec": f"codec must be one of {', '.join(CODECS)}, module:function; got 'int7' (did you mean int8?)",
             "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",

@@ -15,7 +15,7 @@ from _small_problem import regress, small_problem
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd import Pipelined, UserInputError
+from pipesgd import LocalSteps, Pipelined, UserInputError
 from pipesgd.comm.connections import Connections
 from pipesgd.ddp import attach, compress
 from pipesgd.ranks import Ranks, current
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 GROUPS = ([0, 2], [3, 1])
 """Two groups of the four ranks; the second counts its ranks in another order than the job does."""
-KINDS = ("Pipelined", "attach", "compress")
+KINDS = ("Pipelined", "LocalSteps", "attach", "compress")
 
 
 def own_group() -> dist.ProcessGroup:
@@ -40,15 +40,18 @@ def train(kind: str, job: int, rank: int, group: dist.ProcessGroup | None, **opt
     The jobs differ in their model and in the number of their iterations.
     """
     model, batches = small_problem(job, [4, 30 + job, 2], iterations=5 + 3 * job, world_size=2)
-    network = model if kind == "Pipelined" else DistributedDataParallel(model, process_group=group)
+    own_loop = kind in ("Pipelined", "LocalSteps")
+    network = model if own_loop else DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if kind == "Pipelined":
         strategy: Any = Pipelined(model, optimizer, codec="int8", process_group=group, **options)
+    elif kind == "LocalSteps":
+        strategy = LocalSteps(model, optimizer, local_steps=3, codec="int8", process_group=group, **options)
     elif kind == "attach":
         strategy = attach(network, optimizer, codec="int8", **options)
     else:
         strategy = compress(network, codec="int8", **options)
-    step = strategy.step if kind == "Pipelined" else optimizer.step
+    step = strategy.step if own_loop else optimizer.step
     with strategy:
         for of_ranks in batches:
             optimizer.zero_grad()
@@ -73,6 +76,7 @@ def _apart(ranks: Ranks, kind: str, options: dict[str, Any]) -> list[str]:
     [
         ("Pipelined", {}),
         ("Pipelined", {"guard": True, "width": 3, "all_reduce": "recursive-doubling", "connections": 2}),
+        ("LocalSteps", {"outer": "elastic"}),
         ("attach", {}),
         ("compress", {}),
     ],

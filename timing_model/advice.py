@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from timing_model.buckets import WHOLE
 from timing_model.choices import TIE, Choice
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import HIDDEN, workers_that_hide
@@ -29,8 +30,10 @@ def describe(job: Job) -> str:
     if job.strategy == "ddp":
         return f"ddp, {codec}"
     name = "synchronous" if job.width == 1 else f"pipelined, width {job.width}"
+    name += f", {job.local_steps} local steps" if job.local_steps > 1 else ""
     segment = "" if job.segment_bytes == 1 << 20 else f", segments of {job.segment_bytes >> 10} KiB"
-    return f"{name}, {codec}, {job.all_reduce}{segment}"
+    buckets = "" if job.cut == WHOLE else f", buckets {job.buckets}"
+    return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}"
 
 
 def reason(choice: Choice) -> str:
@@ -69,7 +72,9 @@ def ratio(one: Choice, other: Choice) -> float:
 
 def training_arguments(job: Job) -> str:
     """Return the options of ``pipesgd.train`` that run a configuration."""
-    return _strategy_arguments(job) + (f" --accumulation {job.accumulation}" if job.accumulation > 1 else "")
+    accumulation = f" --accumulation {job.accumulation}" if job.accumulation > 1 else ""
+    limit = "" if job.rate_limit is None else f" --rate-limit {8e-6 * job.rate_limit:g}mbit"
+    return _strategy_arguments(job) + accumulation + limit
 
 
 def _strategy_arguments(job: Job) -> str:
@@ -77,8 +82,10 @@ def _strategy_arguments(job: Job) -> str:
         return "--strategy ddp" + ("" if job.codec == UNCOMPRESSED else f" --ddp-hook {job.codec}")
     if job.strategy == "ps-sync":
         return f"--strategy ps-sync --servers {job.servers}"
-    words = f"--width {job.width} --codec {job.codec} --all-reduce {job.all_reduce}"
-    return words + ("" if job.segment_bytes == 1 << 20 else f" --segment-bytes {job.segment_bytes}")
+    steps = f" --local-steps {job.local_steps}" if job.local_steps > 1 else ""
+    words = f"--width {job.width}{steps} --codec {job.codec} --all-reduce {job.all_reduce}"
+    words += "" if job.segment_bytes == 1 << 20 else f" --segment-bytes {job.segment_bytes}"
+    return words + ("" if job.cut == WHOLE else f" --buckets {job.buckets}")
 
 
 def _pipelining(plan: Plan) -> str | None:

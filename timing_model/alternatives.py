@@ -1,7 +1,7 @@
-"""Alternatives to a plan that change the job itself: gradient accumulation, and other numbers of ranks.
+"""Alternatives to a plan that change the job itself: accumulation, coarser codecs, local steps, other numbers of ranks.
 
-A plan searches configurations of one job. These change how many samples an update sees, so that they are mentioned with
-their price, and never chosen.
+A plan searches configurations of one job. These change how many samples an update sees, or cost accuracy, so they are
+mentioned with their price, and never chosen.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
-from timing_model.choices import Choice, Space
+from timing_model.choices import Choice, Space, all_codecs
 from timing_model.cluster_profile import UNCOMPRESSED
-from timing_model.costs import costs_of, iteration_time
+from timing_model.costs import HIDDEN, costs_of, iteration_time
+from timing_model.iteration import IterationTime
 from timing_model.job import LARGEST_WORLD, Job
 from timing_model.plan import Plan, plan
 from timing_model.units import format_cost, format_seconds
@@ -29,6 +30,19 @@ FURTHEST = 8
 MANY = 10
 """Ratio from which on decimals say nothing."""
 
+MOST_LOCAL_STEPS = 500
+"""Longest window of local steps that is considered; nobody reports a use of longer ones."""
+LEAST_WINDOWS = 20
+"""Fewest windows of a job in which ranks still train together."""
+LITTLE = 0.5
+"""Cost in accuracy, in percentage points, up to which local steps are recommended."""
+LOCAL_STEPS_COST = {4: 0.7, 8: 0.8, 32: 2.0}
+"""Accuracy that width 2 was measured to lose to synchronous training, in percentage points, by the window's length: an
+MLP on Fashion-MNIST, four simulated ranks, SGD, one to three seeds (``experiments/LOG.md``, 2026-11-25)."""
+COARSER, COARSER_COST = "ternary", 0.1
+"""Codec of 2 bits, and the most that it was measured to cost in accuracy, in percentage points: MLP and convnet on
+Fashion-MNIST, four ranks, three seeds, width 1 (``experiments/results/codec_accuracy``)."""
+
 
 class Epoch(NamedTuple):
     """An epoch on some number of ranks."""
@@ -41,7 +55,12 @@ class Epoch(NamedTuple):
 
 def alternatives(found: Plan, space: Space, *, extrapolate: bool = False) -> list[str]:
     """Return sentences on what else a person could do, after the search of ``space`` that found the plan."""
-    sentences = (_accumulation(found, space), _more_ranks(found.best.job, space, extrapolate))
+    sentences = (
+        _accumulation(found, space),
+        _coarser_codec(found, space),
+        _local_steps(found, space),
+        _more_ranks(found.best.job, space, extrapolate),
+    )
     return [one for one in sentences if one is not None]
 
 
@@ -57,6 +76,29 @@ def hiding(choice: Choice, width: int) -> int | None:
         if communication <= computation:
             return factor
     return None
+
+
+def hiding_steps(choice: Choice) -> int | None:
+    """Return the fewest local steps with which a pipeline of width 2 hides the communication of ``choice`` behind the
+    computation; None if they are above ``MOST_LOCAL_STEPS``."""
+    times = costs_of(dataclasses.replace(choice.job, width=2, accumulation=1, local_steps=MOST_LOCAL_STEPS)).times
+    if choice.job.loader_workers == 0:
+        times = times.loading_itself()
+    for steps in range(2, MOST_LOCAL_STEPS + 1):
+        computation, communication = times.window(steps).at_width(2, choice.collective.total)
+        if communication <= computation:
+            return steps
+    return None
+
+
+def local_steps_cost(steps: int) -> float | None:
+    """Return the accuracy that windows of this length cost at most, by measurements of windows that are as long or
+    longer, in percentage points; None if there are none.
+
+    >>> [local_steps_cost(steps) for steps in (2, 8, 9, 100)]
+    [0.7, 0.8, 2.0, None]
+    """
+    return next((cost for most, cost in LOCAL_STEPS_COST.items() if steps <= most), None)
 
 
 def epochs(job: Job, space: Space, extrapolate: bool = False) -> list[Epoch]:
@@ -83,6 +125,7 @@ def epoch(job: Job, world_size: int, space: Space, extrapolate: bool) -> Epoch |
             widths=(job.width,),
             codecs=(job.codec,),
             segments=(job.segment_bytes,),
+            buckets=(job.buckets,),
             all_reduces=tuple(one for one in space.all_reduces if one in usual),
         )
         best = plan(base, same, extrapolate=extrapolate).best
@@ -134,6 +177,73 @@ def _accumulation(found: Plan, space: Space) -> str | None:
         f"{gain:.1f} times as many samples a second, in iterations of {format_seconds(seconds)}; the price is a batch "
         f"{factor} times as large, so an epoch has {factor} times fewer updates."
     )
+
+
+def _waits(iteration: IterationTime) -> bool:
+    """Return True if the computation waits for communication."""
+    return iteration.wire + iteration.codec > HIDDEN * iteration.total
+
+
+def _exposed_pipeline(found: Plan, space: Space) -> Choice | None:
+    """Return the fastest pipeline of a plan whose ranks wait for communication; at width 2, if it is synchronous."""
+    choice = next((one for one in found.ranking if one.job.strategy == "pipelined"), None)
+    if choice is None or max(space.widths) == 1 or not _waits(found.best.iteration):
+        return None
+    return dataclasses.replace(choice, job=dataclasses.replace(choice.job, width=max(2, choice.job.width)))
+
+
+def _coarser(choice: Choice, space: Space) -> Job | None:
+    """Return the job with the coarser codec; None if that was searched, or is not known on this cluster."""
+    if COARSER in space.codecs or COARSER not in all_codecs(choice.job.cluster):
+        return None
+    all_reduce = "ring" if choice.job.all_reduce == "native" else choice.job.all_reduce
+    return dataclasses.replace(choice.job, codec=COARSER, all_reduce=all_reduce)
+
+
+def _coarser_codec(found: Plan, space: Space) -> str | None:
+    """Return a sentence on a codec with fewer bits than those that are searched, if it gains enough."""
+    choice = _exposed_pipeline(found, space)
+    job = None if choice is None else _coarser(choice, space)
+    if job is None:
+        return None
+    iteration = iteration_time(job, costs_of(job))[0]
+    gain = found.best.iteration.total / iteration.total
+    if gain < 1 + WORTH:
+        return None
+    hides = "" if _waits(iteration) else ", and hide the communication"
+    return (
+        f"A coarser codec, --width {job.width} --codec {COARSER}, would be {gain:.1f} times as fast{hides}; the price "
+        f"was measured to be up to {COARSER_COST:.1f} points of accuracy (experiments/LOG.md)."
+    )
+
+
+def _local_steps(found: Plan, space: Space) -> str | None:
+    """Return a sentence on the local steps that hide what no codec hides, and on their price."""
+    choice = _exposed_pipeline(found, space)
+    if choice is None:
+        return None
+    coarser = _coarser(choice, space)
+    if coarser is not None and not _waits(iteration_time(coarser, costs_of(coarser))[0]):
+        return None
+    steps = hiding_steps(choice)
+    if steps is None:
+        return f"Local steps are senseless here: --local-steps {MOST_LOCAL_STEPS} would not hide the communication."
+    job = dataclasses.replace(choice.job, width=2, accumulation=1, local_steps=steps)
+    option, iterations = f"--width 2 --codec {job.codec} --local-steps {steps}", job.job_iterations
+    if iterations is not None and iterations < LEAST_WINDOWS * steps:
+        return (
+            f"Local steps are senseless here: {option} would hide the communication, but in this job the ranks would "
+            f"meet only {math.ceil(iterations / steps)} times."
+        )
+    before = found.best.iteration.total / found.best.job.accumulation
+    gain = before / iteration_time(job, costs_of(job))[0].total
+    cost = local_steps_cost(steps)
+    if cost is None:
+        price = f"the price of more than {max(LOCAL_STEPS_COST)} local steps was not measured"
+    else:
+        price = f"the price was measured to be up to {cost:.1f} points of accuracy (experiments/LOG.md)"
+    verdict = "try it" if cost is not None and cost <= LITTLE else "not recommended"
+    return f"{option} would hide the communication, with {gain:.1f} times as many samples a second; {price}: {verdict}."
 
 
 def _more_ranks(job: Job, space: Space, extrapolate: bool) -> str | None:

@@ -40,9 +40,11 @@ class Space:
     widths: tuple[int, ...] = WIDTHS
     segments: tuple[int, ...] = SEGMENTS
     """Sizes of the largest message that are searched, in bytes."""
+    buckets: tuple[str, ...] = ("1",)
+    """Buckets that are searched for pipelines: numbers of them, or largest sizes."""
 
     def __post_init__(self) -> None:
-        for name in ("codecs", "all_reduces", "strategies", "widths", "segments"):
+        for name in ("codecs", "all_reduces", "strategies", "widths", "segments", "buckets"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must be at least one; got none")
         for strategy in self.strategies:
@@ -100,4 +102,5 @@ def simplicity(job: Job) -> tuple[float, ...]:
         SIMPLEST.index(job.strategy),
         0 if job.all_reduce is None else [*ALL_REDUCES, job.all_reduce].index(job.all_reduce),
         abs(math.log2(job.segment_bytes / SEGMENT_BYTES)),
+        len(job.cut(job.compute.tensors)),
     )

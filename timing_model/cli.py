@@ -141,6 +141,12 @@ def _add_plan(options: Parser) -> None:
         metavar="N",
         help=f"sizes of the largest message to search, in bytes ({' '.join(map(str, SEGMENTS))})",
     )
+    searched.add_argument(
+        "--buckets",
+        nargs="+",
+        metavar="N|SIZE",
+        help="buckets to search, in which the gradients of a pipeline leave during the backward pass (1)",
+    )
     add_nodes(searched)
     searched.add_argument(
         "--accuracy-cost",
@@ -156,7 +162,7 @@ def _plan(given: Namespace) -> str:
     """Find the best strategy, width, codec, all-reduce and segment size, and say why."""
     base = base_of(given)
     space = Space.of(base)
-    names = ("strategies", "widths", "codecs", "all_reduces", "segments")
+    names = ("strategies", "widths", "codecs", "all_reduces", "segments", "buckets")
     asked = {name: tuple(dict.fromkeys(getattr(given, name))) for name in names if getattr(given, name)}
     if ALL in asked.get("codecs", ()):
         asked["codecs"] = all_codecs(base.cluster)
@@ -194,7 +200,10 @@ def _plan(given: Namespace) -> str:
 def _choice(choice: Choice) -> dict[str, object]:
     job = choice.job
     return {
-        **{name: getattr(job, name) for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes")},
+        **{
+            name: getattr(job, name)
+            for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes", "buckets")
+        },
         "iteration_seconds": choice.iteration._asdict(),
         "collective_seconds": choice.collective._asdict(),
         "score": choice.score,

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from timing_model.all_reduce import CollectiveTime, all_reduce_time, gather_time
+from timing_model.buckets import completed
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.iteration import (
     IterationTime,
     ddp_buckets,
     layerwise_iteration_time,
     loaded_iteration_time,
-    pipelined_iteration_time,
+    local_steps_iteration_time,
     server_iteration_time,
 )
 from timing_model.job import Job
@@ -58,7 +59,10 @@ def costs_of(job: Job) -> Costs:
         placed=cluster.placed,
         inner=None if cluster.inner is None else cluster.inner.params(),
         codec=codec,
-        times=job.accumulated.times(job.width, job.all_reduce, job.codec),
+        times=dataclasses.replace(
+            job.accumulated.times(job.width, job.all_reduce, job.codec, job.local_steps),
+            **{name: one.value for name, one in _slowdowns(job).items()},
+        ),
         noise=job.noise,
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
     )
@@ -74,20 +78,34 @@ Iteration = Callable[[ComputeTimes], IterationTime]
 """Time of an iteration without the loading of its batch, given the times of the computation."""
 
 
+Buckets = list[tuple[float, CollectiveTime]]
+"""Share of the backward pass after which each bucket is complete, and its collective."""
+
+
 def _pipelined(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
-    whole = collective_time(job, costs, job.compute.numel)
-    return partial(_pipelined_iteration, job, costs.noise, whole), whole
+    buckets = buckets_of(job, costs)
+    return partial(_pipelined_iteration, job, costs.noise, buckets), whole(buckets)
 
 
-def _pipelined_iteration(job: Job, noise: Noise, collective: CollectiveTime, times: ComputeTimes) -> IterationTime:
-    return pipelined_iteration_time(times, collective, job.width, world_size=job.workers, noise=noise)
+def _pipelined_iteration(job: Job, noise: Noise, buckets: Buckets, times: ComputeTimes) -> IterationTime:
+    """Return the time of an iteration of a pipeline.
+
+    At width 1, buckets are reduced during the backward pass of the last micro-batch. At larger ones the collective has
+    a whole iteration, and to begin earlier gains nothing.
+    """
+    if job.width > 1 or len(buckets) == 1:
+        return local_steps_iteration_time(
+            times, whole(buckets), job.width, job.local_steps, world_size=job.workers, noise=noise
+        )
+    before = job.accumulation - 1
+    late = [((before + share) / job.accumulation, collective) for share, collective in buckets]
+    return layerwise_iteration_time(times, late, world_size=job.workers, noise=noise)
 
 
 def _ddp(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
     cut = ddp_buckets([FLOAT_BYTES * numel for numel in job.compute.tensors])
     buckets = [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
-    whole = CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
-    return partial(layerwise_iteration_time, buckets=buckets, world_size=job.workers, noise=costs.noise), whole
+    return partial(layerwise_iteration_time, buckets=buckets, world_size=job.workers, noise=costs.noise), whole(buckets)
 
 
 def _servers(job: Job, costs: Costs) -> tuple[Iteration, CollectiveTime]:
@@ -114,13 +132,12 @@ def as_measured(job: Job, iteration: IterationTime) -> IterationTime:
     """Return the predicted time of an iteration of ``job``; if it was measured, with parts that add up to that."""
     if job.measured is None or iteration.total <= 0:
         return iteration
-    factor = job.measured.iteration.value / iteration.total
-    return IterationTime(*[factor * part for part in iteration])
+    return iteration.times(job.measured.iteration.value / iteration.total)
 
 
-def pipelined_time(job: Job, costs: Costs, collective: CollectiveTime) -> IterationTime:
-    """Return the time of one iteration of the pipeline, given the time of its collective."""
-    return loaded_time(job, costs, partial(_pipelined_iteration, job, costs.noise, collective))
+def pipelined_time(job: Job, costs: Costs, buckets: Buckets) -> IterationTime:
+    """Return the time of one iteration of the pipeline, given its buckets."""
+    return loaded_time(job, costs, partial(_pipelined_iteration, job, costs.noise, buckets))
 
 
 def loaded_time(job: Job, costs: Costs, iteration: Iteration) -> IterationTime:
@@ -140,10 +157,21 @@ def workers_that_hide(job: Job) -> int | None:
     return workers if hidden.loading <= HIDDEN * hidden.total else None
 
 
+def buckets_of(job: Job, costs: Costs) -> Buckets:
+    """Return the buckets of a pipeline; one, complete at the end of the backward pass, if the gradient is not cut."""
+    cut = completed(job.cut, [FLOAT_BYTES * numel for numel in job.compute.tensors])
+    return [(share, collective_time(job, costs, nbytes / FLOAT_BYTES)) for share, nbytes in cut]
+
+
+def whole(buckets: Buckets) -> CollectiveTime:
+    """Return the time of the collectives of all buckets."""
+    return CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
+
+
 def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
     """Return the time of one collective of ``numel`` values."""
     codec = None if job.codec == UNCOMPRESSED else costs.codec
-    segment_bytes = job.segment_bytes
+    segment_bytes = job.message_bytes
     if job.gathered:
         return gather_time(costs.link, numel, job.world_size, codec=costs.codec, segment_bytes=segment_bytes)
     return all_reduce_time(
@@ -160,15 +188,27 @@ def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
     )
 
 
+def _slowdowns(job: Job) -> dict[str, Estimate]:
+    """Return the slowdowns of computation and collective by each other.
+
+    A rank that sends at a rate limit needs its cores for the same work, in a longer time.
+    """
+    found = {
+        "compute_slowdown": job.compute.compute_slowdown_of(job.codec),
+        "comm_slowdown": job.compute.comm_slowdown_of(job.all_reduce),
+    }
+    return {name: one.times(job.sending_share) for name, one in found.items()}
+
+
 def _link(job: Job) -> LinkProfile:
-    return job.cluster.link_of(job.measured_as)
+    return job.cluster.link_of(job.measured_as).limited(job.rate_limit)
 
 
 def correction_of(job: Job) -> tuple[float, float] | None:
     """Return the factor on the formula's time of the collective, and the share by which it may be off; None if this
-    all-reduce, or parameter server, was not measured among this many ranks."""
+    all-reduce, or parameter server, was not measured among this many ranks, or not at the rate that limits it."""
     corrections = job.cluster.corrections_of(job.measured_as)
-    if corrections is None or job.gathered:
+    if corrections is None or job.gathered or job.limited:
         return None
     codec = job.codec_profile
     nbytes = job.nbytes if codec is None else codec.bits / 8 * job.compute.numel
@@ -189,11 +229,11 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
         yield "codec", {one.name: getattr(codec.rates, one.name) for one in dataclasses.fields(codec.rates)}
         yield "codec", {"call": codec.call}
     compute = job.accumulated
-    update = compute.update if job.width == 1 else compute.late_update
-    yield "times", {"update": update, "forward": compute.forward, "backward": compute.backward}
+    passes = {"forward": compute.forward, "backward": compute.backward}
+    yield "times", compute.updates(job.width, job.local_steps) | passes
     yield "times", {"loading": compute.loading}
     yield "times", {"handover": compute.handover}
-    yield "times", {"compute_slowdown": compute.compute_slowdown_of(job.codec)}
-    yield "times", {"comm_slowdown": compute.comm_slowdown_of(job.all_reduce)}
+    for name, slowdown in _slowdowns(job).items():
+        yield "times", {name: slowdown}
     yield "noise", {"persistence": compute.persistence}
     yield "noise", {"comm_cv": compute.comm_cv}

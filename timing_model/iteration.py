@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from timing_model.all_reduce import CollectiveTime
 from timing_model.checks import check_at_least, check_count
-from timing_model.jitter import expected_maximum, steady_state_period
+from timing_model.jitter import expected_maximum, noise_over, steady_state_period
 from timing_model.params import ComputeTimes, Noise
 
 NO_NOISE = Noise()
@@ -38,6 +38,10 @@ class IterationTime(NamedTuple):
         """Total time that the computation waits, in s."""
         return self.wire + self.codec + self.jitter + self.loading
 
+    def times(self, factor: float) -> IterationTime:
+        """Return the time with every part ``factor`` times as long."""
+        return IterationTime(*[factor * part for part in self])
+
 
 def pipelined_iteration_time(
     times: ComputeTimes, collective: CollectiveTime, width: int, *, world_size: int = 1, noise: Noise = NO_NOISE
@@ -66,6 +70,40 @@ def pipelined_iteration_time(
 
     total = steady_state_period(*times.at_width(width, collective.total), width, world_size, noise)
     return _parts(times.total, without_noise(collective.wire), without_noise(collective.total), total)
+
+
+def local_steps_iteration_time(
+    times: ComputeTimes,
+    collective: CollectiveTime,
+    width: int,
+    local_steps: int,
+    *,
+    world_size: int = 1,
+    noise: Noise = NO_NOISE,
+) -> IterationTime:
+    r"""Iteration time of local steps: ranks exchange what a window of H iterations has moved their weights.
+
+    .. math:: T = \frac{1}{H} \max\left(H c + u,\; m,\; \frac{H c + u + m}{K}\right)
+
+    u is ``times.outer_update``. The window takes the place of the iteration in ``pipelined_iteration_time``, and H = 1
+    without an outer update is that. So a pipeline of width 2 hides the collective from H = m / c on, about; at width 1
+    it adds m / H to each iteration. Slow iterations of a rank make up for fast ones in the same window: noise is that
+    of a mean of H iterations.
+
+    Raises ``ValueError`` if ``width < 1`` or ``local_steps < 1``.
+
+    >>> times = ComputeTimes(update=0.5, forward=1.0, backward=1.5)
+    >>> [local_steps_iteration_time(times, CollectiveTime(12.0, 12.0, 0.0), 2, steps).total for steps in (1, 2, 4, 8)]
+    [12.0, 6.0, 3.0, 3.0]
+    >>> local_steps_iteration_time(times, CollectiveTime(12.0, 12.0, 0.0), 1, 8).total
+    4.5
+    """
+    check_count("local_steps", local_steps)
+    window = times.window(local_steps)
+    noise = noise_over(noise, local_steps)
+    return pipelined_iteration_time(window, collective, width, world_size=world_size, noise=noise).times(
+        1 / local_steps
+    )
 
 
 def loaded_iteration_time(

@@ -6,6 +6,7 @@ the number of ranks and K the width. ``simulate.simulate_iterations`` uses none 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from functools import lru_cache
@@ -91,6 +92,23 @@ def variance_of_mean(persistence: float, run: int) -> float:
     check_count("run", run)
     lags = np.arange(1, run)
     return float(1 + 2 * np.dot(1 - lags / run, persistence**lags)) / run
+
+
+def noise_over(noise: Noise, iterations: int) -> Noise:
+    r"""Return the variation of the mean time of this many iterations in a row, for windows that follow each other.
+
+    .. math:: cv_H = cv \sqrt{v_H}, \qquad \rho_H = 2 v_{2H} / v_H - 1
+
+    v is ``variance_of_mean``, and H is ``iterations``. The mean is assumed to have the distribution of one iteration's
+    time (Fenton's approximation if it is lognormal). Collectives are one for each window, and vary as before.
+
+    >>> noise_over(Noise(cv=0.2, comm_cv=0.1), 4)
+    Noise(cv=0.1, persistence=0.0, comm_cv=0.1, distribution='lognormal', slow_ranks=())
+    """
+    if iterations == 1:
+        return noise
+    one, two = (variance_of_mean(noise.persistence, number * iterations) for number in (1, 2))
+    return dataclasses.replace(noise, cv=noise.cv * math.sqrt(one), persistence=max(0.0, 2 * two / one - 1))
 
 
 @lru_cache(maxsize=4096)

@@ -8,13 +8,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from timing_model.all_reduce import messages_meet, unconnected
-from timing_model.checks import check_at_least, check_count, check_one_of
+from timing_model.buckets import WHOLE, Cut
+from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
 from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise
 from timing_model.presets import CODECS
-from timing_model.schedules import SEGMENT_BYTES
+from timing_model.schedules import SEGMENT_BYTES, paced_segment_bytes
+from timing_model.units import format_bandwidth
 
 STRATEGIES = ("pipelined", "ddp", "ps-sync")
 NATIVE_CODECS = (UNCOMPRESSED, "bf16", "fp16")
@@ -82,6 +84,11 @@ class Job:
     all_reduce: str | None = "ring"
     """All-reduce, one of ``ALL_REDUCES`` or ``module:function``; native with ddp, None with ps-sync."""
     segment_bytes: int = SEGMENT_BYTES
+    rate_limit: float | None = None
+    """Most bytes of messages that each rank sends in a second; None if there is no limit, as with native, ddp and
+    ps-sync."""
+    buckets: str = "1"
+    """Number of buckets in which gradients leave during the backward pass of a pipeline, or the largest size of one."""
     ranks_per_node: int = 1
     """Adjoining ranks that share a node; more than 1 only with the all-reduces of ``ON_NODES``."""
     loader_workers: int = 0
@@ -91,6 +98,8 @@ class Job:
     servers: int = 1
     """Servers of ps-sync, which ``placement`` colocates with workers or puts on ranks of their own."""
     placement: str = "colocated"
+    local_steps: int = 1
+    """Iterations of a window, in which each rank trains by itself, and after which ranks exchange what it moved."""
     accumulation: int = 1
     """Micro-batches of an iteration, each as large as the batch of ``compute``, whose gradients are exchanged once."""
     iterations: int | None = None
@@ -100,25 +109,35 @@ class Job:
     """Price of a rank, in any currency, per second."""
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers", "accumulation"):
+        for name in ("world_size", "width", "segment_bytes", "ranks_per_node", "nics", "servers"):
+            check_count(name, getattr(self, name))
+        for name in ("local_steps", "accumulation"):
             check_count(name, getattr(self, name))
         check_at_least("loader_workers", self.loader_workers, 0)
         if self.world_size > LARGEST_WORLD:
             raise ValueError(f"world_size must be at most {LARGEST_WORLD}; got {self.world_size}")
         slowest = max(getattr(self.compute, name).high for name in WITH_BATCH)
         most = int(min(MOST_MICRO_BATCHES, MOST / max(slowest, 1.0)))
-        if self.accumulation > most:
-            raise ValueError(f"accumulation must be at most {most}; got {self.accumulation}")
+        for name in ("local_steps", "accumulation"):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} must be at most {most}; got {getattr(self, name)}")
+        if self.local_steps > 1 and self.accumulation > 1:
+            raise ValueError(f"accumulation must be 1 with local_steps; got {self.accumulation}")
         for name in ("iterations", "epochs"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         check_one_of("strategy", self.strategy, STRATEGIES)
-        if self.strategy != "pipelined" and self.width != 1:
-            raise ValueError(f"width must be 1 with strategy {self.strategy}, which has no pipeline; got {self.width}")
+        for name in ("width", "local_steps"):
+            if self.strategy != "pipelined" and getattr(self, name) != 1:
+                raise ValueError(
+                    f"{name} must be 1 with strategy {self.strategy}, which has no pipeline; got {getattr(self, name)}"
+                )
         self._check_all_reduce()
+        self._check_rate_limit()
         self._check_nodes()
         self._check_placed()
         self._check_codec()
+        self._check_buckets()
         if self.epochs is not None and self.iterations is not None:
             raise ValueError(f"epochs must be left out where iterations are given; got {self.epochs}")
         if self.epochs is not None and self.iterations_per_epoch is None:
@@ -194,6 +213,19 @@ class Job:
                 f"this would take too long; got {self.segment_bytes}"
             )
 
+    def _check_rate_limit(self) -> None:
+        if self.rate_limit is None:
+            return
+        check_above_0("rate_limit", self.rate_limit)
+        why = "whose messages are not paced" if self.strategy != "pipelined" or self.all_reduce == "native" else None
+        if self.all_reduce == "hierarchical":
+            why = "whose ranks may share a NIC, which the model cannot tell"
+        if self.cluster.placed:
+            why = "whose ranks have links of their own"
+        if why is not None:
+            got = format_bandwidth(self.rate_limit)
+            raise ValueError(f"rate_limit must be left out with {self.measured_as}, {why}; got {got}")
+
     def _check_codec(self) -> None:
         known = [UNCOMPRESSED, *self.cluster.codecs, *(name for name in CODECS if name not in self.cluster.codecs)]
         check_one_of("codec", self.codec, known)
@@ -205,6 +237,23 @@ class Job:
             raise ValueError(
                 f"all_reduce must be ring with {self.codec}, whose parts are gathered; got {self.all_reduce}"
             )
+
+    def _check_buckets(self) -> None:
+        cut = self.cut
+        if cut == WHOLE:
+            return
+        if self.strategy != "pipelined":
+            raise ValueError(f"buckets must be left out with strategy {self.strategy}; got {self.buckets}")
+        if self.gathered:
+            raise ValueError(
+                f"buckets must be 1 with {self.codec}, which compresses the gradient as a whole; got {self.buckets}"
+            )
+        cut(self.compute.tensors)
+
+    @property
+    def cut(self) -> Cut:
+        """Cut of the gradient into buckets."""
+        return Cut.parse(self.buckets)
 
     @property
     def cores_used(self) -> float:
@@ -222,7 +271,9 @@ class Job:
     @property
     def measured(self) -> MeasuredIteration | None:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
-        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.accumulation > 1:
+        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.limited:
+            return None
+        if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE:
             return None
         own = (self.world_size, self.width, self.codec, self.all_reduce, self.segment_bytes)
         found = [
@@ -231,6 +282,28 @@ class Job:
             if (one.world_size, one.width, one.codec, one.all_reduce, one.segment_bytes) == own
         ]
         return found[0] if found else None
+
+    @property
+    def sending_share(self) -> float:
+        """Share of a collective in which a rank's link is busy: below 1 at a rate limit."""
+        return (
+            1.0
+            if self.rate_limit is None
+            else min(1.0, self.rate_limit * self.cluster.link_of(self.measured_as).beta.value)
+        )
+
+    @property
+    def limited(self) -> bool:
+        """True if the rate limit is below the rate of the link."""
+        return self.sending_share < 1
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the largest message: a rate limit makes segments smaller, except where an answer would take too
+        long."""
+        if self.rate_limit is None:
+            return self.segment_bytes
+        return max(paced_segment_bytes(self.segment_bytes, self.rate_limit), self.least_segment_bytes)
 
     @property
     def gathered(self) -> bool:

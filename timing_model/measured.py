@@ -51,6 +51,10 @@ class Estimate:
         """Return the estimate multiplied by ``factor``."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
+    def at_least(self, least: float) -> Estimate:
+        """Return the estimate, and ``least`` where it is below that."""
+        return Estimate(max(self.value, least), max(self.low, least), max(self.high, least))
+
     def towards(self, other: Estimate, share: float) -> Estimate:
         """Return the estimate at ``share`` of the way to ``other``, which is at 1."""
         value = self.value + share * (other.value - self.value)
@@ -112,6 +116,12 @@ class LinkProfile:
         """Return the profile of a link that is given, not measured."""
         alpha, beta, gamma, sync = (Estimate.exact(getattr(link, name)) for name in LINK)
         return cls(alpha=alpha, beta=beta, gamma=gamma, sync=sync, overhead=link.overhead, host=link.host)
+
+    def limited(self, rate_limit: float | None) -> LinkProfile:
+        """Return the link of ranks that send at most ``rate_limit`` bytes a second."""
+        if rate_limit is None:
+            return self
+        return dataclasses.replace(self, beta=self.beta.at_least(1 / rate_limit))
 
     def params(self) -> LinkParams:
         values = {name: getattr(self, name).value for name in LINK}
@@ -242,10 +252,21 @@ class ComputeProfile:
         """Return the share by which the computation is slower while a collective with this codec runs."""
         return self.compute_slowdown if codec == UNCOMPRESSED else self.codec_compute_slowdown
 
-    def times(self, width: int, all_reduce: str | None = None, codec: str = UNCOMPRESSED) -> ComputeTimes:
+    def updates(self, width: int, local_steps: int = 1) -> dict[str, Estimate]:
+        """Return the fields of ``times`` that an optimizer takes, by name.
+
+        With local steps, an iteration updates as if it were synchronous, and the update at the end of a window is taken
+        to be as long as that of an iteration of the pipeline: both pack, update and predict as many values.
+        """
+        update = self.update if width == 1 else self.late_update
+        return {"update": update} if local_steps == 1 else {"update": self.update, "outer_update": update}
+
+    def times(
+        self, width: int, all_reduce: str | None = None, codec: str = UNCOMPRESSED, local_steps: int = 1
+    ) -> ComputeTimes:
         """Return the times of an iteration in a pipeline of this width; 1 is synchronous."""
         return ComputeTimes(
-            update=(self.update if width == 1 else self.late_update).value,
+            **{name: one.value for name, one in self.updates(width, local_steps).items()},
             forward=self.forward.value,
             backward=self.backward.value,
             compute_slowdown=self.compute_slowdown_of(codec).value,

@@ -42,6 +42,12 @@ def add_job(options: Parser) -> None:
         metavar="10Gbit/s",
         help="rate of each rank's link, packet headers included",
     )
+    cluster.add_argument(
+        "--rate-limit",
+        type=quantity(parse_bandwidth, "rate-limit"),
+        metavar="50mbit",
+        help="most that each rank sends in a second, as with pipesgd.train, packet headers excluded; pipelined only",
+    )
     cluster.add_argument("--world-size", type=whole(), required=True, metavar="P", help="number of ranks")
     group = options.add_argument_group("model and job")
     group.add_argument("--model", metavar="NAME", help=f"model of the profile, or a known size: {', '.join(MODELS)}")
@@ -105,12 +111,25 @@ def add_configuration(options: Parser) -> None:
     one = options.add_argument_group("configuration: options of pipesgd.train")
     one.add_argument("--strategy", default="pipelined", help=f"{', '.join(STRATEGIES)} (pipelined)")
     one.add_argument("--width", type=whole(), metavar="K", help="iterations in flight (2); 1 is synchronous")
+    one.add_argument(
+        "--local-steps",
+        type=whole(),
+        default=1,
+        metavar="H",
+        help="iterations that each rank trains by itself before ranks exchange what these moved (1)",
+    )
     one.add_argument("--codec", default=UNCOMPRESSED, help="codec, one of the profile's (fp32)")
     one.add_argument(
         "--all-reduce", metavar="NAME", help=f"{', '.join(ALL_REDUCES)}, module:function (ring; native with ddp)"
     )
     one.add_argument(
         "--segment-bytes", type=whole(), default=SEGMENT_BYTES, metavar="N", help="bytes of the largest message (1 MiB)"
+    )
+    one.add_argument(
+        "--buckets",
+        default="1",
+        metavar="N|SIZE",
+        help="buckets in which gradients leave during the backward pass: a number, or the largest size of one (1)",
     )
     one.add_argument("--servers", type=whole(), default=1, metavar="S", help="number of servers of ps-sync (1)")
     one.add_argument(
@@ -137,13 +156,15 @@ def base_of(given: Namespace) -> Job:
     for name in ("latency", "compute", "update", "loading"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
-    if given.bandwidth is not None and given.bandwidth < 1 / MOST:
-        raise ValueError(f"bandwidth must be at least {1 / MOST:g} bytes a second; got {given.bandwidth:g}")
+    for name in ("bandwidth", "rate_limit"):
+        if (getattr(given, name) or 1.0) < 1 / MOST:
+            raise ValueError(f"{name} must be at least {1 / MOST:g} bytes a second; got {getattr(given, name):g}")
     cluster = _cluster(given)
     return Job(
         cluster=cluster,
         compute=_compute(given, cluster),
         world_size=given.world_size,
+        rate_limit=given.rate_limit,
         ranks_per_node=given.ranks_per_node,
         nics=given.nics,
         accumulation=given.accumulation,
@@ -162,9 +183,11 @@ def job_of(given: Namespace) -> Job:
         base,
         strategy=given.strategy,
         width=given.width or (2 if given.strategy == "pipelined" else 1),
+        local_steps=given.local_steps,
         codec=given.codec,
         all_reduce=given.all_reduce or OWN_ALL_REDUCE[given.strategy],
         segment_bytes=given.segment_bytes,
+        buckets=given.buckets,
         servers=given.servers,
         placement=given.server_placement,
     )

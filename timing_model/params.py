@@ -91,6 +91,8 @@ class ComputeTimes:
     """Time that one process takes to load a batch; not a part of the computation, unless the rank loads it itself."""
     handover: float = 0.0
     """Additional time of a collective in training: another thread runs it, on memory that left the caches meanwhile."""
+    outer_update: float = 0.0
+    """Time of packing, outer optimizer and prediction at the end of a window of local steps; 0 without local steps."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -100,6 +102,21 @@ class ComputeTimes:
     def total(self) -> float:
         """Time of the whole computation (c in the formulas), in s."""
         return self.update + self.forward + self.backward
+
+    def window(self, local_steps: int) -> ComputeTimes:
+        """Return the times of a window of this many iterations, which ends with the outer update.
+
+        >>> ComputeTimes(update=1.0, forward=1.0, backward=2.0, outer_update=0.5).window(3).total
+        12.5
+        """
+        return dataclasses.replace(
+            self,
+            update=local_steps * self.update + self.outer_update,
+            forward=local_steps * self.forward,
+            backward=local_steps * self.backward,
+            loading=local_steps * self.loading,
+            outer_update=0.0,
+        )
 
     def loading_itself(self) -> ComputeTimes:
         """Return the times of a rank that loads each batch before its forward pass, without any loader worker."""

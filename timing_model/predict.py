@@ -110,6 +110,7 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     per_epoch = job.iterations_per_epoch
     iterations = job.job_iterations
     in_flight = collective.total if job.width > 1 else 0.0
+    windows = None if iterations is None else math.ceil(iterations / job.local_steps)
     return Answer(
         job=job,
         iteration=iteration,
@@ -121,7 +122,7 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
         efficiency=workers / job.world_size * (alone / iteration.total if iteration.total > 0 else 1.0),
         samples_per_second=workers * batch_size / iteration.total if batch_size and iteration.total > 0 else None,
         epoch=None if per_epoch is None else per_epoch * iteration.total,
-        total=None if iterations is None else job_time(iteration, iterations, in_flight),
+        total=None if windows is None else job_time(iteration.times(job.local_steps), windows, in_flight),
         limit=_limit(gains),
         gains=gains,
     )
@@ -178,7 +179,9 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
         return dataclasses.replace(costs, link=half(costs.link, *names), placed=placed)
 
     changed = {
-        COMPUTATION: dataclasses.replace(costs, times=half(costs.times, "update", "forward", "backward")),
+        COMPUTATION: dataclasses.replace(
+            costs, times=half(costs.times, "update", "outer_update", "forward", "backward")
+        ),
         LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
         NETWORK: with_links("beta"),
         HOST: with_links("host"),
@@ -196,8 +199,9 @@ def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: Colle
     if job.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
         return iteration.total
     times = costs.times if job.loader_workers else costs.times.loading_itself()
-    t_compute, t_comm = times.at_width(job.width, collective.total)
-    return max(iteration.total, lasting_period(t_compute, t_comm, job.width, job.workers, job.noise))
+    t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total)
+    window = lasting_period(t_compute, t_comm, job.width, job.workers, job.noise)
+    return max(iteration.total, window / job.local_steps)
 
 
 def _limit(gains: dict[str, float]) -> str:

@@ -55,6 +55,8 @@ def job_line(job: Job) -> str:
     if job.accumulation > 1 and not compute.batch_size:
         batch = f", {job.accumulation} micro-batches an iteration"
     rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
+    if job.limited and job.rate_limit is not None:
+        rate = f"sending limited to {format_bandwidth(job.rate_limit)}"
     rate += ","
     if job.cluster.placed:
         fastest = min(one.link.beta for one in job.cluster.placed)
@@ -82,10 +84,10 @@ def answer_text(answer: Answer) -> str:
     """Return the answer as text for people."""
     iteration, job = answer.iteration, answer.job
     lines = [job_line(job), describe(job), ""]
-    whole = f"{format_seconds(iteration.total)}"
+    taken = f"{format_seconds(iteration.total)}"
     if answer.low < answer.high:
-        whole += f"   (90 % between {format_seconds(answer.low)} and {format_seconds(answer.high)})"
-    lines += [f"an iteration takes {whole}", ""]
+        taken += f"   (90 % between {format_seconds(answer.low)} and {format_seconds(answer.high)})"
+    lines += [f"an iteration takes {taken}", ""]
     parts = [("computation", iteration.compute), ("waiting for the network", iteration.wire)]
     parts += [("waiting for codec and sums", iteration.codec), ("jitter and slow ranks", iteration.jitter)]
     parts += [("loading batches", iteration.loading)] if job.compute.loading.value else []
@@ -94,7 +96,8 @@ def answer_text(answer: Answer) -> str:
         share = seconds / iteration.total if iteration.total > 0 else 0.0
         rows.append((f"  {name}", format_seconds(seconds), f"{share:.1%}", "#" * round(BAR * share)))
     lines += [*table(rows, right=(1, 2)), ""]
-    facts = [("all communication, hidden or not", format_seconds(answer.collective.total))]
+    whole = "all communication" if job.local_steps == 1 else "all communication of a window"
+    facts = [(f"{whole}, hidden or not", format_seconds(answer.collective.total))]
     if answer.samples_per_second is not None:
         facts.append(("samples a second", f"{answer.samples_per_second:,.0f}"))
     if answer.lasting > iteration.total * (1 + SHOWN):

@@ -11,7 +11,7 @@ from timing_model.all_reduce import CollectiveTime, chunks_of
 from timing_model.checks import check_at_least, check_one_of
 from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.cluster_profile import UNCOMPRESSED
-from timing_model.costs import as_measured, collective_time, costs_of, pipelined_time
+from timing_model.costs import Buckets, as_measured, buckets_of, costs_of, pipelined_time, whole
 from timing_model.iteration import IterationTime
 from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
 from timing_model.schedules import SEGMENT_BYTES, segments_of
@@ -48,7 +48,9 @@ class Search:
     """A search in progress."""
 
     def __init__(self, base: Job, space: Space, accuracy_cost: Mapping[str, float], extrapolate: bool):
-        self._base = dataclasses.replace(base, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring")
+        self._base = dataclasses.replace(
+            base, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring", buckets="1"
+        )
         self._space = space
         self._cost = accuracy_cost
         self._extrapolate = extrapolate
@@ -57,6 +59,8 @@ class Search:
             check_at_least("accuracy_cost", share, 0)
         for codec in space.codecs:
             dataclasses.replace(self._base, codec=codec)  # refuses an unknown codec
+        for buckets in space.buckets:
+            dataclasses.replace(self._base, buckets=buckets)  # and what is no cut
         usual = [codec for codec in space.codecs if codec in NATIVE_CODECS] or space.codecs
         self.all = Group(lambda job: True)
         self.synchronous = Group(lambda job: job.width == 1 and job.codec in usual)
@@ -75,11 +79,12 @@ class Search:
                         yield job
 
     def pairs(self) -> None:
-        """Add every pair of codec and all-reduce, in every width."""
-        if "pipelined" not in self._space.strategies:
+        """Add every pair of codec and all-reduce, with every cut into buckets, in every width."""
+        space = self._space
+        if "pipelined" not in space.strategies:
             return
-        for codec, all_reduce in product(self._space.codecs, self._space.all_reduces):
-            pair = self._working(codec=codec, all_reduce=all_reduce)
+        for codec, all_reduce, buckets in product(space.codecs, space.all_reduces, space.buckets):
+            pair = self._working(codec=codec, all_reduce=all_reduce, buckets=buckets)
             if pair is not None and self._segments(pair):
                 self.considered += len(self._space.widths) * len(self._segments(pair))
                 self._add_widths(pair)
@@ -119,22 +124,22 @@ class Search:
     def _add_widths(self, pair: Job) -> None:
         """Find the best segment size, which is that of every width, and add every width with it.
 
-        An iteration never takes less if its collective takes more.
+        An iteration never takes less if its collectives take more.
         """
-        times: dict[int, tuple[CollectiveTime, int]] = {}
+        times: dict[int, tuple[Buckets, int]] = {}
         for segment in self._segments(pair):
             job = dataclasses.replace(pair, segment_bytes=segment)
             costs = costs_of(job)
             chunk = costs.codec.wire_bytes(pair.compute.numel / chunks_of(str(pair.all_reduce), pair.world_size))
-            cut = segments_of(chunk, segment)
+            cut = segments_of(chunk, job.message_bytes)
             if cut not in times:  # segments larger than a chunk are all the same
-                times[cut] = collective_time(job, costs, pair.compute.numel), segment
-        fastest = min(collective.total for collective, _ in times.values())
+                times[cut] = buckets_of(job, costs), segment
+        fastest = min(whole(buckets).total for buckets, _ in times.values())
         # The first ones are nearest to the default.
-        collective, segment = next(one for one in times.values() if one[0].total <= fastest * (1 + TIE / 2))
+        buckets, segment = next(one for one in times.values() if whole(one[0]).total <= fastest * (1 + TIE / 2))
         for width in self._space.widths:
             job = dataclasses.replace(pair, width=width, segment_bytes=segment)
-            self.add(job, pipelined_time(job, costs_of(job), collective), collective)
+            self.add(job, pipelined_time(job, costs_of(job), buckets), whole(buckets))
 
     def _more_iterations(self, job: Job) -> float:
         late = self._cost.get("width", 0.0) * (job.width - 1)

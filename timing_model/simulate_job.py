@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from timing_model.advice import describe
+from timing_model.buckets import WHOLE
 from timing_model.costs import costs_of
+from timing_model.jitter import noise_over
 from timing_model.job import Job, support_of
 from timing_model.plots import plot_timeline
 from timing_model.predict import Answer, predict, refuse_outside
@@ -75,10 +77,12 @@ class SimulatedJob:
 def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> SimulatedJob:
     """Simulate the job's iterations, 1000 if it does not say how many.
 
-    Raises ``ValueError`` as ``predict`` does, for ddp, and if the simulation would take too long.
+    Raises ``ValueError`` as ``predict`` does, for ddp and for buckets at width 1, and if it would take too long.
     """
     if job.strategy == "ddp":
         raise ValueError("strategy must be pipelined or ps-sync to be simulated; got ddp")
+    if job.width == 1 and job.cut != WHOLE:
+        raise ValueError(f"buckets must be 1 to be simulated at width 1; got {job.buckets}")
     calm = dataclasses.replace(job, compute=dataclasses.replace(job.compute, cv=0.0))
     refuse_outside(support_of(calm), extrapolate)  # the simulation needs none of the formulas that cv limits
     answer = predict(job, extrapolate=True)
@@ -89,13 +93,14 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
     times = costs_of(job).times
     if job.loader_workers == 0:
         times = times.loading_itself()
-    t_compute, t_comm = times.at_width(job.width, answer.collective.total)
+    window, t_comm = times.window(job.local_steps).at_width(job.width, answer.collective.total)
     simulation = simulate_iterations(
-        t_compute=t_compute,
+        t_compute=window / job.local_steps,
         t_comm=t_comm,
         width=job.width,
         world_size=job.workers,
         iterations=iterations,
+        local_steps=job.local_steps,
         noise=job.noise,
         seed=seed,
     )
@@ -112,10 +117,12 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
 
 
 def median_share(job: Job) -> float:
-    """Return the median of an iteration over its mean, as simulated: people measure the median of a run."""
+    """Return the median of an iteration over its mean, as simulated without buckets: people measure the median of a
+    run."""
     if job.noise.cv == job.noise.comm_cv == 0:
         return 1.0
-    simulated = simulate_job(dataclasses.replace(job, iterations=MEDIAN_ITERATIONS, epochs=None), extrapolate=True)
+    same = dataclasses.replace(job, iterations=MEDIAN_ITERATIONS, epochs=None, buckets="1")
+    simulated = simulate_job(same, extrapolate=True)
     return simulated.median / simulated.period if simulated.period > 0 else 1.0
 
 
@@ -123,12 +130,12 @@ def plot_simulated_job(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
     """Plot who computes and who communicates in the first iterations, for a few ranks."""
     job = answer.job
     ranks = min(job.workers, DRAWN_RANKS)
-    noise = dataclasses.replace(job.noise, slow_ranks=job.noise.slow_ranks[:ranks])
+    noise = noise_over(dataclasses.replace(job.noise, slow_ranks=job.noise.slow_ranks[:ranks]), job.local_steps)
     servers = job.strategy == "ps-sync"
     t_comm = answer.collective.total / (2 * ranks if servers else 1)
     spans = timeline(
         "parameter-server" if servers else "pipelined",
-        costs_of(job).times,
+        costs_of(job).times.window(job.local_steps),
         t_comm,
         world_size=ranks,
         iterations=DRAWN_ITERATIONS,

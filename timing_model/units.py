@@ -14,6 +14,7 @@ BYTES_PER_SECOND = {
     **{f"{prefix}bit/s": factor / 8 for prefix, factor in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))},
     **{f"{prefix}B/s": factor for prefix, factor in (("", 1.0), ("k", 1e3), ("M", 1e6), ("G", 1e9), ("T", 1e12))},
     **{f"{prefix}iB/s": factor for prefix, factor in (("K", 2.0**10), ("M", 2.0**20), ("G", 2.0**30))},
+    **{f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9))},  # as in Linux's tc
 }
 COUNT = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 NBYTES = {
@@ -26,7 +27,7 @@ MOST = 1e18
 """Largest quantity, in its base unit: a larger one is a mistake and could overflow."""
 _NUMBER = re.compile(r"\s*([-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?)\s*(\D*?)\s*", re.IGNORECASE)
 _MISSPELT = {
-    **{f"{prefix}bit": f"{prefix}bit/s" for prefix in "kMGT"},
+    **{f"{prefix}bit": f"{prefix}bit/s" for prefix in "MGT"},
     "µs": "us",
     "sec": "s",
     "B": "G",

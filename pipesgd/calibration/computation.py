@@ -356,7 +356,8 @@ def _values(
     # 2. Share that all of the computation loses where it is the limit; ranks then wait for each other, too.
     def lost_of(way: Lap, all_reduce: float, otherwise: float) -> float:
         total = float(way[:, :, : WAIT + 1].sum(axis=2).mean())
-        if total < (1 + EXPOSED) * all_reduce:
+        waits = float(way[:, :, WAIT].min(axis=0).mean()) > EXPOSED * total  # all do, so the all-reduce is the limit
+        if waits or total < (1 + EXPOSED) * all_reduce:
             return otherwise
         computation = model.computation(total, all_reduce)
         shared = np.clip(all_reduce, LEAST_OVERLAP * computation, computation)

@@ -118,6 +118,24 @@ class CodecOptions:
                 f"all-reduce must be ring with --codec topk, whose values are gathered around it; got {all_reduce}"
             )
 
+    def check_elastic(self) -> None:
+        """Raise ``UserInputError`` unless the codec can send differences from a centre, which it keeps no residual of.
+
+        What an encoding leaves out of a difference is still in the next one, since the centre has not moved by it. A
+        residual would add it a second time, and again in every window in which the value is left out.
+        """
+        if self.codec in ("topk", "powersgd"):
+            raise UserInputError(
+                "codec must keep no residual with --outer elastic, whose next difference has what was left out of this "
+                f"one; got {self.codec}"
+            )
+        if self.gives_back:
+            default = "" if self.error_feedback == "on" else f", the default of {self.codec}"
+            raise UserInputError(
+                "error-feedback must be off with --outer elastic, whose next difference has what was left out of this "
+                f"one; got on{default}"
+            )
+
     def describe(self) -> str:
         """Describe the codec in a few words."""
         words = [self.codec]

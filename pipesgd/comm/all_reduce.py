@@ -18,7 +18,7 @@ from timing_model import schedules
 from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Receive, Schedule, Send, segments_of, split
 
 MOST_PLANS = 16
-"""Number of kinds of buffers whose plans are kept, since a run reduces them again and again."""
+"""Number of kinds of buffers whose plans are kept by default, since a run reduces them again and again."""
 ALIGNMENT = 64
 """Alignment of segments in memory, in bytes."""
 
@@ -125,11 +125,20 @@ class ScheduledAllReduce:
     same values on every rank.
     """
 
-    def __init__(self, transport: Transport, schedule: Schedule, codec: Codec, *, segment_bytes: int = SEGMENT_BYTES):
+    def __init__(
+        self,
+        transport: Transport,
+        schedule: Schedule,
+        codec: Codec,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        most_plans: int = MOST_PLANS,
+    ):
         self._transport = transport
         self._schedule = schedule
         self._codec = codec
         self._segment_bytes = segment_bytes
+        self._most_plans = most_plans
         self._plans: dict[tuple[int, torch.dtype, torch.device], _Plan] = {}
 
     def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = no_op) -> None:
@@ -213,7 +222,7 @@ class ScheduledAllReduce:
         """Return the plan for buffers like ``flat``, made once: a run reduces a few kinds of buffers many times."""
         kind = (flat.numel(), flat.dtype, flat.device)
         if kind not in self._plans:
-            if len(self._plans) == MOST_PLANS:  # a size that keeps changing must not fill the memory
+            if len(self._plans) == self._most_plans:  # a size that keeps changing must not fill the memory
                 del self._plans[next(iter(self._plans))]
             self._plans[kind] = self._make_plan(flat)
         return self._plans[kind]

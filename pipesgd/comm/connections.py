@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
-from pipesgd.comm.all_reduce import AllReduce, ScheduledAllReduce
+from pipesgd.comm.all_reduce import MOST_PLANS, AllReduce, ScheduledAllReduce
 from pipesgd.comm.headers import Headers
 from pipesgd.comm.native import NativeAllReduce
 from pipesgd.comm.own_all_reduce import agreed_schedule
+from pipesgd.comm.pace import TokenBucket
 from pipesgd.comm.pinned import PinnedTransport
 from pipesgd.comm.transport import (
     TorchTransport,
@@ -21,7 +23,7 @@ from pipesgd.comm.transport import (
 )
 from pipesgd.errors import CommunicationError, OutOfStepError, UserInputError
 from pipesgd.ranks import Ranks
-from timing_model.schedules import SEGMENT_BYTES, Algorithm, Schedule, gather_ring
+from timing_model.schedules import SEGMENT_BYTES, Algorithm, Schedule, gather_ring, paced_segment_bytes
 
 T = TypeVar("T")
 
@@ -37,7 +39,10 @@ class Connections:
         timeout: seconds that a rank waits for another one, in any one message or native all-reduce.
         segment_bytes: largest message in bytes.
         connections: connections to each rank, used in turn by segments.
+        rate_limit: most bytes that this rank sends in a second, headers included; see ``pace.TokenBucket``. A message
+            then takes at most ``schedules.PACED_SECONDS``.
         device: device of the tensors, "cpu" or "cuda". Messages use gloo; native uses nccl on a GPU.
+        buckets: number of buckets that are reduced again and again.
 
     Raises:
         UserInputError: the ranks are not spread over nodes as the algorithm requires, or it is no all-reduce.
@@ -53,7 +58,9 @@ class Connections:
         timeout: float,
         segment_bytes: int = SEGMENT_BYTES,
         connections: int = 1,
+        rate_limit: float = math.inf,
         device: str = "cpu",
+        buckets: int = 1,
     ):
         if all_reduce == "native" and device == "cuda" and ranks.numbers:
             raise UserInputError(
@@ -62,7 +69,8 @@ class Connections:
         self._name = all_reduce
         self.ranks = ranks
         self._timeout = timeout
-        self._segment_bytes = segment_bytes
+        self._segment_bytes = paced_segment_bytes(segment_bytes, rate_limit)
+        self._most_plans = MOST_PLANS * buckets
         ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 1
         backend = None if all_reduce == "native" else "gloo"
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(connections)]
@@ -70,12 +78,13 @@ class Connections:
         self._control = self._groups[:1] if on_host else [communication_group(ranks, timeout, "gloo")]
         if ranks.rank >= ranks.world_size:  # this rank is not among ``ranks``, the first ones of the job
             return
-        self.control = TorchTransport(self._control, timeout)
+        pace = TokenBucket(rate_limit).take
+        self.control = TorchTransport(self._control, timeout, before_sends=pace)
         """Transport of the headers, which counts their bytes."""
         self._headers = Headers(self.control)
         if all_reduce == "native":
             return
-        self._transport = TorchTransport(self._groups, timeout, before_arrivals=self._headers.check)
+        self._transport = TorchTransport(self._groups, timeout, before_arrivals=self._headers.check, before_sends=pace)
         self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
         self._schedule = agreed_schedule(all_reduce, ranks, ranks_per_node)
 
@@ -146,7 +155,9 @@ class Connections:
         return self._scheduled(gather_ring(self.ranks.rank, self.ranks.world_size), Uncompressed())
 
     def _scheduled(self, schedule: Schedule, codec: Codec) -> AllReduce:
-        return ScheduledAllReduce(self.transport, schedule, codec, segment_bytes=self._segment_bytes)
+        return ScheduledAllReduce(
+            self.transport, schedule, codec, segment_bytes=self._segment_bytes, most_plans=self._most_plans
+        )
 
 
 def make_all_reduce(name: str, ranks: Ranks, *, timeout: float, segment_bytes: int = SEGMENT_BYTES) -> AllReduce:

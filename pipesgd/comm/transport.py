@@ -56,7 +56,8 @@ class Transport(Protocol):
 class TorchTransport:
     """Transport of messages with ``tag`` over process groups of torch.distributed, used by no other thread.
 
-    ``before_arrivals`` is called before each wait for a message that is to arrive.
+    ``before_arrivals`` is called before each wait for a message that is to arrive, and ``before_sends`` before a
+    message is sent, with its bytes: it may wait, to keep a pace.
 
     Each group has its own connections. Messages between two ranks use them in turn, in the same order at both
     ends, since one TCP stream may not fill a fast or long link. All groups have the same ranks.
@@ -72,6 +73,7 @@ class TorchTransport:
         timeout: float,
         tag: int = 0,
         before_arrivals: Callable[[], None] = lambda: None,
+        before_sends: Callable[[int], None] = lambda nbytes: None,
     ):
         self.tag = tag
         self.rank = groups[0].rank()
@@ -83,10 +85,12 @@ class TorchTransport:
         self._receives: Counter[int] = Counter()
         self._timeout = timeout
         self._before_arrivals = before_arrivals
+        self._before_sends = before_sends
         self._logging = log.isEnabledFor(logging.DEBUG)
 
     def send(self, tensor: Tensor, peer: int, what: str) -> Pending:
         nbytes = tensor.nbytes
+        self._before_sends(nbytes)
         self.bytes_sent += nbytes
         if self._logging:
             log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)

@@ -6,5 +6,6 @@ that refuse staleness: each bucket is summed in its own iteration, with a codec 
 
 from pipesgd.ddp.attached import AttachedPipeline, attach
 from pipesgd.ddp.compressed import CompressedBuckets, compress
+from pipesgd.ddp.local_steps import AttachedLocalSteps
 
-__all__ = ["AttachedPipeline", "CompressedBuckets", "attach", "compress"]
+__all__ = ["AttachedLocalSteps", "AttachedPipeline", "CompressedBuckets", "attach", "compress"]

@@ -7,7 +7,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,11 +19,20 @@ from pipesgd.checks import check_one_of
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import ON_NONFINITE
-from pipesgd.ddp.hook import check_model, comm_hook, done
+from pipesgd.ddp.hook import (
+    before_update,
+    check_accumulated,
+    check_all_held,
+    check_model,
+    check_no_scaler,
+    comm_hook,
+    done,
+)
+from pipesgd.ddp.local_steps import AttachedLocalSteps
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
-from pipesgd.optim.step import check_unchanged, set_aside_gradients, trainable_parameters
+from pipesgd.optim.step import check_unchanged, set_aside_gradients
 from pipesgd.pipeline.pipelined import InFlight, Pipelined
 from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.strategy import Span, StepReport
@@ -36,10 +44,11 @@ def attach(
     *,
     width: int = 2,
     codec: str | CodecOptions | OwnCodec = "fp32",
+    local_steps: int | None = None,
     scaler: torch.amp.GradScaler | None = None,
     on_nonfinite: str = "stop",
     **options: Any,
-) -> AttachedPipeline:
+) -> Attached:
     """Let the training loop of ``ddp_model`` and ``optimizer`` be Pipe-SGD of width K; the loop stays as it is.
 
     Examples:
@@ -60,21 +69,23 @@ def attach(
         optimizer: the optimizer of all of its parameters that require a gradient.
         width: iterations in flight, K; 1 is synchronous.
         codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``.
+        local_steps: iterations that each rank trains by itself between exchanges, H; None exchanges every gradient.
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
-        options: further arguments of ``pipesgd.Pipelined``, except ``guard``. ``process_group`` is by default that of
-            ``ddp_model``. ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and
-            ``close`` clip them in the same way.
+        options: further arguments of ``pipesgd.Pipelined``, except ``guard`` and ``buckets``, or with ``local_steps``
+            of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``. ``clip_norm`` and
+            ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip them alike.
 
     Raises:
         UserInputError: the model has a communication hook, the optimizer does not hold all of its parameters, or a
             value is out of range.
         CommunicationError: a rank could not be reached.
     """
-    return AttachedPipeline(
-        ddp_model, optimizer, width=width, codec=codec, loop_scaler=scaler, on_nonfinite=on_nonfinite, **options
-    )
+    options |= {"width": width, "codec": codec, "loop_scaler": scaler, "on_nonfinite": on_nonfinite}
+    if local_steps is None:
+        return AttachedPipeline(ddp_model, optimizer, **options)
+    return AttachedLocalSteps(ddp_model, optimizer, local_steps=local_steps, **options)
 
 
 class AttachedPipeline(Pipelined):
@@ -106,9 +117,9 @@ class AttachedPipeline(Pipelined):
         on_nonfinite: str,
         **options: Any,
     ):
-        for name in ("guard", "scaler"):
+        for name, own in (("guard", "steps"), ("scaler", "steps"), ("buckets", "buckets")):
             if options.get(name):
-                raise UserInputError(f"{name} must be left out: a loop with DistributedDataParallel has its own steps")
+                raise UserInputError(f"{name} must be left out: a loop with DistributedDataParallel has its own {own}")
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_model(ddp_model)
         check_all_held(ddp_model, optimizer)
@@ -201,17 +212,19 @@ class AttachedPipeline(Pipelined):
         begin = time.perf_counter()
         gradients = {self._places[id(p)]: g for bucket in buckets for p, g in zip(*bucket, strict=True)}
         with self.whole(f"taking over the gradients of iteration {iteration}"):
-            buffer = self._free_buffer()
+            outgoing = self._next_outgoing()
+            buffer = outgoing.buffer
             buffer.fill_from([gradients[place] for place in range(len(self._parameters))])
             scale = 1.0 if self._scaler is None else self._scaler.get_scale()
             if scale != 1.0:
                 torch._foreach_div_(buffer.flats, scale)
             local = buffer.views
-            if self._updates.keeps_gradients or self.width == 1:  # in a copy, since torch's buckets will hold the mean
+            if self._keeps_own:  # in a copy, since torch's buckets will hold the mean
                 self._copies[iteration] = self._free_copies.pop() if self._free_copies else FlatBuffer(buffer.views)
                 self._copies[iteration].fill_from(buffer.views)
                 local = self._copies[iteration].views
-            self._hand_over(buffer, local, 1.0)
+            outgoing.local = [*local]
+            self._hand_over(outgoing)
         pack = Span("pack", iteration, begin, time.perf_counter())
         self._ranks.enter("all-reduce", waiting=True)
         wire_bytes = self._reducer.wire_bytes(buffer, iteration)
@@ -249,18 +262,7 @@ class AttachedPipeline(Pipelined):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._stepping_itself:
             return None
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if closure is None:
-            self._begin_update()
-            return None
-
-        def compute_first() -> Any:
-            with torch.enable_grad():
-                result = closure()
-            self._begin_update()
-            return result
-
-        return (args[0], compute_first), {name: value for name, value in kwargs.items() if name != "closure"}
+        return before_update(self._begin_update, args, kwargs)
 
     def _begin_update(self) -> None:
         self.check_usable()
@@ -268,10 +270,8 @@ class AttachedPipeline(Pipelined):
             raise UserInputError("optimizer.step() must follow a backward pass; got a step without a new gradient")
         if not self._started:
             self._started = True
-            if self._scaler is None and is_called_by_grad_scaler(sys._getframe()):
-                raise UserInputError(
-                    "scaler must be the loop's GradScaler, whose steps reach this optimizer: attach(..., scaler=scaler)"
-                )
+            if self._scaler is None:
+                check_no_scaler(sys._getframe())
         self._half_done = f"the update of iteration {self.iteration - 1}"
         self._updates.weights.restore()
         if self._due.applied:
@@ -301,11 +301,8 @@ class AttachedPipeline(Pipelined):
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if self._due is None or not (unwrapped(module).training and torch.is_grad_enabled()):
             return
-        if self._due.applied and any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
-            raise UserInputError(
-                "gradients must be accumulated in ddp_model.no_sync(), up to the last backward pass of an update; got "
-                "another forward pass without optimizer.step() or zero_grad()"
-            )
+        if self._due.applied:
+            check_accumulated(self._parameters)
         self._finish_iteration()
 
     def _settle(self, call: str) -> None:
@@ -316,32 +313,5 @@ class AttachedPipeline(Pipelined):
         self._finish_iteration()
 
 
-def check_all_held(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that does not hold all parameters whose gradients torch reduces.
-
-    Raises:
-        UserInputError: it lacks some, or holds others.
-    """
-    held = {id(parameter) for parameter in trainable_parameters(optimizer)}
-    trained = {
-        id(parameter): name
-        for name, parameter in ddp_model._get_data_parallel_params(ddp_model.module, named_params=True)
-        if parameter.requires_grad
-    }
-    if missing := [name for key, name in trained.items() if key not in held]:
-        raise UserInputError(
-            "optimizer must hold all parameters of ddp_model that require a gradient; "
-            f"got one without {missing[0]} ({len(missing)} of {len(trained)} are missing)"
-        )
-    if others := len(held - trained.keys()):
-        raise UserInputError(f"optimizer must hold parameters of ddp_model alone; got {others} others")
-
-
-def is_called_by_grad_scaler(frame: FrameType | None) -> bool:
-    """Return True if an enabled GradScaler's method is among the callers of ``frame``, which nothing else tells."""
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler):
-            return caller.is_enabled()
-        frame = frame.f_back
-    return False
+Attached = AttachedPipeline | AttachedLocalSteps
+"""Types of what ``attach`` returns."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.errors import UserInputError
+from pipesgd.optim.step import trainable_parameters
 
 
 def check_model(ddp_model: DistributedDataParallel) -> None:
@@ -25,6 +29,81 @@ def check_model(ddp_model: DistributedDataParallel) -> None:
         raise UserInputError(f"ddp_model must have no communication hook; got one with {hook.__qualname__}")
     if ddp_model.mixed_precision is not None:
         raise UserInputError("ddp_model must be made without mixed_precision=; use torch.autocast in the loop")
+
+
+def check_all_held(ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that does not hold all parameters whose gradients torch reduces.
+
+    Raises:
+        UserInputError: it lacks some, or holds others.
+    """
+    held = {id(parameter) for parameter in trainable_parameters(optimizer)}
+    trained = {
+        id(parameter): name
+        for name, parameter in ddp_model._get_data_parallel_params(ddp_model.module, named_params=True)
+        if parameter.requires_grad
+    }
+    if missing := [name for key, name in trained.items() if key not in held]:
+        raise UserInputError(
+            "optimizer must hold all parameters of ddp_model that require a gradient; "
+            f"got one without {missing[0]} ({len(missing)} of {len(trained)} are missing)"
+        )
+    if others := len(held - trained.keys()):
+        raise UserInputError(f"optimizer must hold parameters of ddp_model alone; got {others} others")
+
+
+def before_update(begin: Callable[[], None], args: Any, kwargs: Any) -> Any:
+    """Call ``begin`` before an optimizer updates anything: now, or after the closure that its ``step`` gets.
+
+    Args:
+        begin: prepares the update.
+        args, kwargs: arguments of the optimizer's pre-hook of a step.
+
+    Returns:
+        What the hook must return.
+    """
+    closure = kwargs.get("closure") or next(iter(args[1:]), None)
+    if closure is None:
+        begin()
+        return None
+
+    def compute_first() -> Any:
+        with torch.enable_grad():
+            result = closure()
+        begin()
+        return result
+
+    return (args[0], compute_first), {name: value for name, value in kwargs.items() if name != "closure"}
+
+
+def check_accumulated(parameters: Iterable[Tensor]) -> None:
+    """Refuse gradients of an earlier backward pass that torch has reduced and that no step has used.
+
+    Raises:
+        UserInputError: there are some.
+    """
+    if any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in parameters):
+        raise UserInputError(
+            "gradients must be accumulated in ddp_model.no_sync(), up to the last backward pass of an update; got "
+            "another forward pass without optimizer.step() or zero_grad()"
+        )
+
+
+def check_no_scaler(frame: FrameType | None) -> None:
+    """Refuse an optimizer's step in ``frame`` that an enabled GradScaler has called, which nothing else tells.
+
+    Raises:
+        UserInputError: there is one among the callers.
+    """
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler):
+            if caller.is_enabled():
+                raise UserInputError(
+                    "scaler must be the loop's GradScaler, whose steps reach this optimizer: attach(..., scaler=scaler)"
+                )
+            return
+        frame = frame.f_back
 
 
 def comm_hook(take: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:

@@ -15,6 +15,18 @@ At width 1 nothing is in flight when a window begins: it starts at the outer wei
 Outer(D) = D, that is Local SGD (Stich, ICLR 2019), and with Nesterov momentum DiLoCo (Douillard et al., 2023). At
 larger widths the movements travel while the next windows compute, and each rank expects its own movement in place of
 the mean, at the share c^2 of its length; see ``OwnMovement``.
+
+Elastic averaging (EASGD; Zhang, Choromanska and LeCun, NeurIPS 2015, equations 5 and 6) exchanges differences from the
+outer weights instead, which it calls the centre. Ranks keep their own weights. With moving rate a:
+
+.. math::
+
+    D_i^n &= w^n - \\theta_i^n \\\\
+    s_i^{n+1} &= \\theta_i^n + a D_i^n \\\\
+    w^{n+1} &= w^n - p a \\Big(w^n - \\frac 1 p \\sum_i \\theta_i^{n-K+1}\\Big)
+
+Every rank has a copy of the centre, bit-identical, so there is no server. At width 1 that is the paper's synchronous
+form. At larger widths the centre follows the ranks' weights of K-1 windows before (``Elastic``).
 """
 
 from __future__ import annotations
@@ -22,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -33,16 +46,25 @@ from torch import Tensor
 from pipesgd.checks import check_timeout
 from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import DEFAULT_TIMEOUT, check_local_steps, check_width
+from pipesgd.codecs.own import codec_options
+from pipesgd.comm.transport import Group
+from pipesgd.config import DEFAULT_TIMEOUT, check_local_steps, check_moving_rate, check_width, moving_rate_for
+from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate, set_aside_gradients
-from pipesgd.pipeline.pipelined import Pipelined
-from pipesgd.pipeline.prediction import Agreement, OwnGradients, SwappedWeights
+from pipesgd.pipeline.pipelined import Pipelined, given_ranks
+from pipesgd.pipeline.prediction import (
+    Agreement,
+    OwnGradients,
+    Prediction,
+    SwappedWeights,
+    Unapplied,
+    compare,
+)
 from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
-from pipesgd.ranks import Ranks, current
-from pipesgd.strategy import Comparison, StepReport, Strategy
-from timing_model.schedules import SEGMENT_BYTES, Algorithm
+from pipesgd.ranks import Ranks
+from pipesgd.strategy import Comparison, Span, StepReport, Strategy
 
 T = TypeVar("T")
 
@@ -51,19 +73,31 @@ AVERAGE_LR, LATE_AVERAGE_LR, NESTEROV_LR, NESTEROV_MOMENTUM = 1.0, 0.8, 0.7, 0.9
 late, which is more accurate (experiments/LOG.md), and DiLoCo's values."""
 
 
+def moving_rate_of(outer: str, moving_rate: float | None, ranks: int) -> float | None:
+    """Return the moving rate of each of this many ``ranks``, or None unless ``outer`` is elastic."""
+    if outer != "elastic":
+        return None
+    rate = moving_rate_for(moving_rate, ranks)
+    check_moving_rate(rate, ranks)
+    return rate
+
+
 def outer_optimizer(
     parameters: Sequence[Tensor], outer: str, lr: float | None, momentum: float | None, *, width: int
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that applies mean movements at this width; None stands for the defaults."""
-    if outer == "average":
-        default = AVERAGE_LR if width == 1 else LATE_AVERAGE_LR
-        return torch.optim.SGD(parameters, lr=default if lr is None else lr)
-    return torch.optim.SGD(
-        parameters,
-        lr=NESTEROV_LR if lr is None else lr,
-        momentum=NESTEROV_MOMENTUM if momentum is None else momentum,
-        nesterov=True,
-    )
+    """Return the optimizer that applies mean movements at this width; None stands for the defaults.
+
+    Elastic averaging has no default: ``lr`` is the moving rate times the number of ranks.
+    """
+    if outer == "nesterov":
+        return torch.optim.SGD(
+            parameters,
+            lr=NESTEROV_LR if lr is None else lr,
+            momentum=NESTEROV_MOMENTUM if momentum is None else momentum,
+            nesterov=True,
+        )
+    default = AVERAGE_LR if width == 1 else LATE_AVERAGE_LR
+    return torch.optim.SGD(parameters, lr=default if lr is None else lr)
 
 
 @final
@@ -94,6 +128,37 @@ class OwnMovement(OwnGradients):
             torch._foreach_mul_(guess, agreement.cosine**2)
 
 
+@final
+class Elastic(Prediction):
+    """Differences from the centre of elastic averaging: they predict nothing, since ranks keep their own weights.
+
+    A difference was taken from the centre as it was when its window ended. By the time the mean of the differences
+    arrives, the centre may have moved, and the mean is corrected by as much. So at any width the centre moves by a
+    share of its way to a mean of weights, and never beyond it, as it would by late differences.
+
+    The comparison with the mean is how far ranks drift apart.
+    """
+
+    keeps_gradients = True
+    at_width_1 = True
+
+    def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
+        own = [difference for difference in local if difference is not None]  # which windows have of all parameters
+        return [*own, *(centre.clone() for centre in self.weights.true)]
+
+    def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
+        if not kept or any(tensor.is_complex() for tensor in kept):
+            return None
+        return compare(mean, kept[: len(mean)])
+
+    def correct(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
+        moved = torch._foreach_sub([parameter.data for parameter in self._parameters], list(kept[len(mean) :]))
+        torch._foreach_add_(list(mean), moved)
+
+    def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
+        return
+
+
 class Window:
     """The iterations of one rank between two exchanges.
 
@@ -101,31 +166,53 @@ class Window:
         parameters: the parameters that the rank's own optimizer updates.
         weights: returns their weights: the true ones are those of the outer optimizer, and a window changes the
             others.
+        moving_rate: that of this rank with elastic averaging; None exchanges movements.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], weights: Callable[[], SwappedWeights]):
+    def __init__(
+        self, parameters: Sequence[Tensor], weights: Callable[[], SwappedWeights], moving_rate: float | None = None
+    ):
         self._parameters = parameters
         self._weights = weights
+        self._moving_rate = moving_rate
         self._start: list[Tensor] = []
         """Weights at the start of the window; empty before it."""
         self.steps = 0
         """Number of iterations so far."""
 
+    def begin(self) -> None:
+        """Let the parameters hold the weights that the rank kept when the last window ended, if it keeps its own."""
+        if self._start:
+            self._weights().begin(self._start)
+
     def step(self, update: Callable[[], T]) -> T:
         """Do ``update``, which changes the parameters in place, on this rank's weights; return what it returns."""
-        self._work()
+        self.work()
         result = update()
+        self.worked()
+        return result
+
+    def worked(self) -> None:
+        """Count an iteration whose update has been done after ``work``."""
         # An optimizer may have given the parameters other storage.
         self._weights().predicted = [parameter.data for parameter in self._parameters]
         self.steps += 1
-        return result
 
     def end(self) -> None:
-        """Make the movement, start minus end, the parameters' ``.grad``. The next step begins another window."""
-        self._work()
-        torch._foreach_sub_(self._start, [parameter.data for parameter in self._parameters])
-        give_gradients(self._parameters, self._start)
-        self._start, self.steps = [], 0
+        """Make what is exchanged the parameters' ``.grad``: the movement, or the centre minus the rank's own weights.
+
+        The next step begins another window.
+        """
+        self.work()
+        now = [parameter.data for parameter in self._parameters]
+        if self._moving_rate is None:
+            torch._foreach_sub_(self._start, now)
+            exchanged, self._start = self._start, []
+        else:
+            exchanged = list(torch._foreach_sub(self._weights().true, now))
+            self._start = list(torch._foreach_add(now, exchanged, alpha=self._moving_rate))
+        give_gradients(self._parameters, exchanged)
+        self.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, and copies of the weights at the start and now if there are any."""
@@ -146,7 +233,7 @@ class Window:
             self._start = [tensor.to(device, copy=True) for tensor in state["start"]]
             torch._foreach_copy_([parameter.data for parameter in self._parameters], list(state["now"]))
 
-    def _work(self) -> None:
+    def work(self) -> None:
         """Let the parameters hold this rank's weights, from which the window begins if it has not begun."""
         weights = self._weights()
         if not weights.are_valid:  # others were loaded, or an error has put the true ones in
@@ -168,29 +255,34 @@ class LocalSteps(Strategy):
     ranks, are the outer weights. The state of ``optimizer`` is each rank's own and never sent; it is part of
     ``state_dict``, so that each rank continues with its own wherever the pipeline is saved.
 
+    With elastic averaging the outer weights are the centre. Between windows, too, the parameters hold this rank's own
+    weights. A flush ends that: afterwards all ranks begin at the centre.
+
     Args:
         model: the module whose parameters ``optimizer`` updates, on one device.
         optimizer: any ``torch.optim.Optimizer``. Schedules change its learning rate in every iteration.
         local_steps: iterations between exchanges, H.
-        outer: how mean movements are applied: "average" or "nesterov".
+        outer: how windows are applied: "average" or "nesterov" (mean movements), or "elastic" (mean differences from
+            the centre).
         outer_lr: learning rate of the outer optimizer; by default 0.7 for "nesterov", and for "average" 0.8 or, at
             width 1, 1, which gives all ranks the mean of their weights.
         outer_momentum: momentum of "nesterov", 0.9 by default.
+        moving_rate: share of its way to the centre that a rank is pulled after each window with "elastic"; by default
+            0.9 / p for p ranks, and at most 1 / p. The centre moves by p times as large a share of its way to the
+            ranks' mean.
+        average_state: whether all ranks also get the mean of the state of their optimizers, such as momentum, whenever
+            they get that of their weights; at width 1.
+        width: windows in flight, K.
         warmup_iterations: first iterations that are exchanged one by one, at width 1.
         clip_norm: largest norm of this rank's own gradient.
         clip_value: largest magnitude of a single value in it; applied before ``clip_norm``.
         scaler: loss scaler for float16, as in ``Pipelined``; each rank's scale is its own.
+        codec: encoding of movements, as in ``Pipelined``; with "elastic", one that keeps no residual.
         on_nonfinite: "stop" or "skip", for this rank's own gradients and for mean movements.
-        width: windows in flight, K.
-        codec: encoding of movements, as in ``Pipelined``.
-        all_reduce: the algorithm, as in ``Pipelined``.
         timeout: seconds that a rank waits for another one, as in ``Pipelined``.
-        segment_bytes: largest message in bytes.
-        connections: connections to each rank, used in turn.
-        seed: seed of the codec's random numbers.
-        init_sync: whether all ranks get rank 0's parameters and buffers, as in ``Pipelined``.
-        allow_drift: whether to train on processors that compute different bits, as in ``Pipelined``.
-        ranks: the ranks to work with; by default those of torch's process group.
+        ranks: the ranks to work with, as in ``Pipelined``.
+        process_group: the group whose ranks these are, as in ``Pipelined``.
+        options: further arguments of ``Pipelined``, except ``prediction`` and ``guard``.
 
     Raises:
         UserInputError: a value out of range, or an optimizer without a parameter to train.
@@ -218,57 +310,73 @@ class LocalSteps(Strategy):
         outer: str = "average",
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
+        moving_rate: float | None = None,
+        average_state: bool = False,
         width: int = 2,
         warmup_iterations: int = 0,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         codec: str | CodecOptions | OwnCodec = "fp32",
-        all_reduce: str | Algorithm = "ring",
         on_nonfinite: str = "stop",
         timeout: float = DEFAULT_TIMEOUT,
-        segment_bytes: int = SEGMENT_BYTES,
-        connections: int = 1,
-        seed: int = 0,
-        init_sync: bool = True,
-        allow_drift: bool = False,
         ranks: Ranks | None = None,
+        process_group: Group | None = None,
+        **options: Any,
     ):
-        check_local_steps(local_steps, outer, outer_lr, outer_momentum)
+        for name in ("prediction", "guard"):
+            if name in options:
+                raise UserInputError(f"{name} must be left out with local steps; got {options[name]!r}")
+        check_local_steps(
+            local_steps,
+            outer,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            moving_rate=moving_rate,
+            average_state=average_state,
+            width=width,
+        )
         check_width(width, warmup_iterations)
         check_timeout(timeout)
+        chosen_codec = codec_options(codec)
+        if outer == "elastic":
+            chosen_codec.check_elastic()
         clip = Clipping(norm=clip_norm, value=clip_value)
         self.module = model
         self.replicated = True
+        self.owns_optimizer = True
         self._optimizer = optimizer
         self._local_steps = local_steps
         self._warmup_iterations = warmup_iterations
+        self._average_state = average_state
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
-        self._outer = outer_optimizer(self._inner.parameters, outer, outer_lr, outer_momentum, width=width)
-        self._ranks = ranks or current(timeout)
+        self._ranks = given_ranks(ranks, process_group, timeout)
+        pull = moving_rate_of(outer, moving_rate, self._ranks.world_size)
+        lr = outer_lr if pull is None else self._ranks.world_size * pull
+        self._outer = outer_optimizer(self._inner.parameters, outer, lr, outer_momentum, width=width)
         self._error: BaseException | None = None
         """Error that the last ``step`` or ``flush`` raised."""
-        own = {"local_steps": local_steps, "clip_norm": clip_norm, "clip_value": clip_value}
+        own = {
+            "local_steps": local_steps,
+            "average_state": average_state,
+            "clip_norm": clip_norm,
+            "clip_value": clip_value,
+        }
         check_same_settings(self._ranks, own | optimizer_settings(optimizer), {})
         self._pipeline = Pipelined(
             model,
             self._outer,
             width=width,
             warmup_iterations=warmup_iterations,
-            prediction=OwnMovement,
-            codec=codec,
-            all_reduce=all_reduce,
+            prediction=OwnMovement if pull is None else Elastic,
+            codec=chosen_codec,
             on_nonfinite=on_nonfinite,
             timeout=timeout,
-            segment_bytes=segment_bytes,
-            connections=connections,
-            seed=seed,
-            init_sync=init_sync,
-            allow_drift=allow_drift,
             ranks=self._ranks,
+            **options,
         )
         self.drifts = self._pipeline.drifts
-        self._window = Window(self._inner.parameters, lambda: self._pipeline.weights)
+        self._window = Window(self._inner.parameters, lambda: self._pipeline.weights, pull)
 
     @property
     def iteration(self) -> int:  # type: ignore[override]
@@ -302,13 +410,12 @@ class LocalSteps(Strategy):
             report = dataclasses.replace(
                 report, applied=(), nonfinite_ranks=(self._ranks.rank,) * len(report.skipped), schedule_steps=1
             )
-            if self._window.steps < (1 if iteration < self._warmup_iterations else self._local_steps):
-                self._pipeline.iteration += 1
-                return report
-            return _joined(report, self._exchange())
+            return self._finish(report)
 
     def flush(self) -> StepReport:
         """Exchange the window so far, if there is one, and apply all movements in flight. Collective.
+
+        All ranks then hold the outer weights, with elastic averaging, too.
 
         Gradients in ``.grad`` stay there for the next step, which begins another window.
 
@@ -391,10 +498,36 @@ class LocalSteps(Strategy):
     def __enter__(self) -> Self:
         return self
 
+    def _finish(self, report: StepReport) -> StepReport:
+        """End an iteration, of which ``report`` is, and with it the window if that is long enough."""
+        if self._window.steps < (1 if self.iteration < self._warmup_iterations else self._local_steps):
+            self._pipeline.iteration += 1
+            return report
+        return _joined(report, self._exchange())
+
     def _exchange(self) -> StepReport:
         with self._pipeline.whole(f"the movement that ends with iteration {self.iteration}"):
             self._window.end()
-        return self._pipeline.step()
+        report = self._pipeline.step()
+        if self._average_state:
+            report = _joined(report, self._average())
+        self._window.begin()
+        return report
+
+    def _average(self) -> StepReport:
+        """Give all ranks the mean of the state of their optimizers."""
+        iteration, begin = self.iteration - 1, time.perf_counter()
+        values = [
+            value
+            for parameter in self._inner.parameters
+            for value in self._optimizer.state.get(parameter, {}).values()
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
+        ]
+        with self._pipeline.whole(f"the averages that end with iteration {iteration}"):
+            nbytes = self._pipeline.average(values)
+        end = time.perf_counter()
+        spans = (Span("communication", iteration, begin, end), Span("wait", iteration, begin, end))
+        return StepReport(spans=spans, wire_bytes=nbytes)
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Iterator[None]:

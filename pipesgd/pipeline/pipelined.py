@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -26,12 +26,22 @@ from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Group
-from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_messages, check_width
+from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_buckets, check_messages, check_width, rate_of
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
-from pipesgd.flat_buffer import FlatBuffer, all_finite, are_finite, finite_norm, on_device, pack_gradients
+from pipesgd.flat_buffer import (
+    BucketedBuffer,
+    FlatBuffer,
+    all_finite,
+    are_finite,
+    finite_norm,
+    on_device,
+    pack_gradients,
+    take_mean,
+)
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
 from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
+from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied
 from pipesgd.pipeline.sameness import (
@@ -58,11 +68,37 @@ class _Reduction:
     """Report of the communication thread about a mean."""
 
     finite: bool
-    span: Span
-    """Time in which the mean was computed."""
+    spans: Sequence[Span]
+    """Times in which the mean of each bucket was computed."""
     comparison: Comparison | None
     norm: float | None
     """Norm of the mean if that is finite; with a guard, the same bits on all ranks, whatever processors they have."""
+
+
+@dataclass
+class Outgoing:
+    """A gradient of this rank whose buckets are leaving, up to the step that hands it over."""
+
+    iteration: int
+    buffer: BucketedBuffer
+    scale: float
+    """Loss scale in effect when this gradient was computed."""
+    local: list[Tensor | None]
+    """Gradients of this rank, by parameter, of the buckets that have left; None for parameters without one."""
+    packs: list[Span] = field(default_factory=list)
+    sums: list[Span] = field(default_factory=list)
+    """Times in which the buckets were packed, and in which the communication thread summed them."""
+    own_finite: list[bool] = field(default_factory=list)
+    """Finiteness of each bucket of this rank's own gradient, if the communication thread looks."""
+    norms: list[float | None] = field(default_factory=list)
+    """Norms of the parts of the mean; None for those that are not finite."""
+
+    @contextlib.contextmanager
+    def summing(self) -> Iterator[None]:
+        """Record the time that the context is open in ``sums``."""
+        start = time.perf_counter()
+        yield
+        self.sums.append(Span("communication", self.iteration, start, time.perf_counter()))
 
 
 @dataclass(frozen=True)
@@ -70,13 +106,24 @@ class InFlight:
     """A gradient in flight, handed over in ``iteration``."""
 
     iteration: int
-    buffer: FlatBuffer
+    buffer: BucketedBuffer
     unapplied: Unapplied
     scale: float
     """Loss scale in effect when this gradient was computed."""
     own_is_finite: Callable[[], bool]
     """Function that returns True if this rank's own gradient is finite; called only if the mean is not."""
     reduction: Future[_Reduction]
+
+
+def given_ranks(ranks: Ranks | None, process_group: Group | None, timeout: float) -> Ranks:
+    """Return the ``ranks`` to work with, or those of ``process_group``: by default torch's default group.
+
+    Raises:
+        UserInputError: both are given, or this rank is not in the group.
+    """
+    if ranks is not None and process_group is not None:
+        raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
+    return ranks or current(timeout, process_group)
 
 
 class Pipelined(Strategy):
@@ -86,7 +133,9 @@ class Pipelined(Strategy):
     decentralized synchronous SGD. Each ``step`` of iteration t is
 
     1. pack: the gradients move from ``.grad`` into a flat buffer of a pool of K;
-    2. hand over: the communication thread sums the buffer over the ranks and takes the mean;
+    2. hand over: the communication thread sums the buffer over the ranks and takes the mean. With ``buckets``, both
+       happen bucket by bucket, as soon as the backward pass has completed a bucket's gradients
+       (``pipesgd.pipeline.buckets``), and ``step`` does the rest;
     3. wait: until the oldest of K gradients in flight, that of iteration t-K+1, has arrived;
     4. apply: the mean becomes ``.grad``, without a copy, and the optimizer steps at the learning rate that
        was set when the gradient was computed. The buffer returns to the pool;
@@ -128,6 +177,11 @@ class Pipelined(Strategy):
             default.
         segment_bytes: largest message in bytes, 1 MiB by default; native splits messages as torch does.
         connections: connections to each rank, used in turn.
+        rate_limit: most that this rank sends in a second, as "50mbit" or "6.25MB/s"; see ``--rate-limit``. No limit by
+            default.
+        buckets: number of buckets of about equal size in which the gradient leaves while the backward pass runs, or the
+            largest size of one, such as "1MiB". By default 1: the whole gradient leaves in ``step``. With more, every
+            backward pass outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
         init_sync: whether all ranks get rank 0's parameters and buffers; without it they must have the same
             parameters already, and buffers stay each rank's own.
@@ -169,24 +223,29 @@ class Pipelined(Strategy):
         timeout: float = DEFAULT_TIMEOUT,
         segment_bytes: int = SEGMENT_BYTES,
         connections: int = 1,
+        rate_limit: str | None = None,
+        buckets: int | str = 1,
         seed: int = 0,
         init_sync: bool = True,
         allow_drift: bool = False,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
     ):
-        if ranks is not None and process_group is not None:
-            raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
         check_width(width, warmup_iterations)
         name = all_reduce_name(all_reduce)
         check_messages(name, segment_bytes, connections)
+        most_bytes = rate_of(rate_limit, name)
         options = codec_options(codec)
         options.check_all_reduce(name)
+        check_buckets(str(buckets), options.codec)
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_timeout(timeout)
         self.module = model
         self._optimizer = optimizer
         self._parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
+        self._cut = str(buckets)
+        self._indices = bucket_indices(model, self._parameters, self._cut)
+        """Indices of the parameters of each bucket."""
         clip = Clipping(norm=clip_norm, value=clip_value)
         self._updates = DelayedUpdate(
             optimizer,
@@ -205,7 +264,9 @@ class Pipelined(Strategy):
         self._loss_scale = LossScale(scaler, self._parameters)
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
         self._in_flight: collections.deque[InFlight] = collections.deque()
-        self._pool: list[FlatBuffer] = []
+        self._outgoing: Outgoing | None = None
+        """Gradient whose buckets are leaving, or will: it has a buffer of the pool."""
+        self._pool: list[BucketedBuffer] = []
         self._left_out: Sequence[Tensor] = ()
         """Values that the next gradient gets in addition (``add_to_next_gradient``)."""
         self.buffers_allocated = 0
@@ -218,6 +279,7 @@ class Pipelined(Strategy):
         """Meeting of the ranks for a flush that has begun and not ended."""
         self._closed = False
         self._hooks: TrueWeightsHooks | None = None
+        self._leaving = BackwardHooks([], self._leave)
         self._settings = {
             "width": width,
             "warmup_iterations": warmup_iterations,
@@ -230,13 +292,15 @@ class Pipelined(Strategy):
             "on_nonfinite": on_nonfinite,
             "segment_bytes": segment_bytes,
             "connections": connections,
+            "rate_limit": rate_limit,
+            "buckets": self._cut,
             "seed": seed,
             "init_sync": init_sync,
             "allow_drift": allow_drift,
             "device": device.type,
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
         }
-        self._ranks = ranks or current(timeout, process_group)
+        self._ranks = given_ranks(ranks, process_group, timeout)
         self._check_same_on_all_ranks()
         self.drifts = not check_same_bits(self._ranks, optimizer, clip, allow_drift=allow_drift)
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
@@ -246,7 +310,9 @@ class Pipelined(Strategy):
             timeout=timeout,
             segment_bytes=segment_bytes,
             connections=connections,
+            rate_limit=most_bytes,
             device=device.type,
+            buckets=len(self._indices),
         )
         self._thread = CommunicationThread(device)
         self._stop_watching: Callable[[], None] = lambda: None
@@ -263,6 +329,7 @@ class Pipelined(Strategy):
             raise
         if self._updates.predicts:
             self._hooks = TrueWeightsHooks(model, self._updates)
+        self._leaving = BackwardHooks(self.buckets, self._leave)
 
     @property
     def width(self) -> int:
@@ -273,6 +340,11 @@ class Pipelined(Strategy):
     def warmup_iterations(self) -> int:
         """First iterations that run at width 1."""
         return self._updates.warmup_iterations
+
+    @property
+    def buckets(self) -> list[list[Tensor]]:
+        """Parameters of each bucket, in the order in which the buckets leave."""
+        return [[self._parameters[index] for index in bucket] for bucket in self._indices]
 
     @property
     def closed(self) -> bool:
@@ -296,44 +368,41 @@ class Pipelined(Strategy):
             CommunicationError: a rank was lost, or silent for longer than the timeout.
             OutOfStepError: another rank is in a different call or iteration.
             NonFiniteGradientError: the gradient that is due holds a NaN or an infinity. It is dropped.
-            UserInputError: the pipeline was closed, or parameters were frozen, unfrozen or added while gradients were
-                in flight.
+            UserInputError: the pipeline was closed, parameters were frozen, unfrozen or added while gradients were in
+                flight, or gradients were added after their bucket had left.
             DisagreementError: the parameters that are trained now are not the same on all ranks.
 
         After an error, the parameters hold the true weights. No gradient is lost: after an interruption (Ctrl-C, a
         signal) all gradients that were not applied are still in flight, also in ``state_dict``.
         """
         self.check_usable()
+        self._leaving.check_taken()
         self._follow_parameters()
         self._ranks.iteration = self.iteration
-        begin = time.perf_counter()
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
-            # 1. Pack.
-            buffer = self._free_buffer()
-            scale = self._loss_scale.divide(self._parameters)
-            local = pack_gradients(self._parameters, buffer)
-            if self._left_out:
-                for flat, left_out in zip(buffer.flats, self._left_out, strict=True):
-                    as_real(flat).add_(left_out)
-                self._left_out = ()
-            pack = Span("pack", self.iteration, begin, time.perf_counter())
+            # 1. Pack what has not left during the backward pass.
+            outgoing = self._next_outgoing()
+            for number in range(self._leaving.left, len(self._indices)):
+                self._pack(outgoing, number)
+            self._left_out = ()
             # 2. Hand over.
-            self._hand_over(buffer, local, scale)
+            self._hand_over(outgoing)
         # 3. to 5. Wait, apply and predict.
         self._ranks.enter("all-reduce", waiting=True)
         report = self._apply_until(self._updates.width_after(self.iteration) - 1)
         self._ranks.enter("compute")
-        wire_bytes = self._reducer.wire_bytes(buffer, pack.iteration)
-        return dataclasses.replace(report, spans=(pack, *report.spans), wire_bytes=wire_bytes)
+        wire_bytes = self._reducer.wire_bytes(outgoing.buffer, outgoing.iteration)
+        return dataclasses.replace(report, spans=(*outgoing.packs, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
         """Wait for and apply all gradients in flight. Collective. Further steps may follow and fill the pipeline again.
 
         Gradients in ``.grad`` stay there for the next step, at the loss scale of those that will be added to them.
 
-        Raises the same errors as ``step``.
+        Raises the same errors as ``step``, and ``UserInputError`` if buckets have left since then.
         """
         self.check_usable()
+        self._check_whole("flush")
         if self._meeting is None:  # else an earlier call was interrupted
             self._meeting = self._meet("flush", lambda: None)
         scale = self._loss_scale.scale
@@ -365,6 +434,7 @@ class Pipelined(Strategy):
         """Give all ranks rank 0's true weights and optimizer state, if replicas drift. Collective."""
         if not self.drifts:
             return
+        self._check_whole("share_weights")
         device = self._parameters[0].device
         values = [value for of in self._optimizer.state.values() if isinstance(of, dict) for value in of.values()]
         state = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.device == device]
@@ -373,18 +443,31 @@ class Pipelined(Strategy):
             share_rank_0s_values(torch.nn.Module(), [*self._parameters, *state], self._ranks.rank, sum_over_ranks)
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Return an empty context: gradients are sent only in ``step``, and backward passes before it add up anyway."""
-        return contextlib.nullcontext()
+        """Let backward passes add up, and no bucket leave, while the context is open. Without ``buckets`` gradients are
+        sent only in ``step``, and backward passes before it add up anyway."""
+        return self._leaving.held()
 
     def combine_buffers(self, how: str = "average") -> None:
         """Set floating-point buffers to their "average" or to "rank-0"'s values, or leave them "own". Collective."""
         self.check_usable()
+        self._check_whole("combine_buffers")
         sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
         combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
+
+    def average(self, tensors: Sequence[Tensor]) -> int:
+        """Give all ranks the means of ``tensors`` over the ranks, and return the number of bytes sent. Collective."""
+        buffer = FlatBuffer(tensors)
+        buffer.fill_from(tensors)
+        self._sum_over_ranks("step", buffer)
+        for flat in buffer.flats:
+            take_mean(flat, self._ranks.world_size)
+        buffer.copy_to(tensors)
+        return sum(self._exact.wire_bytes(flat) for flat in buffer.flats)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
         self.check_usable()
+        self._check_whole("state_dict")
         assert not self._left_out, "residuals of an earlier pipeline are added in the step that follows"
         in_flight = [
             {
@@ -403,6 +486,7 @@ class Pipelined(Strategy):
         # Only now is the communication thread idle, and with it the reducer.
         return {
             "iteration": self.iteration,
+            "buckets": self._cut,
             "in_flight": in_flight,
             "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
             **self._updates.state_dict(),
@@ -411,10 +495,20 @@ class Pipelined(Strategy):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped."""
+        """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped.
+
+        Raises:
+            UserInputError: ``state`` is of a pipeline with other buckets, or buckets have left since the last step.
+        """
         self._thread.check()
+        self._check_whole("load_state_dict")
+        if (before := state.get("buckets", "1")) != self._cut:  # earlier versions had none
+            raise UserInputError(f"buckets must be {before}, as in the state that is loaded; got {self._cut}")
         self._error = self._half_done = self._meeting = None
         self._updates.weights.adopt()
+        if self._outgoing is not None:  # refused before any bucket had left
+            self._pool.append(self._outgoing.buffer)
+            self._outgoing = None
         while self._in_flight:
             self._in_flight[0].reduction.result()
             self._pool.append(self._in_flight.popleft().buffer)
@@ -426,13 +520,12 @@ class Pipelined(Strategy):
         self._loss_scale.load_state_dict(state["loss_scale"])
         for entry in state["in_flight"]:
             buffer = self._free_buffer()
-            self._pool.pop()
             torch._foreach_copy_(buffer.flats, entry["flats"])
             now = time.perf_counter()
             span = Span("communication", entry["iteration"], now, now)
             arrived: Future[_Reduction] = Future()
             comparison = Comparison(*entry["comparison"]) if entry["comparison"] else None
-            arrived.set_result(_Reduction(entry["finite"], span, comparison, entry["norm"]))
+            arrived.set_result(_Reduction(entry["finite"], [span], comparison, entry["norm"]))
             unapplied = Unapplied(on_device(entry["kept"], device), entry["hyperparameters"])
             own_is_finite = functools.partial(bool, entry["own_is_finite"])
             self._in_flight.append(
@@ -460,6 +553,7 @@ class Pipelined(Strategy):
         together = False
         try:
             if not self.failed:
+                self._check_whole("close")
                 if self._in_flight:
                     self.flush()
                 # Another rank may come much later, and a process that exits while gloo waits for that rank is aborted.
@@ -469,8 +563,9 @@ class Pipelined(Strategy):
             self._closed = True
             self._stop_watching()
             self._drop_in_flight()
-            if self._hooks is not None:
-                self._hooks.remove()
+            for hooks in (self._hooks, self._leaving):
+                if hooks is not None:
+                    hooks.remove()
             # Peers may still read what this rank has sent them: the connections end when all have come to this point.
             self._thread.close(at_the_end=self._connections.close, within=None if together else CLOSE_SECONDS)
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
@@ -497,6 +592,7 @@ class Pipelined(Strategy):
             )
         self._in_flight.clear()
         self._pool.clear()
+        self._outgoing = None
 
     def check_usable(self) -> None:
         self._thread.check()
@@ -504,6 +600,14 @@ class Pipelined(Strategy):
             raise RunError(
                 f"{self._half_done} was interrupted halfway, so this rank's weights are no other rank's: "
                 "load a state_dict, or continue from a checkpoint"
+            )
+
+    def _check_whole(self, call: str) -> None:
+        """Refuse ``call`` while some buckets of a gradient have left and others have not."""
+        if self._leaving.left:
+            raise UserInputError(
+                f"{call} must not be called between backward() and step() with buckets; got it while those of "
+                f"iteration {self.iteration} leave"
             )
 
     @contextlib.contextmanager
@@ -524,6 +628,7 @@ class Pipelined(Strategy):
             {
                 "parameters": describe_parameters(self.module, trainable_parameters(self._optimizer)),
                 "buffers": describe_buffers(self.module),
+                "bucket": [f"parameters {indices}" for indices in self._indices],
             },
         )
 
@@ -532,19 +637,25 @@ class Pipelined(Strategy):
         identities = trainable_identities(self._optimizer)
         if identities == self._identities:
             return
-        if self._in_flight:
+        if self._in_flight or self._leaving.left:
             raise UserInputError(
                 "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
             )
         self._meet("change of parameters", lambda: None).result()
         try:
-            self._check_same_on_all_ranks()
-            old, new = self._parameters, trainable_parameters(self._optimizer)
+            old, new = self.buckets, trainable_parameters(self._optimizer)
             self._parameters, self._identities = new, identities
+            self._indices = self._ranks.raise_together(
+                "buckets", functools.partial(bucket_indices, self.module, new, self._cut)
+            )
+            self._check_same_on_all_ranks()
             self._updates.follow(new)
             self._agreement.missed = []
-            self._reducer.rearrange(old, new)
+            self._reducer.rearrange(old, self.buckets)
+            self._leaving.remove()
+            self._leaving = BackwardHooks(self.buckets, self._leave)
             self._pool.clear()
+            self._outgoing = None
             self.buffers_allocated = 0
             drop_gradients_of_frozen(self._optimizer)
             rank_0s = functools.partial(self._sum_over_ranks, "change of parameters")
@@ -553,55 +664,98 @@ class Pipelined(Strategy):
             self.fail(error)
             raise
 
-    def _free_buffer(self) -> FlatBuffer:
-        """Return a buffer of the pool, which stays there until the buffer's gradient is in flight."""
-        if not self._pool:
-            self.buffers_allocated += 1
-            self._pool.append(FlatBuffer(self._parameters))
-        return self._pool[-1]
+    def _free_buffer(self) -> BucketedBuffer:
+        """Take a buffer out of the pool."""
+        if self._pool:
+            return self._pool.pop()
+        self.buffers_allocated += 1
+        return BucketedBuffer(self._parameters, self._indices)
 
     def _meet(self, call: str, job: Callable[[], T]) -> Future[T]:
         """Have the communication thread do ``job`` after sending a header that says that this rank is at ``call``."""
         self._meeting = None  # a flush that was interrupted before this call is not resumed
         return self._thread.submit(functools.partial(self._connections.run, call, self.iteration, job))
 
-    def _hand_over(self, buffer: FlatBuffer, local: Sequence[Tensor | None], scale: float) -> None:
-        """Let the communication thread sum ``buffer``, the newest of the pool; ``local`` are the gradients in it."""
-        iteration = self.iteration
-        unapplied = self._updates.hand_over(local)
-        # At width 1 ``step`` keeps the gradients until their mean has arrived.
-        kept_anyway = self._updates.keeps_gradients or self.width == 1
-        present = [gradient for gradient in local if gradient is not None] if kept_anyway else []
-        looked_at: list[bool] = []
+    def _next_outgoing(self) -> Outgoing:
+        """Return the gradient of this iteration, some of whose buckets may have left."""
+        if self._outgoing is None:
+            buffer = self._free_buffer()
+            self._outgoing = Outgoing(self.iteration, buffer, 1.0, [None] * len(self._parameters))
+        return self._outgoing
 
-        def own_is_finite() -> bool:
-            return are_finite(present) if kept_anyway else looked_at[0]
+    def _leave(self) -> bool:
+        """Let the next bucket leave during the backward pass, unless the next step must follow other parameters."""
+        self.check_usable()
+        if not self._leaving.left and trainable_identities(self._optimizer) != self._identities:
+            return False
+        with self.whole(f"taking over the gradients of iteration {self.iteration}"):
+            outgoing, number = self._next_outgoing(), self._leaving.left
+            self._pack(outgoing, number)
+            self._meet("step", functools.partial(self._reduce, outgoing, number))
+            self._leaving.left += 1
+        return True
 
-        if self._skip_nonfinite and unapplied.kept and not all_finite(buffer):
+    def _pack(self, outgoing: Outgoing, number: int) -> None:
+        """Move a bucket's gradients, divided by the loss scale, from ``.grad`` into its flat buffer."""
+        begin = time.perf_counter()
+        indices, bucket = self._indices[number], outgoing.buffer.buckets[number]
+        parameters = [self._parameters[index] for index in indices]
+        outgoing.scale = self._loss_scale.divide(parameters)
+        for index, gradient in zip(indices, pack_gradients(parameters, bucket), strict=True):
+            outgoing.local[index] = gradient
+        for flat, left_out in zip(bucket.flats, self._left_out[bucket.first :], strict=False):
+            as_real(flat).add_(left_out)
+        outgoing.packs.append(Span("pack", outgoing.iteration, begin, time.perf_counter()))
+
+    def _hand_over(self, outgoing: Outgoing) -> None:
+        """Let the communication thread sum the buckets that have not left, all of which are packed."""
+        unapplied = self._updates.hand_over(outgoing.local)
+        own = [gradient for gradient in outgoing.local if gradient is not None]
+        own_is_finite = functools.partial(are_finite, own) if self._keeps_own else lambda: all(outgoing.own_finite)
+        if self._skip_nonfinite and unapplied.kept and not are_finite(own):
             unapplied = dataclasses.replace(unapplied, kept=[])  # it will cause no update
-            present, kept_anyway = [], False
-
-        def reduce() -> _Reduction:
-            start = time.perf_counter()
-            norms: list[float | None] = []
-            if not kept_anyway:  # here, during the computation, and not in the caller's thread
-                looked_at.append(all_finite(buffer))
-
-            def look(part: Tensor) -> None:
-                norms.append(finite_norm(part))
-
-            mean_over_ranks(self._reducer, buffer, iteration, self._ranks.world_size, look)
-            # Parts arrive in another order on every rank.
-            of_finite = sorted(norm for norm in norms if norm is not None)
-            finite = len(of_finite) == len(norms)
-            norm = self._agreed_norm(buffer) if self._updates.wants_norms else math.hypot(*of_finite)
-            comparison = self._updates.compare(buffer.views, unapplied)
-            return _Reduction(finite, Span("communication", iteration, start, time.perf_counter()), comparison, norm)
-
-        reduction = self._meet("step", reduce)
-        self._in_flight.append(InFlight(iteration, buffer, unapplied, scale, own_is_finite, reduction))
-        self._pool.pop()
+            own_is_finite = functools.partial(bool, False)
+        outgoing.local = []
+        *early, last = range(self._leaving.left, len(self._indices))
+        for number in early:
+            self._meet("step", functools.partial(self._reduce, outgoing, number))
+        reduction = self._meet("step", functools.partial(self._reduce_last, outgoing, last, unapplied))
+        self._in_flight.append(
+            InFlight(outgoing.iteration, outgoing.buffer, unapplied, outgoing.scale, own_is_finite, reduction)
+        )
+        self._outgoing = None
+        self._leaving.begin_iteration()
         self.iteration += 1
+
+    @property
+    def _keeps_own(self) -> bool:
+        """True if this rank's own gradients are kept until their mean has arrived, as they are at width 1."""
+        return self._updates.keeps_gradients or self.width == 1
+
+    def _reduce(self, outgoing: Outgoing, number: int) -> None:
+        """Replace a bucket's gradients by their mean over the ranks, on the communication thread. Collective."""
+        with outgoing.summing():
+            self._take_mean(outgoing, number)
+
+    def _reduce_last(self, outgoing: Outgoing, number: int, unapplied: Unapplied) -> _Reduction:
+        """Do so with the last bucket, and report on the whole mean. Collective."""
+        with outgoing.summing():
+            self._take_mean(outgoing, number)
+            # Parts arrive in another order on every rank.
+            of_finite = sorted(norm for norm in outgoing.norms if norm is not None)
+            norm = self._agreed_norm(outgoing.buffer) if self._updates.wants_norms else math.hypot(*of_finite)
+            comparison = self._updates.compare(outgoing.buffer.views, unapplied)
+        return _Reduction(len(of_finite) == len(outgoing.norms), outgoing.sums, comparison, norm)
+
+    def _take_mean(self, outgoing: Outgoing, number: int) -> None:
+        bucket = outgoing.buffer.buckets[number]
+        if not self._keeps_own:  # here, during the computation, and not in the caller's thread
+            outgoing.own_finite.append(all_finite(bucket))
+
+        def look(part: Tensor) -> None:
+            outgoing.norms.append(finite_norm(part))
+
+        mean_over_ranks(self._reducer, bucket, outgoing.iteration, self._ranks.world_size, look)
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
@@ -661,7 +815,7 @@ class Pipelined(Strategy):
             applied=(gradient.iteration,) if reduction.finite else (),
             skipped=() if reduction.finite else (gradient.iteration,),
             nonfinite_ranks=culprits,
-            spans=(reduction.span, wait),
+            spans=(*reduction.spans, wait),
             gradient_norm=reduction.norm if reduction.finite else None,
             comparison=reduction.comparison,
         )
@@ -683,7 +837,7 @@ class Pipelined(Strategy):
         finite = self._ranks.all_gather_object("finite gradients", gradient.own_is_finite())
         return tuple(self._ranks.number(rank) for rank, own in enumerate(finite) if not own)
 
-    def _agreed_norm(self, buffer: FlatBuffer) -> float:
+    def _agreed_norm(self, buffer: BucketedBuffer) -> float:
         """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""
         norms = [torch.linalg.vector_norm(as_real(flat), dtype=torch.float64) for flat in buffer.flats]
         total = torch.stack(norms).square().sum().reshape(1)

@@ -6,12 +6,13 @@ Apart from the code that writes calibrations, only this module of the trainer kn
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipesgd.codecs.options import CodecOptions
-from pipesgd.config import TrainConfig
+from pipesgd.config import TrainConfig, rate_of
 from pipesgd.errors import UserInputError
 from pipesgd.planning.audition import Audition
 from pipesgd.planning.planned import Planned
@@ -25,6 +26,9 @@ from timing_model.simulate_job import median_share
 
 AUTO_CODECS = tuple(one for one in ACCURATE if one != "fp16")
 """Codecs to choose from: those that cost next to no accuracy. bf16 takes as long as fp16, and cannot overflow."""
+
+AUTO_BUCKETS = (1, 2, 4, 8, 16)
+"""Numbers of buckets to choose from."""
 
 MOST_CANDIDATES = 3
 """Most configurations that an audition compares."""
@@ -83,11 +87,13 @@ def decide(
     Raises:
         UserInputError: the job is outside of what was measured.
     """
+    limit = rate_of(config.pipeline.rate_limit, config.pipeline.all_reduce)
     try:
         base = Job(
             cluster=profile,
             compute=compute,
             world_size=world_size,
+            rate_limit=None if limit == math.inf else limit,
             iterations=iterations,
             loader_workers=config.data.workers,
         )
@@ -95,7 +101,7 @@ def decide(
         if measured.kind == OUTSIDE and not own:
             raise UserInputError(f"cluster must have been measured near this job; got {measured.reasons[0]}")
         # Options that are not auto may be outside of what was measured; the answer reports that.
-        found = plan(base, space_of(profile, config), extrapolate=True)
+        found = plan(base, space_of(profile, config, len(compute.tensors)), extrapolate=True)
         answer = predict(found.best.job, extrapolate=True)
     except UserInputError:
         raise
@@ -133,6 +139,7 @@ def options_of(job: Job) -> dict[str, Any]:
         "codec": job.codec,
         "all-reduce": job.all_reduce,
         "segment-bytes": job.segment_bytes,
+        "buckets": job.buckets,
     }
 
 
@@ -156,17 +163,20 @@ def audition(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: in
     return Audition.of([options_of(one.job) for one in candidates], predicted, iterations=iterations, begin=begin)
 
 
-def space_of(profile: Profile, config: TrainConfig) -> Space:
-    """Return the space to search: everything measured that works with the options that are not auto."""
+def space_of(profile: Profile, config: TrainConfig, parameters: int) -> Space:
+    """Return the space to search for a model with this number of parameters: everything measured that works with the
+    options that are not auto."""
     auto, pipeline = config.planning.auto, config.pipeline
     codecs = [one for one in AUTO_CODECS if one == UNCOMPRESSED or one in profile.codecs]
     all_reduces = [one for one in profile.calibrated.all_reduces if one != "hierarchical" and goes_with(config, one)]
+    buckets = [str(one) for one in AUTO_BUCKETS if one <= parameters]
     return Space(
         strategies=("pipelined",),
         widths=WIDTHS if "width" in auto else (pipeline.width,),
         codecs=tuple(codecs) if "codec" in auto else (config.compression.codec,),
         all_reduces=tuple(all_reduces) if "all-reduce" in auto else (pipeline.all_reduce,),
         segments=SEGMENTS if "segment-bytes" in auto else (pipeline.segment_bytes,),
+        buckets=tuple(buckets) if "buckets" in auto else (pipeline.buckets,),
     )
 
 

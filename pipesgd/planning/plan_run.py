@@ -143,7 +143,7 @@ def remember(path: Path, config: TrainConfig, audition: Audition, world_size: in
 def measured_iterations(
     candidates: Sequence[dict[str, Any]], paces: Sequence[Pace | None], world_size: int
 ) -> list[MeasuredIteration]:
-    """Return what was measured of the candidates, as a profile keeps it."""
+    """Return what was measured of the candidates, as a profile keeps it: those without buckets."""
     from timing_model.cluster_profile import Estimate, MeasuredIteration
 
     return [
@@ -157,7 +157,7 @@ def measured_iterations(
             iterations=pace.iterations,
         )
         for choices, pace in zip(candidates, paces, strict=True)
-        if pace is not None
+        if pace is not None and choices["buckets"] == "1"
     ]
 
 

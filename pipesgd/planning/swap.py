@@ -1,9 +1,10 @@
-"""Exchange of a run's strategy while it runs: another width, codec or all-reduce, the same weights."""
+"""Exchange of a run's strategy while it runs: another width, codec, all-reduce or cut, the same weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from pipesgd.flat_buffer import rearranged
 from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.run.state import RunState
 
@@ -24,16 +25,23 @@ def swap_strategy(state: RunState, make: Callable[[], Pipelined], *, same_codec:
     Raises:
         CommunicationError: a rank was lost.
     """
-    state.strategy.flush()
-    kept = state.strategy.state_dict()
-    state.strategy.close()
+    former = state.strategy
+    assert isinstance(former, Pipelined)
+    former.flush()
+    kept = former.state_dict()
+    former.close()
     pipeline = make()
     state.strategy = pipeline
     fresh = pipeline.state_dict()
-    left_out = [] if same_codec else kept["exchange"].get("residuals", [])
+    kept["buckets"] = fresh["buckets"]
+    residuals = kept["exchange"].get("residuals", [])
+    if residuals:
+        residuals = rearranged(residuals, former.buckets, pipeline.buckets)
     if not same_codec:
         kept["exchange"] = fresh["exchange"]
+    elif residuals:
+        kept["exchange"]["residuals"] = residuals
     if kept["prediction"].keys() != fresh["prediction"].keys():
         kept["prediction"] = fresh["prediction"]
     pipeline.load_state_dict(kept)
-    pipeline.add_to_next_gradient(left_out)
+    pipeline.add_to_next_gradient([] if same_codec else residuals)

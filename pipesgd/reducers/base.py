@@ -15,7 +15,8 @@ from pipesgd.flat_buffer import FlatBuffer, take_mean
 class Reducer(Protocol):
     """Replaces the gradients of all ranks by their sum, or an approximation of it, with the same bytes on every rank.
 
-    It runs on the communication thread, once per iteration, and may remember what it has not sent.
+    It runs on the communication thread, once per iteration, and may remember what it has not sent. Only the dense one
+    also sums the buckets of a buffer one by one.
     """
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
@@ -34,8 +35,8 @@ class Reducer(Protocol):
         Headers of the network are not counted. This may be called while the communication thread sums.
         """
 
-    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-        """Switch from buffers of the parameters ``old`` to buffers of ``new``.
+    def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
+        """Switch from buffers of the parameters ``old`` to buffers of ``new``, both given bucket by bucket.
 
         State of parameters that remain is carried over; that of the others is dropped.
         """

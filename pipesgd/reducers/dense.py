@@ -15,7 +15,7 @@ from pipesgd.reducers.base import Float32Places, as_real
 
 
 class DenseReducer:
-    """One all-reduce for each flat tensor of the buffer.
+    """One all-reduce for each flat tensor of the buffer, which may be a bucket of a larger one.
 
     With ``error_feedback``, what a rank's encodings leave out of the sum in one iteration is added to its own gradient
     in the next one (Seide et al., 2014; Karimireddy et al., ICML 2019). Sum and residuals together equal the ranks'
@@ -35,35 +35,39 @@ class DenseReducer:
         self._exact = exact
         self._error_feedback = error_feedback
         self._seed = seed
-        self._residuals: list[Tensor] = []
+        self._residuals: dict[int, Tensor] = {}  # by number of the flat tensor
         self._places = Float32Places()
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
-        values = [self._float32(number, flat) for number, flat in enumerate(buffer.flats)]
-        if self._error_feedback and not self._residuals:
-            self._residuals = [torch.zeros_like(flat) for flat in values]
-        for number, (flat, own) in enumerate(zip(buffer.flats, values, strict=True)):
+        for number, flat in enumerate(buffer.flats, buffer.first):
+            own = self._float32(number, flat)
             if own is not flat:
                 own.copy_(as_real(flat))
-            residual = self._residuals[number] if self._error_feedback else None
+            if self._error_feedback and number not in self._residuals:
+                self._residuals[number] = torch.zeros_like(own)
             key = mixed(self._seed, iteration, number)
-            self._all_reduce(own, residual, key, finish if own is flat else no_op)
+            self._all_reduce(own, self._residuals.get(number), key, finish if own is flat else no_op)
             if own is not flat:
                 as_real(flat).copy_(own)
                 finish(flat)
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
-        return sum(self._all_reduce.wire_bytes(self._float32(number, flat)) for number, flat in enumerate(buffer.flats))
+        flats = enumerate(buffer.flats, buffer.first)
+        return sum(self._all_reduce.wire_bytes(self._float32(number, flat)) for number, flat in flats)
 
-    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-        self._residuals = rearranged(self._residuals, old, new) if self._residuals else []
+    def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
+        if self._residuals:
+            self._residuals = dict(enumerate(rearranged(self._in_order(), old, new)))
         self._places = Float32Places()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"residuals": [residual.clone() for residual in self._residuals]}
+        return {"residuals": [residual.clone() for residual in self._in_order()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._residuals = [residual.clone() for residual in state["residuals"]]
+        self._residuals = {number: residual.clone() for number, residual in enumerate(state["residuals"])}
+
+    def _in_order(self) -> list[Tensor]:
+        return [self._residuals[number] for number in sorted(self._residuals)]
 
     def _float32(self, number: int, flat: Tensor) -> Tensor:
         """Return ``flat``, or a place for its values in float32."""

@@ -118,14 +118,15 @@ class PowerSgdReducer:
         device = buffer.flats[0].device
         return sum(self._all_reduce.wire_bytes(torch.empty(numel, device=device)) for numel in (lefts, rights))
 
-    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
         if not self._ready:
             return
-        before = {id(old[matrix.index]): matrix for matrix in self._matrices}
+        [before], [after] = old, new
+        known = {id(before[matrix.index]): matrix for matrix in self._matrices}
         self._right = torch.empty(0)
-        self._make_room(FlatBuffer(new))
+        self._make_room(FlatBuffer(after))
         for matrix in self._matrices:
-            if (origin := before.get(id(new[matrix.index]))) is not None:
+            if (origin := known.get(id(after[matrix.index]))) is not None:
                 matrix.residual.copy_(origin.residual)
                 matrix.right.copy_(origin.right)
 

@@ -94,7 +94,7 @@ class TopKReducer:
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         return 4 * NUMBERS_PER_VALUE * sum(self._counts(buffer, iteration)) * (self._world_size - 1)
 
-    def rearrange(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    def rearrange(self, old: Sequence[Sequence[Tensor]], new: Sequence[Sequence[Tensor]]) -> None:
         self._residuals = rearranged(self._residuals, old, new) if self._residuals else []
         self._velocities = rearranged(self._velocities, old, new) if self._velocities else []
         self._sums = Float32Places()

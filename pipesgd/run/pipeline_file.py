@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.run.checkpoint_files import remove_with_checksum, save_atomically, what_is_wrong_with
+from pipesgd.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PipelineFile:
     world_size: int
     """Number of ranks of the job that saves or resumes."""
 
-    def save(self, pipeline: Pipelined) -> None:
+    def save(self, pipeline: Strategy) -> None:
         """Write the pipeline's state, with its checksum in ``<path>.sha256``. Its folder is made if it is missing.
 
         Raises:
@@ -29,7 +29,7 @@ class PipelineFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         save_atomically({"world_size": self.world_size, "state": pipeline.state_dict()}, self.path)
 
-    def load(self, pipeline: Pipelined, iteration: int) -> None:
+    def load(self, pipeline: Strategy, iteration: int) -> None:
         """Let ``pipeline`` continue from the file; its model must hold the weights of the checkpoint already.
 
         Args:

@@ -35,7 +35,7 @@ class RunState:
             replica = {
                 # Take the storage, since a parameter may have another one afterwards.
                 "parameters": {name: parameter.data for name, parameter in self.model.named_parameters()},
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": self.optimizer.state_dict() | ({"state": {}} if self.strategy.owns_optimizer else {}),
                 "schedule": self.schedule.state_dict(),
             }
         shared = replica if self.strategy.replicated else {}

@@ -79,7 +79,9 @@ def summarize(
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
     window = lines[-pipeline.local_steps :]  # has one exchange
-    prediction = pipeline.prediction if pipeline.local_steps == 1 else "own movement"
+    prediction = pipeline.prediction
+    if pipeline.in_windows:
+        prediction = "none" if pipeline.outer == "elastic" else "own movement"
     return {
         "world_size": ranks.world_size,
         "network": network,
@@ -89,7 +91,7 @@ def summarize(
         "codec": config.compression.codec if pipelined else None,
         "all_reduce": pipeline.all_reduce if pipelined else None,
         "prediction": prediction if pipelined and pipeline.width > 1 else "none",
-        "local_steps": pipeline.local_steps if pipelined else None,
+        "local_steps": pipeline.local_steps if pipeline.strategy in ("pipelined", "easgd-async") else None,
         "iterations": result.iterations,
         "wall_seconds": result.wall_seconds,
         "seconds": {name: of_lines(name, lines) for name in SECONDS},

@@ -284,6 +284,13 @@ def test_beside_a_codec_the_computation_is_slower() -> None:
     assert list(found.comm_slowdowns) == ["ring"]
 
 
+def test_ranks_that_wait_for_a_compressed_all_reduce_do_not_say_how_slow_the_computation_is() -> None:
+    """It takes longer than was predicted, so iterations do, too; but not because of the computation."""
+    plain, packed = laps(t_comm=8.0, compute_slowdown=0.3), laps(t_comm=7.0, compute_slowdown=0.3)
+    found = summary([[*plain, packed[1]]] * 2, t_comms={"ring": 8.0}, t_compressed=6.0)
+    assert found.codec_compute_slowdown.value == pytest.approx(0.3)
+
+
 def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
     """The model says that the all-reduce takes 8 s of iterations of 10.4 s: as long as without computation."""
     asked = []

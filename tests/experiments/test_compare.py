@@ -20,7 +20,7 @@ from rich.console import Console
 from experiments import accuracies, contenders, iteration_times, limits
 from experiments.cells import Cell, Cells, complete, order, read_run, undisturbed
 from experiments.compare_plan import EVALUATIONS, parse
-from experiments.contenders import CONTENDERS, WORKLOADS, Contender
+from experiments.contenders import CONTENDERS, THEANO_MPI, WORKLOADS, Contender
 from experiments.limits import Cluster, ring_limit, server_time, textbook_server_time
 from experiments.results import REPOSITORY, RESULTS, load
 from experiments.testbed.links import Link
@@ -63,6 +63,15 @@ def test_every_contender_is_one_that_pipesgd_trains() -> None:
     methods = [one.method for one in made(*CONTENDERS)]
     uncompressed = ["local", "ps-sync", "ps-async", "width 1", "ddp", "width 2", "width 3"]
     assert list(dict.fromkeys(methods)) == [*uncompressed, "width 2, int8", "width 2, int4", "width 2, ternary"]
+
+
+def test_the_methods_of_theano_mpi_are_compared_when_they_are_named() -> None:
+    assert not THEANO_MPI.keys() & contenders.choose(None, []).keys()
+    rows = {one.name: one.config.pipeline for one in made(*THEANO_MPI)}
+    assert list(rows) == ["awagd", "awagd, momentum too", "subgd", "easgd", "easgd-async"]
+    assert [name for name, pipeline in rows.items() if pipeline.in_windows] == ["awagd", "awagd, momentum too", "easgd"]
+    with pytest.raises(UserInputError, match="every contender must have a name of its own; got 'easgd' twice"):
+        contenders.choose(["ddp"], ["easgd=--width 1"])
 
 
 def test_a_contenders_own_option_wins_over_the_workloads() -> None:

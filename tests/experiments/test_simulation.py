@@ -96,6 +96,8 @@ WINDOWS: list[dict[str, Any]] = [
     {"width": 1},
     {"width": 2, "codec": "int4", "clip_norm": 0.5},
     {"width": 3, "outer": "nesterov"},
+    {"width": 1, "outer": "elastic"},
+    {"width": 2, "outer": "elastic", "moving_rate": 0.1, "codec": "int8"},
 ]
 STEPS = 2
 

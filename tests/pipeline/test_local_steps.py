@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from typing import Any
 
 import pytest
 import torch
 from _ranks import run_ranks
-from _reference import local_steps
+from _reference import elastic_averaging, local_steps
 from _small_problem import assert_same_weights, regress, small_problem
 from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
+from pipesgd.config import PipelineConfig
 from pipesgd.errors import DisagreementError, NonFiniteGradientError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.run.state import RunState
 
 Outcome = tuple[list[float], list[str], dict[str, Tensor]]
 """Losses, hashes of the true weights after every iteration and the flush, and the weights at the end."""
@@ -36,10 +39,10 @@ def _train(ranks: Ranks, cases: list[dict[str, Any]]) -> list[Outcome]:
     return [_train_one(ranks, case) for case in cases]
 
 
-def _train_one(ranks: Ranks, options: dict[str, Any]) -> Outcome:
+def _train_one(ranks: Ranks, options: dict[str, Any], make_optimizer: Any = _adamw) -> Outcome:
     model, batches = small_problem(3, [4, 5, 2], ITERATIONS, ranks.world_size)
     losses, hashes = [], []
-    with LocalSteps(model, _adamw(model.parameters()), ranks=ranks, **options) as strategy:
+    with LocalSteps(model, make_optimizer(model.parameters()), ranks=ranks, **options) as strategy:
         for iteration, of_ranks in enumerate(batches):
             assert strategy.iteration == iteration
             loss = regress(model, of_ranks[ranks.rank])
@@ -104,6 +107,124 @@ def test_nesterov_is_diloco() -> None:
         local_steps(model, _adamw, regress, batches, steps=3, width=1, outer=outer)
         for of_rank in outcomes:
             assert_same_weights(of_rank[index][2], model.state_dict(), rtol=1e-12)
+
+
+ELASTIC: list[dict[str, Any]] = [
+    {"local_steps": 1, "width": 1, "moving_rate": 0.25},
+    {"local_steps": 4, "width": 1, "moving_rate": 0.3},
+    {"local_steps": 3, "width": 2},
+    {"local_steps": 3, "width": 3, "warmup_iterations": 4},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_elastic_is_easgd(world_size: int) -> None:
+    """Two ranks at width 1 are it bit for bit; otherwise sums are rounded in another order."""
+    outcomes = run_ranks(world_size, _train, [{"outer": "elastic", **case} for case in ELASTIC])
+    for index, case in enumerate(ELASTIC):
+        model, batches = small_problem(3, [4, 5, 2], ITERATIONS, world_size)
+        options = {"moving_rate": 0.9 / world_size, **case}
+        losses = elastic_averaging(model, _adamw, regress, batches, steps=options.pop("local_steps"), **options)
+        rtol = 0.0 if world_size == 2 and case["width"] == 1 else 1e-12
+        for rank, of_rank in enumerate(outcomes):
+            ours, hashes, weights = of_rank[index]
+            assert ours == pytest.approx([of_ranks[rank] for of_ranks in losses], rel=rtol, abs=0.0), case
+            assert_same_weights(weights, model.state_dict(), rtol=rtol)
+            assert hashes == outcomes[0][index][1], "the centre is the same on all ranks after every iteration"
+
+
+def _pull(ranks: Ranks) -> list[tuple[float, float]]:
+    """Return this rank's weight and the centre after every iteration of a training with constant gradients."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = []
+    options = {"local_steps": 2, "outer": "elastic", "moving_rate": 0.25, "width": 1}
+    with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+        for _ in range(6):
+            (model(torch.ones(1, 1, dtype=torch.float64)).sum() * (ranks.rank + 1)).backward()
+            strategy.step()
+            own = model.weight.item()
+            with strategy.true_weights():
+                found.append((own, model.weight.item()))
+        strategy.flush()
+        assert model.weight.item() == found[-1][1], "a flush leaves the centre, and nothing was left to exchange"
+        strategy.step()  # without a gradient
+        assert model.weight.item() == found[-1][1], "the next window begins at the centre"
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_keep_their_own_weights_and_the_elastic_force_adds_up_to_zero() -> None:
+    """All of these numbers are exact in binary."""
+    one, other = run_ranks(2, _pull)
+    for done, ((x, centre), (y, same)) in enumerate(zip(one, other, strict=True), 1):
+        assert centre == same
+        assert x != y
+        assert x + y + centre == -3.0 * done
+    assert one[1] == (-1.5, -1.5), "-2 + (0 - -2) / 4, and (-2 + -4) / 4"
+
+
+def _average_states(ranks: Ranks, kinds: dict[str, Any], steps: int) -> list[Outcome]:
+    """Train with averaged state and each optimizer of ``kinds``."""
+    options = {"local_steps": steps, "width": 1, "average_state": True}
+    return [_train_one(ranks, options, make) for make in kinds.values()]
+
+
+OPTIMIZERS = {"adamw": _adamw, "sgd": _sgd}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+def test_averages_of_weights_and_state_are_their_recursion_bit_for_bit(steps: int) -> None:
+    outcomes = run_ranks(2, _average_states, OPTIMIZERS, steps)
+    for index, make_optimizer in enumerate(OPTIMIZERS.values()):
+        model, batches = small_problem(3, [4, 5, 2], ITERATIONS, 2)
+        losses = local_steps(model, make_optimizer, regress, batches, steps=steps, width=1, average_state=True)
+        for rank, of_rank in enumerate(outcomes):
+            ours, hashes, weights = of_rank[index]
+            assert ours == [of_ranks[rank] for of_ranks in losses]
+            assert_same_weights(weights, model.state_dict(), rtol=0.0)
+            assert hashes == outcomes[0][index][1]
+
+
+def _awagd(ranks: Ranks, lr: float) -> list[tuple[Outcome, list[float]]]:
+    """Train by averages of weights, and by those of weights and momentum; return this rank's momentum, too."""
+    results = []
+    for average_state in (False, True):
+        kept: list[torch.optim.Optimizer] = []
+
+        def make(parameters: Any, kept: list[torch.optim.Optimizer] = kept) -> torch.optim.Optimizer:
+            kept.append(torch.optim.SGD(parameters, lr=lr, momentum=0.9))
+            return kept[0]
+
+        outcome = _train_one(ranks, {"local_steps": 1, "width": 1, "average_state": average_state}, make)
+        results.append((outcome, [state["momentum_buffer"].sum().item() for state in kept[0].state.values()]))
+    return results
+
+
+@pytest.mark.slow
+def test_awagd_at_k_times_the_learning_rate_is_subgd() -> None:
+    """Theano-MPI's rule: averages of weights, with or without momentum, need k times the rate of sums of updates."""
+    ranks, lr, momentum = 3, 0.02, 0.9
+    outcomes = run_ranks(ranks, _awagd, ranks * lr)
+    model, batches = small_problem(3, [4, 5, 2], ITERATIONS, ranks)
+    parameters = list(model.parameters())
+    velocities = [torch.zeros_like(parameter) for parameter in parameters]
+    for of_ranks in batches:
+        gradients = [torch.autograd.grad(regress(model, batch), parameters) for batch in of_ranks]
+        with torch.no_grad():
+            for v, w, *parts in zip(velocities, parameters, *gradients, strict=True):
+                v.mul_(momentum).add_(sum(parts))
+                w.sub_(v, alpha=lr)
+    for of_rank in outcomes:
+        for (_, hashes, weights), _ in of_rank:
+            assert len(hashes) == ITERATIONS + 1
+            assert_same_weights(weights, model.state_dict(), rtol=1e-12)
+    own, averaged = ([of_rank[index][1] for of_rank in outcomes] for index in (0, 1))
+    assert own[0] != own[1], "each rank's momentum is its own, unless it is averaged"
+    assert averaged[0] == averaged[1] == averaged[2]
 
 
 def _train_synchronously(ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -220,6 +341,9 @@ def _resume(ranks: Ranks, options: dict[str, Any], at: int) -> tuple[str, str, b
         ({"local_steps": 4, "width": 2}, 4),
         ({"local_steps": 4, "width": 2, "codec": "int4"}, 7),
         ({"local_steps": 2, "width": 2, "outer": "nesterov"}, 7),
+        ({"local_steps": 4, "width": 1, "outer": "elastic"}, 6),
+        ({"local_steps": 2, "width": 1, "average_state": True}, 6),
+        ({"local_steps": 4, "width": 2, "outer": "elastic", "codec": "int8"}, 8),
     ],
 )
 def test_a_state_dict_continues_bit_for_bit_in_the_middle_of_a_window(options: dict[str, Any], at: int) -> None:
@@ -227,6 +351,26 @@ def test_a_state_dict_continues_bit_for_bit_in_the_middle_of_a_window(options: d
     for uninterrupted, resumed, same_inner in results:
         assert resumed == uninterrupted == results[0][0]
         assert same_inner, "each rank's optimizer continues with its own state, not with what was saved for all"
+
+
+def test_a_checkpoint_has_the_state_of_the_optimizer_once_and_by_rank() -> None:
+    model, batches = small_problem(3, [4, 5, 2], 3, 1)
+    optimizer = _adamw(model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with LocalSteps(model, optimizer, local_steps=2, width=1) as strategy:
+        state = RunState(
+            model=model, optimizer=optimizer, schedule=schedule, strategy=strategy, losses=collections.deque()
+        )
+        for of_ranks in batches:
+            regress(model, of_ranks[0]).backward()
+            strategy.step()
+        shared, own = copy.deepcopy(state.snapshot(1.0))
+        assert shared["optimizer"]["state"] == {}
+        before = repr(optimizer.state_dict())
+        strategy.step()
+        assert state.what_is_wrong_with(shared, own) is None
+        state.restore(shared, own)
+        assert repr(optimizer.state_dict()) == before
 
 
 def _evaluate_now_and_then(ranks: Ranks, width: int, evaluates: bool) -> tuple[str, bool]:
@@ -352,7 +496,17 @@ def test_windows_of_different_lengths_are_named() -> None:
     ("arguments", "message"),
     [
         ({"local_steps": 0}, "local-steps must be at least 1; got 0"),
-        ({"outer": "elastic"}, "outer must be average or nesterov; got 'elastic'"),
+        ({"outer": "elastics"}, "outer must be one of average, nesterov, elastic; got 'elastics'"),
+        ({"outer": "elastic", "outer_lr": 1.0}, "outer-lr must be left out with --outer elastic; got 1"),
+        ({"moving_rate": 0.1}, "moving-rate must be left out with --outer average; got 0.1"),
+        ({"outer": "elastic", "moving_rate": 0.0}, "moving-rate must be above 0; got 0"),
+        ({"outer": "elastic", "moving_rate": 1.5}, "moving-rate must be at most 1; got 1.5"),
+        ({"outer": "elastic", "width": 1, "average_state": True}, "average-state must be left out with --outer ela"),
+        ({"average_state": True}, "width must be 1 with --average-state, whose averages are never late; got 2"),
+        ({"outer": "elastic", "codec": "topk"}, "codec must keep no residual with --outer elastic, .*; got topk"),
+        ({"outer": "elastic", "codec": "int4"}, "error-feedback must be off .*; got on, the default of int4"),
+        ({"prediction": "local"}, "prediction must be left out with local steps; got 'local'"),
+        ({"guard": True}, "guard must be left out with local steps; got True"),
         ({"outer_lr": 0.0}, "outer-lr must be above 0; got 0"),
         ({"outer_momentum": 0.9}, "outer-momentum must be left out with --outer average; got 0.9"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer-momentum must be below 1; got 1"),
@@ -364,6 +518,13 @@ def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str
     model = nn.Linear(1, 1)
     with pytest.raises(UserInputError, match=message):
         LocalSteps(model, _sgd(model.parameters()), **({"local_steps": 2} | arguments))
+
+
+def test_a_moving_rate_must_leave_the_centre_on_its_way() -> None:
+    config = PipelineConfig(outer="elastic", moving_rate=0.25)
+    assert config.workers(4) == 4
+    with pytest.raises(UserInputError, match="at most 1/5 with 5 ranks, whose mean the centre would move beyond; got"):
+        config.workers(5)
 
 
 def test_parameters_that_are_frozen_later_are_refused() -> None:

@@ -47,9 +47,11 @@ def _build(change: str) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     return model, torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-def _train(ranks: Ranks, change: str, width: int, prediction: str) -> tuple[str, dict[str, Tensor], float]:
+def _train(
+    ranks: Ranks, change: str, width: int, prediction: str, buckets: int
+) -> tuple[str, dict[str, Tensor], float]:
     model, optimizer = _build(change)
-    with Pipelined(model, optimizer, width=width, prediction=prediction, ranks=ranks) as pipeline:
+    with Pipelined(model, optimizer, width=width, prediction=prediction, buckets=buckets, ranks=ranks) as pipeline:
         for iteration in range(6):
             if iteration == 3:
                 pipeline.flush()
@@ -81,8 +83,8 @@ def _train_in_one_process(change: str, world_size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
 def test_the_pipeline_follows_a_change_after_a_flush(change: str) -> None:
     """Unfrozen parameters got each rank's own running sum of gradients; frozen ones moved on by momentum and decay."""
-    for width, prediction in ((1, "none"), (2, "none"), (2, "eager")):
-        results = run_ranks(2, _train, change, width, prediction)
+    for width, prediction, buckets in ((1, "none", 1), (1, "none", 2), (2, "none", 1), (2, "eager", 2)):
+        results = run_ranks(2, _train, change, width, prediction, buckets)
         assert results[0][0] == results[1][0], "the same on all ranks"
         assert (results[0][2] == 0.0) == (change == "freeze"), "what is frozen stays where it is"
         if width == 1:
@@ -138,13 +140,13 @@ def test_a_change_on_one_rank_alone_is_named() -> None:
         assert "parameters (number 1) must be the same on all ranks; got '0.bias 8 float64' on rank 0" in text
 
 
-def _residuals_go_over(ranks: Ranks, codec: str) -> tuple[str, list[float]]:
+def _residuals_go_over(ranks: Ranks, codec: str, buckets: int) -> tuple[str, list[float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
     options = CodecOptions(codec=codec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     norms = []
-    with Pipelined(model, optimizer, width=2, codec=options, ranks=ranks) as pipeline:
+    with Pipelined(model, optimizer, width=2, codec=options, buckets=buckets, ranks=ranks) as pipeline:
         for iteration in range(4):
             if iteration == 2:
                 pipeline.flush()
@@ -155,9 +157,9 @@ def _residuals_go_over(ranks: Ranks, codec: str) -> tuple[str, list[float]]:
     return weights_sha256(model), norms
 
 
-@pytest.mark.parametrize("codec", ["int4", "topk", "powersgd"])
-def test_what_a_codec_remembers_follows_a_change(codec: str) -> None:
-    results = run_ranks(2, _residuals_go_over, codec)
+@pytest.mark.parametrize(("codec", "buckets"), [("int4", 1), ("int4", 3), ("topk", 1), ("powersgd", 1)])
+def test_what_a_codec_remembers_follows_a_change(codec: str, buckets: int) -> None:
+    results = run_ranks(2, _residuals_go_over, codec, buckets)
     assert results[0] == results[1]
 
 
@@ -165,9 +167,12 @@ def test_remembered_values_stay_with_their_parameter() -> None:
     a, b, c = torch.zeros(2), torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 2)
     new = torch.zeros(1)
     flats = [torch.arange(6.0), torch.arange(10.0, 16.0)]  # a and c; b's real and imaginary parts
-    moved = rearranged(flats, [a, b, c], [c, new, b])
+    moved = rearranged(flats, [[a, b, c]], [[c, new, b]])
     assert [flat.tolist() for flat in moved] == [[2.0, 3.0, 4.0, 5.0, 0.0], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]]
-    assert [flat.tolist() for flat in rearranged(moved, [c, new, b], [new, c])] == [[0.0, 2.0, 3.0, 4.0, 5.0]]
+    assert [flat.tolist() for flat in rearranged(moved, [[c, new, b]], [[new, c]])] == [[0.0, 2.0, 3.0, 4.0, 5.0]]
+    cut = rearranged(flats, [[a, b, c]], [[c], [b, new], [a]])
+    assert [flat.tolist() for flat in cut] == [[2.0, 3.0, 4.0, 5.0], [*range(10, 16)], [0.0], [0.0, 1.0]]
+    assert all(map(torch.equal, rearranged(cut, [[c], [b, new], [a]], [[a, b, c]]), flats))
 
 
 def _others(ranks: Ranks, change: str) -> dict[str, str]:

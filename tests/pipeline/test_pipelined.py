@@ -134,7 +134,14 @@ CASES = st.fixed_dictionaries(
         "prediction": st.just("none"),
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
         "clip": st.just({}),
-        "options": st.sampled_from([{"all_reduce": "ring", "segment_bytes": 64}, {"all_reduce": "native"}]),
+        "options": st.sampled_from(
+            [
+                {"all_reduce": "ring", "segment_bytes": 64},
+                {"all_reduce": "native"},
+                {"all_reduce": "ring", "buckets": 2},
+                {"all_reduce": "native", "buckets": "64B"},
+            ]
+        ),
         "scheduled": st.booleans(),
     }
 )
@@ -173,7 +180,7 @@ class OddParameters(nn.Module):
         return scale * torch.stack([part.double() for part in parts]).sum()
 
 
-def _sum_of_applied_gradients(ranks: Ranks, width: int, iterations: int) -> dict[str, Tensor]:
+def _sum_of_applied_gradients(ranks: Ranks, width: int, iterations: int, buckets: str) -> dict[str, Tensor]:
     """Train with SGD at lr 1, so that the weights fall by exactly the sum of all applied means; return that sum."""
     torch.manual_seed(ranks.rank)
     model = OddParameters()
@@ -182,7 +189,7 @@ def _sum_of_applied_gradients(ranks: Ranks, width: int, iterations: int) -> dict
         model.flag.copy_(torch.tensor([True, False]) if ranks.rank == 0 else torch.tensor([True, True]))
         model.count.fill_(3 + ranks.rank)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    pipeline = Pipelined(model, optimizer, width=width, segment_bytes=16, ranks=ranks)
+    pipeline = Pipelined(model, optimizer, width=width, segment_bytes=16, buckets=buckets, ranks=ranks)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     applied = []
     for iteration in range(iterations):
@@ -202,10 +209,10 @@ def _sum_of_applied_gradients(ranks: Ranks, width: int, iterations: int) -> dict
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize(("width", "iterations"), [(1, 4), (2, 5), (3, 2), (4, 9)])
-def test_no_gradient_is_lost_or_applied_twice(world_size: int, width: int, iterations: int) -> None:
+@pytest.mark.parametrize(("width", "iterations", "buckets"), [(1, 4, "3"), (2, 5, "1"), (3, 2, "1B"), (4, 9, "1")])
+def test_no_gradient_is_lost_or_applied_twice(world_size: int, width: int, iterations: int, buckets: str) -> None:
     total = float(sum(iteration + rank + 1 for iteration in range(iterations) for rank in range(world_size)))
-    for moved in run_ranks(world_size, _sum_of_applied_gradients, width, iterations):
+    for moved in run_ranks(world_size, _sum_of_applied_gradients, width, iterations, buckets):
         assert moved["scalar"] == 3 * total
         assert moved["one"].tolist() == [total]
         assert moved["empty"].shape == (0, 3)

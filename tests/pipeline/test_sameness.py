@@ -33,6 +33,8 @@ PER_RANK: dict[str, tuple[tuple[dict[str, Any], dict[str, Any]], str]] = {
         ({}, {"connections": 2}),
         "connections must be the same on all ranks; got 1 on rank 0, 2 on rank 1",
     ),
+    "rate limit": (({}, {"rate_limit": "1mbit"}), "rate_limit must"),
+    "buckets": (({}, {"buckets": 2}), "buckets must be the same on all ranks; got '1' on rank 0, '2' on rank 1"),
     "seed": (({}, {"seed": 1}), "seed must"),
     "on_nonfinite": (({}, {"on_nonfinite": "skip"}), "on_nonfinite must"),
     "scaler": (({}, {"scaler": torch.amp.GradScaler("cpu")}), "scaler must"),

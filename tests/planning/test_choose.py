@@ -19,6 +19,7 @@ from timing_model.measured import CodecProfile, Estimate
 from timing_model.predict import predict
 
 EXPENSIVE = rates(1e-6)
+LIMIT = "--rate-limit 8mbit"
 
 
 def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
@@ -37,9 +38,23 @@ def test_a_slow_link_gets_a_pipeline_and_a_codec() -> None:
 
 def test_an_instant_link_gets_neither() -> None:
     planned = choose(cluster(INSTANT))
-    assert planned.choices == {"width": 1, "codec": "fp32", "all-reduce": "ring", "segment-bytes": 1 << 20}
+    assert planned.choices == {
+        "width": 1,
+        "codec": "fp32",
+        "all-reduce": "ring",
+        "segment-bytes": 1 << 20,
+        "buckets": "1",
+    }
     assert "This method will not help you here" in planned.lines()[1]
     assert "Use no codec" in planned.lines()[1]
+
+
+def test_buckets_are_chosen_where_the_backward_pass_hides_much_of_the_wire() -> None:
+    """Half of the MLP's bytes are complete after half of the backward pass."""
+    planned = choose(cluster(), "--width 1 --codec int8 --buckets auto")
+    assert planned.choices["buckets"] == "2"
+    assert "--buckets 2" in planned.lines()[0]
+    assert choose(cluster(INSTANT), "--width 1 --buckets auto").choices["buckets"] == "1"
 
 
 def test_a_codec_that_costs_more_than_the_wire_is_not_chosen() -> None:
@@ -64,6 +79,12 @@ def test_what_is_predicted_is_what_the_timing_model_says() -> None:
     assert (planned.low, planned.high, planned.job_seconds) == (answer.low, answer.high, answer.total)
 
 
+def test_a_rate_limit_is_predicted_and_named_in_the_advice() -> None:
+    free, limited = (choose(cluster(), f"--codec int8 --width auto --cluster x {words}") for words in ("", LIMIT))
+    assert limited.iteration_seconds > 2 * free.iteration_seconds
+    assert "--rate-limit 8mbit" in limited.why[0]
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -75,6 +96,7 @@ def test_what_is_predicted_is_what_the_timing_model_says() -> None:
         ),
         ("--all-reduce native --codec auto", {"codec": "fp32", "all-reduce": "native"}),
         ("--segment-bytes 4096 --width auto", {"segment-bytes": 4096}),
+        ("--buckets 3 --codec auto --width 1", {"buckets": "3"}),
     ],
 )
 def test_what_is_given_stays(words: str, expected: dict[str, Any]) -> None:
@@ -89,20 +111,26 @@ def test_nothing_is_said_of_a_codec_that_was_given() -> None:
 def test_without_an_auto_it_only_predicts() -> None:
     planned = choose(cluster(), "--width 3 --codec int8")
     assert planned.why == []
-    assert planned.choices == {"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 1 << 20}
+    assert planned.choices == {
+        "width": 3,
+        "codec": "int8",
+        "all-reduce": "ring",
+        "segment-bytes": 1 << 20,
+        "buckets": "1",
+    }
 
 
 def test_only_codecs_that_cost_no_accuracy_are_chosen_unasked() -> None:
     cheap = CodecProfile(bits=1.0, call=Estimate.exact(0.0), rates=rates(0.0))
     profile = cluster(codecs={"sign": cheap, "int4": cheap})
-    assert space_of(profile, parse(["--codec", "auto"])).codecs == ("fp32", "int4")
+    assert space_of(profile, parse(["--codec", "auto"]), 6).codecs == ("fp32", "int4")
 
 
 @pytest.mark.parametrize("words", ["--connections 2", "--segment-bytes 4096"])
 def test_torchs_own_all_reduce_is_left_out_where_options_exclude_it(words: str) -> None:
     free, bound = parse(["--all-reduce", "auto"]), parse(["--all-reduce", "auto", *words.split()])
-    assert "native" in space_of(PROFILE, free).all_reduces
-    assert space_of(PROFILE, bound).all_reduces == ("ring", "halving-doubling")
+    assert "native" in space_of(PROFILE, free, 6).all_reduces
+    assert space_of(PROFILE, bound, 6).all_reduces == ("ring", "halving-doubling")
 
 
 def test_what_was_not_measured_is_said() -> None:

@@ -69,15 +69,19 @@ def test_bad_words_get_one_line(words: str, message: str) -> None:
 
 
 def test_what_is_auto_is_said_on_the_command_line_or_in_a_file_and_printed_so(tmp_path: Path) -> None:
-    config = parse(["--width=auto", "--all_reduce", "auto", "--segment-bytes", "auto", "--codec", "auto"])
+    config = parse(
+        ["--width=auto", "--all_reduce", "auto", "--segment-bytes", "auto", "--codec", "auto", "--buckets=auto"]
+    )
     assert config.planning.auto == AUTO_OPTIONS
-    assert [config.options()[name] for name in AUTO_OPTIONS] == ["auto"] * 4
+    assert [config.options()[name] for name in AUTO_OPTIONS] == ["auto"] * 5
     path = tmp_path / "run.toml"
     path.write_text(as_toml(config), encoding="utf-8")
     assert parse(["--config", str(path)]) == config
     assert parse(["--config", str(path), "--width", "3"]).planning.auto == AUTO_OPTIONS[1:]
-    chosen = config.with_choices({"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 4096})
-    assert chosen == parse(["--width", "3", "--codec", "int8", "--segment-bytes", "4096"])
+    chosen = config.with_choices(
+        {"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 4096, "buckets": "2"}
+    )
+    assert chosen == parse(["--width", "3", "--codec", "int8", "--segment-bytes", "4096", "--buckets", "2"])
 
 
 def _train(ranks: Ranks, words_of_ranks: list[str]) -> tuple[str, str]:
@@ -148,6 +152,11 @@ def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_
     assert {one for one, _ in run(2, words_3)} == {error}
     other, _ = succeed(2, f"{words} --cluster {instant} --overwrite", tmp_path / "run")
     assert (other["width"], other["codec"]) == (1, "fp32")
+    cut, text = succeed(
+        2, f"{SHORT} --width 1 --buckets auto --cluster {slow} --checkpoint-iterations 5", tmp_path / "cut"
+    )
+    assert cut["planned"]["choices"]["buckets"] == cut["options"]["buckets"] == "2"
+    assert "buckets 2" in text
 
 
 def test_a_run_that_had_no_plan_is_continued_as_it_was(tmp_path: Path) -> None:

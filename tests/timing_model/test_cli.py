@@ -280,6 +280,8 @@ BAD = {
     f"predict {HAND} --strategy ps-sync --server-placement away": "placement must be one of colocated, dedicated",
     f"predict {HAND} --strategy ps-sync --servers 5": "servers must be at most 4 with 4 ranks",
     f"predict {HAND} --segment-bytes 1": "segment-bytes must be at least ",
+    f"predict {HAND} --rate-limit 50": "rate-limit must have a unit such as 10Gbit/s; got '50'",
+    f"predict {HAND} --rate-limit 50mbit --strategy ddp": "rate-limit must be left out with native, whose messages",
     f"predict {HAND} --epochs 3": "epochs must be left out where the samples or the batch size are not",
     f"predict {HAND} --model resnet50": "parameters must be left out with --model resnet50; got 6.11e+07",
     f"predict {HAND} --network 10GbE --cluster x": "network must be left out with --cluster, which says it; got 10GbE",
@@ -387,6 +389,11 @@ def test_a_slow_uplink_limits_the_ring(capsys: pytest.CaptureFixture[str], tmp_p
             "--ranks-per-node 2 --nics 2",
             "nics must be left out where each rank has links of its own",
         ),
+        (
+            "[[link]]",
+            "--rate-limit 1Mbit/s",
+            "rate-limit must be left out with ring, whose ranks have links of their own",
+        ),
         ("[[link]]", "--latency 1us", "latency must be left out with --cluster, which says it; got 1e-06"),
     ],
 )
@@ -406,7 +413,7 @@ WORDS = st.sampled_from(
     --epochs --iterations --model --network --update --servers --ranks-per-node --extrapolate --top --persistence --seed
     0 1 2 -1 1e9 1e308s nan inf int8 native ddp ps-sync hierarchical halving-doubling 1GbE vgg16 3 7 64 1s
     1e-300bit/s 0s --accumulation --price 1.2/h --compute --bandwidth --latency --parameters
-    = -- - é predict --width=2 999999999999999999999999999999""".split()
+    = -- - --rate-limit 50mbit --local-steps é predict --width=2 999999999999999999999999999999""".split()
 )
 
 

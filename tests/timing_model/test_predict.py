@@ -10,13 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.timing_model._profiles import LINK, MLP, PROFILE, about, ask
+from tests.timing_model._profiles import CORRECTIONS, LINK, MLP, PROFILE, about, ask
 from timing_model import LinkParams, ring_all_reduce_time
+from timing_model.advice import training_arguments
 from timing_model.cluster_profile import Profile
+from timing_model.costs import correction_of
 from timing_model.job import CHECKED_CV, SUPPORTS, Job, compute_of, support_of
-from timing_model.measured import Calibrated, CodecProfile, ComputeProfile, Estimate, LinkProfile
+from timing_model.measured import (
+    Calibrated,
+    CodecProfile,
+    ComputeProfile,
+    Estimate,
+    LinkProfile,
+    MeasuredIteration,
+)
+from timing_model.plan import plan
 from timing_model.predict import LIMITS, Answer, predict
 from timing_model.presets import CODECS, HOST, NETWORKS
+from timing_model.report import answer_text
 
 WHOLE = 1 << 30
 """Bytes of a segment that holds every chunk: see test_monotone."""
@@ -35,6 +46,60 @@ def compute(seconds: float, values: int, **options: Any) -> ComputeProfile:
 def by_hand(link: LinkParams, **options: Any) -> Profile:
     nothing = Calibrated(world_sizes=(), smallest_bytes=0, largest_bytes=0, residuals={}, ranks_per_core=1.0)
     return Profile(calibrated=nothing, link=LinkProfile.exact(link), **options)
+
+
+@pytest.mark.parametrize("all_reduce", ["ring", "halving-doubling"])
+def test_a_rate_limit_is_a_slower_link_with_smaller_messages(all_reduce: str) -> None:
+    """With a codec, the size of messages counts: one is encoded while another is on the wire."""
+    link = LinkParams(alpha=1e-4, beta=8 / 200e6, gamma=0.0, sync=0.0)
+
+    def answer(link: LinkParams, **options: Any) -> Answer:
+        options = {"world_size": 4, "width": 2, "all_reduce": all_reduce, "codec": "int8"} | options
+        return predict(Job(cluster=by_hand(link), compute=compute(0.01, 1_000_000), **options))
+
+    limited = answer(link, rate_limit=6.25e6)
+    assert limited.iteration == answer(dataclasses.replace(link, beta=1 / 6.25e6), segment_bytes=93_750).iteration
+    assert "sending limited to 50.0 Mbit/s, " in answer_text(limited)
+    assert limited.as_json()["job"]["rate_limit"] == 6.25e6
+    loose = answer(link, rate_limit=1e9)
+    assert loose.iteration == answer(link).iteration
+    assert "200 Mbit/s of payload, " in answer_text(loose), "the link is the smaller one"
+
+
+def test_corrections_do_not_count_at_a_rate_limit_nor_do_times_that_were_measured_without() -> None:
+    measured = MeasuredIteration(
+        world_size=3,
+        width=2,
+        codec="fp32",
+        all_reduce="ring",
+        segment_bytes=1 << 20,
+        iteration=about(9.0),
+        iterations=7,
+    )
+    corrected = dataclasses.replace(PROFILE, link=dataclasses.replace(LINK, corrections=CORRECTIONS))
+    work = dataclasses.replace(MLP, measured=(measured,))
+    job = ask(cluster=corrected, compute=work, world_size=3, width=2)
+    limited = dataclasses.replace(job, rate_limit=1e6)
+    assert correction_of(job) is not None
+    assert job.measured is measured
+    assert (correction_of(limited), limited.measured) == (None, None)
+    answer = predict(limited)
+    assert answer.iteration.total == pytest.approx(2 * 2 / 3 * MLP.numel * 4 / 1e6, rel=0.05)
+    assert answer.low > 0.9 * answer.iteration.total, "the link may be faster than was measured; the limit is not"
+
+
+@pytest.mark.parametrize(
+    "options", [{"strategy": "ddp"}, {"strategy": "ps-sync", "all_reduce": None}, {"all_reduce": "native"}]
+)
+def test_a_rate_limit_that_would_not_be_kept_is_refused_and_plans_leave_it_out(options: dict[str, Any]) -> None:
+    options = {"all_reduce": "native", "rate_limit": 1e6} | options
+    name = options["all_reduce"] or "ps-sync"
+    with pytest.raises(ValueError, match=f"rate_limit must be left out with {name}, whose messages are not paced; got"):
+        ask(**options)
+    found = plan(ask(rate_limit=1e6))
+    assert {one.job.strategy for one in found.ranking} == {"pipelined"}
+    assert "native" not in {one.job.all_reduce for one in found.ranking}
+    assert training_arguments(found.best.job).endswith(" --rate-limit 8mbit")
 
 
 def test_the_papers_question_by_hand() -> None:

@@ -26,7 +26,14 @@ PARSERS = ((parse_seconds, SECONDS), (parse_bandwidth, BYTES_PER_SECOND), (parse
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("10Gbit/s", 1.25e9), ("1.25 GB/s", 1.25e9), ("200Mbit/s", 25e6), ("1KiB/s", 1024), ("1e-3Gbit/s", 125e3)],
+    [
+        ("10Gbit/s", 1.25e9),
+        ("1.25 GB/s", 1.25e9),
+        ("200Mbit/s", 25e6),
+        ("200mbit", 25e6),
+        ("1KiB/s", 1024),
+        ("1e-3Gbit/s", 125e3),
+    ],
 )
 def test_bandwidths(text: str, value: float) -> None:
     assert parse_bandwidth("bandwidth", text) == pytest.approx(value)
@@ -38,7 +45,7 @@ def test_bandwidths(text: str, value: float) -> None:
         ("10Gb", r"bandwidth must have a unit such as 10Gbit/s; got '10Gb' \(did you mean 10Gbit/s or 10GB/s\?\)"),
         ("10Gb/s", r"did you mean 10Gbit/s or 10GB/s\?"),
         ("10GB", r"got '10GB' \(did you mean 10GB/s\?\)"),
-        ("200mbit", r"did you mean 200Mbit/s\?"),
+        ("200Mbit", r"did you mean 200Mbit/s\?"),
         ("10Gbps", r"did you mean 10Gbit/s\?"),
         ("10 gbit/s", r"did you mean 10Gbit/s\?"),
         ("10", "bandwidth must have a unit such as 10Gbit/s; got '10'"),

@@ -90,7 +90,7 @@ class Server:
         if self.shard is not None:
             outcome = self.shard.serve(links.requests.rank, request, given)
             if weights:
-                self.shard.copy_weights_to(weights)
+                self.shard.copy_answer_to(weights, request.kind, given)
             return lambda: outcome
         # Receives are posted first, since gloo's sender starts only when the receiver is ready.
         numbers = torch.empty(messages.REPLY_NUMBERS, dtype=torch.float64)
@@ -177,13 +177,14 @@ class WorkerThread(threading.Thread):
                 reply, state = shard.serve(worker, asked, tensors)
             if asked.kind == Request.BYE:
                 return
+            answers = asked.kind in (Request.PUSH, Request.PULL)
+            if answers and not shard.in_rounds:
+                shard.copy_answer_to(self._weights, asked.kind, tensors)
             if tensors is self._gradient:
                 gradient = begin(links.gradients.receive, self._gradient, worker, "a gradient")
             request = links.requests.receive(self._request, worker, "a request")
             under_way = [links.replies.send(reply.pack(), worker, "a reply")]
-            if asked.kind in (Request.PUSH, Request.PULL):
-                if not shard.in_rounds:
-                    shard.copy_weights_to(self._weights)
+            if answers:
                 under_way += begin(links.weights.send, self._weights, worker, "weights")
             wait_for(under_way + begin(links.states.send, [state], worker, "a state"))
             shard.heard(worker)

@@ -140,6 +140,13 @@ class Shard:
         with contextlib.nullcontext() if self.in_rounds else self._changed:
             _copy(self.weights, ranges)
 
+    def copy_answer_to(self, ranges: Sequence[Tensor], kind: Request, sent: Sequence[Tensor]) -> None:
+        """Copy out what a worker gets after a push of ``sent``, or a pull: the answer of the rule, or the weights."""
+        if kind == Request.PUSH and self._rule.answers:
+            _copy(sent, ranges)
+        else:
+            self.copy_weights_to(ranges)
+
     def heard(self, worker: int) -> None:
         """Note that something has arrived from ``worker``, or has reached it."""
         with self._changed:

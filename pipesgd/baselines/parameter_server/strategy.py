@@ -6,6 +6,7 @@ import contextlib
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from pipesgd.baselines.parameter_server.ends import FOREVER, Links, Server, WorkerThread
 from pipesgd.baselines.parameter_server.messages import Reply, Request, RequestMessage
 from pipesgd.baselines.parameter_server.shard import Shard
-from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout
+from pipesgd.baselines.parameter_server.update_rule import OptimizerRule, ShardLayout, UpdateRule
 from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.comm.all_reduce import AllReduce
 from pipesgd.comm.connections import make_all_reduce
@@ -28,6 +29,9 @@ from pipesgd.optim.step import check_unchanged, count_as_stepped, trainable_iden
 from pipesgd.ranks import Ranks, current
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Span, StepReport, Strategy
+
+Answers = list[tuple[Reply, Tensor]]
+"""Replies of the servers that were asked, each with the state that came with it."""
 
 REPLY_GRACE_SECONDS = 1.0
 """Seconds that a worker waits for a reply beyond a server's wait for gradients: the server knows who is missing."""
@@ -135,7 +139,7 @@ class ParameterServers(Strategy):
             rank, shard = (index if placement == "colocated" else workers + index), None
             layout = ShardLayout(self._gradient, index, servers)
             if rank == ranks.rank:
-                rule = OptimizerRule(self._parameters, optimizer, layout)
+                rule = self._make_rule(layout)
                 shard = Shard(rule, layout, workers=workers, bound=staleness_bound, rank=rank, timeout=timeout)
                 for worker in set(range(workers)) - {rank}:
                     links = Links.over(self._group, timeout, requests=FOREVER)
@@ -287,12 +291,20 @@ class ParameterServers(Strategy):
                 server.shard.wait_until_all_have_left()
         self._join(CLOSE_SECONDS)
 
+    def _make_rule(self, layout: ShardLayout) -> UpdateRule:
+        """Return the rule of a server in this process, whose weights are those that ``layout`` gives it."""
+        return OptimizerRule(self._parameters, self._optimizer, layout)
+
     @property
     def _values(self) -> list[Tensor]:
         """Values of the parameters, in the order of the flat buffers."""
         return [parameter.detach() for parameter in self._parameters]
 
-    def _ask(
+    def _ask(self, request: RequestMessage, **what: Any) -> Answers:
+        """Ask servers and wait for their answers; see ``_begin_to_ask``."""
+        return self._answers_of(self._begin_to_ask(request, **what))[0]
+
+    def _begin_to_ask(
         self,
         request: RequestMessage,
         *,
@@ -300,18 +312,25 @@ class ParameterServers(Strategy):
         into: FlatBuffer | None = None,
         states: Sequence[Tensor | None] | None = None,
         first_alone: bool = False,
-    ) -> list[tuple[Reply, Tensor]]:
-        """Ask all servers, or only the first, each with its state, and wait for their answers; see ``Server.ask``."""
+    ) -> Future[tuple[Answers, float]]:
+        """Begin to ask all servers, or only the first, each with its state; see ``Server.ask``.
+
+        The result will be the answers, and the time when they have arrived.
+        """
         asked = list(zip(self._servers, [None] * len(self._servers) if states is None else states, strict=True))
 
-        def ask() -> list[tuple[Reply, Tensor]]:
+        def ask() -> tuple[Answers, float]:
             # This process's own server goes last: it may wait for workers that need what other servers are sent.
             in_order = sorted(asked[: 1 if first_alone else None], key=lambda one: one[0].shard is not None)
             answers = {server.rank: server.ask(request, values, into, state) for server, state in in_order}
-            return [answers[rank]() for rank in sorted(answers)]
+            return [answers[rank]() for rank in sorted(answers)], time.perf_counter()
 
+        return self._thread.submit(ask)
+
+    def _answers_of(self, asked: Future[tuple[Answers, float]]) -> tuple[Answers, float]:
+        """Wait for what ``_begin_to_ask`` has begun."""
         try:
-            return self._thread.submit(ask).result()
+            return asked.result()
         except CommunicationError as failure:
             if failure.iteration is None:
                 failure.iteration = self._workers.iteration

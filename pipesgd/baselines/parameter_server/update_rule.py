@@ -70,6 +70,8 @@ class UpdateRule(Protocol):
 
     weights: list[Tensor]
     """The server's ranges of the flat buffers."""
+    answers: bool
+    """True if ``update`` puts an answer in the gradient's place, which the worker gets instead of the weights."""
 
     def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
         """Update the weights by ``gradient``, a round's mean or one worker's, computed with the optimizer ``options``.
@@ -86,6 +88,33 @@ class UpdateRule(Protocol):
         """Continue from ``state``. Any exception is reported as a fault of the state, which is then not used."""
 
 
+class ElasticRule:
+    """The centre of elastic averaging, in asynchronous EASGD (Zhang, Choromanska and LeCun, NeurIPS 2015, algorithm 1).
+
+    A worker sends its own weights x in the range that ``layout`` gives this server. The answer is the elastic
+    difference ``d = moving_rate (x - centre)``, which is added to the centre, and which the worker subtracts from its
+    weights: they pull each other by the same amount. The centre begins at the values of ``parameters``.
+    """
+
+    answers = True
+
+    def __init__(self, parameters: Sequence[Tensor], layout: ShardLayout, moving_rate: float):
+        self.weights = _initial(parameters, layout)
+        self._moving_rate = moving_rate
+
+    def update(self, gradient: Sequence[Tensor], options: Sequence[float], lr_divisor: int) -> None:
+        for centre, values in zip(self.weights, gradient, strict=True):
+            values.sub_(centre).mul_(self._moving_rate)
+            centre.add_(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError("a centre has no state but its weights")
+
+
 class OptimizerRule:
     """Steps a copy of the user's ``optimizer`` on the range of its ``parameters`` that ``layout`` gives this server.
 
@@ -93,10 +122,10 @@ class OptimizerRule:
     of other servers are dropped.
     """
 
+    answers = False
+
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, layout: ShardLayout):
-        initial = FlatBuffer(parameters)
-        initial.fill_from([parameter.detach() for parameter in parameters])
-        self.weights = [part.clone() for part in layout.ranges_of(initial)]
+        self.weights = _initial(parameters, layout)
         self._layout = layout
         self._pieces = layout.views(self.weights)
         absent = torch.empty(0)
@@ -127,3 +156,10 @@ class OptimizerRule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state)
+
+
+def _initial(parameters: Sequence[Tensor], layout: ShardLayout) -> list[Tensor]:
+    """Return copies of the values of ``parameters`` in the ranges that ``layout`` gives this server."""
+    initial = FlatBuffer(parameters)
+    initial.fill_from([parameter.detach() for parameter in parameters])
+    return [part.clone() for part in layout.ranges_of(initial)]

@@ -1,0 +1,152 @@
+"""Local steps inside a program that trains with DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from pipesgd.ddp.hook import (
+    before_update,
+    check_accumulated,
+    check_all_held,
+    check_model,
+    check_no_scaler,
+    comm_hook,
+    done,
+)
+from pipesgd.errors import NonFiniteGradientError, UserInputError
+from pipesgd.flat_buffer import are_finite
+from pipesgd.optim.step import set_aside_gradients
+from pipesgd.pipeline.local_steps import LocalSteps
+from pipesgd.pipeline.true_weights_hooks import unwrapped
+from pipesgd.strategy import StepReport
+
+
+class AttachedLocalSteps(LocalSteps):
+    """Local steps inside a DistributedDataParallel program. ``attach(..., local_steps=H)`` makes one.
+
+    An iteration of the loop is taken apart like this:
+
+    1. ``backward``: torch hands over its buckets, and gets them back as they are. So ``.grad`` is this rank's own
+       gradient, which the loop clips or unscales.
+    2. ``optimizer.step`` is the loop's, on this rank's own weights. With every H-th one, the window is exchanged.
+    3. A step that GradScaler leaves out counts, too: then the iteration ends with the next forward pass.
+
+    ``state_dict``, ``load_state_dict``, ``flush``, ``true_weights`` and ``close`` are those of ``LocalSteps``; all but
+    ``true_weights`` belong between ``optimizer.step`` and the next ``backward``.
+    """
+
+    report = StepReport()
+    """Report of the last iteration."""
+
+    def __init__(
+        self,
+        ddp_model: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loop_scaler: torch.amp.GradScaler | None,
+        on_nonfinite: str,
+        **options: Any,
+    ):
+        check_model(ddp_model)
+        check_all_held(ddp_model, optimizer)
+        self._scaled = loop_scaler is not None and loop_scaler.is_enabled()
+        self._skips = on_nonfinite == "skip" or self._scaled
+        self._computed = False
+        """True from the end of a backward pass to that of its iteration."""
+        self._started = False
+        self._update = contextlib.ExitStack()
+        """Contexts that the end of a step of the optimizer closes."""
+        if options.get("ranks") is None:
+            options["process_group"] = options.get("process_group") or ddp_model.process_group
+        super().__init__(ddp_model, optimizer, on_nonfinite="skip" if self._skips else "stop", **options)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            ddp_model.register_forward_pre_hook(self._before_forward),
+        ]
+        try:
+            ddp_model.register_comm_hook(self.take_bucket, comm_hook)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def step(self) -> StepReport:
+        """Refuse: the loop's ``optimizer.step`` is the step."""
+        raise UserInputError("attached local steps must be left to the loop: call optimizer.step() instead of step()")
+
+    def flush(self) -> StepReport:
+        """Exchange the window so far and apply all movements in flight; see ``LocalSteps.flush``."""
+        self._settle("flush")
+        return super().flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of both optimizers and of the window; see ``LocalSteps.state_dict``."""
+        self._settle("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``; see ``LocalSteps.load_state_dict``."""
+        self._computed = False
+        super().load_state_dict(state)
+
+    def close(self) -> None:
+        """Exchange the window so far and end the communication. The model can be trained by DDP no more."""
+        for handle in getattr(self, "_handles", ()):
+            handle.remove()
+        super().close()
+
+    def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+        """Leave a bucket of gradients as it is."""
+        self._computed |= bucket.is_last()
+        return done(bucket.buffer())
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        return before_update(self._begin_update, args, kwargs)
+
+    def _begin_update(self) -> None:
+        with self._noting_errors():
+            self._pipeline.check_usable()
+            if not self._computed:
+                raise UserInputError("optimizer.step() must follow a backward pass; got a step without a new gradient")
+            if not (self._scaled or self._started):
+                check_no_scaler(sys._getframe())
+            self._started = True
+            self._inner.check_parameters("local steps")
+            finite = are_finite(p.grad for p in self._inner.parameters if p.grad is not None)
+            if not (finite or self._skips):
+                raise NonFiniteGradientError(self.iteration)
+            self._update.enter_context(self._pipeline.whole(f"the local step of iteration {self.iteration}"))
+            self._window.work()
+            if not finite:
+                self._update.enter_context(set_aside_gradients(self._optimizer))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._update.close()
+        self._finish_iteration()
+
+    def _finish_iteration(self) -> None:
+        self._computed = False
+        with self._noting_errors(), set_aside_gradients(self._optimizer):
+            self._window.work()
+            self._window.worked()
+            self.report = self._finish(StepReport())
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        # Without a scaler, gradients that were not stepped with are added to, as in any loop of one rank.
+        if self._computed and self._scaled and unwrapped(module).training and torch.is_grad_enabled():
+            check_accumulated(self._inner.parameters)
+            self._finish_iteration()
+
+    def _settle(self, call: str) -> None:
+        if self._computed and not self._scaled:
+            raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
+        if self._computed:
+            self._finish_iteration()

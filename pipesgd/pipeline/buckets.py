@@ -1,0 +1,113 @@
+"""Buckets of gradients that leave while the backward pass still runs: their parameters, and the hooks that watch it.
+
+Wait-free backpropagation (Zhang et al., "Poseidon", USENIX ATC 2017). All ranks sum the same buckets in the same order,
+that in which the backward pass is expected to complete them: a bucket that is complete waits for those before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from pipesgd.config import cut_of
+from pipesgd.errors import UserInputError
+
+
+def bucket_indices(model: nn.Module, parameters: Sequence[Tensor], buckets: str) -> list[list[int]]:
+    """Return the indices of the parameters of each bucket, the bucket that is complete first in front.
+
+    The backward pass is expected to reach parameters in the reverse of the model's order, and those that are not the
+    model's at the end.
+
+    Args:
+        model: the model.
+        parameters: the parameters that are trained.
+        buckets: number of buckets, or the largest size of one.
+
+    Raises:
+        UserInputError: there are fewer parameters than buckets.
+    """
+    places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    order = sorted(range(len(parameters)), key=lambda index: -places.get(id(parameters[index]), -1))
+    cut = cut_of(buckets)
+    try:
+        parts = cut([parameters[index].nbytes for index in order])
+    except ValueError as failure:
+        raise UserInputError(str(failure)) from None
+    return [sorted(order[part.start : part.stop]) for part in parts]
+
+
+class BackwardHooks:
+    """Hooks of parameters that let buckets leave, in order, as soon as the backward pass has completed their gradients.
+
+    The last bucket, and others that are not complete after the backward pass, leave in the ``step`` that follows it:
+    for one bucket there are no hooks.
+
+    Args:
+        buckets: parameters of each bucket.
+        leave: lets the next bucket leave and adds 1 to ``left``; it may decline, and returns False then.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[Tensor]], leave: Callable[[], bool]):
+        self.left = 0
+        """Number of buckets that have left since the last step."""
+        self._buckets = buckets[:-1]
+        self._leave = leave
+        self._holds = 0
+        self._incomplete: list[set[int]] = []
+        """Parameters of each bucket, by their ids, whose gradients the backward pass has not completed."""
+        self.begin_iteration()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._complete, number))
+            for number, bucket in enumerate(self._buckets)
+            for parameter in bucket
+        ]
+
+    def begin_iteration(self) -> None:
+        """Expect the backward pass of another iteration."""
+        self.left = 0
+        self._incomplete = [{id(parameter) for parameter in bucket} for bucket in self._buckets]
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Let no bucket leave while the context is open: gradients add up."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+
+    def check_taken(self) -> None:
+        """Refuse gradients of parameters whose bucket has left.
+
+        Raises:
+            UserInputError: there are such gradients.
+        """
+        for bucket in self._buckets[: self.left]:
+            if any(parameter.grad is not None for parameter in bucket):
+                raise _late()
+
+    def remove(self) -> None:
+        """Remove the hooks, and forget whom they called."""
+        for handle in self._handles:
+            handle.remove()
+        self._leave = lambda: False
+
+    def _complete(self, number: int, parameter: Tensor) -> None:
+        if number < self.left:
+            raise _late()
+        if self._holds:
+            return
+        self._incomplete[number].discard(id(parameter))
+        while self.left < len(self._buckets) and not self._incomplete[self.left] and self._leave():
+            pass
+
+
+def _late() -> UserInputError:
+    return UserInputError(
+        "gradients must be complete after one backward pass outside of accumulating(), up to step(), with buckets; "
+        "got another gradient of a parameter whose bucket has left"
+    )
