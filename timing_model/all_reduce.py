@@ -12,8 +12,8 @@ from timing_model.checks import check_at_least, check_count
 from timing_model.critical_path import SegmentCosts
 from timing_model.gloo import native_all_reduce_time
 from timing_model.own_schedules import algorithm_of, check_all_reduce, schedules_of
-from timing_model.params import CodecCost, LinkParams, uncompressed
-from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Schedule, segments_of
+from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
+from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Schedule, hierarchical, segments_of
 from timing_model.simulate_messages import Network, simulate_messages, tasks_of
 
 PATHS: dict[str, Callable[[SegmentCosts, int, int], float]] = {
@@ -74,6 +74,7 @@ def all_reduce_time(
     inner: LinkParams | None = None,
     ranks_per_node: int = 1,
     nics: int = 1,
+    placed: tuple[PlacedLink, ...] = (),
 ) -> CollectiveTime:
     """Time of one all-reduce of ``numel`` float32 values, from a common start to the last rank's end, in s.
 
@@ -96,6 +97,8 @@ def all_reduce_time(
         inner: link inside a node, for hierarchical; its alpha and beta count.
         ranks_per_node: ranks of a node, g, for hierarchical; a divisor of p.
         nics: NICs of a node, r, for hierarchical: its g ranks send at once, each at min(1, r/g) of ``link``'s rate.
+        placed: links between the ranks, where not all are alike: each message is simulated on its own one, and only
+            gamma and sync of ``link`` count. Each rank has wires of its own, so ``inner`` and ``nics`` do not count.
 
     Raises:
         ValueError: a value is out of range.
@@ -113,17 +116,21 @@ def all_reduce_time(
     if world_size == 1 or numel == 0:
         return CollectiveTime(0.0, 0.0, 0.0)
     if all_reduce == "native":
+        if placed:
+            raise ValueError(
+                "all_reduce must not be native with placed links: the model knows no single messages of it"
+            )
         wire, total = _native_times(link, cost.wire_bytes(numel), world_size)
         total += (cost.encode + cost.decode) * numel + 2 * cost.call
         return CollectiveTime(total, wire, total - wire)
     if all_reduce != "hierarchical":
         inner, ranks_per_node = None, 1
-    elif inner is None:
+    elif inner is None and not placed:
         raise ValueError("inner must be given with all_reduce hierarchical; got None")
     elif world_size % ranks_per_node:
         raise ValueError(f"ranks_per_node must divide world_size {world_size}; got {ranks_per_node}")
     total, wire = (
-        _time(all_reduce, link, one, numel, world_size, segment_bytes, inner, ranks_per_node, nics)
+        _time(all_reduce, link, one, numel, world_size, segment_bytes, inner, ranks_per_node, nics, placed)
         for one in (cost, cost.free())
     )
     wire = min(wire, total)  # where messages meet, work can let another message pass and so save time
@@ -154,7 +161,7 @@ def gather_time(
     work = codec.encode * numel + codec.call + world_size * (codec.add * numel + codec.call)
     if world_size == 1:
         return CollectiveTime(work, 0.0, work)
-    wire = _time("gather-ring", link, codec.free(), numel * world_size, world_size, segment_bytes, None, 1, 1)
+    wire = _time("gather-ring", link, codec.free(), numel * world_size, world_size, segment_bytes, None, 1, 1, ())
     return CollectiveTime(wire + work, wire, work)
 
 
@@ -163,11 +170,26 @@ def forget() -> None:
     _time.cache_clear()
     _native_times.cache_clear()
     _parts.cache_clear()
+    unconnected.cache_clear()
 
 
 @lru_cache(maxsize=256)
-def _parts(all_reduce: str, world_size: int) -> list[Schedule]:
+def _parts(all_reduce: str, world_size: int, ranks_per_node: int) -> list[Schedule]:
+    if all_reduce == "hierarchical":
+        return [hierarchical(rank, world_size, ranks_per_node) for rank in range(world_size)]
     return schedules_of(all_reduce, world_size)
+
+
+@lru_cache(maxsize=256)
+def unconnected(
+    all_reduce: str, world_size: int, ranks_per_node: int, placed: tuple[PlacedLink, ...]
+) -> tuple[int, int] | None:
+    """Return a rank of this all-reduce, and one that it sends to, between which no link leads; None if none misses."""
+    for rank, schedule in enumerate(_parts(all_reduce, world_size, ranks_per_node)):
+        for peer in sorted({send.peer for event in schedule.events for send in event.sends}):
+            if not any(one.connects(rank, peer) for one in placed):
+                return rank, peer
+    return None
 
 
 @lru_cache(maxsize=65536)
@@ -181,12 +203,14 @@ def _time(
     inner: LinkParams | None,
     ranks_per_node: int,
     nics: int,
+    placed: tuple[PlacedLink, ...],
 ) -> float:
     chunk = numel / chunks_of(all_reduce, world_size)
     segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
-    if messages_meet(all_reduce, world_size):
-        programs = tasks_of(_parts(all_reduce, world_size), numel, codec, segments=segments, ahead=SEGMENTS_AHEAD)
-        return max(simulate_messages(programs, Network(link=link))) + link.sync
+    if placed or messages_meet(all_reduce, world_size):
+        parts = _parts(all_reduce, world_size, ranks_per_node)
+        programs = tasks_of(parts, numel, codec, segments=segments, ahead=SEGMENTS_AHEAD)
+        return max(simulate_messages(programs, Network(link=link, placed=placed))) + link.sync
     values = chunk / segments
     nbytes = codec.wire_bytes(values)
     costs = SegmentCosts(

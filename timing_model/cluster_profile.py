@@ -24,8 +24,11 @@ from timing_model.measured import (
     LinkProfile,
     MeasuredIteration,
 )
+from timing_model.params import PlacedLink
+from timing_model.presets import ethernet
 from timing_model.schedules import ALL_REDUCES
 from timing_model.toml_io import Scalar, Table, format_tables, read_tables
+from timing_model.units import parse_bandwidth, parse_seconds
 
 __all__ = [
     "PARAMETER_SERVER",
@@ -83,6 +86,8 @@ class Profile:
     """Links of other all-reduces by name, and of ``PARAMETER_SERVER``: the same network, as measured with each."""
     inner: LinkProfile | None = None
     """Link inside a node; its alpha and beta count."""
+    placed: tuple[PlacedLink, ...] = ()
+    """Links between the ranks, where not all are alike; ``link`` then has the largest latency and beta of them."""
     codecs: dict[str, CodecProfile] = field(default_factory=dict)
     """Codecs by name, without fp32, which costs the link's gamma."""
     sharing: Estimate | None = None
@@ -104,12 +109,14 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read a file that ``save`` wrote, or a person edited.
+        """Read a file that ``save`` wrote, or a person edited; or one of ``[[link]]`` tables, which a person wrote.
 
         Raises:
             ValueError: it cannot be read, is of another format, or a field is missing, unknown, or wrong.
         """
         file = read_tables(path)
+        if file.is_list("link"):
+            return _by_hand(file)
         version = file.count("format")
         if version not in (FORMAT, *FORMER_FORMATS):
             raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate again)", version)
@@ -168,6 +175,38 @@ class Profile:
         """Return the corrections of an all-reduce, or of ``PARAMETER_SERVER``; None if it was not measured itself."""
         link = self.link if name == RING else self.links.get(name)
         return None if link is None else link.corrections
+
+
+def _by_hand(file: Table) -> Profile:
+    """Read links that a person wrote, each with a latency and a bandwidth, and perhaps the CPU time of a byte and the
+    ranks that it connects."""
+    tables = file.tables("link")
+    placed = tuple(map(_placed, tables))
+    file.done()
+    if not placed:
+        raise file.error("link", "have at least one table", [])
+    slowest = dataclasses.replace(
+        placed[0].link,
+        alpha=max(one.link.alpha for one in placed),
+        beta=max(one.link.beta for one in placed),
+    )
+    return Profile(calibrated=Calibrated.nothing(), link=LinkProfile.exact(slowest), placed=placed)
+
+
+def _placed(table: Table) -> PlacedLink:
+    latency = table.quantity("latency", parse_seconds)
+    if latency > MOST:
+        raise table.error("latency", f"be at most {MOST:g} s", latency)
+    rate = table.quantity("bandwidth", parse_bandwidth)
+    if rate < 1 / MOST:
+        raise table.error("bandwidth", f"be at least {1 / MOST:g} bytes a second", rate)
+    link = ethernet(rate, latency)
+    if "host" in table:
+        link = dataclasses.replace(link, host=table.quantity("host", parse_seconds))
+    senders, receivers = (table.counts(name, least=0) if name in table else () for name in ("from", "to"))
+    node = table.count("node", least=2) if "node" in table else 0
+    table.done()
+    return PlacedLink(link=link, senders=senders, receivers=receivers, node=node)
 
 
 def _configuration(measured: MeasuredIteration) -> tuple[object, ...]:

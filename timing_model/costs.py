@@ -22,7 +22,7 @@ from timing_model.iteration import (
 from timing_model.job import Job
 from timing_model.measured import LINK, Estimate, LinkProfile
 from timing_model.parameter_server import parameter_server_time
-from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise, uncompressed
+from timing_model.params import FLOAT_BYTES, CodecCost, ComputeTimes, LinkParams, Noise, PlacedLink, uncompressed
 
 DEFAULT_SHARING = 0.5
 """Sharing of servers that were not measured: between both bounds, as it was on this project's testbed."""
@@ -36,6 +36,8 @@ class Costs:
     """Costs of everything in one job."""
 
     link: LinkParams
+    placed: tuple[PlacedLink, ...]
+    """Links of single ranks, in place of ``link``."""
     inner: LinkParams | None
     codec: CodecCost
     """Costs of the codec. The times of fp32 are 0, since its sums cost ``link.gamma`` instead."""
@@ -54,6 +56,7 @@ def costs_of(job: Job) -> Costs:
     codec = uncompressed(0.0) if profile is None else profile.cost(job.codec)
     return Costs(
         link=link,
+        placed=cluster.placed,
         inner=None if cluster.inner is None else cluster.inner.params(),
         codec=codec,
         times=dataclasses.replace(
@@ -181,6 +184,7 @@ def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
         inner=costs.inner,
         ranks_per_node=job.ranks_per_node,
         nics=job.nics,
+        placed=costs.placed,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from timing_model.all_reduce import messages_meet
+from timing_model.all_reduce import messages_meet, unconnected
 from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
@@ -26,6 +26,8 @@ OWN_ALL_REDUCE = {"pipelined": "ring", "ddp": "native", "ps-sync": None}
 ON_NODES = ("ring", "native", "hierarchical")
 """All-reduces whose time is known where adjoining ranks share a node and its NIC. On a ring only one of these ranks
 sends to another node, so nothing changes; with other all-reduces all of them would send at once."""
+UNSIMULATED = ("native", "parameter servers", "a codec whose parts are gathered")
+"""Ways of communicating whose messages cannot be simulated one by one."""
 CHECKED_CV = 0.6
 """Largest cv of the computation for which ``jitter.steady_state_period`` was checked against the simulator."""
 REACH = 8.0
@@ -133,6 +135,7 @@ class Job:
         self._check_all_reduce()
         self._check_rate_limit()
         self._check_nodes()
+        self._check_placed()
         self._check_codec()
         self._check_buckets()
         if self.epochs is not None and self.iterations is not None:
@@ -162,6 +165,27 @@ class Job:
                 f"the model cannot tell; got {g}"
             )
 
+    def _check_placed(self) -> None:
+        placed = self.cluster.placed
+        for rank in (rank for one in placed for rank in (*one.senders, *one.receivers)):
+            if rank >= self.world_size:
+                raise ValueError(f"link must name ranks from 0 to {self.world_size - 1}; got {rank}")
+        if not placed:
+            return
+        if self.nics > 1:
+            raise ValueError(f"nics must be left out where each rank has links of its own; got {self.nics}")
+        if self.all_reduce in (None, "native") or self.gathered:
+            raise ValueError(
+                "all_reduce must send messages that can be simulated where the cluster's file has a link for each of "
+                f"them, so not {' or '.join(UNSIMULATED)}; got {self.codec if self.gathered else self.measured_as}"
+            )
+        apart = unconnected(str(self.all_reduce), self.world_size, self.ranks_per_node, placed)
+        if apart is not None:
+            raise ValueError(
+                f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no table "
+                "[[link]] of the cluster's file connects them"
+            )
+
     def _check_all_reduce(self) -> None:
         if self.strategy == "ps-sync":
             if self.all_reduce is not None:
@@ -170,7 +194,7 @@ class Job:
         check_all_reduce("all_reduce", self.all_reduce or "none")
         if self.strategy == "ddp" and self.all_reduce != "native":
             raise ValueError(f"all_reduce must be native with strategy ddp; got {self.all_reduce}")
-        if self.all_reduce == "hierarchical" and self.cluster.inner is None:
+        if self.all_reduce == "hierarchical" and self.cluster.inner is None and not self.cluster.placed:
             raise ValueError(
                 "all_reduce must not be hierarchical without an inner link, a table [inner] in the cluster's file; "
                 "got hierarchical"
@@ -178,7 +202,8 @@ class Job:
         p = self.world_size
         if self.meets and p > LARGEST_SIMULATED:
             raise ValueError(
-                f"world_size must be a power of 2, or at most {LARGEST_SIMULATED}, with {self.all_reduce}; got {p}"
+                f"world_size must be {'' if self.cluster.placed else 'a power of 2, or '}at most {LARGEST_SIMULATED}, "
+                f"with {self.all_reduce}, whose messages are simulated; got {p}"
             )
         if self.all_reduce == "native" and self.segment_bytes != SEGMENT_BYTES:
             raise ValueError(f"segment_bytes must be left out with native, which has its own; got {self.segment_bytes}")
@@ -195,6 +220,8 @@ class Job:
         why = "whose messages are not paced" if self.strategy != "pipelined" or self.all_reduce == "native" else None
         if self.all_reduce == "hierarchical":
             why = "whose ranks may share a NIC, which the model cannot tell"
+        if self.cluster.placed:
+            why = "whose ranks have links of their own"
         if why is not None:
             got = format_bandwidth(self.rate_limit)
             raise ValueError(f"rate_limit must be left out with {self.measured_as}, {why}; got {got}")
@@ -296,8 +323,8 @@ class Job:
 
     @property
     def meets(self) -> bool:
-        """True if messages meet on the way, so that they must be simulated one by one."""
-        return messages_meet(self.all_reduce, self.world_size)
+        """True if messages meet on the way, or on links that differ, so that they must be simulated one by one."""
+        return bool(self.cluster.placed) or messages_meet(self.all_reduce, self.world_size)
 
     @property
     def nbytes(self) -> int:

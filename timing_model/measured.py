@@ -297,6 +297,11 @@ class Calibrated:
         if self.smallest_bytes > self.largest_bytes:
             raise ValueError(f"smallest_bytes must be at most {self.largest_bytes}; got {self.smallest_bytes}")
 
+    @classmethod
+    def nothing(cls) -> Calibrated:
+        """Return the ranges of a cluster of which nothing was measured."""
+        return cls(world_sizes=(), smallest_bytes=0, largest_bytes=0, residuals={}, ranks_per_core=1.0)
+
     @property
     def all_reduces(self) -> tuple[str, ...]:
         """Names of the all-reduces that were run."""

@@ -20,13 +20,18 @@ LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
 NOISE = {"cv", "persistence", "comm_cv", "slow_ranks"}
 """Fields of a computation without which measured times of its iterations do not hold."""
-NOTHING = Calibrated(world_sizes=(), smallest_bytes=0, largest_bytes=0, residuals={}, ranks_per_core=1.0)
+NOTHING = Calibrated.nothing()
 
 
 def add_job(options: Parser) -> None:
     """Add the options for cluster, model and job, which all commands have."""
     cluster = options.add_argument_group("cluster: a measured one, or numbers you type in")
-    cluster.add_argument("--cluster", type=Path, metavar="FILE", help="profile written by pipesgd.calibrate")
+    cluster.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="profile written by pipesgd.calibrate, or [[link]] tables of your own",
+    )
     cluster.add_argument("--network", metavar="NAME", help=f"typical network: {', '.join(NETWORKS)}")
     cluster.add_argument(
         "--latency", type=quantity(parse_seconds, "latency"), metavar="50us", help="latency of a message"

@@ -50,6 +50,32 @@ class LinkParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlacedLink:
+    """A link from some ranks to others. Every rank has a full-duplex wire of its own for it."""
+
+    link: LinkParams
+    senders: tuple[int, ...] = ()
+    """Ranks that send over the link; all ranks if empty."""
+    receivers: tuple[int, ...] = ()
+    """Ranks that receive over the link; all ranks if empty."""
+    node: int = 0
+    """Number of adjoining ranks that share a node, within which the link stays; 0 if it connects any ranks."""
+
+    def connects(self, sender: int, receiver: int) -> bool:
+        """Return True if the link leads from one rank to the other.
+
+        >>> link = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
+        >>> [PlacedLink(link=link, senders=(3,), node=2).connects(3, receiver) for receiver in (2, 4)]
+        [True, False]
+        """
+        return (
+            (not self.senders or sender in self.senders)
+            and (not self.receivers or receiver in self.receivers)
+            and (not self.node or sender // self.node == receiver // self.node)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComputeTimes:
     """Mean computation times of one iteration of one rank, in s. All fields are finite and at least 0."""
 

@@ -173,17 +173,21 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
     def half(value: Any, *names: str) -> Any:
         return dataclasses.replace(value, **{name: getattr(value, name) / 2 for name in names})
 
-    link = costs.link
+    def with_links(*names: str) -> Costs:
+        """Return the costs with half of each of these parameters of all links."""
+        placed = tuple(dataclasses.replace(one, link=half(one.link, *names)) for one in costs.placed)
+        return dataclasses.replace(costs, link=half(costs.link, *names), placed=placed)
+
     changed = {
         COMPUTATION: dataclasses.replace(
             costs, times=half(costs.times, "update", "outer_update", "forward", "backward")
         ),
         LOADING: dataclasses.replace(costs, times=half(costs.times, "loading")),
-        NETWORK: dataclasses.replace(costs, link=half(link, "beta")),
-        HOST: dataclasses.replace(costs, link=half(link, "host")),
-        LATENCY: dataclasses.replace(costs, link=half(link, "alpha", "overhead", "sync")),
+        NETWORK: with_links("beta"),
+        HOST: with_links("host"),
+        LATENCY: with_links("alpha", "overhead", "sync"),
         CODEC: dataclasses.replace(
-            costs, codec=half(costs.codec, "encode", "decode", "add", "hop", "call"), link=half(link, "gamma")
+            with_links("gamma"), codec=half(costs.codec, "encode", "decode", "add", "hop", "call")
         ),
     }
     times = {name: iteration_time(job, one)[0].total for name, one in changed.items()}

@@ -57,11 +57,15 @@ def job_line(job: Job) -> str:
     rate = "no limit of bandwidth" if link.beta.value == 0 else f"{format_bandwidth(1 / link.beta.value)} of payload"
     if job.limited and job.rate_limit is not None:
         rate = f"sending limited to {format_bandwidth(job.rate_limit)}"
+    rate += ","
+    if job.cluster.placed:
+        fastest = min(one.link.beta for one in job.cluster.placed)
+        rate = f"links of {format_bandwidth(1 / link.beta.value)} to {format_bandwidth(1 / fastest)} of payload, up to"
     model = "a model" if compute.model == "given" else compute.model
     ranks = "1 rank" if job.world_size == 1 else f"{job.world_size} ranks"
     return (
         f"{model} of {format_count(compute.numel)} parameters ({format_bytes(job.nbytes)}){batch}, "
-        f"on {ranks}: {rate}, {_latency(link.alpha)}"
+        f"on {ranks}: {rate} {_latency(link.alpha)}"
     )
 
 

@@ -106,7 +106,7 @@ class Search:
             return None
         if job.all_reduce == "hierarchical" and job.ranks_per_node == 1:
             return None  # it would be a ring
-        if job.meets and job.world_size > LARGEST_MEETING:
+        if job.meets and job.world_size > LARGEST_MEETING and not job.cluster.placed:
             return None
         return job if self._extrapolate or support_of(job).kind != OUTSIDE else None
 

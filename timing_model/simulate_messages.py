@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from timing_model.checks import check_above_0, check_at_least, check_count
-from timing_model.params import CodecCost, LinkParams
+from timing_model.params import CodecCost, LinkParams, PlacedLink
 from timing_model.schedules import Event, Schedule
 
 Values = NDArray[np.float64]
@@ -37,7 +37,8 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Network of equal nodes with ranks of adjoining numbers. Every rank has a full-duplex wire to the others."""
+    """Network of equal nodes with ranks of adjoining numbers. Every rank has a full-duplex wire to the others. Instead,
+    ``placed`` may name a link for each pair of ranks."""
 
     link: LinkParams
     """Link between nodes: alpha, beta and overhead count."""
@@ -46,11 +47,28 @@ class Network:
     """Link inside a node, where a rank has another wire; by default the one between nodes."""
     slow: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Factors by which transfers take longer than others, by sending and receiving rank."""
+    placed: tuple[PlacedLink, ...] = ()
+    """Links in place of ``link`` and ``inner``; of those that connect two ranks, the last one counts."""
 
     def __post_init__(self) -> None:
         check_count("ranks_per_node", self.ranks_per_node)
         for factor in self.slow.values():
             check_above_0("slow", factor)
+
+    def path(self, sender: int, receiver: int) -> tuple[int, LinkParams]:
+        """Return the number of the wire from one rank to another, and its link.
+
+        Raises ``ValueError`` if there is none.
+        """
+        for number in reversed(range(len(self.placed))):
+            if self.placed[number].connects(sender, receiver):
+                return number, self.placed[number].link
+        if self.placed:
+            raise ValueError(
+                f"link must lead from rank {sender} to rank {receiver}, which is sent to; none of them does"
+            )
+        outside = sender // self.ranks_per_node != receiver // self.ranks_per_node
+        return int(outside), self.link if self.inner is None or outside else self.inner
 
 
 def simulate_messages(programs: Sequence[Sequence[Task]], network: Network) -> list[float]:
@@ -74,9 +92,9 @@ def simulate_messages(programs: Sequence[Sequence[Task]], network: Network) -> l
 class _Rank:
     tasks: deque[Task]
     now: float = 0.0
-    out_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """Times, in s, at which the wire inside the node and the one to other nodes are free to send."""
-    in_free: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    out_free: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Times, in s, at which wires are free to send, by their numbers (``Network.path``)."""
+    in_free: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Times, in s, at which these wires are free to receive."""
     left: dict[int, float] = field(default_factory=dict)
     """Time, in s, at which everything sent from a memory has left, by memory."""
@@ -96,6 +114,7 @@ class _Simulation:
     def __init__(self, programs: Sequence[Sequence[Task]], network: Network):
         self._network = network
         self._ranks = [_Rank(deque(program)) for program in programs]
+        self._paths: dict[tuple[int, int], tuple[int, LinkParams]] = {}
         self._under_way: list[tuple[float, int, bool, _Message]] = []
         """Times at which messages may leave or reach the receiver, a number for ties, and True if they leave."""
         self._inbox: dict[tuple[int, int], deque[float]] = defaultdict(deque)
@@ -119,14 +138,14 @@ class _Simulation:
                 self._go_on(message.sender)
                 continue
             sender, receiver, duration, _ = message
-            rank, outside = self._ranks[receiver], self._outside(sender, receiver)
-            rank.in_free[outside] = max(time, rank.in_free[outside]) + duration
-            self._inbox[sender, receiver].append(rank.in_free[outside])
+            rank, (wire, _) = self._ranks[receiver], self._path(sender, receiver)
+            rank.in_free[wire] = max(time, rank.in_free[wire]) + duration
+            self._inbox[sender, receiver].append(rank.in_free[wire])
             self._go_on(receiver)
         waiting = {number: rank.tasks[0].source for number, rank in enumerate(self._ranks) if rank.tasks}
         for number, other in (waiting | {pair[0]: pair[1] for pair, held in self._held.items() if held}).items():
             raise ValueError(f"programs must not wait for ever; rank {number} waits for rank {other}")
-        return [max(rank.now, *rank.out_free) for rank in self._ranks]
+        return [max([rank.now, *rank.out_free.values()]) for rank in self._ranks]
 
     def _go_on(self, number: int) -> None:
         """Do the rank's tasks up to one whose message has not arrived, or whose memory is still to be sent."""
@@ -147,12 +166,12 @@ class _Simulation:
             for target, nbytes in task.sends:
                 self._send(number, target, nbytes, task.memory)
             for source in task.posts:
-                notice = rank.now + self._link(source, number).alpha if rank.now > 0 else 0.0
+                notice = rank.now + self._path(source, number)[1].alpha if rank.now > 0 else 0.0
                 self._notices[source, number].append(notice)
                 self._release(source, number)
 
     def _send(self, number: int, target: int, nbytes: float, memory: int | None) -> None:
-        rank, link = self._ranks[number], self._link(number, target)
+        rank, (_, link) = self._ranks[number], self._path(number, target)
         rank.now += link.overhead
         duration = nbytes * link.byte_seconds(self._network.slow.get((number, target), 1.0))
         message = _Message(number, target, duration, memory)
@@ -172,21 +191,19 @@ class _Simulation:
             heapq.heappush(self._under_way, (max(ready, notices.popleft()), next(self._numbers), True, message))
 
     def _leave(self, time: float, message: _Message) -> None:
-        rank, outside = self._ranks[message.sender], self._outside(message.sender, message.receiver)
-        begin = max(time, rank.out_free[outside])
-        rank.out_free[outside] = begin + message.duration
+        rank, (wire, link) = self._ranks[message.sender], self._path(message.sender, message.receiver)
+        begin = max(time, rank.out_free[wire])
+        rank.out_free[wire] = begin + message.duration
         if message.memory is not None:
             rank.left[message.memory] = begin + message.duration
-        reached = begin + self._link(message.sender, message.receiver).alpha
+        reached = begin + link.alpha
         heapq.heappush(self._under_way, (reached, next(self._numbers), False, message))
 
-    def _link(self, sender: int, receiver: int) -> LinkParams:
-        network = self._network
-        return network.link if network.inner is None or self._outside(sender, receiver) else network.inner
-
-    def _outside(self, sender: int, receiver: int) -> bool:
-        g = self._network.ranks_per_node
-        return sender // g != receiver // g
+    def _path(self, sender: int, receiver: int) -> tuple[int, LinkParams]:
+        found = self._paths.get((sender, receiver))
+        if found is None:
+            found = self._paths[sender, receiver] = self._network.path(sender, receiver)
+        return found
 
 
 def tasks_of(

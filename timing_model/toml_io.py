@@ -7,7 +7,7 @@ import math
 import re
 import reprlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,14 @@ class Table:
             if not isinstance(value, dict):
                 raise self.error(f"{field}[{number}]", "be a table", value)
         return [Table(self._where, f"{self._path(field)}[{number}]", value) for number, value in enumerate(values)]
+
+    def quantity(self, field: str, parse: Callable[[str, str], float]) -> float:
+        """Take a string with a unit, which ``parse`` reads, given a name for its errors."""
+        return parse(f"{self._where}: {self._path(field)}", self.text(field))
+
+    def is_list(self, field: str) -> bool:
+        """Return True if the field is a list, of tables for example."""
+        return isinstance(self._left.get(field), list)
 
     def names(self) -> list[str]:
         """Return the fields that were not taken yet."""

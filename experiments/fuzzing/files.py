@@ -14,6 +14,7 @@ import random
 import re
 import shutil
 import struct
+import tomllib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,56 @@ def make_profile(chance: random.Random, folder: Path) -> tuple[Path, list[str]]:
 def try_profile(case: tuple[Path, list[str]], folder: Path) -> str | None:
     """Ask the timing model the question."""
     return try_timing_model(case[1])
+
+
+# ---- Links that a person wrote
+
+LINK_RANKS = 4
+LINK_FIELDS = {
+    "latency": ('"30us"', '"0s"', '"1e300s"', '"1e-300s"', '"30"', "3e-5", '"-1us"'),
+    "bandwidth": ('"1Gbit/s"', '"1Gb"', '"0bit/s"', '"1e-300bit/s"', '"1e17GB/s"', "1e9"),
+    "host": ('"0.5ns"', '"0s"', '"1e9s"', '"x"', "0"),
+    "node": ("2", "4", "1", "0", "3", "9" * 30, "true"),
+    "from": ("[0, 1, 2, 3]", "[3]", "[0]", "[]", "[4]", "[-1]", "0", "[0.5]", '["a"]'),
+    "to": ("[0, 1, 2, 3]", "[1]", "[0, 2]", "[]", "[9007199254740992]", "all"),
+    "speed": ("1",),
+}
+"""Fields of a ``[[link]]`` table, and values that are right or nearly so."""
+
+
+def make_links(chance: random.Random, folder: Path) -> tuple[Path, list[str]]:
+    """Write tables of links, most of them right but perhaps not between all ranks; return path and a question."""
+    tables = []
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        names = ["latency", "bandwidth", *chance.sample(list(LINK_FIELDS)[2:], chance.choice([0, 0, 1, 1, 2]))]
+        values = {name: chance.choice(LINK_FIELDS[name][: chance.choice([1, 3, 9])]) for name in names}
+        if chance.random() < 0.1:
+            del values[chance.choice(names)]
+        tables.append("\n".join(["[[link]]", *(f"{name} = {value}" for name, value in values.items())]))
+    text = "\n".join(tables) + "\n"
+    if chance.random() < 0.15:
+        text = damaged_text(chance, text, '"[]{}\0\x9f=\n9.#-')
+    path = folder / "links.toml"
+    path.write_bytes(text.encode("utf-8", errors="surrogateescape"))
+    job = ["--world-size", str(LINK_RANKS), "--compute", "0.1s", "--parameters", "100k", "--json"]
+    more = chance.choice([[], [], ["--width", "1"], ["--all-reduce", "all-to-all"], ["--codec", "int8"]])
+    return path, ["predict", "--cluster", str(path), *job, *more]
+
+
+def try_links(case: tuple[Path, list[str]], folder: Path) -> str | None:
+    """Ask the timing model; of a ring, it must refuse links that do not lead from each rank to the next one."""
+    found = try_timing_model(case[1])
+    tables = tomllib.loads(case[0].read_text(encoding="utf-8"))["link"]
+    for rank in range(LINK_RANKS):
+        peer = (rank + 1) % LINK_RANKS
+        if not any(
+            rank in table.get("from", [rank])
+            and peer in table.get("to", [peer])
+            and ("node" not in table or rank // table["node"] == peer // table["node"])
+            for table in tables
+        ):
+            return f"links that do not lead from rank {rank} to rank {peer} were accepted"
+    return found
 
 
 # ---- Checkpoints
@@ -339,6 +390,7 @@ def try_data(case: Path, folder: Path) -> str | None:
 
 TARGETS = (
     Target("cluster profiles", 1000, make_profile, try_profile, (ValueError,)),
+    Target("links by hand", 1000, make_links, try_links, (ValueError,)),
     Target("checkpoints", 700, make_checkpoint, try_checkpoint, (PipesgdError,)),
     Target("run.json", 600, make_run, try_run, (PipesgdError,)),
     Target("metrics.jsonl", 600, make_metrics, try_metrics, ()),

@@ -311,13 +311,13 @@ def summarize(
 
 def _estimates(values: Callable[[list[int]], Floats], count: int) -> list[Estimate]:
     """Return the ``values`` of all laps, whose number is ``count``, with intervals in which those of another
-    calibration would be: by leaving out one lap after the other (jackknife)."""
+    calibration would be: by leaving out one lap after the other (jackknife). A value below 0 becomes 0."""
     value = values(list(range(count)))
     without = [values([lap for lap in range(count) if lap != left]) for left in range(count) if count > 1]
     deviations = np.sqrt((count - 1) * np.var(without, axis=0)) if without else np.zeros(len(value))
     reach = np.sqrt(2) * deviations * T90[min(max(count - 1, 1), len(T90)) - 1]
     return [
-        Estimate(float(middle), max(0.0, float(middle - far)), float(middle + far))
+        Estimate(*(max(0.0, float(end)) for end in (middle, middle - far, middle + far)))
         for middle, far in zip(value, reach, strict=True)
     ]
 
@@ -400,7 +400,8 @@ def _persistence(laps: Sequence[Floats]) -> float:
 
     Deviations are from the rank's mean over all laps, and without what several ranks have in common. A mean over few
     iterations takes some of the persistence with it: with v the variance of that mean, as a share of one deviation's,
-    a correlation of rho is found as (rho - v) / (1 - v). Since v depends on rho, it is found by iteration.
+    a correlation of rho is found as (rho - v) / (1 - v). Since v depends on rho, it is found by iteration. By
+    chance the result may be below 0.
     """
     deviations = np.log(np.concatenate(laps, axis=1))
     deviations -= deviations.mean(axis=1, keepdims=True)
@@ -417,7 +418,7 @@ def _persistence(laps: Sequence[Floats]) -> float:
     for _ in range(ROUNDS):
         of_laps = [number * n**2 * variance_of_mean(persistence, n) for n, number in Counter(lengths).items()]
         taken = sum(of_laps) / sum(lengths) ** 2
-        persistence = min(max(0.0, taken + (1 - taken) * found), MOST_PERSISTENCE)
+        persistence = min(max(-MOST_PERSISTENCE, taken + (1 - taken) * found), MOST_PERSISTENCE)
     return persistence
 
 

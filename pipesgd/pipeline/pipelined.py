@@ -656,7 +656,8 @@ class Pipelined(Strategy):
         identities = trainable_identities(self._optimizer)
         if identities == self._identities:
             return
-        if self._in_flight or self._leaving.left:
+        self._check_whole("requires_grad_ and add_param_group")
+        if self._in_flight:
             raise UserInputError(
                 "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
             )

@@ -211,7 +211,7 @@ def test_the_persistence_of_an_accelerators_jitter_is_found(persistence: float) 
     assert np.std(values) < 0.07
     inside = [one.persistence.low <= persistence <= one.persistence.high for one in found]
     assert np.mean(inside) >= 0.75
-    assert all(one.persistence.high <= MOST_PERSISTENCE for one in found)
+    assert all(0 < one.persistence.high <= MOST_PERSISTENCE for one in found)
 
 
 def test_a_short_calibration_is_less_sure_of_the_persistence() -> None:
@@ -239,7 +239,7 @@ def test_the_spread_of_the_all_reduce_is_that_within_laps_by_the_rank_that_waite
             factor = float(np.exp(0.1 * generator.standard_normal()))
             if (lap, number) == (3, 4):
                 factor = 50.0
-            for rank, waited in ((0, 0.5), (1, 0.0), (2, 1.5)):
+            for rank, waited in ((0, 2.0), (1, 0.0), (2, 6.0)):
                 iteration = ranks[rank][0][lap][number]
                 iteration[COMMUNICATION] = factor * iteration[COMMUNICATION] + waited * generator.random()
     found = summary(ranks, t_comms={"ring": 2.0})

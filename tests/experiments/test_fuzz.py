@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from experiments import fuzz
+from experiments.fuzzing import files
 from experiments.fuzzing import words as fuzzed_words
 from experiments.fuzzing.cases import Target, draw, judge
 from experiments.fuzzing.mutations import damaged
@@ -68,6 +69,20 @@ def test_what_must_be_refused_is(target: str, case: Any, why: str, tmp_path: Pat
     verdict = judge(fuzz.TARGETS[target], case, tmp_path)
     assert verdict.outcome == "refused"
     assert verdict.why.startswith(why)
+
+
+def test_links_that_do_not_connect_fail_where_they_are_accepted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "links.toml"
+    path.write_text('[[link]]\nfrom = [0, 1, 2]\nlatency = "30us"\nbandwidth = "1Gbit/s"\n')
+    words = f"predict --cluster {path} --world-size 4 --compute 0.1s --parameters 100k --json".split()
+    verdict = judge(fuzz.TARGETS["links by hand"], (path, words), tmp_path)
+    assert verdict.outcome == "refused"
+    assert verdict.why.startswith("error: link must lead from rank 3 to rank 0, which ring sends to")
+    monkeypatch.setattr(files, "try_timing_model", lambda words: None)
+    verdict = judge(fuzz.TARGETS["links by hand"], (path, words), tmp_path)
+    assert (verdict.outcome, verdict.why) == ("absurd", "links that do not lead from rank 3 to rank 0 were accepted")
 
 
 def test_what_must_be_refused_fails_where_it_is_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

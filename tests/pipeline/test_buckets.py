@@ -467,6 +467,10 @@ CALLS: dict[str, Callable[[Pipelined], Any]] = {
     "state_dict": lambda pipeline: pipeline.state_dict(),
     "load_state_dict": lambda pipeline: pipeline.load_state_dict({}),
     "combine_buffers": lambda pipeline: pipeline.combine_buffers(),
+    "requires_grad_ and add_param_group": lambda pipeline: (
+        pipeline.module.get_parameter("0.bias").requires_grad_(False),
+        pipeline.step(),
+    ),
     "close": lambda pipeline: pipeline.close(),
 }
 
@@ -482,6 +486,7 @@ def test_a_call_between_backward_and_step_is_refused(call: str) -> None:
     assert str(caught.value) == (
         f"{call} must not be called between backward() and step() with buckets; got it while those of iteration 0 leave"
     )
+    model.requires_grad_(True)
     if call == "close":
         assert pipeline.closed
         assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)

@@ -17,7 +17,7 @@ import pipesgd
 from tests.timing_model._profiles import PROFILE
 from timing_model.choices import ACCURATE
 from timing_model.cli import COMMANDS, main
-from timing_model.presets import MODELS, NETWORKS
+from timing_model.presets import MODELS, NETWORKS, PAYLOAD_SHARE
 
 HAND = "--latency 50us --bandwidth 10Gbit/s --world-size 4 --compute 0.3s --parameters 61.1M"
 
@@ -338,6 +338,74 @@ def test_what_is_wrong_is_one_line(
     assert err.startswith("error: ")
     assert message in err
     assert sorted(tmp_path.iterdir()) == before
+
+
+LINKS = """
+[[link]]
+latency = "20ms"
+bandwidth = "100Mbit/s"
+[[link]]
+from = [3]
+latency = "20ms"
+bandwidth = "20Mbit/s"
+"""
+BY_HAND = "--world-size 4 --compute 0.1s --parameters 1M"
+
+
+def test_a_slow_uplink_limits_the_ring(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "home.toml"
+    path.write_text(LINKS)
+    out = said(capsys, f"predict --cluster {path} {BY_HAND} --width 1")
+    assert "on 4 ranks: links of 19.1 Mbit/s to 95.6 Mbit/s of payload, up to 20.0 ms latency" in out
+    found = json.loads(said(capsys, f"predict --cluster {path} {BY_HAND} --width 1 --json"))
+    slow = 8 * 1.5 * 4e6 / (20e6 * PAYLOAD_SHARE)
+    assert found["collective_seconds"]["total"] == pytest.approx(slow, rel=0.1)
+    assert found["gains"]["network"] > 1.8
+    planned = json.loads(said(capsys, f"plan --cluster {path} {BY_HAND} --json --top 50"))
+    kinds = {(one["strategy"], one["all_reduce"]) for one in planned["ranking"]}
+    assert {strategy for strategy, _ in kinds} == {"pipelined"}
+    assert "native" not in {all_reduce for _, all_reduce in kinds}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words", "message"),
+    [
+        (
+            "[[link]]\nfrom = [0, 1, 2]",
+            "",
+            "link must lead from rank 3 to rank 0, which ring sends to; no table",
+        ),
+        ("[[link]]\nto = [0, 1]", "", "link must lead from rank 1 to rank 2, which ring sends to"),
+        ("[[link]]\nnode = 2", "", "link must lead from rank 1 to rank 2, which ring sends to"),
+        ("[[link]]\nto = [4]", "", "link must name ranks from 0 to 3; got 4"),
+        (
+            "[[link]]",
+            "--strategy ddp",
+            "all-reduce must send messages that can be simulated where the cluster's file",
+        ),
+        ("[[link]]", "--strategy ps-sync", "or parameter servers or a codec whose parts are gathered; got ps-sync"),
+        (
+            "[[link]]",
+            "--ranks-per-node 2 --nics 2",
+            "nics must be left out where each rank has links of its own",
+        ),
+        (
+            "[[link]]",
+            "--rate-limit 1Mbit/s",
+            "rate-limit must be left out with ring, whose ranks have links of their own",
+        ),
+        ("[[link]]", "--latency 1us", "latency must be left out with --cluster, which says it; got 1e-06"),
+    ],
+)
+def test_links_that_do_not_connect_the_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changed: str, words: str, message: str
+) -> None:
+    path = tmp_path / "home.toml"
+    path.write_text(LINKS.replace("[[link]]", changed, 1).split("[[link]]\nfrom = [3]")[0])
+    assert main(f"predict --cluster {path} {BY_HAND} {words}".split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
 
 
 WORDS = st.sampled_from(

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.timing_model._profiles import CORRECTIONS, MLP, PROFILE
 from timing_model import ComputeTimes, all_reduce_time, parameter_server_time
 from timing_model.cluster_profile import FORMER_NAMES, Estimate, Profile
-from timing_model.presets import OVERHEAD
+from timing_model.presets import OVERHEAD, ethernet
+from timing_model.simulate_messages import Network
 
 
 @pytest.fixture
@@ -256,3 +257,66 @@ def test_a_file_of_format_3_is_read(tmp_path: Path) -> None:
     path.write_text(text.replace("contention", "attention", 1))
     with pytest.raises(ValueError, match=r"compute\[0\]\.contention must be there"):
         Profile.load(path)
+
+
+HAND = """
+[[link]]
+latency = "30us"
+bandwidth = "25Gbit/s"
+
+[[link]]
+node = 4
+latency = "3us"
+bandwidth = "50GB/s"
+host = "0.1ns"
+
+[[link]]
+from = [3, 7]
+to = [0]
+latency = "20ms"
+bandwidth = "20Mbit/s"
+"""
+
+
+def test_links_that_a_person_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(HAND)
+    profile = Profile.load(path)
+    between, inside, home = profile.placed
+    assert between.link == ethernet(25e9 / 8, between.link.alpha)
+    assert between.link.alpha == pytest.approx(30e-6)
+    assert (inside.node, inside.link.host, inside.link.alpha) == pytest.approx((4, 1e-10, 3e-6))
+    assert (home.senders, home.receivers) == ((3, 7), (0,))
+    assert (profile.link.alpha.value, profile.link.beta.value) == (20e-3, home.link.beta)
+    assert profile.calibrated.world_sizes == ()
+    network = Network(link=between.link, placed=profile.placed)
+    numbers = {(sender, receiver): network.path(sender, receiver)[0] for sender, receiver in ((0, 4), (1, 2), (3, 0))}
+    assert numbers == {(0, 4): 0, (1, 2): 1, (3, 0): 2}
+
+
+@pytest.mark.parametrize(
+    ("what", "by", "message"),
+    [
+        ('"30us"', '"30"', r"mine.toml: link\[0\].latency must have a unit such as 30us, 30ms or 30s; got '30'"),
+        ('"30us"', "30e-6", r"mine.toml: link\[0\].latency must be a string of one line; got 3e-05"),
+        ('"30us"', '"1e12s"', r"link\[0\].latency must be at most 1e\+09 s; got 1000000000000.0"),
+        ('"25Gbit/s"', '"25Gb"', r"link\[0\].bandwidth must have a unit such as 10Gbit/s; got '25Gb'"),
+        ('"25Gbit/s"', '"0Gbit/s"', r"link\[0\].bandwidth must be above 0; got '0Gbit/s'"),
+        ('"25Gbit/s"', '"1e-300Gbit/s"', r"link\[0\].bandwidth must be at least 1e-09 bytes a second; got"),
+        ('bandwidth = "25Gbit/s"', "", r"link\[0\].bandwidth must be there; it is missing"),
+        ("node = 4", "node = 1", r"link\[1\].node must be a whole number of at least 2; got 1"),
+        ("from = [3, 7]", "from = []", r"link\[2\].from must have at least one number"),
+        ("from = [3, 7]", "from = [-1]", r"link\[2\].from must be a whole number of at least 0; got -1"),
+        ("from = [3, 7]", "form = [3]", r"link\[2\].form must not be there: there is no such field"),
+        ("\n[[link]]", "link = [] #", "link must have at least one table"),
+        ("\n[[link]]", "format = 5\n[[link]]", "mine.toml: format must not be there: there is no such field"),
+    ],
+)
+def test_links_that_make_no_sense(tmp_path: Path, what: str, by: str, message: str) -> None:
+    path = tmp_path / "mine.toml"
+    assert what in HAND
+    text = HAND.replace(what, by, 1)
+    path.write_text(text if "[]" not in by or "from" in by else "link = []")
+    with pytest.raises(ValueError, match=message) as error:
+        Profile.load(path)
+    assert "\n" not in str(error.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 
@@ -20,6 +21,7 @@ from timing_model import (
     uncompressed,
 )
 from timing_model.all_reduce import messages_meet
+from timing_model.params import PlacedLink
 from timing_model.schedules import SCHEDULES, SEGMENTS_AHEAD, Schedule, segments_of
 from timing_model.simulate_messages import Network, Task, simulate_messages, simulate_ring, tasks_of
 
@@ -230,3 +232,41 @@ def test_impossible_networks_are_refused() -> None:
         Network(link=LINK, slow={(0, 1): 0.0})
     with pytest.raises(ValueError, match="slow_links must be world_size numbers above 0"):
         simulate_ring(LINK, 1.0, 3, slow_links=np.ones(2))
+
+
+@pytest.mark.parametrize("name", ["ring", "halving-doubling", "all-to-all", "hierarchical"])
+def test_placed_links_of_nodes_are_those_of_the_formula(name: str) -> None:
+    """Nodes of two ranks with another link inside; ranks that are alike everywhere but in how that is said."""
+    outer = LinkParams(alpha=1e-4, beta=1e-8, gamma=1e-10, sync=0.0, overhead=1e-5)
+    inner = LinkParams(alpha=1e-5, beta=1e-9, gamma=1e-10, sync=0.0, overhead=1e-5)
+    alike = (PlacedLink(link=outer),)
+    if name != "hierarchical":
+        one_by_one = all_reduce_time(name, outer, 1e5, 4, placed=alike, segment_bytes=1 << 30)
+        assert one_by_one == pytest.approx(all_reduce_time(name, outer, 1e5, 4, segment_bytes=1 << 30))
+        return
+    nodes = (*alike, PlacedLink(link=inner, node=2))
+    times = [
+        all_reduce_time(name, outer, 1e5, 6, ranks_per_node=2, segment_bytes=1 << 30, **options).total
+        for options in ({"placed": nodes}, {"inner": inner, "nics": 2})
+    ]
+    assert times[0] == pytest.approx(times[1])
+
+
+def test_an_uplink_limits_what_its_rank_sends_and_a_downlink_what_it_receives() -> None:
+    usual = LinkParams(alpha=0.0, beta=1e-8, gamma=0.0, sync=0.0)
+    slow = dataclasses.replace(usual, beta=5e-8)
+
+    def seconds(*placed: PlacedLink) -> list[float]:
+        """Return when each rank has sent to the next one and received from the one before."""
+        programs = [[Task(sends=(((rank + 1) % 3, 1e8),)), Task(source=(rank - 1) % 3)] for rank in range(3)]
+        return simulate_messages(programs, Network(link=usual, placed=(PlacedLink(link=usual), *placed)))
+
+    assert seconds() == pytest.approx([1.0, 1.0, 1.0])
+    assert seconds(PlacedLink(link=slow, senders=(0,))) == pytest.approx([5.0, 5.0, 1.0])
+    assert seconds(PlacedLink(link=slow, receivers=(0,))) == pytest.approx([5.0, 1.0, 5.0])
+    assert seconds(PlacedLink(link=slow, node=2)) == pytest.approx([5.0, 5.0, 1.0])
+    with pytest.raises(ValueError, match="link must lead from rank 0 to rank 1, which is sent to; none of them does"):
+        simulate_messages(
+            [[Task(sends=((1, 8.0),))], [Task(source=0)]],
+            Network(link=usual, placed=(PlacedLink(link=usual, senders=(1,)),)),
+        )
