@@ -52,7 +52,6 @@ from experiments.validation_runs import (
     mean_of,
     measure,
 )
-from pipesgd.config import AUTO_OPTIONS
 from pipesgd.errors import RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -77,11 +76,13 @@ AUTO_TARGETS = {
 }
 """Largest values. ``planning`` is calibration and audition together: 5 s, or 2 % of the run if that is more."""
 PLANNING_SHARE = 0.02
+CHOSEN = ("width", "codec", "all-reduce")
+"""Options that the run chooses."""
 
 
 def words_of(choices: Mapping[str, Any]) -> str:
-    """Return the arguments of a choice, without the segment size, which is not chosen here."""
-    return " ".join(f"--{name} {choices[name]}" for name in AUTO_OPTIONS if name != "segment-bytes")
+    """Return the arguments of a choice, without those that are not left to the run."""
+    return " ".join(f"--{name} {choices[name]}" for name in CHOSEN)
 
 
 def tabulate(found: Mapping[str, Measured], settings: Mapping[str, Setting]) -> list[Row]:

@@ -248,6 +248,8 @@ class Job:
             raise ValueError(
                 f"buckets must be 1 with {self.codec}, which compresses the gradient as a whole; got {self.buckets}"
             )
+        if self.local_steps > 1:
+            raise ValueError(f"buckets must be 1 with local_steps, whose movement is complete late; got {self.buckets}")
         cut(self.compute.tensors)
 
     @property

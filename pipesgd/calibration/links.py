@@ -61,15 +61,15 @@ def rounds_of_pairs(world_size: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def probe(
-    ranks: Ranks, transport: TorchTransport, advance: Callable[[float], None], rounds_at_most: int | None = None
-) -> Probes:
+def probe(ranks: Ranks, transport: TorchTransport, advance: Callable[[float], None], *, brief: bool = False) -> Probes:
     """Probe the link between every two ranks, both ways. Collective.
 
-    With ``rounds_at_most``, each rank probes only as many others.
+    With ``brief``, each rank probes one other, or two if that leaves a rank out.
     """
     own: dict[int, tuple[float, float]] = {}
-    rounds = rounds_of_pairs(ranks.world_size)[:rounds_at_most]
+    rounds = rounds_of_pairs(ranks.world_size)
+    if brief:
+        rounds = rounds[: 1 + ranks.world_size % 2]
     for number, pairs in enumerate(rounds):
         ranks.all_gather_object("round of probes", None)
         for first, second in pairs:

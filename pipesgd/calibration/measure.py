@@ -163,7 +163,7 @@ def measure(
         ranks.start_process_group("cpu", timeout)
         names = [RING, *(name for name in all_reduces if name != RING)]
         transport = TorchTransport([communication_group(ranks, timeout, "gloo")], timeout)
-        probes = links.probe(ranks, transport, partial(shown.advance, LINKS), rounds_at_most=1 if brief else None)
+        probes = links.probe(ranks, transport, partial(shown.advance, LINKS), brief=brief)
         slow = links.slow_links(probes, where)
         groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
         groups = groups[-1:] if brief else groups

@@ -13,7 +13,7 @@ from timing_model.buckets import Cut, completed
 from timing_model.choices import Space
 from timing_model.costs import buckets_of, costs_of, iteration_time
 from timing_model.job import Job
-from timing_model.measured import ComputeProfile
+from timing_model.measured import ComputeProfile, Estimate
 from timing_model.plan import plan
 from timing_model.predict import predict
 from timing_model.simulate_job import simulate_job
@@ -46,6 +46,13 @@ def test_an_iteration_takes_what_a_clock_says(buckets: str, accumulation: int) -
     whole, _ = iteration_time(dataclasses.replace(job, buckets="1"), costs_of(job))
     assert max(iteration.compute, collective.total) <= iteration.total < whole.total
     assert whole.total - iteration.total <= 0.2, "no more than the backward pass can be hidden"
+
+
+def test_the_last_bucket_is_handed_over_as_a_whole_gradient_is() -> None:
+    later = dataclasses.replace(EIGHT, handover=Estimate.exact(0.02))
+    for buckets in ("1", "4"):
+        without, with_it = (_job(compute=compute, buckets=buckets) for compute in (EIGHT, later))
+        assert predict(with_it).iteration.total - predict(without).iteration.total == pytest.approx(0.02)
 
 
 def test_a_wider_pipeline_gains_nothing_and_pays_every_buckets_latency() -> None:
@@ -95,6 +102,11 @@ def test_a_plan_takes_buckets_where_they_gain_and_says_the_option() -> None:
 def test_buckets_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _job(**options)
+
+
+def test_local_steps_have_no_buckets() -> None:
+    with pytest.raises(ValueError, match=r"^buckets must be 1 with local_steps, .*; got 4$"):
+        _job(buckets="4", local_steps=8)
 
 
 def test_what_is_not_covered_is_refused() -> None:
