@@ -171,9 +171,9 @@ def measure(
         left = planned[TRAINING] + time.perf_counter()
         largest = sweep.choose_sizes(largest_bytes // 4 * 4, planned[TRAINING] / (1 + TRAINED))
         values = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        alone = Training(config, model, batches, prediction, [TrainingMode(1, RING, UNCOMPRESSED, apart=True)], ranks)
-        stack.callback(alone.close)
-        longer = max(alone.pace(), largest * FLOAT_BYTES * values / largest_bytes)
+        apart = [TrainingMode(1, RING, UNCOMPRESSED, apart=True)]
+        with contextlib.closing(Training(config, model, batches, prediction, apart, ranks)) as alone:
+            longer = max(alone.pace(), largest * FLOAT_BYTES * values / largest_bytes)
         modes = training_modes(names, codecs)
         if least_iterations(modes) * longer > planned[TRAINING]:
             modes = training_modes(names, codecs, slow=True)
