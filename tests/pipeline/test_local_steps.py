@@ -253,6 +253,41 @@ def test_averages_of_weights_and_state_are_their_recursion_bit_for_bit(steps: in
             assert hashes == outcomes[0][index][1]
 
 
+def _states_with_gaps(ranks: Ranks, make: Any, steps: int) -> list[list[dict[str, Any]]]:
+    """Train with averaged state, where rank 1 has a NaN first, or no gradient of the last layer until iteration 2."""
+    found = []
+    for gap in ("nan", "unused"):
+        model, batches = small_problem(3, [4, 5, 2], 4, ranks.world_size)
+        optimizer = make(model.parameters())
+        options = {"local_steps": steps, "width": 1, "average_state": True, "on_nonfinite": "skip", "timeout": 10.0}
+        with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+            for iteration, of_ranks in enumerate(batches):
+                loss = regress(model, of_ranks[ranks.rank])
+                if ranks.rank == 1 and iteration < 2:
+                    loss = loss * float("nan") if gap == "nan" else model[0](of_ranks[1][0]).sum()
+                loss.backward()
+                assert (strategy.step().gradient_norm is None) == ((iteration + 1) % steps != 0)
+        found.append([dict(optimizer.state[parameter]) for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "steps"), [(_sgd, 1), (_adamw, 2)])
+def test_ranks_average_the_state_of_parameters_that_one_has_not_stepped_with(make: Any, steps: int) -> None:
+    for one, other in zip(*run_ranks(2, _states_with_gaps, make, steps), strict=True):
+        for state, same in zip(one, other, strict=True):
+            for name, value in state.items():
+                if value.dim() > 0:
+                    assert value.isfinite().all()
+                    assert torch.equal(value, same[name]), name
+
+
+def test_an_optimizer_without_state_to_average_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(UserInputError, match="an optimizer that has no such state as momentum; got SGD"):
+        LocalSteps(model, torch.optim.SGD(model.parameters()), local_steps=2, width=1, average_state=True)
+
+
 def _awagd(ranks: Ranks, lr: float) -> list[tuple[Outcome, list[float]]]:
     """Train by averages of weights, and by those of weights and momentum; return this rank's momentum, too."""
     results = []
