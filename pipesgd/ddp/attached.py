@@ -74,7 +74,7 @@ def attach(
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
         options: further arguments of ``pipesgd.Pipelined``, except ``guard`` and ``buckets``, or with ``local_steps``
-            of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``. ``clip_norm`` and
+            those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``. ``clip_norm`` and
             ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip them alike.
 
     Raises:

@@ -57,7 +57,7 @@ from pipesgd.config import (
     moving_rate_for,
 )
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import give_gradients
+from pipesgd.flat_buffer import are_finite, give_gradients
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
 from pipesgd.optim.step import SynchronousUpdate, set_aside_gradients
@@ -237,6 +237,8 @@ class Window:
         else:
             differences = list(torch._foreach_sub(self._weights().true, now))
             self._start = list(torch._foreach_add(now, differences, alpha=self._moving_rate))
+            if not are_finite(self._start):  # nor is the mean, and no later one would be: begin at the centre again
+                self._start = []
             give_gradients(self._parameters, differences)
         self.steps = 0
 
@@ -289,7 +291,8 @@ class LocalSteps(Strategy):
     saved.
 
     With elastic averaging the outer weights are the centre. Between windows, too, the parameters hold this rank's own
-    weights. A flush ends that: afterwards all ranks begin at the centre.
+    weights. A flush ends that: afterwards all ranks begin at the centre. So does a rank whose weights are no longer
+    finite, if such means are skipped.
 
     With ``fragments``, an exchange is about one of them, in turns (weight streaming, as in Caffe's pull request 1148
     and in Streaming DiLoCo). A rank's weights are a position, which is the outer weights and what is expected of
@@ -323,7 +326,7 @@ class LocalSteps(Strategy):
         timeout: seconds that a rank waits for another one, as in ``Pipelined``.
         ranks: the ranks to work with, as in ``Pipelined``.
         process_group: the group whose ranks these are, as in ``Pipelined``.
-        options: further arguments of ``Pipelined``, except ``prediction`` and ``guard``.
+        options: further arguments of ``Pipelined``, except ``prediction``, ``guard``, ``buckets`` and ``in_turns``.
 
     Raises:
         UserInputError: a value out of range, an optimizer without a parameter to train, or ``average_state`` with an
@@ -367,7 +370,7 @@ class LocalSteps(Strategy):
         process_group: Group | None = None,
         **options: Any,
     ):
-        for name in ("prediction", "guard"):
+        for name in ("prediction", "guard", "buckets", "in_turns"):
             if name in options:
                 raise UserInputError(f"{name} must be left out with local steps; got {options[name]!r}")
         check_local_steps(
