@@ -574,7 +574,7 @@ class LocalSteps(Strategy):
     def _average(self) -> StepReport:
         """Give all ranks the mean of the state of their optimizers.
 
-        Parameters that this rank has not stepped with, for want of a finite gradient, have that of a gradient of zero.
+        A parameter that this rank has not stepped with yet gets the state that a step with a gradient of zero makes.
         """
         iteration, begin = self.iteration - 1, time.perf_counter()
         state = self._optimizer.state
