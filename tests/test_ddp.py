@@ -7,7 +7,6 @@ import difflib
 import io
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,8 @@ def by_attached(
 ) -> Weights:
     """Train in the loop of a DDP program."""
     model = make_model()
-    ddp_model = DistributedDataParallel(model, **{"bucket_cap_mb": SMALL_BUCKETS} | (ddp or {}))
+    keywords = {"bucket_cap_mb": SMALL_BUCKETS, "broadcast_buffers": "local_steps" not in options} | (ddp or {})
+    ddp_model = DistributedDataParallel(model, **keywords)
     optimizer = make_optimizer(optimizer_name, model)
     schedule = falling(optimizer)
     pipeline = attach(ddp_model, optimizer, scaler=scaler, clip_norm=clip_norm, **options)
@@ -245,7 +245,7 @@ def test_an_update_that_is_not_finite_is_left_out(options: dict[str, Any]) -> No
 
 
 def _gradients_after_a_step(ranks: Ranks) -> bool:
-    ddp_model = DistributedDataParallel(make_model())
+    ddp_model = DistributedDataParallel(make_model(), broadcast_buffers=False)
     optimizer, pipeline = start(ddp_model, local_steps=1)
     inputs, targets = next(batches(ranks.rank, ranks.world_size))
     cross_entropy(ddp_model(inputs), targets).backward()
@@ -258,6 +258,38 @@ def _gradients_after_a_step(ranks: Ranks) -> bool:
 
 def test_a_window_that_ends_leaves_the_loop_its_own_gradients() -> None:
     assert run_ranks(2, _gradients_after_a_step) == [True, True]
+
+
+def _skipped(ranks: Ranks) -> list[list[tuple[Any, ...]]]:
+    """Return skipped iterations and ranks by iteration: with "skip", and with GradScalers and both places of zero_grad.
+
+    Rank 1 has an infinite gradient in the first iteration.
+    """
+    found = []
+    for scaled, zero_first in ((False, True), (True, True), (True, False)):
+        ddp_model = DistributedDataParallel(nn.Linear(2, 1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+        optimizer, pipeline = start(ddp_model, local_steps=2, width=1, scaler=scaler, on_nonfinite="skip")
+        found.append([])
+        for number in range(4):
+            if zero_first:
+                optimizer.zero_grad()
+            loss = ddp_model(torch.ones(4, 2)).sum() * poisoned(ranks.rank, number, 0)
+            if number > 0:  # a step that the scaler leaves out ends with the forward pass above
+                found[-1].append((pipeline.iteration, pipeline.report.skipped, pipeline.report.nonfinite_ranks))
+            if not zero_first:
+                optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        pipeline.close()
+    return found
+
+
+def test_local_steps_report_the_iterations_that_a_rank_skips() -> None:
+    for rank, found in enumerate(run_ranks(2, _skipped)):
+        first = ((0,), (1,)) if rank == 1 else ((), ())
+        assert found == [[(1, *first), (2, (), ()), (3, (), ())]] * 3
 
 
 # ---- attach: evaluation, saving, resuming
@@ -305,8 +337,9 @@ def test_evaluating_and_saving_use_the_true_weights() -> None:
 
 def _resumes(ranks: Ranks, stop: int, options: dict[str, Any]) -> tuple[str, str]:
     hashes = []
+    keywords = {"bucket_cap_mb": SMALL_BUCKETS, "broadcast_buffers": "local_steps" not in options}
     for interrupted in (False, True):
-        ddp_model = DistributedDataParallel(make_model(), bucket_cap_mb=SMALL_BUCKETS)
+        ddp_model = DistributedDataParallel(make_model(), **keywords)
         optimizer, pipeline = start(ddp_model, **options)
         for number, batch in enumerate(batches(ranks.rank, ranks.world_size)):
             if interrupted and number == stop:
@@ -315,7 +348,7 @@ def _resumes(ranks: Ranks, stop: int, options: dict[str, Any]) -> tuple[str, str
                 pipeline.close()  # changes what was not saved
                 model = make_model()
                 model.load_state_dict(saved[0])
-                ddp_model = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS)
+                ddp_model = DistributedDataParallel(model, **keywords)
                 optimizer, pipeline = start(ddp_model, **options)
                 optimizer.load_state_dict(saved[1])
                 pipeline.load_state_dict(saved[2])
@@ -372,8 +405,12 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     model = ddp()
     found["part"] = refusal(lambda: attach(model, make_optimizer("sgd", model.module.last)))
     found["guard"] = refusal(lambda: attach(model, make_optimizer("sgd", model), guard=True))
-    local = partial(attach, model, make_optimizer("sgd", model), local_steps=2)
-    found["guard of local steps"] = refusal(lambda: local(guard=True))
+    found["buffers of local steps"] = refusal(lambda: start(model, local_steps=2))
+    searching = DistributedDataParallel(nn.Linear(2, 1), find_unused_parameters=True)  # no buffers
+    found["search of local steps"] = refusal(lambda: start(searching, local_steps=2))
+    alone = DistributedDataParallel(nn.Linear(2, 1))
+    found["guard of local steps"] = refusal(lambda: start(alone, local_steps=2, guard=True))
+    found["buckets of local steps"] = refusal(lambda: start(alone, local_steps=2, buckets=2))
     found["buckets"] = refusal(lambda: attach(model, make_optimizer("sgd", model), buckets=2))
     found["topk"] = refusal(lambda: compress(model, "topk"))
     found["codec"] = refusal(lambda: attach(model, make_optimizer("sgd", model), codec="int7"))
@@ -408,7 +445,12 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "part": "optimizer must hold all parameters of ddp_model that require a gradient; got one without "
             "first.weight (8 of 10 are missing)",
             "guard": "guard must be left out: a loop with DistributedDataParallel has its own steps",
+            "buffers of local steps": "ddp_model must be made with broadcast_buffers=False for local steps: its "
+            "buffers would be sent in every forward pass",
+            "search of local steps": "ddp_model must be made without find_unused_parameters=True for local steps: the "
+            "parameters used would be sent in every backward pass",
             "guard of local steps": "guard must be left out with local steps; got True",
+            "buckets of local steps": "buckets must be left out with local steps; got 2",
             "buckets": "buckets must be left out: a loop with DistributedDataParallel has its own buckets",
             "topk": f"codec must be one of {', '.join(DENSE_CODECS)}, module:function; got 'topk'",
             "codec": f"codec must be one of {', '.join(CODECS)}, module:function; got 'int7' (did you mean int8?)",

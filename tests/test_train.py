@@ -181,8 +181,9 @@ def test_every_strategy_runs_in_the_same_loop(tmp_path: Path, words: str, worker
     assert result["final"]["test_accuracy"] > 0.5
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 30
-    # Elastic averaging has no answer to wait for in its first iteration.
-    assert all(line["seconds"]["exposed"] > 0 for line in lines[1:]) == ("local" not in words)
+    if strategy == "easgd-async":
+        del lines[0]  # elastic averaging has no answer to wait for in its first iteration
+    assert all(line["seconds"]["exposed"] > 0 for line in lines) == ("local" not in words)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         f"iteration-{i}" for i in (10, 20, 30)
     ]

@@ -70,11 +70,13 @@ def attach(
         width: iterations in flight, K; 1 is synchronous.
         codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``.
         local_steps: iterations that each rank trains by itself between exchanges, H; None exchanges every gradient.
+            ``ddp_model`` must then be made without ``find_unused_parameters`` and, if it has buffers, with
+            ``broadcast_buffers=False``: torch would communicate in every iteration.
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
         options: further arguments of ``pipesgd.Pipelined``, except ``guard`` and ``buckets``, or with ``local_steps``
-            of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``. ``clip_norm`` and
+            those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``. ``clip_norm`` and
             ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip them alike.
 
     Raises:

@@ -35,9 +35,9 @@ class AttachedLocalSteps(LocalSteps):
     An iteration of the loop is taken apart like this:
 
     1. ``backward``: torch hands over its buckets, and gets them back as they are. So ``.grad`` is this rank's own
-       gradient, which the loop clips or unscales.
+       gradient, which the loop clips or unscales. torch sends nothing else, since DDP options that let it are refused.
     2. ``optimizer.step`` is the loop's, on this rank's own weights. With every H-th one, the window is exchanged.
-    3. A step that GradScaler leaves out counts, too: then the iteration ends with the next forward pass.
+    3. A step that GradScaler leaves out counts, too, as skipped: then the iteration ends with the next forward pass.
 
     ``state_dict``, ``load_state_dict``, ``flush``, ``true_weights`` and ``close`` are those of ``LocalSteps``; all but
     ``true_weights`` belong between ``optimizer.step`` and the next ``backward``.
@@ -56,11 +56,14 @@ class AttachedLocalSteps(LocalSteps):
         **options: Any,
     ):
         check_model(ddp_model)
+        _check_sends_nothing(ddp_model)
         check_all_held(ddp_model, optimizer)
         self._scaled = loop_scaler is not None and loop_scaler.is_enabled()
         self._skips = on_nonfinite == "skip" or self._scaled
         self._computed = False
         """True from the end of a backward pass to that of its iteration."""
+        self._skipped = False
+        """True if the present step of the optimizer has no finite gradient."""
         self._started = False
         self._update = contextlib.ExitStack()
         """Contexts that the end of a step of the optimizer closes."""
@@ -125,28 +128,49 @@ class AttachedLocalSteps(LocalSteps):
                 raise NonFiniteGradientError(self.iteration)
             self._update.enter_context(self._pipeline.whole(f"the local step of iteration {self.iteration}"))
             self._window.work()
-            if not finite:
+            self._skipped = not finite
+            if self._skipped:
                 self._update.enter_context(set_aside_gradients(self._optimizer))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._update.close()
-        self._finish_iteration()
+        self._finish_iteration(skipped=self._skipped)
 
-    def _finish_iteration(self) -> None:
+    def _finish_iteration(self, *, skipped: bool) -> None:
         self._computed = False
+        own = StepReport(skipped=(self.iteration,), nonfinite_ranks=(self._ranks.rank,)) if skipped else StepReport()
         with self._noting_errors(), set_aside_gradients(self._optimizer):
             self._window.work()
             self._window.worked()
-            self.report = self._finish(StepReport())
+            self.report = self._finish(own)
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         # Without a scaler, gradients that were not stepped with are added to, as in any loop of one rank.
         if self._computed and self._scaled and unwrapped(module).training and torch.is_grad_enabled():
-            check_accumulated(self._inner.parameters)
-            self._finish_iteration()
+            if are_finite(p.grad for p in self._inner.parameters if p.grad is not None):
+                check_accumulated(self._inner.parameters)
+            self._finish_iteration(skipped=True)
 
     def _settle(self, call: str) -> None:
         if self._computed and not self._scaled:
             raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
         if self._computed:
-            self._finish_iteration()
+            self._finish_iteration(skipped=True)
+
+
+def _check_sends_nothing(ddp_model: DistributedDataParallel) -> None:
+    """Refuse a DistributedDataParallel whose ranks wait for each other in every iteration.
+
+    Raises:
+        UserInputError: it broadcasts buffers before forward passes, or asks which parameters other ranks have used.
+    """
+    if ddp_model.broadcast_buffers and ddp_model.modules_buffers:
+        raise UserInputError(
+            "ddp_model must be made with broadcast_buffers=False for local steps: its buffers would be sent in every "
+            "forward pass"
+        )
+    if ddp_model.find_unused_parameters:
+        raise UserInputError(
+            "ddp_model must be made without find_unused_parameters=True for local steps: the parameters used would be "
+            "sent in every backward pass"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipesgd.errors import UserInputError
 from pipesgd.optim.hyperparameters import Hyperparameters, current, set_to
+from pipesgd.optim.step import set_aside_gradients
 
 
 class OptimizerCopy:
@@ -87,6 +88,11 @@ class OptimizerCopy:
         with set_to(self._copy, current(self._copy) if hyperparameters is None else hyperparameters):
             self._copy.step()
 
+    def state_of(self, tensor: Tensor) -> dict[str, Any]:
+        """Return the state of a tensor that the copy updates; empty if it has none."""
+        state: dict[str, Any] = self._copy.state.get(tensor, {})
+        return state
+
     def _follow_attributes(self) -> None:
         # References to the original, as in its own methods, must become references to the copy.
         memo = self._parameters_themselves() | {id(self._original): self._copy}
@@ -100,3 +106,20 @@ class OptimizerCopy:
         """Return a memo for deepcopy, by which parameters are not copied."""
         parameters = (parameter for group in self._original.param_groups for parameter in group["params"])
         return {id(parameter): self._stand_ins.get(id(parameter), parameter) for parameter in parameters}
+
+
+def state_of_a_zero_gradient(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Return the state that ``optimizer`` would have of each of ``parameters`` after a step with a gradient of zero.
+
+    The optimizer and the parameters stay as they are.
+
+    Raises:
+        UserInputError: the optimizer cannot be copied.
+    """
+    stand_ins = {id(parameter): torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters}
+    stepper = OptimizerCopy(optimizer, stand_ins)
+    for tensor in stand_ins.values():
+        tensor.grad = torch.zeros_like(tensor)
+    with set_aside_gradients(optimizer):  # the copy updates the other parameters themselves
+        stepper.step()
+    return [stepper.state_of(tensor) for tensor in stand_ins.values()]

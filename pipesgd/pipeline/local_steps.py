@@ -57,8 +57,9 @@ from pipesgd.config import (
     moving_rate_for,
 )
 from pipesgd.errors import UserInputError
-from pipesgd.flat_buffer import give_gradients
+from pipesgd.flat_buffer import are_finite, give_gradients
 from pipesgd.optim.clipping import Clipping
+from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
 from pipesgd.optim.step import SynchronousUpdate, set_aside_gradients
 from pipesgd.pipeline.pipelined import Pipelined, given_ranks
 from pipesgd.pipeline.prediction import (
@@ -69,7 +70,7 @@ from pipesgd.pipeline.prediction import (
     Unapplied,
     compare,
 )
-from pipesgd.pipeline.sameness import check_same_settings, optimizer_settings
+from pipesgd.pipeline.sameness import check_same_settings, describe_parameters, optimizer_settings
 from pipesgd.ranks import Ranks
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
 
@@ -236,6 +237,8 @@ class Window:
         else:
             differences = list(torch._foreach_sub(self._weights().true, now))
             self._start = list(torch._foreach_add(now, differences, alpha=self._moving_rate))
+            if not are_finite(self._start):  # nor is the mean, and no later one would be: begin at the centre again
+                self._start = []
             give_gradients(self._parameters, differences)
         self.steps = 0
 
@@ -283,11 +286,13 @@ class LocalSteps(Strategy):
     instance in ``StepReport.applied``.
 
     In the middle of a window the parameters hold this rank's own weights. The true ones, which are the same on all
-    ranks, are the outer weights. The state of ``optimizer`` is each rank's own and never sent; it is part of
-    ``state_dict``, so that each rank continues with its own wherever the pipeline is saved.
+    ranks, are the outer weights. The state of ``optimizer`` is each rank's own, and is sent only with
+    ``average_state``; it is part of ``state_dict``, so that each rank continues with its own wherever the pipeline is
+    saved.
 
     With elastic averaging the outer weights are the centre. Between windows, too, the parameters hold this rank's own
-    weights. A flush ends that: afterwards all ranks begin at the centre.
+    weights. A flush ends that: afterwards all ranks begin at the centre. So does a rank whose weights are no longer
+    finite, if such means are skipped.
 
     With ``fragments``, an exchange is about one of them, in turns (weight streaming, as in Caffe's pull request 1148
     and in Streaming DiLoCo). A rank's weights are a position, which is the outer weights and what is expected of
@@ -307,7 +312,8 @@ class LocalSteps(Strategy):
             0.9 / p for p ranks, and at most 1 / p. The centre moves by p times as large a share of its way to the
             ranks' mean.
         average_state: whether all ranks also get the mean of the state of their optimizers, such as momentum, whenever
-            they get that of their weights; at width 1.
+            they get that of their weights; at width 1. It is the tensors shaped like their parameters that a first step
+            makes. A rank that has not stepped with a parameter yet has the state of a gradient of zero.
         fragments: parts of the weights, of about equal size, that are exchanged in turns, those of the last layers
             first; at most as many as parameters, with "average", and neither topk nor powersgd.
         width: windows in flight, K.
@@ -320,10 +326,11 @@ class LocalSteps(Strategy):
         timeout: seconds that a rank waits for another one, as in ``Pipelined``.
         ranks: the ranks to work with, as in ``Pipelined``.
         process_group: the group whose ranks these are, as in ``Pipelined``.
-        options: further arguments of ``Pipelined``, except ``prediction`` and ``guard``.
+        options: further arguments of ``Pipelined``, except ``prediction``, ``guard``, ``buckets`` and ``in_turns``.
 
     Raises:
-        UserInputError: a value out of range, or an optimizer without a parameter to train.
+        UserInputError: a value out of range, an optimizer without a parameter to train, or ``average_state`` with an
+            optimizer that keeps no such state.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -363,7 +370,7 @@ class LocalSteps(Strategy):
         process_group: Group | None = None,
         **options: Any,
     ):
-        for name in ("prediction", "guard"):
+        for name in ("prediction", "guard", "buckets", "in_turns"):
             if name in options:
                 raise UserInputError(f"{name} must be left out with local steps; got {options[name]!r}")
         check_local_steps(
@@ -389,12 +396,13 @@ class LocalSteps(Strategy):
         self._optimizer = optimizer
         self._local_steps = local_steps
         self._warmup_iterations = warmup_iterations
-        self._average_state = average_state
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
         if fragments > len(self._inner.parameters):
             raise UserInputError(
                 f"fragments must be at most {len(self._inner.parameters)}, the number of parameters; got {fragments}"
             )
+        self._averaged = _tensors_of_state(optimizer, self._inner.parameters) if average_state else []
+        """Tensors of the optimizer's state that are averaged, as parameters and names, alike on all ranks."""
         if fragments > 1:
             options |= {"buckets": fragments, "in_turns": True}
         self._ranks = given_ranks(ranks, process_group, timeout)
@@ -409,7 +417,9 @@ class LocalSteps(Strategy):
             "clip_norm": clip_norm,
             "clip_value": clip_value,
         }
-        check_same_settings(self._ranks, own | optimizer_settings(optimizer), {})
+        described = describe_parameters(model, [parameter for parameter, _ in self._averaged])
+        names = [f"{name} of {of}" for of, (_, name) in zip(described, self._averaged, strict=True)]
+        check_same_settings(self._ranks, own | optimizer_settings(optimizer), {"averaged state": names})
         self._pipeline = Pipelined(
             model,
             self._outer,
@@ -556,22 +566,23 @@ class LocalSteps(Strategy):
         with self._pipeline.whole(f"the movement that ends with iteration {self.iteration}"):
             self._window.end(self._pipeline.next_summed)
         report = self._pipeline.step()
-        if self._average_state:
+        if self._averaged:
             report = _joined(report, self._average())
         self._window.begin()
         return report
 
     def _average(self) -> StepReport:
-        """Give all ranks the mean of the state of their optimizers."""
+        """Give all ranks the mean of the state of their optimizers.
+
+        A parameter that this rank has not stepped with yet gets the state that a step with a gradient of zero makes.
+        """
         iteration, begin = self.iteration - 1, time.perf_counter()
-        values = [
-            value
-            for parameter in self._inner.parameters
-            for value in self._optimizer.state.get(parameter, {}).values()
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
-        ]
+        state = self._optimizer.state
+        new = list({id(of): of for of, name in self._averaged if state.get(of, {}).get(name) is None}.values())
         with self._pipeline.whole(f"the averages that end with iteration {iteration}"):
-            nbytes = self._pipeline.average(values)
+            if new:
+                state.update(zip(new, state_of_a_zero_gradient(self._optimizer, new), strict=True))
+            nbytes = self._pipeline.average([state[of][name] for of, name in self._averaged])
         end = time.perf_counter()
         spans = (Span("communication", iteration, begin, end), Span("wait", iteration, begin, end))
         return StepReport(spans=spans, wire_bytes=nbytes)
@@ -586,6 +597,32 @@ class LocalSteps(Strategy):
         self._error = None
 
 
+def _tensors_of_state(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[tuple[Tensor, str]]:
+    """Return parameter and name of each tensor that is shaped like its parameter in the state after a first step.
+
+    Raises:
+        UserInputError: there is none, or the optimizer cannot be copied to see what a step makes.
+    """
+    kind = type(optimizer).__name__
+    try:
+        states = state_of_a_zero_gradient(optimizer, parameters)
+    except Exception as failure:  # an optimizer of the user's own may raise anything
+        raise UserInputError(
+            f"average-state must be left out with an optimizer that a copy cannot try; got {kind}: {failure}"
+        ) from failure
+    found = [
+        (parameter, name)
+        for parameter, state in zip(parameters, states, strict=True)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == parameter.dtype
+    ]
+    if not found:
+        raise UserInputError(
+            f"average-state must be left out with an optimizer that has no such state as momentum; got {kind}"
+        )
+    return found
+
+
 def _joined(first: StepReport, then: StepReport) -> StepReport:
     """Return the report of two things that were done one after the other."""
     return StepReport(
@@ -594,7 +631,7 @@ def _joined(first: StepReport, then: StepReport) -> StepReport:
         nonfinite_ranks=first.nonfinite_ranks + then.nonfinite_ranks,
         spans=first.spans + then.spans,
         wire_bytes=first.wire_bytes + then.wire_bytes,
-        gradient_norm=then.gradient_norm,
+        gradient_norm=first.gradient_norm if then.gradient_norm is None else then.gradient_norm,
         comparison=then.comparison or first.comparison,
         fell_back=first.fell_back or then.fell_back,
     )

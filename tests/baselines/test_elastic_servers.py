@@ -165,6 +165,31 @@ def _one_exchange(ranks: Ranks) -> float:
     return model.weight.item()
 
 
+def _set_weights(ranks: Ranks, period: int) -> list[float]:
+    """Set the weight to 8 after an iteration; return this worker's after another one without movement, and the last."""
+    model = nn.Linear(1, 1, bias=False).double()
+    strategy = start(ranks, model, torch.optim.SGD(model.parameters(), lr=1.0), {"local_steps": period})
+    assert strategy is not None
+    found = []
+    for moves in (True, False):
+        (model(torch.ones(1, 1, dtype=torch.float64)).sum() * moves).backward()
+        strategy.step()
+        found.append(model.weight.item())
+        if moves:
+            with strategy.true_weights(), torch.no_grad():
+                model.weight.fill_(8.0)
+            found.append(model.weight.item())
+    strategy.flush()
+    strategy.close()
+    return [*found[1:], model.weight.item()]
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_weights_that_were_set_are_not_moved_by_an_answer_about_earlier_ones(period: int) -> None:
+    """With period 1, an answer is on its way when they are set."""
+    assert run_ranks(2, _set_weights, period) == [[8.0, 8.0, 8.0]] * 2
+
+
 # ---- State, and values that are refused
 
 

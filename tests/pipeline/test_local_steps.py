@@ -230,6 +230,31 @@ def test_ranks_keep_their_own_weights_and_the_elastic_force_adds_up_to_zero() ->
     assert one[1] == (-1.5, -1.5), "-2 + (0 - -2) / 4, and (-2 + -4) / 4"
 
 
+def _overflow_once(ranks: Ranks, width: int) -> list[tuple[Any, ...]]:
+    """Train elastically, where rank 1's weights overflow in iteration 1; return what was reported, and all centres."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"local_steps": 1, "outer": "elastic", "width": width, "on_nonfinite": "skip"}
+    found: list[tuple[Any, ...]] = []
+    with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+        for iteration in range(6):
+            optimizer.param_groups[0]["lr"] = 1e38 if (ranks.rank, iteration) == (1, 1) else 0.01
+            (model(torch.ones(1, 2)).sum() * 10.0).backward()
+            report = strategy.step()
+            with strategy.true_weights():
+                found.append((report.applied, report.skipped, report.nonfinite_ranks, weights_sha256(model)))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_rank_whose_weights_overflow_begins_at_the_centre_again(width: int) -> None:
+    one, other = run_ranks(2, _overflow_once, width)
+    assert one == other
+    arrived = [(applied, skipped, ranks) for applied, skipped, ranks, _ in one[width - 1 :]]
+    assert arrived == [((), (1,), (1,)) if i == 1 else ((i,), (), ()) for i in range(7 - width)]
+
+
 def _average_states(ranks: Ranks, kinds: dict[str, Any], steps: int) -> list[Outcome]:
     """Train with averaged state and each optimizer of ``kinds``."""
     options = {"local_steps": steps, "width": 1, "average_state": True}
@@ -251,6 +276,41 @@ def test_averages_of_weights_and_state_are_their_recursion_bit_for_bit(steps: in
             assert ours == [of_ranks[rank] for of_ranks in losses]
             assert_same_weights(weights, model.state_dict(), rtol=0.0)
             assert hashes == outcomes[0][index][1]
+
+
+def _states_with_gaps(ranks: Ranks, make: Any, steps: int) -> list[list[dict[str, Any]]]:
+    """Train with averaged state, where rank 1 has a NaN first, or no gradient of the last layer until iteration 2."""
+    found = []
+    for gap in ("nan", "unused"):
+        model, batches = small_problem(3, [4, 5, 2], 4, ranks.world_size)
+        optimizer = make(model.parameters())
+        options = {"local_steps": steps, "width": 1, "average_state": True, "on_nonfinite": "skip", "timeout": 10.0}
+        with LocalSteps(model, optimizer, ranks=ranks, **options) as strategy:
+            for iteration, of_ranks in enumerate(batches):
+                loss = regress(model, of_ranks[ranks.rank])
+                if ranks.rank == 1 and iteration < 2:
+                    loss = loss * float("nan") if gap == "nan" else model[0](of_ranks[1][0]).sum()
+                loss.backward()
+                assert (strategy.step().gradient_norm is None) == ((iteration + 1) % steps != 0)
+        found.append([dict(optimizer.state[parameter]) for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "steps"), [(_sgd, 1), (_adamw, 2)])
+def test_ranks_average_the_state_of_parameters_that_one_has_not_stepped_with(make: Any, steps: int) -> None:
+    for one, other in zip(*run_ranks(2, _states_with_gaps, make, steps), strict=True):
+        for state, same in zip(one, other, strict=True):
+            for name, value in state.items():
+                if value.dim() > 0:
+                    assert value.isfinite().all()
+                    assert torch.equal(value, same[name]), name
+
+
+def test_an_optimizer_without_state_to_average_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(UserInputError, match="an optimizer that has no such state as momentum; got SGD"):
+        LocalSteps(model, torch.optim.SGD(model.parameters()), local_steps=2, width=1, average_state=True)
 
 
 def _awagd(ranks: Ranks, lr: float) -> list[tuple[Outcome, list[float]]]:
@@ -573,6 +633,7 @@ def test_windows_of_different_lengths_are_named() -> None:
         ({"outer": "elastic", "codec": "int4"}, "error-feedback must be off .*; got on, the default of int4"),
         ({"prediction": "local"}, "prediction must be left out with local steps; got 'local'"),
         ({"guard": True}, "guard must be left out with local steps; got True"),
+        ({"buckets": 2}, "buckets must be left out with local steps; got 2"),
         ({"outer_lr": 0.0}, "outer-lr must be above 0; got 0"),
         ({"outer_momentum": 0.9}, "outer-momentum must be left out with --outer average; got 0.9"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer-momentum must be below 1; got 1"),

