@@ -167,6 +167,11 @@ class Profile:
         except OSError as failure:
             raise ValueError(f"{path} must be a file to write; {failure.strerror}") from None
 
+    @property
+    def named_ranks(self) -> int:
+        """Ranks from 0 up to the last one that a link names; 0 if none names any."""
+        return max((rank + 1 for one in self.placed for rank in (*one.senders, *one.receivers)), default=0)
+
     def link_of(self, name: str) -> LinkProfile:
         """Return the link of an all-reduce, or of ``PARAMETER_SERVER``."""
         return self.links.get(name, self.link)

@@ -166,11 +166,7 @@ class Job:
             )
 
     def _check_placed(self) -> None:
-        placed = self.cluster.placed
-        for rank in (rank for one in placed for rank in (*one.senders, *one.receivers)):
-            if rank >= self.world_size:
-                raise ValueError(f"link must name ranks from 0 to {self.world_size - 1}; got {rank}")
-        if not placed:
+        if not self.cluster.placed:
             return
         if self.nics > 1:
             raise ValueError(f"nics must be left out where each rank has links of its own; got {self.nics}")
@@ -178,12 +174,6 @@ class Job:
             raise ValueError(
                 "all_reduce must send messages that can be simulated where the cluster's file has a link for each of "
                 f"them, so not {' or '.join(UNSIMULATED)}; got {self.codec if self.gathered else self.measured_as}"
-            )
-        apart = unconnected(str(self.all_reduce), self.world_size, self.ranks_per_node, placed)
-        if apart is not None:
-            raise ValueError(
-                f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no table "
-                "[[link]] of the cluster's file connects them"
             )
 
     def _check_all_reduce(self) -> None:
@@ -207,6 +197,17 @@ class Job:
             )
         if self.all_reduce == "native" and self.segment_bytes != SEGMENT_BYTES:
             raise ValueError(f"segment_bytes must be left out with native, which has its own; got {self.segment_bytes}")
+
+    def check_messages(self) -> None:
+        """Raise ``ValueError`` if the messages cannot be followed: no link leads where one is sent, or there are too
+        many of them."""
+        placed, p = self.cluster.placed, self.world_size
+        apart = unconnected(str(self.all_reduce), p, self.ranks_per_node, placed) if placed else None
+        if apart is not None:
+            raise ValueError(
+                f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no table "
+                "[[link]] of the cluster's file connects them"
+            )
         if self.segment_bytes < self.least_segment_bytes:
             raise ValueError(
                 f"segment_bytes must be at least {self.least_segment_bytes} for {self.nbytes} bytes on {p} ranks, or "

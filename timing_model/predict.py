@@ -93,8 +93,10 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     """Predict what the job will cost.
 
     Raises:
-        ValueError: the job is outside of what was measured, and ``extrapolate`` is False.
+        ValueError: the job is outside of what was measured, and ``extrapolate`` is False; or its messages cannot be
+            followed (``Job.check_messages``).
     """
+    job.check_messages()
     support = support_of(job)
     refuse_outside(support, extrapolate)
     costs = costs_of(job)

@@ -49,7 +49,13 @@ class Search:
 
     def __init__(self, base: Job, space: Space, accuracy_cost: Mapping[str, float], extrapolate: bool):
         self._base = dataclasses.replace(
-            base, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring", buckets="1"
+            base,
+            strategy="pipelined",
+            width=1,
+            codec=UNCOMPRESSED,
+            all_reduce="ring",
+            segment_bytes=SEGMENT_BYTES,
+            buckets="1",
         )
         self._space = space
         self._cost = accuracy_cost
@@ -99,9 +105,13 @@ class Search:
             group.add(choice)
 
     def _working(self, **options: str | None) -> Job | None:
-        """Return the job with these options; None if they do not go together or are too far from what was measured."""
+        """Return the job with these options, in the largest segments; None if they do not go together or are too far
+        from what was measured."""
         try:
             job = dataclasses.replace(self._base, **options)  # type: ignore[arg-type]  # each option is a str
+            if job.all_reduce not in (None, "native"):
+                job = dataclasses.replace(job, segment_bytes=max(self._space.segments))
+            job.check_messages()
         except ValueError:  # such as int8 with torch's own all-reduce, which is no configuration
             return None
         if job.all_reduce == "hierarchical" and job.ranks_per_node == 1:
