@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.timing_model._profiles import MLP, ask
+from tests.timing_model._profiles import MLP, about, ask
 from tests.timing_model.test_alternatives import SPACE, job_of
 from tests.timing_model.test_iteration import NOISES, SECONDS, TIMES, collectives, compute_times
 from timing_model import (
@@ -50,17 +50,30 @@ def test_it_is_the_closed_form(collective: CollectiveTime, outer: float, width: 
     assert iteration.compute + iteration.exposed == pytest.approx(iteration.total, rel=1e-9)
 
 
-@given(c=st.floats(0.01, 10), m=SECONDS, width=st.integers(1, 4), steps=st.integers(1, 9), windows=st.integers(1, 30))
-def test_without_noise_a_job_takes_what_the_simulator_says(
-    c: float, m: float, width: int, steps: int, windows: int
-) -> None:
+@given(c=st.floats(0.01, 10), m=SECONDS, width=st.integers(1, 4), steps=st.integers(1, 9), n=st.integers(1, 60))
+def test_without_noise_a_job_takes_what_the_simulator_says(c: float, m: float, width: int, steps: int, n: int) -> None:
+    """The last window has the iterations that are left."""
     times = ComputeTimes(update=0.0, forward=c, backward=0.0)
     iteration = local_steps_iteration_time(times, CollectiveTime(m, m, 0.0), width, steps)
-    simulated = simulate_iterations(
-        t_compute=c, t_comm=m, width=width, world_size=3, iterations=steps * windows, local_steps=steps
-    )
+    simulated = simulate_iterations(t_compute=c, t_comm=m, width=width, world_size=3, iterations=n, local_steps=steps)
+    windows = math.ceil(n / steps)
     assert len(simulated.ends) == windows
-    assert job_time(iteration.times(steps), windows, m) == pytest.approx(float(simulated.ends[-1]), rel=1e-9)
+    job = job_time(iteration.times(steps), windows, m, missing=(windows * steps - n) * c)
+    assert job == pytest.approx(float(simulated.ends[-1]), rel=1e-9)
+    if n >= 20 * steps and c >= m:
+        assert simulated.period == pytest.approx(iteration.total, rel=1e-9)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("n", [1, 5, 64, 65, 127])
+def test_a_job_of_few_iterations_ends_with_a_short_window(width: int, n: int) -> None:
+    for loading in (0.0, 0.02):
+        calm = dataclasses.replace(MLP, cv=0.0, comm_cv=about(0.0), slow_ranks=(), loading=about(loading))
+        job = ask(compute=calm, width=width, local_steps=64, iterations=n)
+        answer = predict(job)
+        assert answer.total == pytest.approx(simulate_job(job).job, rel=0.04)
+        assert answer.total is not None
+        assert answer.total < 1.1 * (n * answer.iteration.total + 2 * answer.collective.total)
 
 
 @pytest.mark.parametrize("width", [1, 2])
