@@ -394,6 +394,28 @@ def test_links_need_only_lead_where_the_asked_all_reduce_sends(
     assert "link must lead from rank 1 to rank 2, which ring sends to" in capsys.readouterr().err
 
 
+def test_links_that_cores_cap_are_told_apart_by_where_the_cap_comes_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "nodes.toml"
+    slow = '[[link]]\nlatency = "1ms"\nbandwidth = "1Gbit/s"\n'
+    for host, words in (
+        ("", "than one of the links carries them: the CPU time of a byte, 0.5 ns, is a default"),
+        ('host = "2ns"\n', "than one of the links carries them: the CPU time of a byte, 2 ns, is as given; "),
+        ('host = "0ns"\n', None),
+    ):
+        path.write_text(f'{slow}[[link]]\nnode = 2\nlatency = "3us"\nbandwidth = "300GB/s"\n{host}')
+        out = said(capsys, f"predict --cluster {path} {BY_HAND}")
+        assert ("the CPU time of a byte" in out) == (words is not None)
+        assert words is None or words in out
+
+
+def test_a_rate_limit_that_cores_never_reach_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    for limit, limited in (("15Gbit/s", True), ("50Gbit/s", False)):
+        out = said(capsys, f"predict --network 100GbE --rate-limit {limit} {BY_HAND}")
+        assert ("sending limited to" in out) == limited
+
+
 def test_many_ranks_with_links_of_their_own_are_planned_with_large_segments(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
