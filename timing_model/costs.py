@@ -100,7 +100,7 @@ def _pipelined_iteration(job: Job, noise: Noise, buckets: Buckets, times: Comput
     before = job.accumulation - 1
     late = [((before + share) / job.accumulation, collective) for share, collective in buckets]
     share, last = late[-1]
-    if last.total > 0:  # earlier ones are handed over while the backward pass goes on
+    if last.total > 0:  # earlier ones are handed over while the backward pass continues
         late[-1] = share, CollectiveTime(last.total + times.handover, last.wire + times.handover, last.codec)
     return layerwise_iteration_time(times, late, world_size=job.workers, noise=noise)
 
