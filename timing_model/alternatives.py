@@ -106,11 +106,11 @@ def local_steps_cost(steps: int) -> float | None:
 def epochs(job: Job, space: Space, extrapolate: bool = False) -> list[Epoch]:
     """Return an epoch of this configuration, with the best of the all-reduces of ``space``, on 1, 2, 4 and so on nodes.
 
-    There are at most ``FURTHEST`` times the job's ranks, and no more than the job's where links name ranks, since the
-    links of others are not known. Numbers outside of what was measured, or with too many ranks for an iteration, are
-    left out; all are if the samples are not known.
+    There are at most ``FURTHEST`` times the job's ranks, and no more than the job's where a file places links, since
+    those of further ranks are not known. Numbers outside of what was measured, or with too many ranks for an iteration,
+    are left out; all are if the samples are not known.
     """
-    most = job.world_size if job.cluster.named_ranks else min(LARGEST_WORLD, FURTHEST * job.world_size)
+    most = job.world_size if job.cluster.placed else min(LARGEST_WORLD, FURTHEST * job.world_size)
     sizes = (job.ranks_per_node << power for power in range(LARGEST_WORLD.bit_length()))
     rows = (epoch(job, one, space, extrapolate) for one in sizes if one <= most)
     return [one for one in rows if one is not None]

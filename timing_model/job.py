@@ -332,6 +332,11 @@ class Job:
         return FLOAT_BYTES * self.compute.numel
 
     @property
+    def wire_bytes(self) -> float:
+        """Bytes of the gradient on the wire, with its codec."""
+        return self.nbytes if self.codec_profile is None else self.codec_profile.bits / 8 * self.compute.numel
+
+    @property
     def workers(self) -> int:
         """Ranks that compute."""
         apart = self.strategy == "ps-sync" and self.placement == "dedicated"

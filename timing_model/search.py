@@ -127,8 +127,9 @@ class Search:
         working = [one for one in self._space.segments if one >= pair.least_segment_bytes]
         working.sort(key=lambda one: abs(math.log2(one / SEGMENT_BYTES)))
         if pair.meets:
-            quick = [one for one in working if pair.nbytes * pair.world_size <= MOST_SEARCHED * one]
-            return (quick or sorted(working)[-1:])[:1]
+            quick = [one for one in working if pair.wire_bytes * pair.world_size <= MOST_SEARCHED * one]
+            cut = _cut(pair, quick[0] if quick else max(working))
+            return [one for one in working if _cut(pair, one) == cut][:1]
         return working
 
     def _add_widths(self, pair: Job) -> None:
@@ -140,8 +141,7 @@ class Search:
         for segment in self._segments(pair):
             job = dataclasses.replace(pair, segment_bytes=segment)
             costs = costs_of(job)
-            chunk = costs.codec.wire_bytes(pair.compute.numel / chunks_of(str(pair.all_reduce), pair.world_size))
-            cut = segments_of(chunk, job.message_bytes)
+            cut = _cut(job, segment)
             if cut not in times:  # segments larger than a chunk are all the same
                 times[cut] = buckets_of(job, costs), segment
         fastest = min(whole(buckets).total for buckets, _ in times.values())
@@ -154,3 +154,10 @@ class Search:
     def _more_iterations(self, job: Job) -> float:
         late = self._cost.get("width", 0.0) * (job.width - 1)
         return 1 + late + self._cost.get(job.codec, 0.0)
+
+
+def _cut(job: Job, segment_bytes: int) -> int:
+    """Return the number of messages in which a chunk travels."""
+    chunk = job.wire_bytes / chunks_of(str(job.all_reduce), job.world_size)
+    limit = dataclasses.replace(job, segment_bytes=segment_bytes).message_bytes
+    return segments_of(chunk, limit)

@@ -421,7 +421,7 @@ def test_many_ranks_with_links_of_their_own_are_planned_with_large_segments(
 ) -> None:
     path = tmp_path / "alike.toml"
     path.write_text('[[link]]\nlatency = "1ms"\nbandwidth = "10Gbit/s"\n')
-    space = "--codecs int4 --all-reduces recursive-doubling"
+    space = "--codecs sign --all-reduces recursive-doubling"
     words = f"plan --cluster {path} --world-size 128 --compute 1s --model alexnet {space} --json"
     assert json.loads(said(capsys, words))["best"]["segment_bytes"] > 1 << 20
 
