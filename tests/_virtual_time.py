@@ -7,7 +7,6 @@ programs. The record, and thus the time, does not depend on the order in which t
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,7 +38,7 @@ class RecordingTransport:
         memory = tensor.data_ptr()
         sends = ((peer, tensor.nbytes),)
         if self.tasks and self.tasks[-1].sends and self.tasks[-1].memory == memory:  # the same message, to another rank
-            self.tasks[-1] = dataclasses.replace(self.tasks[-1], sends=self.tasks[-1].sends + sends)
+            self.tasks[-1] = self.tasks[-1]._replace(sends=self.tasks[-1].sends + sends)
         else:
             self.tasks.append(Task(sends=sends, memory=memory))
 

@@ -14,7 +14,7 @@ from timing_model.gloo import native_all_reduce_time
 from timing_model.own_schedules import algorithm_of, check_all_reduce, schedules_of
 from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
 from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Schedule, hierarchical, segments_of
-from timing_model.simulate_messages import Network, simulate_messages, tasks_of
+from timing_model.simulate_messages import Network, Step, priced, simulate_messages, steps_of
 
 PATHS: dict[str, Callable[[SegmentCosts, int, int], float]] = {
     "ring": critical_path.ring,
@@ -170,6 +170,7 @@ def forget() -> None:
     _time.cache_clear()
     _native_times.cache_clear()
     _parts.cache_clear()
+    _steps.cache_clear()
     unconnected.cache_clear()
 
 
@@ -178,6 +179,11 @@ def _parts(all_reduce: str, world_size: int, ranks_per_node: int) -> list[Schedu
     if all_reduce == "hierarchical":
         return [hierarchical(rank, world_size, ranks_per_node) for rank in range(world_size)]
     return schedules_of(all_reduce, world_size)
+
+
+@lru_cache(maxsize=16)
+def _steps(all_reduce: str, world_size: int, ranks_per_node: int, segments: int) -> list[list[Step]]:
+    return [steps_of(one, segments, SEGMENTS_AHEAD) for one in _parts(all_reduce, world_size, ranks_per_node)]
 
 
 @lru_cache(maxsize=256)
@@ -208,8 +214,7 @@ def _time(
     chunk = numel / chunks_of(all_reduce, world_size)
     segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
     if placed or messages_meet(all_reduce, world_size):
-        parts = _parts(all_reduce, world_size, ranks_per_node)
-        programs = tasks_of(parts, numel, codec, segments=segments, ahead=SEGMENTS_AHEAD)
+        programs = priced(_steps(all_reduce, world_size, ranks_per_node, segments), chunk / segments, codec)
         return max(simulate_messages(programs, Network(link=link, placed=placed))) + link.sync
     values = chunk / segments
     nbytes = codec.wire_bytes(values)

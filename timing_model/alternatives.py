@@ -11,6 +11,7 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
+from timing_model.advice import training_arguments
 from timing_model.choices import Choice, Space, all_codecs
 from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import HIDDEN, costs_of, iteration_time
@@ -34,14 +35,13 @@ MOST_LOCAL_STEPS = 500
 """Longest window of local steps that is considered; nobody reports a use of longer ones."""
 LEAST_WINDOWS = 20
 """Fewest windows of a job in which ranks still train together."""
-LITTLE = 0.5
-"""Cost in accuracy, in percentage points, up to which local steps are recommended."""
 LOCAL_STEPS_COST = {4: 0.7, 8: 0.8, 32: 2.0}
-"""Accuracy that width 2 was measured to lose to synchronous training, in percentage points, by the window's length: an
-MLP on Fashion-MNIST, four simulated ranks, SGD, one to three seeds (``experiments/LOG.md``, 2026-11-25)."""
+"""Accuracy that width 2 lost to synchronous training on average, in percentage points, rounded up, by the window's
+length: an MLP on Fashion-MNIST, four simulated ranks, SGD, two or three seeds. These are first figures, not yet results
+(``experiments/LOG.md``, 2026-11-25)."""
 COARSER, COARSER_COST = "ternary", 0.1
-"""Codec of 2 bits, and the most that it was measured to cost in accuracy, in percentage points: MLP and convnet on
-Fashion-MNIST, four ranks, three seeds, width 1 (``experiments/results/codec_accuracy``)."""
+"""Codec of 2 bits, and the most that it was measured to cost in accuracy on average, in percentage points, rounded up:
+MLP and convnet on Fashion-MNIST, four ranks, three seeds, width 1 (``experiments/results/codec_accuracy``)."""
 
 
 class Epoch(NamedTuple):
@@ -94,8 +94,8 @@ def hiding_steps(choice: Choice) -> int | None:
 
 
 def local_steps_cost(steps: int) -> float | None:
-    """Return the accuracy that windows of this length cost at most, by measurements of windows that are as long or
-    longer, in percentage points; None if there are none.
+    """Return the accuracy that windows of this length cost on average, in percentage points, by the first figures of
+    windows that are as long or longer; None if there are none.
 
     >>> [local_steps_cost(steps) for steps in (2, 8, 9, 100)]
     [0.7, 0.8, 2.0, None]
@@ -106,10 +106,11 @@ def local_steps_cost(steps: int) -> float | None:
 def epochs(job: Job, space: Space, extrapolate: bool = False) -> list[Epoch]:
     """Return an epoch of this configuration, with the best of the all-reduces of ``space``, on 1, 2, 4 and so on nodes.
 
-    There are at most ``FURTHEST`` times the job's ranks. Numbers outside of what was measured, or with too many ranks
-    for an iteration, are left out; all are if the samples are not known.
+    There are at most ``FURTHEST`` times the job's ranks, and no more than the job's where a file places links, since
+    those of further ranks are not known. Numbers outside of what was measured, or with too many ranks for an iteration,
+    are left out; all are if the samples are not known.
     """
-    most = min(LARGEST_WORLD, FURTHEST * job.world_size)
+    most = job.world_size if job.cluster.placed else min(LARGEST_WORLD, FURTHEST * job.world_size)
     sizes = (job.ranks_per_node << power for power in range(LARGEST_WORLD.bit_length()))
     rows = (epoch(job, one, space, extrapolate) for one in sizes if one <= most)
     return [one for one in rows if one is not None]
@@ -175,7 +176,7 @@ def _accumulation(found: Plan, space: Space) -> str | None:
     if gain < 1 + WORTH:
         return None
     return (
-        f"{times} as long as computation: --width {width} --accumulation {job.accumulation} would hide it, with "
+        f"{times} as long as computation: {training_arguments(job)} would hide it, with "
         f"{gain:.1f} times as many samples a second, in iterations of {format_seconds(seconds)}; the price is a batch "
         f"{factor} times as large, so an epoch has {factor} times fewer updates."
     )
@@ -214,8 +215,8 @@ def _coarser_codec(found: Plan, space: Space) -> str | None:
         return None
     hides = "" if _waits(iteration) else ", and hide the communication"
     return (
-        f"A coarser codec, --width {job.width} --codec {COARSER}, would be {gain:.1f} times as fast{hides}; the price "
-        f"was measured to be up to {COARSER_COST:.1f} points of accuracy (experiments/LOG.md)."
+        f"A coarser codec, {training_arguments(job)}, would be {gain:.1f} times as fast{hides}; the price was "
+        f"{COARSER_COST:.1f} points of accuracy on average, measured at width 1 (experiments/LOG.md)."
     )
 
 
@@ -231,7 +232,7 @@ def _local_steps(found: Plan, space: Space) -> str | None:
     if steps is None:
         return f"Local steps are senseless here: --local-steps {MOST_LOCAL_STEPS} would not hide the communication."
     job = dataclasses.replace(choice.job, width=2, accumulation=1, buckets="1", local_steps=steps)
-    option, iterations = f"--width 2 --codec {job.codec} --local-steps {steps}", job.job_iterations
+    option, iterations = training_arguments(job), job.job_iterations
     if iterations is not None and iterations < LEAST_WINDOWS * steps:
         return (
             f"Local steps are senseless here: {option} would hide the communication, but in this job the ranks would "
@@ -243,9 +244,9 @@ def _local_steps(found: Plan, space: Space) -> str | None:
     if cost is None:
         price = f"the price of more than {max(LOCAL_STEPS_COST)} local steps was not measured"
     else:
-        price = f"the price was measured to be up to {cost:.1f} points of accuracy (experiments/LOG.md)"
-    verdict = "try it" if cost is not None and cost <= LITTLE else "not recommended"
-    return f"{option} would hide the communication, with {gain:.1f} times as many samples a second; {price}: {verdict}."
+        price = f"the price was {cost:.1f} points of accuracy on average"
+        price += " in first figures, not yet results (experiments/LOG.md)"
+    return f"{option} would hide the communication, with {gain:.1f} times as many samples a second; {price}."
 
 
 def _more_ranks(job: Job, space: Space, extrapolate: bool) -> str | None:

@@ -87,7 +87,7 @@ class Profile:
     inner: LinkProfile | None = None
     """Link inside a node; its alpha and beta count."""
     placed: tuple[PlacedLink, ...] = ()
-    """Links between the ranks, where not all are alike; ``link`` then has the largest latency and beta of them."""
+    """Links between the ranks, where not all are alike; ``link`` then has the largest alpha, beta and host of them."""
     codecs: dict[str, CodecProfile] = field(default_factory=dict)
     """Codecs by name, without fp32, which costs the link's gamma."""
     sharing: Estimate | None = None
@@ -167,6 +167,11 @@ class Profile:
         except OSError as failure:
             raise ValueError(f"{path} must be a file to write; {failure.strerror}") from None
 
+    @property
+    def named_ranks(self) -> int:
+        """Ranks from 0 up to the last one that a link names; 0 if none names any."""
+        return max((rank + 1 for one in self.placed for rank in (*one.senders, *one.receivers)), default=0)
+
     def link_of(self, name: str) -> LinkProfile:
         """Return the link of an all-reduce, or of ``PARAMETER_SERVER``."""
         return self.links.get(name, self.link)
@@ -185,11 +190,8 @@ def _by_hand(file: Table) -> Profile:
     file.done()
     if not placed:
         raise file.error("link", "have at least one table", [])
-    slowest = dataclasses.replace(
-        placed[0].link,
-        alpha=max(one.link.alpha for one in placed),
-        beta=max(one.link.beta for one in placed),
-    )
+    costs = {name: max(getattr(one.link, name) for one in placed) for name in ("alpha", "beta", "host")}
+    slowest = dataclasses.replace(placed[0].link, **costs)
     return Profile(calibrated=Calibrated.nothing(), link=LinkProfile.exact(slowest), placed=placed)
 
 

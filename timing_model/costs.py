@@ -213,9 +213,7 @@ def correction_of(job: Job) -> tuple[float, float] | None:
     corrections = job.cluster.corrections_of(job.measured_as)
     if corrections is None or job.gathered or job.limited:
         return None
-    codec = job.codec_profile
-    nbytes = job.nbytes if codec is None else codec.bits / 8 * job.compute.numel
-    return corrections.at(job.world_size, nbytes)
+    return corrections.at(job.world_size, job.wire_bytes)
 
 
 def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:

@@ -247,21 +247,31 @@ def server_iteration_time(
     return pipelined_iteration_time(times, traffic, 1, world_size=world_size, noise=noise)
 
 
-def job_time(iteration: IterationTime, iterations: int, t_comm: float = 0.0) -> float:
+def job_time(iteration: IterationTime, iterations: int, t_comm: float = 0.0, *, missing: float = 0.0) -> float:
     r"""Time of a whole run, from the first iteration to the last result, in s.
 
-    .. math:: T_{job} = (T - 1)\, t_{iteration} + \max(t_{iteration}, c + m)
+    .. math::
 
-    This is exact without noise for any width: the last collective, m, overlaps no computation. T is the number of
-    iterations; ``t_comm`` is m for a pipeline, and 0 where nothing is in flight after an iteration.
-    Raises ``ValueError`` if ``iterations < 1``.
+        T_{job}(n) = (n - 1)\, t_{iteration} + \max(t_{iteration}, c + m), \qquad
+        T = \max(T_{job}(n) - s,\; T_{job}(n - 1) + m)
+
+    This is exact without noise for any width: the last collective, m, overlaps no computation, and follows the one
+    before. n is the number of iterations, or of windows; ``t_comm`` is m for a pipeline, and 0 where nothing is in
+    flight after an iteration; c contains loading; s is ``missing``, the time by which the last one computes less than
+    the others, in s.
+    Raises ``ValueError`` if ``iterations < 1``, or another number is negative.
 
     >>> job_time(IterationTime(4.0, 3.0, 1.0, 0.0, 0.0), 10, t_comm=4.0)
     43.0
+    >>> job_time(IterationTime(8.0, 8.0, 0.0, 0.0, 0.0), 1, t_comm=4.0, missing=6.0)
+    6.0
     """
     check_count("iterations", iterations)
     check_at_least("t_comm", t_comm, 0)
-    return (iterations - 1) * iteration.total + max(iteration.total, iteration.compute + t_comm)
+    check_at_least("missing", missing, 0)
+    last = max(iteration.total, iteration.compute + iteration.loading + t_comm)
+    before = (iterations - 2) * iteration.total + last + t_comm if iterations > 1 else t_comm
+    return max((iterations - 1) * iteration.total + last - missing, before)
 
 
 def ddp_buckets(

@@ -14,7 +14,7 @@ from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
 from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise
-from timing_model.presets import CODECS
+from timing_model.presets import CODECS, HOST
 from timing_model.schedules import SEGMENT_BYTES, paced_segment_bytes
 from timing_model.units import format_bandwidth
 
@@ -46,8 +46,8 @@ WITH_BATCH = ("forward", "backward", "loading")
 """Fields of a ``ComputeProfile`` that grow with the batch."""
 
 FAST = (
-    "a core sends and receives bytes more slowly than this link carries them: the CPU time of a byte, {host:.2g} ns, "
-    "is a default that was not measured here; copies from a GPU are left out, and ddp is torch's over gloo, not NCCL"
+    "a core sends and receives bytes more slowly than {link} carries them: the CPU time of a byte, {host:.2g} ns, "
+    "{origin}; copies from a GPU are left out, and ddp is torch's over gloo, not NCCL"
 )
 
 GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE = (
@@ -166,11 +166,7 @@ class Job:
             )
 
     def _check_placed(self) -> None:
-        placed = self.cluster.placed
-        for rank in (rank for one in placed for rank in (*one.senders, *one.receivers)):
-            if rank >= self.world_size:
-                raise ValueError(f"link must name ranks from 0 to {self.world_size - 1}; got {rank}")
-        if not placed:
+        if not self.cluster.placed:
             return
         if self.nics > 1:
             raise ValueError(f"nics must be left out where each rank has links of its own; got {self.nics}")
@@ -178,12 +174,6 @@ class Job:
             raise ValueError(
                 "all_reduce must send messages that can be simulated where the cluster's file has a link for each of "
                 f"them, so not {' or '.join(UNSIMULATED)}; got {self.codec if self.gathered else self.measured_as}"
-            )
-        apart = unconnected(str(self.all_reduce), self.world_size, self.ranks_per_node, placed)
-        if apart is not None:
-            raise ValueError(
-                f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no table "
-                "[[link]] of the cluster's file connects them"
             )
 
     def _check_all_reduce(self) -> None:
@@ -207,6 +197,17 @@ class Job:
             )
         if self.all_reduce == "native" and self.segment_bytes != SEGMENT_BYTES:
             raise ValueError(f"segment_bytes must be left out with native, which has its own; got {self.segment_bytes}")
+
+    def check_messages(self) -> None:
+        """Raise ``ValueError`` if the messages cannot be followed: no link leads where one is sent, or there are too
+        many of them."""
+        placed, p = self.cluster.placed, self.world_size
+        apart = unconnected(str(self.all_reduce), p, self.ranks_per_node, placed) if placed else None
+        if apart is not None:
+            raise ValueError(
+                f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no table "
+                "[[link]] of the cluster's file connects them"
+            )
         if self.segment_bytes < self.least_segment_bytes:
             raise ValueError(
                 f"segment_bytes must be at least {self.least_segment_bytes} for {self.nbytes} bytes on {p} ranks, or "
@@ -287,16 +288,13 @@ class Job:
 
     @property
     def sending_share(self) -> float:
-        """Share of a collective in which a rank's link is busy: below 1 at a rate limit."""
-        return (
-            1.0
-            if self.rate_limit is None
-            else min(1.0, self.rate_limit * self.cluster.link_of(self.measured_as).beta.value)
-        )
+        """Share of a collective in which a rank sends as fast as link and cores can: below 1 at a rate limit."""
+        link = self.cluster.link_of(self.measured_as).params()
+        return 1.0 if self.rate_limit is None else min(1.0, self.rate_limit * link.byte_seconds())
 
     @property
     def limited(self) -> bool:
-        """True if the rate limit is below the rate of the link."""
+        """True if the rate limit is below the rate of the link and of the cores."""
         return self.sending_share < 1
 
     @property
@@ -332,6 +330,11 @@ class Job:
     def nbytes(self) -> int:
         """Bytes of the gradient in float32."""
         return FLOAT_BYTES * self.compute.numel
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes of the gradient on the wire, with its codec."""
+        return self.nbytes if self.codec_profile is None else self.codec_profile.bits / 8 * self.compute.numel
 
     @property
     def workers(self) -> int:
@@ -404,6 +407,20 @@ def compute_of(cluster: Profile, model: str, batch_size: int | None = None) -> C
     return dataclasses.replace(near, batch_size=batch_size, measured=(), **grown)
 
 
+def _capped(job: Job) -> list[str]:
+    """Return a sentence on every CPU time of a byte that makes a link slower than it is."""
+    placed = [one.link for one in job.cluster.placed]
+    links = [] if job.world_size == 1 else placed or [job.cluster.link.params()]
+    return [
+        FAST.format(
+            link="one of the links" if placed else "this link",
+            host=1e9 * host,
+            origin="is a default that was not measured here" if host == HOST else "is as given",
+        )
+        for host in sorted({one.host for one in links if one.beta < one.host})
+    ]
+
+
 def support_of(job: Job) -> Support:
     """Return whether the job is within what was measured, near it, or outside.
 
@@ -424,8 +441,7 @@ def support_of(job: Job) -> Support:
         checked = f"a cv of the all-reduce of {job.compute.comm_cv.value:g}; the formulas were checked up to"
         reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
     if not ranges.world_sizes:
-        if job.world_size > 1 and cluster.link.beta.value < cluster.link.host:
-            reasons.append((GIVEN, FAST.format(host=1e9 * cluster.link.host)))
+        reasons += [(GIVEN, one) for one in _capped(job)]
         return Support(reasons[0][0] if reasons else GIVEN, tuple(reason for _, reason in reasons))
 
     def beyond(value: float, low: float, high: float, what: str, measured: str) -> None:

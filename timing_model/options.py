@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from timing_model.arguments import Parser, number_of, quantity, whole
 from timing_model.checks import check_one_of
@@ -151,8 +152,8 @@ def add_nodes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--nics", type=whole(), default=1, metavar="R", help="NICs of a node, for hierarchical (1)")
 
 
-def base_of(given: Namespace) -> Job:
-    """Return the job that the options of ``add_job`` name, at width 1. Raises ``ValueError``."""
+def base_of(given: Namespace, **configuration: Any) -> Job:
+    """Return the job that the options of ``add_job`` name, with these fields of a ``Job``. Raises ``ValueError``."""
     for name in ("latency", "compute", "update", "loading"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
@@ -160,6 +161,8 @@ def base_of(given: Namespace) -> Job:
         if (getattr(given, name) or 1.0) < 1 / MOST:
             raise ValueError(f"{name} must be at least {1 / MOST:g} bytes a second; got {getattr(given, name):g}")
     cluster = _cluster(given)
+    if given.world_size > 1 and cluster.named_ranks > given.world_size:  # one rank alone needs no links
+        raise ValueError(f"link must name ranks from 0 to {given.world_size - 1}; got {cluster.named_ranks - 1}")
     return Job(
         cluster=cluster,
         compute=_compute(given, cluster),
@@ -172,15 +175,15 @@ def base_of(given: Namespace) -> Job:
         iterations=given.iterations,
         epochs=given.epochs,
         price=given.price,
+        **configuration,
     )
 
 
 def job_of(given: Namespace) -> Job:
     """Return the job that the options of ``add_job`` and ``add_configuration`` describe. Raises ``ValueError``."""
-    base = base_of(given)
     check_one_of("strategy", given.strategy, STRATEGIES)
-    return dataclasses.replace(
-        base,
+    return base_of(
+        given,
         strategy=given.strategy,
         width=given.width or (2 if given.strategy == "pipelined" else 1),
         local_steps=given.local_steps,

@@ -89,6 +89,7 @@ def plan(
     search.pairs()
     best = search.all.chosen
     if best is None:
+        base.check_messages()
         reasons = support_of(base).reasons or ("no all-reduce for any of the codecs",)
         raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")
     fastest = min(one.score for one in search.choices)

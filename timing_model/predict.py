@@ -93,8 +93,10 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     """Predict what the job will cost.
 
     Raises:
-        ValueError: the job is outside of what was measured, and ``extrapolate`` is False.
+        ValueError: the job is outside of what was measured, and ``extrapolate`` is False; or its messages cannot be
+            followed (``Job.check_messages``).
     """
+    job.check_messages()
     support = support_of(job)
     refuse_outside(support, extrapolate)
     costs = costs_of(job)
@@ -110,7 +112,6 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     per_epoch = job.iterations_per_epoch
     iterations = job.job_iterations
     in_flight = collective.total if job.width > 1 else 0.0
-    windows = None if iterations is None else math.ceil(iterations / job.local_steps)
     return Answer(
         job=job,
         iteration=iteration,
@@ -122,7 +123,7 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
         efficiency=workers / job.world_size * (alone / iteration.total if iteration.total > 0 else 1.0),
         samples_per_second=workers * batch_size / iteration.total if batch_size and iteration.total > 0 else None,
         epoch=None if per_epoch is None else per_epoch * iteration.total,
-        total=None if windows is None else job_time(iteration.times(job.local_steps), windows, in_flight),
+        total=None if iterations is None else _job_time(job, costs, iteration, iterations, in_flight),
         limit=_limit(gains),
         gains=gains,
     )
@@ -134,6 +135,15 @@ def refuse_outside(support: Support, extrapolate: bool) -> None:
         raise ValueError(
             f"extrapolate must be asked for outside of what was measured or checked; got {support.reasons[0]}"
         )
+
+
+def _job_time(job: Job, costs: Costs, iteration: IterationTime, iterations: int, in_flight: float) -> float:
+    """Return the time of the whole job, in s, whose last window may have fewer iterations than the others."""
+    steps = job.local_steps
+    windows = math.ceil(iterations / steps)
+    step = iteration.compute - costs.times.outer_update / steps + iteration.jitter + iteration.loading
+    missing = max(0.0, (windows * steps - iterations) * step)
+    return job_time(iteration.times(steps), windows, in_flight, missing=missing)
 
 
 def _spread(job: Job, costs: Costs, total: float) -> tuple[float, float]:

@@ -49,7 +49,13 @@ class Search:
 
     def __init__(self, base: Job, space: Space, accuracy_cost: Mapping[str, float], extrapolate: bool):
         self._base = dataclasses.replace(
-            base, strategy="pipelined", width=1, codec=UNCOMPRESSED, all_reduce="ring", buckets="1"
+            base,
+            strategy="pipelined",
+            width=1,
+            codec=UNCOMPRESSED,
+            all_reduce="ring",
+            segment_bytes=SEGMENT_BYTES,
+            buckets="1",
         )
         self._space = space
         self._cost = accuracy_cost
@@ -99,9 +105,13 @@ class Search:
             group.add(choice)
 
     def _working(self, **options: str | None) -> Job | None:
-        """Return the job with these options; None if they do not go together or are too far from what was measured."""
+        """Return the job with these options, in the largest segments; None if they do not go together or are too far
+        from what was measured."""
         try:
             job = dataclasses.replace(self._base, **options)  # type: ignore[arg-type]  # each option is a str
+            if job.all_reduce not in (None, "native"):
+                job = dataclasses.replace(job, segment_bytes=max(self._space.segments))
+            job.check_messages()
         except ValueError:  # such as int8 with torch's own all-reduce, which is no configuration
             return None
         if job.all_reduce == "hierarchical" and job.ranks_per_node == 1:
@@ -117,8 +127,9 @@ class Search:
         working = [one for one in self._space.segments if one >= pair.least_segment_bytes]
         working.sort(key=lambda one: abs(math.log2(one / SEGMENT_BYTES)))
         if pair.meets:
-            quick = [one for one in working if pair.nbytes * pair.world_size <= MOST_SEARCHED * one]
-            return (quick or sorted(working)[-1:])[:1]
+            quick = [one for one in working if pair.wire_bytes * pair.world_size <= MOST_SEARCHED * one]
+            cut = _cut(pair, quick[0] if quick else max(working))
+            return [one for one in working if _cut(pair, one) == cut][:1]
         return working
 
     def _add_widths(self, pair: Job) -> None:
@@ -130,8 +141,7 @@ class Search:
         for segment in self._segments(pair):
             job = dataclasses.replace(pair, segment_bytes=segment)
             costs = costs_of(job)
-            chunk = costs.codec.wire_bytes(pair.compute.numel / chunks_of(str(pair.all_reduce), pair.world_size))
-            cut = segments_of(chunk, job.message_bytes)
+            cut = _cut(job, segment)
             if cut not in times:  # segments larger than a chunk are all the same
                 times[cut] = buckets_of(job, costs), segment
         fastest = min(whole(buckets).total for buckets, _ in times.values())
@@ -144,3 +154,10 @@ class Search:
     def _more_iterations(self, job: Job) -> float:
         late = self._cost.get("width", 0.0) * (job.width - 1)
         return 1 + late + self._cost.get(job.codec, 0.0)
+
+
+def _cut(job: Job, segment_bytes: int) -> int:
+    """Return the number of messages in which a chunk travels."""
+    chunk = job.wire_bytes / chunks_of(str(job.all_reduce), job.world_size)
+    limit = dataclasses.replace(job, segment_bytes=segment_bytes).message_bytes
+    return segments_of(chunk, limit)

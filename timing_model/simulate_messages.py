@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,8 +19,7 @@ from timing_model.schedules import Event, Schedule
 Values = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """Next task of a rank: wait for a message, work, and send."""
 
     source: int | None = None
@@ -98,32 +97,56 @@ class _Rank:
     """Times, in s, at which these wires are free to receive."""
     left: dict[int, float] = field(default_factory=dict)
     """Time, in s, at which everything sent from a memory has left, by memory."""
-    held: Counter[int] = field(default_factory=Counter)
+    held: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     """Number of messages whose time of leaving is not known yet, by memory."""
 
 
-class _Message(NamedTuple):
+@dataclass(slots=True)
+class _Pair:
+    """Path from one rank to another, and the messages between them."""
+
     sender: int
     receiver: int
+    wire: int
+    alpha: float
+    overhead: float
+    byte_seconds: float
+    arrived: deque[float] = field(default_factory=deque)
+    """Times, in s, at which messages arrived that have not been taken yet."""
+    held: deque[tuple[float, _Message]] = field(default_factory=deque)
+    """Messages that wait for a notice, and since when."""
+    notices: deque[float] = field(default_factory=deque)
+    """Times, in s, at which notices come."""
+
+
+class _Message(NamedTuple):
+    pair: _Pair
     duration: float
     """Seconds for which the message occupies a wire."""
     memory: int | None
 
 
+class _Pairs(dict[tuple[int, int], _Pair]):
+    """Pairs of ranks, by sender and receiver, each made when it is first asked for."""
+
+    def __init__(self, network: Network):
+        self._network = network
+
+    def __missing__(self, ranks: tuple[int, int]) -> _Pair:
+        wire, link = self._network.path(*ranks)
+        seconds = link.byte_seconds(self._network.slow.get(ranks, 1.0))
+        self[ranks] = pair = _Pair(*ranks, wire, link.alpha, link.overhead, seconds)
+        return pair
+
+
 class _Simulation:
     def __init__(self, programs: Sequence[Sequence[Task]], network: Network):
-        self._network = network
         self._ranks = [_Rank(deque(program)) for program in programs]
-        self._paths: dict[tuple[int, int], tuple[int, LinkParams]] = {}
+        self._pairs = _Pairs(network)
         self._under_way: list[tuple[float, int, bool, _Message]] = []
         """Times at which messages may leave or reach the receiver, a number for ties, and True if they leave."""
-        self._inbox: dict[tuple[int, int], deque[float]] = defaultdict(deque)
         self._posts = [any(task.posts for task in program) for program in programs]
         """True for each rank that posts its receives explicitly (flow control)."""
-        self._held: dict[tuple[int, int], deque[tuple[float, _Message]]] = defaultdict(deque)
-        """Messages that wait for a notice, and since when, by sender and receiver."""
-        self._notices: dict[tuple[int, int], deque[float]] = defaultdict(deque)
-        """Times at which notices come, by sender and receiver."""
         self._numbers = itertools.count()
 
     def run(self) -> list[float]:
@@ -131,79 +154,82 @@ class _Simulation:
             self._go_on(number)
         while self._under_way:
             time, _, leaves, message = heapq.heappop(self._under_way)
+            pair, duration, memory = message
             if leaves:
                 self._leave(time, message)
-                if message.memory is not None:
-                    self._ranks[message.sender].held[message.memory] -= 1
-                self._go_on(message.sender)
+                if memory is not None:
+                    self._ranks[pair.sender].held[memory] -= 1
+                self._go_on(pair.sender)
                 continue
-            sender, receiver, duration, _ = message
-            rank, (wire, _) = self._ranks[receiver], self._path(sender, receiver)
-            rank.in_free[wire] = max(time, rank.in_free[wire]) + duration
-            self._inbox[sender, receiver].append(rank.in_free[wire])
-            self._go_on(receiver)
+            free = self._ranks[pair.receiver].in_free
+            free[pair.wire] = arrived = max(time, free[pair.wire]) + duration
+            pair.arrived.append(arrived)
+            self._go_on(pair.receiver)
         waiting = {number: rank.tasks[0].source for number, rank in enumerate(self._ranks) if rank.tasks}
-        for number, other in (waiting | {pair[0]: pair[1] for pair, held in self._held.items() if held}).items():
+        for number, other in (waiting | {one.sender: one.receiver for one in self._pairs.values() if one.held}).items():
             raise ValueError(f"programs must not wait for ever; rank {number} waits for rank {other}")
         return [max([rank.now, *rank.out_free.values()]) for rank in self._ranks]
 
     def _go_on(self, number: int) -> None:
         """Do the rank's tasks up to one whose message has not arrived, or whose memory is still to be sent."""
-        rank = self._ranks[number]
-        while rank.tasks:
-            task = rank.tasks[0]
-            if task.memory is not None and rank.held[task.memory]:
+        rank, pairs = self._ranks[number], self._pairs
+        tasks = rank.tasks
+        while tasks:
+            source, seconds, sends, memory, posts = tasks[0]
+            if memory is not None and rank.held[memory]:
                 return
-            if task.source is not None:
-                inbox = self._inbox[task.source, number]
-                if not inbox:
+            if source is not None:
+                arrived = pairs[source, number].arrived
+                if not arrived:
                     return
-                rank.now = max(rank.now, inbox.popleft())
-            rank.tasks.popleft()
-            if task.memory is not None:
-                rank.now = max(rank.now, rank.left.get(task.memory, 0.0))
-            rank.now += task.seconds
-            for target, nbytes in task.sends:
-                self._send(number, target, nbytes, task.memory)
-            for source in task.posts:
-                notice = rank.now + self._path(source, number)[1].alpha if rank.now > 0 else 0.0
-                self._notices[source, number].append(notice)
-                self._release(source, number)
+                rank.now = max(rank.now, arrived.popleft())
+            tasks.popleft()
+            if memory is not None:
+                rank.now = max(rank.now, rank.left.get(memory, 0.0))
+            rank.now += seconds
+            for target, nbytes in sends:
+                self._send(rank, pairs[number, target], nbytes, memory)
+            for poster in posts:
+                pair = pairs[poster, number]
+                pair.notices.append(rank.now + pair.alpha if rank.now > 0 else 0.0)
+                self._release(pair)
 
-    def _send(self, number: int, target: int, nbytes: float, memory: int | None) -> None:
-        rank, (_, link) = self._ranks[number], self._path(number, target)
-        rank.now += link.overhead
-        duration = nbytes * link.byte_seconds(self._network.slow.get((number, target), 1.0))
-        message = _Message(number, target, duration, memory)
-        if not self._posts[target]:
+    def _send(self, rank: _Rank, pair: _Pair, nbytes: float, memory: int | None) -> None:
+        rank.now += pair.overhead
+        message = _Message(pair, nbytes * pair.byte_seconds, memory)
+        if not self._posts[pair.receiver]:
             self._leave(rank.now, message)
             return
         if memory is not None:
             rank.held[memory] += 1
-        self._held[number, target].append((rank.now, message))
-        self._release(number, target)
+        pair.held.append((rank.now, message))
+        self._release(pair)
 
-    def _release(self, sender: int, receiver: int) -> None:
+    def _release(self, pair: _Pair) -> None:
         """Let messages leave whose receives are posted."""
-        held, notices = self._held[sender, receiver], self._notices[sender, receiver]
-        while held and notices:
-            ready, message = held.popleft()
-            heapq.heappush(self._under_way, (max(ready, notices.popleft()), next(self._numbers), True, message))
+        while pair.held and pair.notices:
+            ready, message = pair.held.popleft()
+            heapq.heappush(self._under_way, (max(ready, pair.notices.popleft()), next(self._numbers), True, message))
 
     def _leave(self, time: float, message: _Message) -> None:
-        rank, (wire, link) = self._ranks[message.sender], self._path(message.sender, message.receiver)
-        begin = max(time, rank.out_free[wire])
-        rank.out_free[wire] = begin + message.duration
-        if message.memory is not None:
-            rank.left[message.memory] = begin + message.duration
-        reached = begin + link.alpha
-        heapq.heappush(self._under_way, (reached, next(self._numbers), False, message))
+        pair, duration, memory = message
+        rank = self._ranks[pair.sender]
+        begin = max(time, rank.out_free[pair.wire])
+        rank.out_free[pair.wire] = begin + duration
+        if memory is not None:
+            rank.left[memory] = begin + duration
+        heapq.heappush(self._under_way, (begin + pair.alpha, next(self._numbers), False, message))
 
-    def _path(self, sender: int, receiver: int) -> tuple[int, LinkParams]:
-        found = self._paths.get((sender, receiver))
-        if found is None:
-            found = self._paths[sender, receiver] = self._network.path(sender, receiver)
-        return found
+
+class Step(NamedTuple):
+    """Task whose values have no size yet, and whose work takes no time."""
+
+    source: int | None
+    work: tuple[str, ...]
+    """Operations on a segment's values, by their names in ``CodecCost``."""
+    peers: tuple[int, ...]
+    memory: int | None
+    posts: tuple[int, ...]
 
 
 def tasks_of(
@@ -214,35 +240,46 @@ def tasks_of(
     ``schedules`` are the parts of all ranks, in rank order. ``ahead`` receives of segments to be added up are posted at
     a time, in the schedule's order, and other receives as soon as their turn comes; if None, no program posts any.
     """
-    values = numel / schedules[0].chunks / segments
-    nbytes = codec.wire_bytes(values)
-    seconds = codec.seconds(values)
-
-    def tasks(schedule: Schedule) -> list[Task]:
-        events = [event for event in schedule.events for _ in range(segments)]
-        first, *posts = [()] * (len(events) + 1) if ahead is None else _posts(events, ahead)
-        done = [
-            Task(
-                source=None if event.arrival is None else event.arrival.peer,
-                seconds=sum(seconds[operation] for operation in _work(event)),
-                sends=tuple((send.peer, nbytes) for send in event.sends),
-                memory=event.chunk * segments + number % segments,
-                posts=posted,
-            )
-            for number, (event, posted) in enumerate(zip(events, posts, strict=True))
-        ]
-        return [Task(posts=first), *done] if first else done
-
-    return [tasks(schedule) for schedule in schedules]
+    steps = [steps_of(schedule, segments, ahead) for schedule in schedules]
+    return priced(steps, numel / schedules[0].chunks / segments, codec)
 
 
-def _work(event: Event) -> list[str]:
+def steps_of(schedule: Schedule, segments: int, ahead: int | None) -> list[Step]:
+    """Return a rank's program for ``tasks_of`` before ``priced``, which is the same for all codecs and sizes."""
+    events = [event for event in schedule.events for _ in range(segments)]
+    first, *posts = [()] * (len(events) + 1) if ahead is None else _posts(events, ahead)
+    done = [
+        Step(
+            source=None if event.arrival is None else event.arrival.peer,
+            work=_work(event),
+            peers=tuple(send.peer for send in event.sends),
+            memory=event.chunk * segments + number % segments,
+            posts=posted,
+        )
+        for number, (event, posted) in enumerate(zip(events, posts, strict=True))
+    ]
+    return [Step(None, (), (), None, first), *done] if first else done
+
+
+def priced(programs: Sequence[Sequence[Step]], values: float, codec: CodecCost) -> list[list[Task]]:
+    """Return the programs with the times of the codec on segments of ``values`` values, and with their bytes."""
+    nbytes, seconds = codec.wire_bytes(values), codec.seconds(values)
+    works = {step.work for program in programs for step in program}
+    work = {names: sum(seconds[name] for name in names) for names in works}
+    sends = {step.peers: tuple((peer, nbytes) for peer in step.peers) for program in programs for step in program}
+    return [
+        [Task(source, work[names], sends[peers], memory, posts) for source, names, peers, memory, posts in program]
+        for program in programs
+    ]
+
+
+def _work(event: Event) -> tuple[str, ...]:
     """Return the operations on a segment's values, by their names in ``CodecCost``."""
     if event.reduces:
-        work = ["add" if event.encode is None else "hop"]
+        work = "add" if event.encode is None else "hop"
     else:
-        work = ["decode" if event.encode is None else "encode"]
-    return [*work, "decode"] if event.keeps_encoded else work
+        work = "decode" if event.encode is None else "encode"
+    return (work, "decode") if event.keeps_encoded else (work,)
 
 
 def _posts(events: Sequence[Event], ahead: int) -> list[tuple[int, ...]]:

@@ -38,9 +38,9 @@ def test_accumulation_hides_as_much_as_the_formula_says(ratio: float, factor: in
 def test_a_plan_says_what_accumulation_gains_and_costs() -> None:
     said = alternatives(plan(job_of(2.5), SPACE), SPACE)
     assert said[0] == (
-        "Communication takes 2.5 times as long as computation: --width 2 --accumulation 3 would hide it, with 2.5 "
-        "times as many samples a second, in iterations of 3.00 s; the price is a batch 3 times as large, so an epoch "
-        "has 3 times fewer updates."
+        "Communication takes 2.5 times as long as computation: --width 2 --codec fp32 --all-reduce ring "
+        "--segment-bytes 1073741824 --accumulation 3 would hide it, with 2.5 times as many samples a second, in "
+        "iterations of 3.00 s; the price is a batch 3 times as large, so an epoch has 3 times fewer updates."
     )
     accumulated = predict(job_of(2.5, width=2, accumulation=3, segment_bytes=1 << 30))
     assert accumulated.iteration.total == pytest.approx(3.0)

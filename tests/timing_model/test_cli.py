@@ -367,6 +367,65 @@ def test_a_slow_uplink_limits_the_ring(capsys: pytest.CaptureFixture[str], tmp_p
     assert "native" not in {all_reduce for _, all_reduce in kinds}
 
 
+def test_ranks_that_a_file_names_do_not_hide_that_one_alone_is_faster(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "home.toml"
+    path.write_text(LINKS)
+    job = f"--cluster {path} --world-size 4 --parameters 1M --batch-size 10 --samples 1000"
+    assert "One rank alone is as fast (1 rank: 1.00 s, 4 ranks: " in said(capsys, f"plan {job} --compute 0.01s")
+    more = said(capsys, f"plan {job} --compute 10s")
+    assert "More ranks help, up to 4 at least (2 ranks: " in more, "nobody knows the links of a fifth"
+    said(capsys, f"predict --cluster {path} {BY_HAND}".replace("--world-size 4", "--world-size 1"))
+
+
+def test_links_need_only_lead_where_the_asked_all_reduce_sends(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "square.toml"  # 0-1-3-2-0, where the ring goes 0-1-2-3
+    peers = {0: [1, 2], 1: [0, 3], 2: [0, 3], 3: [1, 2]}
+    link = 'latency = "1ms"\nbandwidth = "1Gbit/s"\n'
+    path.write_text("".join(f"[[link]]\n{link}from = [{rank}]\nto = {to}\n" for rank, to in peers.items()))
+    assert "halving-doubling" in said(capsys, f"predict --cluster {path} {BY_HAND} --all-reduce halving-doubling")
+    ranking = json.loads(said(capsys, f"plan --cluster {path} {BY_HAND} --json --top 50"))["ranking"]
+    assert "halving-doubling" in {one["all_reduce"] for one in ranking}
+    assert "ring" not in {one["all_reduce"] for one in ranking}
+    assert main(f"predict --cluster {path} {BY_HAND}".split()) == 2
+    assert "link must lead from rank 1 to rank 2, which ring sends to" in capsys.readouterr().err
+
+
+def test_links_that_cores_cap_are_told_apart_by_where_the_cap_comes_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "nodes.toml"
+    slow = '[[link]]\nlatency = "1ms"\nbandwidth = "1Gbit/s"\n'
+    for host, words in (
+        ("", "than one of the links carries them: the CPU time of a byte, 0.5 ns, is a default"),
+        ('host = "2ns"\n', "than one of the links carries them: the CPU time of a byte, 2 ns, is as given; "),
+        ('host = "0ns"\n', None),
+    ):
+        path.write_text(f'{slow}[[link]]\nnode = 2\nlatency = "3us"\nbandwidth = "300GB/s"\n{host}')
+        out = said(capsys, f"predict --cluster {path} {BY_HAND}")
+        assert ("the CPU time of a byte" in out) == (words is not None)
+        assert words is None or words in out
+
+
+def test_a_rate_limit_that_cores_never_reach_is_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    for limit, limited in (("15Gbit/s", True), ("50Gbit/s", False)):
+        out = said(capsys, f"predict --network 100GbE --rate-limit {limit} {BY_HAND}")
+        assert ("sending limited to" in out) == limited
+
+
+def test_many_ranks_with_links_of_their_own_are_planned_with_large_segments(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "alike.toml"
+    path.write_text('[[link]]\nlatency = "1ms"\nbandwidth = "10Gbit/s"\n')
+    space = "--codecs sign --all-reduces recursive-doubling"
+    words = f"plan --cluster {path} --world-size 128 --compute 1s --model alexnet {space} --json"
+    assert json.loads(said(capsys, words))["best"]["segment_bytes"] > 1 << 20
+
+
 @pytest.mark.parametrize(
     ("changed", "words", "message"),
     [
@@ -402,10 +461,11 @@ def test_links_that_do_not_connect_the_ranks(
 ) -> None:
     path = tmp_path / "home.toml"
     path.write_text(LINKS.replace("[[link]]", changed, 1).split("[[link]]\nfrom = [3]")[0])
-    assert main(f"predict --cluster {path} {BY_HAND} {words}".split()) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert message in err
+    for command in ["predict"] if "strategy" in words else ["predict", "plan"]:
+        assert main(f"{command} --cluster {path} {BY_HAND} {words}".split()) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert message in err
 
 
 WORDS = st.sampled_from(

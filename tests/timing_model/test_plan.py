@@ -17,6 +17,7 @@ from timing_model.advice import advice, describe, reason, training_arguments
 from timing_model.choices import ACCURATE, LARGEST_ALL_TO_ALL, SEGMENTS, TIE, Space, simplicity
 from timing_model.costs import collective_time, costs_of, iteration_time
 from timing_model.job import NATIVE_CODECS, Job
+from timing_model.params import PlacedLink
 from timing_model.plan import Plan, plan
 from timing_model.predict import predict
 from timing_model.presets import MODELS, NETWORKS, OVERHEAD
@@ -180,6 +181,16 @@ def test_a_message_costs_the_processor_on_a_network_that_is_typed_in() -> None:
     assert time.total > 2 * 1023 * OVERHEAD
 
 
+@pytest.mark.parametrize(("codec", "segment"), [("int4", SEGMENT_BYTES), ("fp32", 4 << 20)])
+def test_messages_that_are_simulated_are_no_larger_than_is_quick(codec: str, segment: int) -> None:
+    """The bound is on what travels; where it cuts as other segments do, they are the ones nearest to the default."""
+    base = job_on("1GbE", "alexnet", 0.3, world_size=64)
+    [link] = {base.cluster.link.params()}
+    placed = dataclasses.replace(base, cluster=dataclasses.replace(base.cluster, placed=(PlacedLink(link=link),)))
+    space = Space(codecs=(codec,), all_reduces=("ring",), strategies=("pipelined",), widths=(1,))
+    assert plan(placed, space).best.job.segment_bytes == segment
+
+
 def test_ties_are_one_line() -> None:
     found = plan(job_on("100GbE", "mlp", 10.0))
     text = plan_text(found, predict(found.best.job), top=8)
@@ -206,9 +217,10 @@ def test_a_third_width_comes_with_what_it_depends_on() -> None:
 def test_large_segments_where_messages_meet_and_are_many() -> None:
     """Messages that meet are simulated one by one, which is quick only if they are few."""
     space = dataclasses.replace(SPACE, all_reduces=("halving-doubling",), strategies=("pipelined",), segments=SEGMENTS)
-    for model, segment in (("mlp", 1 << 20), ("alexnet", 1 << 22)):
+    for model, large in (("mlp", ()), ("alexnet", ("fp32", "bf16"))):
         found = plan(job_on("1GbE", model, 0.3, world_size=31), space)
-        assert {one.job.segment_bytes for one in found.ranking} == {segment}
+        segments = {one.job.codec: one.job.segment_bytes for one in found.ranking}
+        assert segments == {codec: 1 << 22 if codec in large else 1 << 20 for codec in space.codecs}
         assert found.considered == len(space.widths) * len(space.codecs)
 
 

@@ -416,7 +416,7 @@ def test_other_batch_sizes() -> None:
 )
 def test_questions_that_make_no_sense(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        ask(**options)
+        predict(ask(**options))
     assert "\n" not in str(error.value)
 
 
