@@ -33,11 +33,12 @@ for the previous one only segment by segment: with a second segment on its way, 
 leaves no gap on the wire."""
 SEGMENTS_AHEAD = 4
 """Receives of segments to be added up that are posted before their turn. gloo's sender starts only when the receiver is
-ready, so with one receive the wire would idle while a segment is added up. Each takes a segment of scratch memory."""
+ready, so with one receive the wire would idle while a segment is added up. Each takes a segment of scratch memory. At a
+rate limit all are posted (``pipesgd.comm.all_reduce``)."""
 PACED_SECONDS, SAVED_SECONDS = 0.015, 0.005
 """Seconds that the largest message takes at a rate limit, and seconds of that rate that a rank saves up while it sends
-nothing: together a fiftieth of a second, so that the rate holds within 2 % in every second. Shorter messages would be
-mostly the headers of their packets at 1 Mbit/s."""
+nothing: together a fiftieth of a second, so that the messages handed over in a second keep to the rate within 2 %.
+Shorter ones would be mostly the headers of their packets at 1 Mbit/s."""
 
 
 def split(numel: int, parts: int) -> list[tuple[int, int]]:

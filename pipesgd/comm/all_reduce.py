@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 from collections.abc import Callable
@@ -121,6 +122,12 @@ class ScheduledAllReduce:
        inboxes. Call ``finish`` on values that are the final sum and no longer needed for the wire.
     3. Wait for the sends.
 
+    A ``paced`` all-reduce hands a message to the transport only when the one before has left, so that messages leave at
+    the transport's pace even if a peer was late: gloo sends a message once its receiver is ready, and those that had
+    gathered until then would leave at the line's speed. Lest ranks wait for each other, all receives are posted in 1.,
+    with an inbox for each segment to be added up. They take as much memory as the encoded parts that arrive to be added
+    up: (p-1)/p of the encoded buffer with most schedules.
+
     Only its owner encodes a finished chunk, and all ranks, including the owner, decode the same bytes, which gives the
     same values on every rank.
     """
@@ -133,12 +140,14 @@ class ScheduledAllReduce:
         *,
         segment_bytes: int = SEGMENT_BYTES,
         most_plans: int = MOST_PLANS,
+        paced: bool = False,
     ):
         self._transport = transport
         self._schedule = schedule
         self._codec = codec
         self._segment_bytes = segment_bytes
         self._most_plans = most_plans
+        self._paced = paced
         self._plans: dict[tuple[int, torch.dtype, torch.device], _Plan] = {}
 
     def __call__(self, flat: Tensor, residual: Tensor | None = None, key: int = 0, finish: Finish = no_op) -> None:
@@ -160,6 +169,12 @@ class ScheduledAllReduce:
                     place = inbox[: _length(event.segment.wire)]
                     arrivals.append((transport.receive(place, event.arrival.peer, event.arrival.what), inbox))
 
+        def wait_for_sends() -> None:
+            for pendings in sent.values():
+                for pending in pendings:
+                    pending.wait()
+            sent.clear()
+
         # 1. and 2.
         post_receives()
         for event in plan.events:
@@ -178,17 +193,17 @@ class ScheduledAllReduce:
                 codec.decode_add(received, values)
             else:
                 codec.decode(outgoing, values)
-            if event.sends:
-                sent[segment.name] = [transport.send(outgoing, message.peer, message.what) for message in event.sends]
+            for message in event.sends:
+                if self._paced:
+                    wait_for_sends()
+                sent.setdefault(segment.name, []).append(transport.send(outgoing, message.peer, message.what))
             if event.reduce:
                 free.append(inbox)
             post_receives()
             if event.last and not codec.in_place:
                 finish(values)
         # 3.
-        for pendings in sent.values():
-            for pending in pendings:
-                pending.wait()
+        wait_for_sends()
         if codec.in_place or not plan.events:  # the wire needed the values until now
             finish(flat)
 
@@ -233,7 +248,9 @@ class ScheduledAllReduce:
         largest = max((_length(event.segment.wire) for event in events), default=0)
         most = max((_length(event.segment.values) for event in events), default=0)
         shared = any(event.encoding is not None and event.encoding.holders > 1 for event in events)
-        inboxes = min(SEGMENTS_AHEAD, sum(event.reduce for event in events))
+        inboxes = sum(event.reduce for event in events)
+        if not self._paced:
+            inboxes = min(SEGMENTS_AHEAD, inboxes)
         new = partial(torch.empty, device=flat.device)
         return _Plan(
             events=events,
@@ -246,7 +263,8 @@ class ScheduledAllReduce:
     def _segments(self, flat: Tensor) -> tuple[list[list[_Segment]], int]:
         """Return the segments of each chunk, and the bytes in memory that all of them take.
 
-        No segment is empty, and all but a chunk's last consist of whole blocks.
+        No segment is empty, and all but a chunk's last consist of whole blocks. So a message may exceed
+        ``segment_bytes`` by less than a block; a paced one does only if it is a single block.
         """
         codec = self._codec
         element_size, block = flat.element_size(), codec.block
@@ -255,8 +273,12 @@ class ScheduledAllReduce:
             return numel * element_size if codec.in_place else codec.wire_bytes(numel)
 
         chunks = split(flat.numel(), self._schedule.chunks)
-        nbytes = wire_bytes(max(stop - start for start, stop in chunks))
-        per_chunk = segments_of(nbytes, self._segment_bytes)
+        largest = max(stop - start for start, stop in chunks)
+        per_chunk = segments_of(wire_bytes(largest), self._segment_bytes)
+        if self._paced:
+            numbers = range(block, largest + block, block)  # of values in whole blocks
+            whole_blocks = bisect.bisect_right(numbers, self._segment_bytes, key=wire_bytes)
+            per_chunk = max(per_chunk, math.ceil(len(numbers) / max(1, whole_blocks)))
         segments: list[list[_Segment]] = []
         position = 0
         for chunk, (start, stop) in enumerate(chunks):

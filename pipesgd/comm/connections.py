@@ -23,7 +23,14 @@ from pipesgd.comm.transport import (
 )
 from pipesgd.errors import CommunicationError, OutOfStepError, UserInputError
 from pipesgd.ranks import Ranks
-from timing_model.schedules import SEGMENT_BYTES, Algorithm, Schedule, gather_ring, paced_segment_bytes
+from timing_model.schedules import (
+    PACED_SECONDS,
+    SEGMENT_BYTES,
+    Algorithm,
+    Schedule,
+    gather_ring,
+    paced_segment_bytes,
+)
 
 T = TypeVar("T")
 
@@ -40,7 +47,7 @@ class Connections:
         segment_bytes: largest message in bytes.
         connections: connections to each rank, used in turn by segments.
         rate_limit: most bytes that this rank sends in a second, headers included; see ``pace.TokenBucket``. A message
-            then takes at most ``schedules.PACED_SECONDS``.
+            then takes at most ``schedules.PACED_SECONDS``, and an all-reduce is ``paced``.
         device: device of the tensors, "cpu" or "cuda". Messages use gloo; native uses nccl on a GPU.
         buckets: number of buckets that are reduced again and again.
 
@@ -70,6 +77,7 @@ class Connections:
         self.ranks = ranks
         self._timeout = timeout
         self._segment_bytes = paced_segment_bytes(segment_bytes, rate_limit)
+        self._rate_limit = rate_limit
         self._most_plans = MOST_PLANS * buckets
         ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 1
         backend = None if all_reduce == "native" else "gloo"
@@ -84,7 +92,7 @@ class Connections:
         self._headers = Headers(self.control)
         if all_reduce == "native":
             return
-        self._transport = TorchTransport(self._groups, timeout, before_arrivals=self._headers.check, before_sends=pace)
+        self._transport = TorchTransport(self._groups, timeout, before_waits=self._headers.check, before_sends=pace)
         self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
         self._schedule = agreed_schedule(all_reduce, ranks, ranks_per_node)
 
@@ -142,7 +150,11 @@ class Connections:
         self._control.clear()
 
     def all_reduce(self, codec: Codec | None = None) -> AllReduce:
-        """Return the all-reduce with this codec on the wire; exact without one."""
+        """Return the all-reduce with this codec on the wire; exact without one.
+
+        Raises:
+            UserInputError: an encoded block of the codec is larger than a message may be at the rate limit.
+        """
         codec = codec or Uncompressed()
         if self._name == "native":
             return NativeAllReduce(
@@ -155,8 +167,19 @@ class Connections:
         return self._scheduled(gather_ring(self.ranks.rank, self.ranks.world_size), Uncompressed())
 
     def _scheduled(self, schedule: Schedule, codec: Codec) -> AllReduce:
+        block_bytes, most_bytes = codec.wire_bytes(codec.block), self._rate_limit * PACED_SECONDS
+        if block_bytes > most_bytes:
+            raise UserInputError(
+                f"codec-block must encode to at most {most_bytes:.0f} bytes, a message's at this rate-limit; got "
+                f"{codec.block} values, {block_bytes} bytes"
+            )
         return ScheduledAllReduce(
-            self.transport, schedule, codec, segment_bytes=self._segment_bytes, most_plans=self._most_plans
+            self.transport,
+            schedule,
+            codec,
+            segment_bytes=self._segment_bytes,
+            most_plans=self._most_plans,
+            paced=self._rate_limit < math.inf,
         )
 
 

@@ -56,8 +56,8 @@ class Transport(Protocol):
 class TorchTransport:
     """Transport of messages with ``tag`` over process groups of torch.distributed, used by no other thread.
 
-    ``before_arrivals`` is called before each wait for a message that is to arrive, and ``before_sends`` before a
-    message is sent, with its bytes: it may wait, to keep a pace.
+    ``before_waits`` is called before each wait for a message, and ``before_sends`` before a message is sent, with its
+    bytes: it may wait, to keep a pace.
 
     Each group has its own connections. Messages between two ranks use them in turn, in the same order at both
     ends, since one TCP stream may not fill a fast or long link. All groups have the same ranks.
@@ -72,7 +72,7 @@ class TorchTransport:
         groups: Sequence[dist.ProcessGroup],
         timeout: float,
         tag: int = 0,
-        before_arrivals: Callable[[], None] = lambda: None,
+        before_waits: Callable[[], None] = lambda: None,
         before_sends: Callable[[int], None] = lambda nbytes: None,
     ):
         self.tag = tag
@@ -84,7 +84,7 @@ class TorchTransport:
         self._sends: Counter[int] = Counter()  # so far, to each rank
         self._receives: Counter[int] = Counter()
         self._timeout = timeout
-        self._before_arrivals = before_arrivals
+        self._before_waits = before_waits
         self._before_sends = before_sends
         self._logging = log.isEnabledFor(logging.DEBUG)
 
@@ -94,33 +94,27 @@ class TorchTransport:
         self.bytes_sent += nbytes
         if self._logging:
             log.debug("r%d | send -> %d %s, %d B", self.rank, peer, what, nbytes)
-        return self._begin(self._next(self._sends, peer).send, tensor, peer, f"send of {what}", lambda: None)
+        return self._begin(self._next(self._sends, peer).send, tensor, peer, f"send of {what}")
 
     def receive(self, tensor: Tensor, peer: int, what: str) -> Pending:
         nbytes = tensor.nbytes
         self.bytes_received += nbytes
         if self._logging:
             log.debug("r%d | recv <- %d %s, %d B", self.rank, peer, what, nbytes)
-        receive = self._next(self._receives, peer).recv
-        return self._begin(receive, tensor, peer, f"receive of {what}", self._before_arrivals)
+        return self._begin(self._next(self._receives, peer).recv, tensor, peer, f"receive of {what}")
 
     def _next(self, messages: Counter[int], peer: int) -> dist.ProcessGroup:
         messages[peer] += 1
         return self._groups[messages[peer] % len(self._groups)]
 
     def _begin(
-        self,
-        begin: Callable[[list[Tensor], int, int], dist.Work],
-        tensor: Tensor,
-        peer: int,
-        operation: str,
-        before: Callable[[], None],
+        self, begin: Callable[[list[Tensor], int, int], dist.Work], tensor: Tensor, peer: int, operation: str
     ) -> Pending:
         try:
             work = begin([tensor], peer, self.tag)
         except RuntimeError as failure:
             raise lost(failure, self.rank, peer, operation, self._timeout) from failure
-        return _TorchPending(work, self.rank, peer, operation, self._timeout, before)
+        return _TorchPending(work, self.rank, peer, operation, self._timeout, self._before_waits)
 
 
 class _TorchPending:

@@ -63,12 +63,13 @@ def test_a_rank_in_another_call_is_named_with_both_calls_and_iterations() -> Non
     assert results[2].endswith("need the same number of batches for that (drop_last=True)")
 
 
-def _uneven(ranks: Ranks, all_reduce: str, then: str, group_of: int) -> Any:
+def _uneven(ranks: Ranks, all_reduce: str, then: str, group_of: int, paced: bool = False) -> Any:
     """Give the last ``group_of`` ranks one batch more than the others, who then continue with another call."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    pipeline = Pipelined(model, optimizer, width=1, all_reduce=all_reduce, timeout=3.0, ranks=ranks)
+    pace: dict[str, Any] = {"rate_limit": "1mbit", "segment_bytes": 64} if paced else {}
+    pipeline = Pipelined(model, optimizer, width=1, all_reduce=all_reduce, timeout=3.0, ranks=ranks, **pace)
     try:
         for _ in range(4 if ranks.rank >= ranks.world_size - group_of else 3):
             model(torch.ones(5, 4)).square().mean().backward()
@@ -88,6 +89,12 @@ def test_uneven_numbers_of_batches_end_with_a_line_that_names_both(then: str) ->
     _, error = run_ranks(2, _uneven, "ring", then, 1)
     assert error[0] is OutOfStepError
     assert error[1].startswith(f"rank 1 is at step in iteration 3, but rank 0 is at {then} in iteration 3: ")
+
+
+def test_a_rank_that_waits_for_a_paced_message_to_leave_compares_headers_first() -> None:
+    _, error = run_ranks(2, _uneven, "ring", "flush", 1, True)
+    assert error[0] is OutOfStepError
+    assert error[1].startswith("rank 1 is at step in iteration 3, but rank 0 is at flush in iteration 3: ")
 
 
 @pytest.mark.parametrize("all_reduce", sorted(set(ALL_REDUCES) - {"hierarchical"}))
