@@ -662,12 +662,10 @@ class Pipelined(Strategy):
                 "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
             )
         self._meet("change of parameters", lambda: None).result()
+        new, indices = self._ranks.raise_together("buckets", self._present_buckets)
         try:
-            old, new = self.buckets, trainable_parameters(self._optimizer)
-            self._parameters, self._identities = new, identities
-            self._indices = self._ranks.raise_together(
-                "buckets", functools.partial(bucket_indices, self.module, new, self._cut)
-            )
+            old = self.buckets
+            self._parameters, self._identities, self._indices = new, identities, indices
             self._check_same_on_all_ranks()
             self._updates.follow(new)
             self._agreement.missed = []
@@ -683,6 +681,11 @@ class Pipelined(Strategy):
         except BaseException as error:  # this rank has other parameters than the rest
             self.fail(error)
             raise
+
+    def _present_buckets(self) -> tuple[list[Tensor], list[list[int]]]:
+        """Return the parameters that the optimizer trains now, and the indices of those of each bucket."""
+        parameters = trainable_parameters(self._optimizer)
+        return parameters, bucket_indices(self.module, parameters, self._cut)
 
     def _free_buffer(self) -> BucketedBuffer:
         """Take a buffer out of the pool."""

@@ -193,6 +193,27 @@ def test_a_bucket_that_declines_to_leave_stays() -> None:
     assert (hooks.left, order) == (0, [])
 
 
+def test_a_bucket_that_stayed_leaves_when_another_pass_has_completed_it() -> None:
+    declines = [True]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    complete: list[list[bool]] = []
+
+    def leave() -> bool:
+        if declines:
+            declines.pop()
+            return False
+        complete.append([parameter.grad is not None for parameter in model[1].parameters()])
+        hooks.left += 1
+        return True
+
+    hooks = BackwardHooks([list(model[1].parameters()), list(model[0].parameters())], leave)
+    model(torch.ones(1, 2)).sum().backward()
+    assert complete == []
+    model.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    assert complete == [[True, True]]
+
+
 # ---- Sums
 
 
