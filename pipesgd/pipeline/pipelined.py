@@ -33,6 +33,7 @@ from pipesgd.flat_buffer import (
     FlatBuffer,
     all_finite,
     are_finite,
+    check_dense,
     finite_norm,
     on_device,
     pack_gradients,
@@ -395,6 +396,7 @@ class Pipelined(Strategy):
         self.check_usable()
         self._leaving.check_taken()
         self._follow_parameters()
+        check_dense(self._parameters)
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack what has not left during the backward pass.
@@ -711,6 +713,7 @@ class Pipelined(Strategy):
         self.check_usable()
         if not self._leaving.left and trainable_identities(self._optimizer) != self._identities:
             return False
+        check_dense([self._parameters[index] for index in self._indices[self._leaving.left]])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             outgoing, number = self._next_outgoing(), self._leaving.left
             self._pack(outgoing, number)

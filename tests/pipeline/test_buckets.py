@@ -528,6 +528,51 @@ def test_a_sparse_gradient_is_refused_where_its_bucket_leaves() -> None:
         assert pipeline.step().applied == (0,)
 
 
+def _train_with_an_embedding(sparse: str) -> tuple[str, list[str]]:
+    """Train for one iteration with a gradient that is sparse in the "hook" or in the "step", or not ("").
+
+    Return the hash of the weights, and the message to which the loop reacts with a dense gradient.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(2, 2, bias=False), nn.Embedding(2, 2, sparse=sparse == "hook"), nn.Linear(2, 2, bias=False)
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    messages = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with Pipelined(model, optimizer, width=1, buckets=3, scaler=scaler) as pipeline:
+        table = model.get_parameter("1.weight")
+
+        def attempt(call: Callable[[], Any]) -> None:
+            try:
+                call()
+            except UserInputError as refused:
+                messages.append(str(refused))
+
+        with pipeline.accumulating() if sparse == "step" else contextlib.nullcontext():
+            attempt(scaler.scale(model[2](model[1](torch.tensor([1]))).sum()).backward)
+        if sparse == "step":
+            assert table.grad is not None
+            table.grad = table.grad.to_sparse()
+        if sparse:
+            attempt(pipeline.step)
+            assert table.grad is not None
+            table.grad = table.grad.to_dense()
+        assert pipeline.step().applied == (0,)
+    return weights_sha256(model), messages
+
+
+@pytest.mark.parametrize(("sparse", "refused"), [("hook", 2), ("step", 1)])
+def test_a_step_after_a_refused_bucket_takes_all_gradients(sparse: str, refused: int) -> None:
+    """Those of earlier buckets used to be lost, and those of the refused one to be divided by the loss scale twice."""
+    expected, none = _train_with_an_embedding("")
+    weights, messages = _train_with_an_embedding(sparse)
+    assert none == []
+    assert len(messages) == refused
+    assert all(message.startswith("gradients must be dense; got a sparse one") for message in messages)
+    assert weights == expected
+
+
 # ---- State
 
 
