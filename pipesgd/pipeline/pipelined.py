@@ -35,6 +35,7 @@ from pipesgd.flat_buffer import (
     are_finite,
     check_dense,
     finite_norm,
+    give_gradients,
     on_device,
     pack_gradients,
     take_mean,
@@ -518,20 +519,28 @@ class Pipelined(Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped.
 
+        After an operation that was interrupted halfway, gradients in ``.grad`` and buckets that have left are dropped,
+        too: all ranks must have been interrupted when the same buckets had left.
+
         Raises:
+            CommunicationError: another rank has not sent a bucket or a gradient that has left on this rank.
             UserInputError: ``state`` is of a pipeline with other buckets, or buckets have left since the last step.
         """
         self._thread.check()
-        self._check_whole("load_state_dict")
+        if self._half_done is None:
+            self._check_whole("load_state_dict")
         if (before := state.get("buckets", "1")) != self._cut:  # earlier versions had none
             raise UserInputError(f"buckets must be {before}, as in the state that is loaded; got {self._cut}")
+        self._thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
+        if self._half_done is not None:
+            give_gradients(self._parameters, [None] * len(self._parameters))
         self._error = self._half_done = self._meeting = None
         self._updates.weights.adopt()
-        if self._outgoing is not None:  # refused before any bucket had left
+        self._leaving.begin_iteration()
+        if self._outgoing is not None:
             self._pool.append(self._outgoing.buffer)
             self._outgoing = None
         while self._in_flight:
-            self._in_flight[0].reduction.result()
             self._pool.append(self._in_flight.popleft().buffer)
         self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
         device = self._parameters[0].device
@@ -747,10 +756,10 @@ class Pipelined(Strategy):
         for number in early:
             self._meet("step", functools.partial(self._reduce, outgoing, number))
         reduction = self._meet("step", functools.partial(self._reduce_last, outgoing, last, unapplied))
+        self._outgoing = None  # before it is in flight, so that an interruption cannot leave the buffer in two places
         self._in_flight.append(
             InFlight(outgoing.iteration, outgoing.buffer, unapplied, outgoing.scale, own_is_finite, reduction)
         )
-        self._outgoing = None
         self._leaving.begin_iteration()
         self.iteration += 1
 
