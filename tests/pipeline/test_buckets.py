@@ -565,7 +565,7 @@ def _train_with_an_embedding(sparse: str) -> tuple[str, list[str]]:
 
 @pytest.mark.parametrize(("sparse", "refused"), [("hook", 2), ("step", 1)])
 def test_a_step_after_a_refused_bucket_takes_all_gradients(sparse: str, refused: int) -> None:
-    """Those of earlier buckets used to be lost, and those of the refused one to be divided by the loss scale twice."""
+    """Gradients of earlier buckets were lost, and those of the refused one were divided by the loss scale twice."""
     expected, none = _train_with_an_embedding("")
     weights, messages = _train_with_an_embedding(sparse)
     assert none == []
