@@ -818,10 +818,13 @@ FREE_ON_RESUME = FREE_BETWEEN_RANKS | {
 def current_names(options: dict[str, Any]) -> dict[str, Any]:
     """Return the ``options`` of a run that the previous version may have recorded, under their current names."""
     renamed = {FORMER_NAMES.get(name, name): value for name, value in options.items()}
-    return {
+    current = {
         name: FORMER_VALUES.get((name, value), value) if isinstance(value, str) else value
         for name, value in renamed.items()
     }
+    if "buckets" not in current and current.get("outer") == "average":
+        current["outer"] = None  # "average" was the default before there were buckets
+    return current
 
 
 def differing_options(one: dict[str, Any], other: dict[str, Any], *, free: frozenset[str]) -> list[str]:

@@ -110,14 +110,18 @@ def _places(buckets: Sequence[Sequence[Tensor]]) -> list[tuple[int, int, int, in
     return places
 
 
+def check_dense(parameters: Sequence[Tensor]) -> None:
+    """Raise ``UserInputError`` if a gradient of ``parameters`` is sparse, so that it cannot be packed."""
+    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+        raise UserInputError("gradients must be dense; got a sparse one (use sparse=False in torch.nn.Embedding)")
+
+
 def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Tensor | None]:
-    """Copy every parameter's ``.grad`` into ``buffer``; a parameter without one counts as zero.
+    """Copy every parameter's ``.grad``, which is dense, into ``buffer``; a parameter without one counts as zero.
 
     Leaves ``.grad`` None, so that the next backward pass makes new gradients, and returns the present ones.
     """
     present = [(parameter.grad, view) for parameter, view in zip(parameters, buffer.views, strict=True)]
-    if any(gradient is not None and gradient.is_sparse for gradient, _ in present):
-        raise UserInputError("gradients must be dense; got a sparse one (use sparse=False in torch.nn.Embedding)")
     absent = [view for gradient, view in present if gradient is None]
     if absent:
         torch._foreach_zero_(absent)

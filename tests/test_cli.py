@@ -566,6 +566,15 @@ def test_a_run_that_the_previous_version_recorded_has_current_names() -> None:
     assert current_names(then | {"server-placement": "own"}) == now
 
 
+@pytest.mark.parametrize("words", ["", "--local-steps 4", "--strategy ddp"])
+def test_a_run_older_than_a_left_out_outer_optimizer_had_none(words: str) -> None:
+    now = parse(words.split()).options()
+    then = now | {"outer": "average"}
+    assert current_names(then) == then, "a run of this version has been told so"
+    del then["buckets"]
+    assert TrainConfig().options() | current_names(then) == now
+
+
 def help_of(*arguments: str) -> str:
     with pytest.raises(HelpRequested) as caught:
         parse(arguments)

@@ -69,7 +69,7 @@ class BackwardHooks:
     def begin_iteration(self) -> None:
         """Expect the backward pass of another iteration."""
         self.left = 0
-        self._incomplete = [{id(parameter) for parameter in bucket} for bucket in self._buckets]
+        self._expect_all()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -96,11 +96,16 @@ class BackwardHooks:
             handle.remove()
         self._leave = lambda: False
 
+    def _expect_all(self) -> None:
+        self._incomplete = [{id(parameter) for parameter in bucket} for bucket in self._buckets]
+
     def _complete(self, number: int, parameter: Tensor) -> None:
         if number < self.left:
             raise _late()
         if self._holds:
             return
+        if id(parameter) not in self._incomplete[number]:  # another backward pass adds to a bucket that has not left
+            self._expect_all()
         self._incomplete[number].discard(id(parameter))
         while self.left < len(self._buckets) and not self._incomplete[self.left] and self._leave():
             pass

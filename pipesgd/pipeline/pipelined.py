@@ -33,7 +33,9 @@ from pipesgd.flat_buffer import (
     FlatBuffer,
     all_finite,
     are_finite,
+    check_dense,
     finite_norm,
+    give_gradients,
     on_device,
     pack_gradients,
     take_mean,
@@ -395,6 +397,7 @@ class Pipelined(Strategy):
         self.check_usable()
         self._leaving.check_taken()
         self._follow_parameters()
+        check_dense(self._parameters)
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack what has not left during the backward pass.
@@ -516,20 +519,28 @@ class Pipelined(Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped.
 
+        After an operation that was interrupted halfway, gradients in ``.grad`` and buckets that have left are dropped,
+        too: all ranks must have been interrupted when the same buckets had left.
+
         Raises:
+            CommunicationError: another rank has not sent a bucket or a gradient that has left on this rank.
             UserInputError: ``state`` is of a pipeline with other buckets, or buckets have left since the last step.
         """
         self._thread.check()
-        self._check_whole("load_state_dict")
+        if self._half_done is None:
+            self._check_whole("load_state_dict")
         if (before := state.get("buckets", "1")) != self._cut:  # earlier versions had none
             raise UserInputError(f"buckets must be {before}, as in the state that is loaded; got {self._cut}")
+        self._thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
+        if self._half_done is not None:
+            give_gradients(self._parameters, [None] * len(self._parameters))
         self._error = self._half_done = self._meeting = None
         self._updates.weights.adopt()
-        if self._outgoing is not None:  # refused before any bucket had left
+        self._leaving.begin_iteration()
+        if self._outgoing is not None:
             self._pool.append(self._outgoing.buffer)
             self._outgoing = None
         while self._in_flight:
-            self._in_flight[0].reduction.result()
             self._pool.append(self._in_flight.popleft().buffer)
         self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
         device = self._parameters[0].device
@@ -662,12 +673,10 @@ class Pipelined(Strategy):
                 "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
             )
         self._meet("change of parameters", lambda: None).result()
+        new, indices = self._ranks.raise_together("buckets", self._present_buckets)
         try:
-            old, new = self.buckets, trainable_parameters(self._optimizer)
-            self._parameters, self._identities = new, identities
-            self._indices = self._ranks.raise_together(
-                "buckets", functools.partial(bucket_indices, self.module, new, self._cut)
-            )
+            old = self.buckets
+            self._parameters, self._identities, self._indices = new, identities, indices
             self._check_same_on_all_ranks()
             self._updates.follow(new)
             self._agreement.missed = []
@@ -683,6 +692,11 @@ class Pipelined(Strategy):
         except BaseException as error:  # this rank has other parameters than the rest
             self.fail(error)
             raise
+
+    def _present_buckets(self) -> tuple[list[Tensor], list[list[int]]]:
+        """Return the parameters that the optimizer trains now, and the indices of those of each bucket."""
+        parameters = trainable_parameters(self._optimizer)
+        return parameters, bucket_indices(self.module, parameters, self._cut)
 
     def _free_buffer(self) -> BucketedBuffer:
         """Take a buffer out of the pool."""
@@ -708,6 +722,7 @@ class Pipelined(Strategy):
         self.check_usable()
         if not self._leaving.left and trainable_identities(self._optimizer) != self._identities:
             return False
+        check_dense([self._parameters[index] for index in self._indices[self._leaving.left]])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             outgoing, number = self._next_outgoing(), self._leaving.left
             self._pack(outgoing, number)
@@ -741,10 +756,10 @@ class Pipelined(Strategy):
         for number in early:
             self._meet("step", functools.partial(self._reduce, outgoing, number))
         reduction = self._meet("step", functools.partial(self._reduce_last, outgoing, last, unapplied))
+        self._outgoing = None  # before it is in flight, so that an interruption cannot leave the buffer in two places
         self._in_flight.append(
             InFlight(outgoing.iteration, outgoing.buffer, unapplied, outgoing.scale, own_is_finite, reduction)
         )
-        self._outgoing = None
         self._leaving.begin_iteration()
         self.iteration += 1
 

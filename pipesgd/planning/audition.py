@@ -34,6 +34,11 @@ AGAIN_AFTER = 60
 MOST_AUDITIONS = 3
 
 
+def complete(choices: Choices) -> Choices:
+    """Return ``choices`` of a run that an earlier version may have recorded: there were no buckets then."""
+    return {**choices, "buckets": choices.get("buckets", "1")}
+
+
 class Pace(NamedTuple):
     """Measured time of a candidate's iterations, in s."""
 
@@ -118,9 +123,10 @@ class Audition:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Return the audition of which ``values`` are the fields, as JSON keeps them."""
-        turns = [(iteration, choices) for iteration, choices in values["turns"]]
+        candidates = [complete(choices) for choices in values["candidates"]]
+        turns = [(iteration, complete(choices)) for iteration, choices in values["turns"]]
         paces = [None if pace is None else Pace(*pace) for pace in values["paces"]]
-        return cls(**{**values, "turns": turns, "paces": paces})
+        return cls(**{**values, "candidates": candidates, "turns": turns, "paces": paces})
 
     @property
     def over(self) -> bool:

@@ -12,13 +12,14 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from pipesgd.config import TrainConfig
+from pipesgd.config import TrainConfig, cut_of
 from pipesgd.data import ShardedBatches
 from pipesgd.errors import CheckpointError, UserInputError, warn
 from pipesgd.planning.audition import Audition, Pace
 from pipesgd.planning.planned import Planned, choices_of, words
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
+from timing_model.buckets import WHOLE
 
 if TYPE_CHECKING:
     from pipesgd.planning.choose import Known
@@ -157,7 +158,7 @@ def measured_iterations(
             iterations=pace.iterations,
         )
         for choices, pace in zip(candidates, paces, strict=True)
-        if pace is not None and choices["buckets"] == "1"
+        if pace is not None and cut_of(choices["buckets"]) == WHOLE
     ]
 
 

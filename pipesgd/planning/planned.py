@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pipesgd.config import AUTO_OPTIONS, TrainConfig
-from pipesgd.planning.audition import Audition
+from pipesgd.planning.audition import Audition, complete
 from timing_model.units import format_seconds
 
 MEASURED = "measured"
@@ -48,7 +48,8 @@ class Planned:
     def from_json(cls, values: dict[str, Any]) -> Self:
         """Return the plan that ``as_json`` has made into ``values``. Raises ``TypeError`` for other values."""
         audition = values.get("audition")
-        return cls(**values | {"audition": None if audition is None else Audition.from_json(audition)})
+        found = cls(**values | {"audition": None if audition is None else Audition.from_json(audition)})
+        return dataclasses.replace(found, choices=complete(found.choices))
 
     @property
     def turns(self) -> Sequence[tuple[int, dict[str, Any]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from pipesgd import Pipelined
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import check_buckets
-from pipesgd.errors import UserInputError
+from pipesgd.errors import RunError, UserInputError
 from pipesgd.flat_buffer import BucketedBuffer
 from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
 from pipesgd.ranks import Ranks
@@ -191,6 +192,27 @@ def test_a_bucket_that_declines_to_leave_stays() -> None:
     model, hooks, order = _hooks(3, decline=True)
     model(torch.ones(1, 2)).sum().backward()
     assert (hooks.left, order) == (0, [])
+
+
+def test_a_bucket_that_stayed_leaves_when_another_pass_has_completed_it() -> None:
+    declines = [True]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    complete: list[list[bool]] = []
+
+    def leave() -> bool:
+        if declines:
+            declines.pop()
+            return False
+        complete.append([parameter.grad is not None for parameter in model[1].parameters()])
+        hooks.left += 1
+        return True
+
+    hooks = BackwardHooks([list(model[1].parameters()), list(model[0].parameters())], leave)
+    model(torch.ones(1, 2)).sum().backward()
+    assert complete == []
+    model.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    assert complete == [[True, True]]
 
 
 # ---- Sums
@@ -507,6 +529,51 @@ def test_a_sparse_gradient_is_refused_where_its_bucket_leaves() -> None:
         assert pipeline.step().applied == (0,)
 
 
+def _train_with_an_embedding(sparse: str) -> tuple[str, list[str]]:
+    """Train for one iteration with a gradient that is sparse in the "hook" or in the "step", or not ("").
+
+    Return the hash of the weights, and the message to which the loop reacts with a dense gradient.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(2, 2, bias=False), nn.Embedding(2, 2, sparse=sparse == "hook"), nn.Linear(2, 2, bias=False)
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    messages = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with Pipelined(model, optimizer, width=1, buckets=3, scaler=scaler) as pipeline:
+        table = model.get_parameter("1.weight")
+
+        def attempt(call: Callable[[], Any]) -> None:
+            try:
+                call()
+            except UserInputError as refused:
+                messages.append(str(refused))
+
+        with pipeline.accumulating() if sparse == "step" else contextlib.nullcontext():
+            attempt(scaler.scale(model[2](model[1](torch.tensor([1]))).sum()).backward)
+        if sparse == "step":
+            assert table.grad is not None
+            table.grad = table.grad.to_sparse()
+        if sparse:
+            attempt(pipeline.step)
+            assert table.grad is not None
+            table.grad = table.grad.to_dense()
+        assert pipeline.step().applied == (0,)
+    return weights_sha256(model), messages
+
+
+@pytest.mark.parametrize(("sparse", "refused"), [("hook", 2), ("step", 1)])
+def test_a_step_after_a_refused_bucket_takes_all_gradients(sparse: str, refused: int) -> None:
+    """Gradients of earlier buckets were lost, and those of the refused one were divided by the loss scale twice."""
+    expected, none = _train_with_an_embedding("")
+    weights, messages = _train_with_an_embedding(sparse)
+    assert none == []
+    assert len(messages) == refused
+    assert all(message.startswith("gradients must be dense; got a sparse one") for message in messages)
+    assert weights == expected
+
+
 # ---- State
 
 
@@ -533,6 +600,72 @@ def _resume(ranks: Ranks, width: int, codec: str) -> tuple[str, str]:
     for _, _, pipeline in (one, other):
         pipeline.close()
     return weights_sha256(one[0]), weights_sha256(other[0])
+
+
+def _interrupted(ranks: Ranks, buckets: int, method: str, call: int) -> tuple[list[str], str]:
+    """Interrupt both ranks at the end of a call of a method in iteration 3, and load the state that was before it.
+
+    Return what was refused after the interruption, and the hash of the weights in the end. Call 0 is none.
+    """
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    pipeline = Pipelined(model, optimizer, width=2, codec="int4", buckets=buckets, ranks=ranks)
+    parts = model, optimizer, pipeline
+
+    def train(first: int, last: int) -> None:
+        for iteration in range(first, last):
+            _loss(model, 1, 10 * iteration + ranks.rank).backward()
+            pipeline.step()
+
+    train(0, 3)
+    with pipeline.true_weights():
+        saved = copy.deepcopy([part.state_dict() for part in parts])
+    refused = []
+    if call:
+        original, calls = getattr(pipeline, method), itertools.count(1)
+
+        def interrupted(*arguments: Any) -> Any:
+            result = original(*arguments)
+            if next(calls) == call:
+                raise KeyboardInterrupt
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, method, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train(3, 4)
+        for attempt in (pipeline.step, pipeline.state_dict):
+            try:
+                attempt()
+            except RunError as error:
+                refused.append(str(error))
+        for part, state in zip(parts, saved, strict=True):
+            part.load_state_dict(state)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    train(3, 6)
+    pipeline.close()
+    assert pipeline.buffers_allocated <= 2
+    return refused, weights_sha256(model)
+
+
+INTERRUPTIONS = [(1, "_pack", 1), (3, "_pack", 2), (3, "_pack", 3), (3, "_meet", 1), (3, "_meet", 3)]
+"""Buckets, and calls that are interrupted: in the backward pass, unless they are for the last bucket."""
+
+
+def _all_interruptions(ranks: Ranks) -> dict[int | tuple[int, str, int], tuple[list[str], str]]:
+    return {buckets: _interrupted(ranks, buckets, "", 0) for buckets in (1, 3)} | {
+        one: _interrupted(ranks, *one) for one in INTERRUPTIONS
+    }
+
+
+@pytest.mark.slow
+def test_a_state_dict_is_the_way_back_from_an_interruption_with_buckets() -> None:
+    for found in run_ranks(2, _all_interruptions):
+        for one in INTERRUPTIONS:
+            refused, weights = found[one]
+            expected = "taking over the gradients of iteration 3 was interrupted halfway"
+            assert [message.startswith(expected) for message in refused] == [True, True], one
+            assert weights == found[one[0]][1], one
 
 
 @pytest.mark.slow

@@ -215,6 +215,7 @@ def test_an_update_that_is_interrupted_halfway_is_built_upon_by_nobody() -> None
         with pytest.raises(RunError, match="the update of iteration 0 was interrupted halfway"):
             call()
     pipeline.load_state_dict(state)
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
     optimizer.interrupt = False
     pipeline.step()
     pipeline.close()

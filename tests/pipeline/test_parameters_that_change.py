@@ -113,6 +113,26 @@ def test_a_change_while_gradients_are_in_flight_is_refused_and_loses_nothing(cha
         assert pipeline.flush().applied == (2,)
 
 
+def test_a_change_that_leaves_too_few_parameters_for_the_buckets_is_refused_and_can_be_undone() -> None:
+    found = []
+    for refused in (False, True):
+        model, optimizer = _build("freeze")
+        with Pipelined(model, optimizer, width=1, buckets=3) as pipeline:
+            if refused:
+                model[0].requires_grad_(False)
+                for _ in range(2):
+                    _backward(model, 0, 0)
+                    with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 2"):
+                        pipeline.step()
+                    model.zero_grad()
+                model[0].requires_grad_(True)
+            for iteration in range(2):
+                _backward(model, 0, iteration)
+                assert pipeline.step().applied == (iteration,)
+        found.append(weights_sha256(model))
+    assert found[0] == found[1]
+
+
 def _only_one_rank_changes(ranks: Ranks, both: bool) -> Any:
     model, optimizer = _build("unfreeze")
     pipeline = Pipelined(model, optimizer, width=1, timeout=5.0, ranks=ranks)

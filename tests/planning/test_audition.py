@@ -23,12 +23,15 @@ from pipesgd.planning.audition import (
     TURN,
     UNTIMED,
     Audition,
+    Pace,
     turn_of,
 )
+from pipesgd.planning.plan_run import measured_iterations
+from pipesgd.planning.planned import Planned
 
 
 def choices(width: int, codec: str = "int8") -> dict[str, Any]:
-    return {"width": width, "codec": codec, "all-reduce": "ring", "segment-bytes": 1 << 20}
+    return {"width": width, "codec": codec, "all-reduce": "ring", "segment-bytes": 1 << 20, "buckets": "1"}
 
 
 ONE, TWO, THREE = map(choices, (1, 2, 3))
@@ -182,3 +185,23 @@ def test_it_survives_json() -> None:
     over = first.decided(seconds(first, {1: 0.3, 2: 0.12}), again=False)
     for one in (first, over):
         assert Audition.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one
+
+
+def test_an_audition_that_began_before_there_were_buckets_is_continued() -> None:
+    first = audition(0.13, 0.12)
+    planned = dataclasses.replace(prediction(), audition=first)
+    recorded = json.loads(json.dumps(planned.as_json()))
+    begun = recorded["audition"]
+    for choices in (recorded["choices"], *begun["candidates"], *(choices for _, choices in begun["turns"])):
+        assert choices.pop("buckets") == "1"
+    continued = Planned.from_json(recorded)
+    assert continued.as_json() == planned.as_json()
+    assert continued.audition is not None
+    over = continued.audition.decided(seconds(first, {1: 0.3, 2: 0.12}), again=False)
+    assert [one.width for one in measured_iterations(over.candidates, over.paces, 2)] == [1, 2]
+
+
+def test_only_what_was_measured_without_buckets_is_remembered() -> None:
+    pace = Pace(1.0, 0.1, 1.0, 9)
+    candidates = [ONE | {"buckets": buckets} for buckets in ("1", "01", "2", "1MiB")]
+    assert len(measured_iterations(candidates, [pace] * 4, 2)) == 2

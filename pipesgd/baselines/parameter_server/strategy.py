@@ -23,7 +23,7 @@ from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Pending, communication_group
 from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, PipelineConfig
 from pipesgd.errors import CommunicationError, NonFiniteGradientError, UserInputError
-from pipesgd.flat_buffer import FlatBuffer, all_finite, pack_gradients
+from pipesgd.flat_buffer import FlatBuffer, all_finite, check_dense, pack_gradients
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.step import check_unchanged, count_as_stepped, trainable_identities, trainable_parameters
 from pipesgd.ranks import Ranks, current
@@ -164,6 +164,7 @@ class ParameterServers(Strategy):
         """
         assert self._workers.rank < self._workers.world_size, "a rank that is a server alone calls serve"
         check_unchanged(self._optimizer, self._identities, "a parameter server")
+        check_dense(self._parameters)
         self._workers.iteration = iteration = self.iteration
         # 1. Pack.
         begin = time.perf_counter()
