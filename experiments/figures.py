@@ -58,9 +58,10 @@ class PaperFigure:
 
     def show(self, only: Sequence[str] | None = None) -> Figure | str:
         """Return, for a notebook, the figure of the saved results, or a text on how to make them if there are none."""
-        if not (RESULTS / self.file).exists():
+        rows = self.table() if (RESULTS / self.file).exists() else []
+        if not any(only is None or row["panel"] in only for row in rows):
             return self.not_measured
-        return self.draw(self.table(), only)
+        return self.draw(rows, only)
 
     @property
     def not_measured(self) -> str:

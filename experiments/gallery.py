@@ -106,7 +106,7 @@ DRAWN: dict[str, Draw] = {
 """Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
     *("bench_import", "bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
-    *("paper_question_jitter", "staleness_summary", "torch_ddp_tests", "tutorial"),
+    *("home_uplinks", "jitter", "paper_question_jitter", "staleness_summary", "torch_ddp_tests", "tutorial"),
 )
 """Results that have no figure, by the beginning of their names."""
 
