@@ -20,12 +20,12 @@ from pipesgd.codecs.base import OwnCodec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import ON_NONFINITE
 from pipesgd.ddp.hook import (
+    LoopHooks,
     before_update,
     check_accumulated,
     check_all_held,
     check_model,
     check_no_scaler,
-    comm_hook,
     done,
 )
 from pipesgd.ddp.local_steps import AttachedLocalSteps
@@ -109,6 +109,7 @@ class AttachedPipeline(Pipelined):
 
     report = StepReport()
     """Report of the last iteration."""
+    _loop_hooks: LoopHooks | None = None
 
     def __init__(
         self,
@@ -145,16 +146,7 @@ class AttachedPipeline(Pipelined):
             ddp_model, optimizer, on_nonfinite="skip" if self._scaler is not None else on_nonfinite, **options
         )
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            ddp_model.register_forward_pre_hook(self._before_forward),
-        ]
-        try:
-            ddp_model.register_comm_hook(self.take_bucket, comm_hook)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
+        self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
 
     def step(self) -> StepReport:
         """Refuse: the loop's ``optimizer.step`` is the step."""
@@ -182,8 +174,8 @@ class AttachedPipeline(Pipelined):
 
     def close(self) -> None:
         """Apply the gradients in flight and end the communication. The model can be trained by DDP no more."""
-        for handle in getattr(self, "_handles", ()):
-            handle.remove()
+        if self._loop_hooks is not None:
+            self._loop_hooks.remove()
         super().close()
 
     def _take_out(self, gradient: InFlight) -> None:
@@ -261,7 +253,8 @@ class AttachedPipeline(Pipelined):
 
     # ---- 2. optimizer.step
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Prepare the update that the loop's optimizer is about to do."""
         if self._stepping_itself:
             return None
         return before_update(self._begin_update, args, kwargs)
@@ -281,7 +274,8 @@ class AttachedPipeline(Pipelined):
         else:  # nothing is due: torch's optimizers leave parameters without a gradient alone
             self._update.enter_context(set_aside_gradients(self._optimizer))
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """End the update that the loop's optimizer has done."""
         if self._stepping_itself:
             return
         self._update.close()
@@ -300,7 +294,8 @@ class AttachedPipeline(Pipelined):
 
     # ---- 3. a step that is left out
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+    def before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """End an iteration whose update the loop has left out."""
         if self._due is None or not (unwrapped(module).training and torch.is_grad_enabled()):
             return
         if self._due.applied:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -104,6 +104,49 @@ def check_no_scaler(frame: FrameType | None) -> None:
                 )
             return
         frame = frame.f_back
+
+
+class InLoop(Protocol):
+    """Pipeline that is attached to a loop, and does its part before and after the steps of the loop's optimizer."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Prepare the update that the optimizer's step does."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """End that update."""
+
+    def before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """Prepare a forward pass."""
+
+    def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
+        """Take a bucket of gradients from torch."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the pipeline because of ``error``."""
+
+
+class LoopHooks:
+    """Hooks that call a pipeline attached to a loop; it is ended if torch refuses the communication hook."""
+
+    def __init__(self, attached: InLoop, ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer):
+        self._handles = [
+            optimizer.register_step_pre_hook(attached.before_step),
+            optimizer.register_step_post_hook(attached.after_step),
+            ddp_model.register_forward_pre_hook(attached.before_forward),
+        ]
+        try:
+            ddp_model.register_comm_hook(attached.take_bucket, comm_hook)
+        except BaseException as error:
+            self.remove()
+            attached.__exit__(type(error), error, None)
+            raise
+
+    def remove(self) -> None:
+        """Remove all but the communication hook, which torch keeps."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def comm_hook(take: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:

@@ -13,12 +13,12 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipesgd.ddp.hook import (
+    LoopHooks,
     before_update,
     check_accumulated,
     check_all_held,
     check_model,
     check_no_scaler,
-    comm_hook,
     done,
 )
 from pipesgd.errors import NonFiniteGradientError, UserInputError
@@ -45,6 +45,7 @@ class AttachedLocalSteps(LocalSteps):
 
     report = StepReport()
     """Report of the last iteration."""
+    _loop_hooks: LoopHooks | None = None
 
     def __init__(
         self,
@@ -70,16 +71,7 @@ class AttachedLocalSteps(LocalSteps):
         if options.get("ranks") is None:
             options["process_group"] = options.get("process_group") or ddp_model.process_group
         super().__init__(ddp_model, optimizer, on_nonfinite="skip" if self._skips else "stop", **options)
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            ddp_model.register_forward_pre_hook(self._before_forward),
-        ]
-        try:
-            ddp_model.register_comm_hook(self.take_bucket, comm_hook)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            raise
+        self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
 
     def step(self) -> StepReport:
         """Refuse: the loop's ``optimizer.step`` is the step."""
@@ -102,8 +94,8 @@ class AttachedLocalSteps(LocalSteps):
 
     def close(self) -> None:
         """Exchange the window so far and end the communication. The model can be trained by DDP no more."""
-        for handle in getattr(self, "_handles", ()):
-            handle.remove()
+        if self._loop_hooks is not None:
+            self._loop_hooks.remove()
         super().close()
 
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
@@ -111,7 +103,8 @@ class AttachedLocalSteps(LocalSteps):
         self._computed |= bucket.is_last()
         return done(bucket.buffer())
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Prepare the update that the loop's optimizer is about to do."""
         return before_update(self._begin_update, args, kwargs)
 
     def _begin_update(self) -> None:
@@ -132,7 +125,8 @@ class AttachedLocalSteps(LocalSteps):
             if self._skipped:
                 self._update.enter_context(set_aside_gradients(self._optimizer))
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """End the update that the loop's optimizer has done."""
         self._update.close()
         self._finish_iteration(skipped=self._skipped)
 
@@ -144,7 +138,8 @@ class AttachedLocalSteps(LocalSteps):
             self._window.worked()
             self.report = self._finish(own)
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+    def before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """End an iteration whose update the loop has left out."""
         # Without a scaler, gradients that were not stepped with are added to, as in any loop of one rank.
         if self._computed and self._scaled and unwrapped(module).training and torch.is_grad_enabled():
             if are_finite(p.grad for p in self._inner.parameters if p.grad is not None):
