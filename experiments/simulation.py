@@ -24,8 +24,9 @@ from pipesgd.flat_buffer import FlatBuffer, pack_gradients, take_mean
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import SynchronousUpdate, trainable_parameters
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
-from pipesgd.pipeline.local_steps import Elastic, OwnMovement, Window, moving_rate_of, outer_optimizer
+from pipesgd.pipeline.local_steps import Elastic, OwnMovement, moving_rate_of, outer_optimizer
 from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied
+from pipesgd.pipeline.window import Window
 from timing_model.schedules import split
 
 T = TypeVar("T")

@@ -81,9 +81,7 @@ def hiding(choice: Choice, width: int) -> int | None:
 def hiding_steps(choice: Choice) -> int | None:
     """Return the fewest local steps with which a pipeline of width 2 hides the communication of ``choice`` behind the
     computation; None if they are above ``MOST_LOCAL_STEPS``."""
-    times = costs_of(
-        dataclasses.replace(choice.job, width=2, accumulation=1, buckets="1", local_steps=MOST_LOCAL_STEPS)
-    ).times
+    times = costs_of(_with_local_steps(choice.job, MOST_LOCAL_STEPS)).times
     if choice.job.loader_workers == 0:
         times = times.loading_itself()
     for steps in range(2, MOST_LOCAL_STEPS + 1):
@@ -91,6 +89,10 @@ def hiding_steps(choice: Choice) -> int | None:
         if communication <= computation:
             return steps
     return None
+
+
+def _with_local_steps(job: Job, steps: int) -> Job:
+    return dataclasses.replace(job, width=2, accumulation=1, buckets="1", local_steps=steps)
 
 
 def local_steps_cost(steps: int) -> float | None:
@@ -231,7 +233,7 @@ def _local_steps(found: Plan, space: Space) -> str | None:
     steps = hiding_steps(choice)
     if steps is None:
         return f"Local steps are senseless here: --local-steps {MOST_LOCAL_STEPS} would not hide the communication."
-    job = dataclasses.replace(choice.job, width=2, accumulation=1, buckets="1", local_steps=steps)
+    job = _with_local_steps(choice.job, steps)
     option, iterations = training_arguments(job), job.job_iterations
     if iterations is not None and iterations < LEAST_WINDOWS * steps:
         return (

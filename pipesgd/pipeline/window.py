@@ -1,0 +1,124 @@
+"""The iterations that a rank does by itself between two exchanges of local steps, and what they have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipesgd.flat_buffer import are_finite, give_gradients
+from pipesgd.pipeline.prediction import SwappedWeights
+
+T = TypeVar("T")
+
+
+class Window:
+    """The iterations of one rank between two exchanges.
+
+    Args:
+        parameters: the parameters that the rank's own optimizer updates.
+        weights: returns their weights: the true ones are those of the outer optimizer, and a window changes the
+            others.
+        moving_rate: that of this rank with elastic averaging; None exchanges movements.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], weights: Callable[[], SwappedWeights], moving_rate: float | None = None
+    ):
+        self._parameters = parameters
+        self._weights = weights
+        self._moving_rate = moving_rate
+        self._start: list[Tensor] = []
+        """Weights at the start of the window; empty before it."""
+        self._left: dict[int, Tensor] = {}
+        """Movements that were not exchanged when the last window ended, by number of the parameter."""
+        self.steps = 0
+        """Number of iterations so far."""
+
+    @property
+    def has_begun(self) -> bool:
+        """True if this rank has moved, or differs from the centre, since the last exchange of some parameter."""
+        kept = self._moving_rate is None and bool(self._start) and self._weights().are_valid
+        return self.steps > 0 or kept or bool(self._left)
+
+    def begin(self) -> None:
+        """Let the parameters hold the weights that the rank kept when the last window ended, if it keeps its own.
+
+        Movements that were not exchanged are kept, too, from the weights that are there after the exchange.
+        """
+        if self._start:
+            self._weights().begin(self._start)
+        elif self._left:
+            self.work()
+
+    def step(self, update: Callable[[], T]) -> T:
+        """Do ``update``, which changes the parameters in place, on this rank's weights; return what it returns."""
+        self.work()
+        result = update()
+        self.worked()
+        return result
+
+    def worked(self) -> None:
+        """Count an iteration whose update has been done after ``work``."""
+        # An optimizer may have given the parameters other storage.
+        self._weights().predicted = [parameter.data for parameter in self._parameters]
+        self.steps += 1
+
+    def end(self, exchanged: Sequence[int]) -> None:
+        """Make what is exchanged the parameters' ``.grad``: the movement, or the centre minus the rank's own weights.
+
+        The next step begins another window.
+
+        Args:
+            exchanged: numbers of the parameters whose movements are exchanged.
+        """
+        self.work()
+        now = [parameter.data for parameter in self._parameters]
+        if self._moving_rate is None:
+            torch._foreach_sub_(self._start, now)
+            self._left, self._start = dict(enumerate(self._start)), []
+            moved = {number: self._left.pop(number) for number in exchanged}
+            give_gradients(self._parameters, [moved.get(number) for number in range(len(now))])
+        else:
+            differences = list(torch._foreach_sub(self._weights().true, now))
+            self._start = list(torch._foreach_add(now, differences, alpha=self._moving_rate))
+            if not are_finite(self._start):  # nor is the mean, and no later one would be: begin at the centre again
+                self._start = []
+            give_gradients(self._parameters, differences)
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and copies of the weights at the start and now if there are any."""
+        weights = self._weights()
+        begun = bool(self._start) and weights.are_valid
+        return {
+            "steps": self.steps,
+            "start": [tensor.clone() for tensor in self._start] if begun else [],
+            "now": [tensor.clone() for tensor in weights.predicted] if begun else [],
+            "left": {number: tensor.clone() for number, tensor in self._left.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a ``state_dict``; the parameters' true weights must be those of that moment already."""
+        device = self._parameters[0].device
+        self.steps, self._start = state["steps"], []
+        self._left = {number: tensor.to(device, copy=True) for number, tensor in state.get("left", {}).items()}
+        if state["start"]:
+            self._weights().work()
+            self._start = [tensor.to(device, copy=True) for tensor in state["start"]]
+            torch._foreach_copy_([parameter.data for parameter in self._parameters], list(state["now"]))
+
+    def work(self) -> None:
+        """Let the parameters hold this rank's weights, from which the window begins if it has not begun."""
+        weights = self._weights()
+        if not weights.are_valid:  # others were loaded, or an error has put the true ones in
+            self._start = []
+        weights.work()
+        if not self._start:
+            self._start = [parameter.data.clone() for parameter in self._parameters]
+            if self._left:
+                moved = [self._parameters[number].data for number in self._left]
+                torch._foreach_sub_(moved, list(self._left.values()))
+                self._left = {}
