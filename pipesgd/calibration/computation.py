@@ -114,7 +114,11 @@ class LateIteration(Protocol):
 
 def least_iterations(modes: Iterable[TrainingMode]) -> int:
     """Return the fewest iterations of a training in these ways."""
-    return LEAST_LAPS * sum(_untimed(way.width) + LEAST_ITERATIONS for way in modes)
+    return LEAST_LAPS * sum(_least_of_lap(way.width) for way in modes)
+
+
+def _least_of_lap(width: int) -> int:
+    return _untimed(width) + LEAST_ITERATIONS
 
 
 def _untimed(width: int) -> int:
@@ -179,7 +183,7 @@ class Training:
         share = self._due / len(self._strategies)
         asked = [min(share / pace, MOST_ITERATIONS) if pace else 0.0 for pace in self._paces]
         agreed = np.min(self._ranks.all_gather_object("iterations of a lap", asked), axis=0)
-        least = [_untimed(strategy.width) + LEAST_ITERATIONS for strategy in self._strategies]
+        least = [_least_of_lap(strategy.width) for strategy in self._strategies]
         if len(self.laps[0]) >= LEAST_LAPS and any(agreed < least):
             return False
         self._due = 0.0

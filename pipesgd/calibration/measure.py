@@ -128,7 +128,7 @@ def measure(
         all_reduces: names of the all-reduces to measure, the ring among them.
         servers: True to measure a parameter server.
         prediction: how the weights are predicted from gradients in flight.
-        brief: True to measure all ranks together only, and one link of each: enough for a plan for these ranks.
+        brief: True to measure all ranks together only, and one link of each, or two: enough for a plan for these ranks.
 
     Raises:
         CommunicationError: a rank was lost.
@@ -168,8 +168,8 @@ def measure(
         groups = groups_to_measure(where, [one.rank for one in slow if one.rank is not None])
         groups = groups[-1:] if brief else groups
         sweep = Sweep(ranks, transport, groups, names, uneven=messages_meet, timeout=timeout)
-        left = planned[TRAINING] + time.perf_counter()
-        largest = sweep.choose_sizes(largest_bytes // 4 * 4, planned[TRAINING] / (1 + TRAINED))
+        end = time.perf_counter() + planned[TRAINING]
+        sizes, largest = sweep.choose_sizes(largest_bytes // 4 * 4, planned[TRAINING] / (1 + TRAINED))
         values = sum(one.numel() for one in model.parameters() if one.requires_grad)
         apart = [TrainingMode(1, RING, UNCOMPRESSED, apart=True)]
         with contextlib.closing(Training(config, model, batches, prediction, apart, ranks)) as alone:
@@ -193,7 +193,8 @@ def measure(
             return stolen[-1] <= machines.DISTURBED
 
         swept, laps = sweep.run(
-            seconds=left - time.perf_counter(),
+            sizes=sizes,
+            seconds=end - time.perf_counter(),
             between=between,
             quiet=quiet,
             advance=partial(shown.advance, TRAINING),

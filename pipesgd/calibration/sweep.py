@@ -73,7 +73,6 @@ class Sweep:
         self._groups = groups
         self._names = all_reduces
         self._all_reduces: list[dict[str, AllReduce]] = []
-        self._sizes: list[int] = []
         for members in groups:
             own: dict[str, AllReduce] = {}
             for name in all_reduces:
@@ -92,15 +91,15 @@ class Sweep:
         """Ring all-reduce of all ranks."""
         return self._all_reduces[-1][RING]
 
-    def choose_sizes(self, largest_bytes: int, seconds: float) -> float:
-        """Choose sizes, the smallest among them, for which there is time in all groups. Collective.
+    def choose_sizes(self, largest_bytes: int, seconds: float) -> tuple[list[int], float]:
+        """Return sizes, the smallest among them, for which there is time in all groups. Collective.
 
         Args:
             largest_bytes: bytes of the largest gradient.
             seconds: duration of all laps.
 
         Returns:
-            the estimated time of a ring of the largest gradient, in s, the same on all ranks.
+            the sizes in bytes, and the estimated time of a ring of the largest gradient, in s; the same on all ranks.
         """
         most = seconds / ((LEAST_LAPS + 1) * len(self._names) * len(self._groups))
         everybody, flat = len(self._groups) - 1, torch.ones(largest_bytes // 4)
@@ -118,12 +117,12 @@ class Sweep:
         sizes = list(times)
         while len(sizes) > LEAST_SIZES and sum(times[size] for size in sizes) > most:
             del sizes[len(sizes) // 2]
-        self._sizes = sizes
-        return largest / nbytes * times[nbytes]
+        return sizes, largest / nbytes * times[nbytes]
 
     def run(
         self,
         *,
+        sizes: Sequence[int],
         seconds: float,
         between: Callable[[float], None],
         quiet: Callable[[], bool],
@@ -131,10 +130,10 @@ class Sweep:
     ) -> tuple[list[Cell], list[int]]:
         """Measure every cell; return the same cells on all ranks, and the numbers of the laps that count. Collective.
 
-        ``choose_sizes`` comes before it. The quiet laps count, unless there are fewer than ``LEAST_COUNTED``: then all
-        of them do.
+        The quiet laps count, unless there are fewer than ``LEAST_COUNTED``: then all of them do.
 
         Args:
+            sizes: bytes of the gradients, as ``choose_sizes`` returns them.
             seconds: approximate duration, including what is done between laps.
             between: called after each lap, with its seconds: for other work that is to be spread over the time.
             quiet: called at the end of each lap; True if nothing disturbed it, as all ranks agree. To reach
@@ -143,7 +142,7 @@ class Sweep:
         """
         end = time.perf_counter() + seconds
         # 1. Run all groups once, which makes their memory and connections.
-        sizes, flat = self._sizes, torch.ones(max(self._sizes) // 4)
+        flat = torch.ones(max(sizes) // 4)
         cells = [(group, name, size) for group in range(len(self._groups)) for name in self._names for size in sizes]
         first = [self._block(group, name, flat[: size // 4], 1) for group, name, size in cells]
         # 2. Agree on how often each cell is run.

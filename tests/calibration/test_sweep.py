@@ -60,8 +60,9 @@ def _sweep(
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
     groups = groups_to_measure(places([0] * ranks.world_size))
     sweep = Sweep(ranks, transport, groups, ALL_REDUCES, uneven=messages_meet, timeout=ranks.timeout)
-    sweep.choose_sizes(largest_bytes, seconds)
+    sizes, _ = sweep.choose_sizes(largest_bytes, seconds)
     cells, counted = sweep.run(
+        sizes=sizes,
         seconds=seconds,
         between=laps.append,
         quiet=lambda: next(quiet),
