@@ -202,17 +202,20 @@ def cut_of(buckets: str) -> Cut:
 
 def check_fragments(fragments: int, codec: str) -> None:
     """Raise ``UserInputError`` unless movements with this codec can be exchanged in so many parts."""
-    if fragments > 1 and codec in ("topk", "powersgd"):
-        raise UserInputError(
-            f"fragments must be 1 with --codec {codec}, which compresses the movement as a whole; got {fragments}"
-        )
+    if fragments > 1:
+        _check_divisible("fragments", fragments, codec, "movement")
 
 
 def check_buckets(buckets: str, codec: str) -> None:
     """Raise ``UserInputError`` unless gradients with this codec can leave in these buckets."""
-    if cut_of(buckets) != WHOLE and codec in ("topk", "powersgd"):
+    if cut_of(buckets) != WHOLE:
+        _check_divisible("buckets", buckets, codec, "gradient")
+
+
+def _check_divisible(name: str, value: int | str, codec: str, what: str) -> None:
+    if codec in ("topk", "powersgd"):
         raise UserInputError(
-            f"buckets must be 1 with --codec {codec}, which compresses the gradient as a whole; got {buckets}"
+            f"{name} must be 1 with --codec {codec}, which compresses the {what} as a whole; got {value}"
         )
 
 

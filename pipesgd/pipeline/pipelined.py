@@ -250,10 +250,10 @@ class Pipelined(Strategy):
         self._parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
         self._cut = str(buckets)
         self._indices = bucket_indices(model, self._parameters, self._cut)
+        """Indices of the parameters of each bucket."""
         self._in_turns = in_turns
         self._turn = 0
         """Number of the bucket that the next step sums, with ``in_turns``."""
-        """Indices of the parameters of each bucket."""
         clip = Clipping(norm=clip_norm, value=clip_value)
         self._updates = DelayedUpdate(
             optimizer,
