@@ -147,10 +147,7 @@ def local_steps(
 
     def arrive() -> None:
         movements = on_their_way.pop(0)
-        mean = [sum(parts[1:], parts[0]) / len(ranks) for parts in zip(*movements, strict=True)]
-        for rank, own in enumerate(movements):
-            one, other = (torch.cat([part.reshape(-1) for part in parts]) for parts in (own, mean))
-            cosines[rank] = round(float(torch.cosine_similarity(one, other, dim=0)), 5)
+        mean, cosines[:] = _mean_and_cosines(movements)
         with torch.no_grad():
             for parameter, change in zip(parameters, outer(mean), strict=True):
                 parameter.sub_(change)
@@ -170,11 +167,7 @@ def local_steps(
                         own.sub_(late[rank][index] * cosines[rank] ** 2)
             start = [own.detach().clone() for own in its_model.parameters()]
             for number, of_ranks in enumerate(window, iteration - len(window)):
-                optimizer.zero_grad()
-                loss = loss_of(its_model, of_ranks[rank])
-                loss.backward()
-                optimizer.step()
-                losses[number].append(loss.item())
+                losses[number].append(_own_step(its_model, optimizer, loss_of, of_ranks[rank]))
             movements.append([a - b.detach() for a, b in zip(start, its_model.parameters(), strict=True)])
         on_their_way.append(movements)
         while len(on_their_way) > in_flight:
@@ -189,6 +182,30 @@ def local_steps(
     while on_their_way:
         arrive()
     return losses
+
+
+def _own_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+) -> float:
+    """Do an iteration of one rank by itself; return the loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _mean_and_cosines(movements: list[list[Tensor]]) -> tuple[list[Tensor], list[float]]:
+    """Return the mean of the ranks' movements, and the cosine of each rank's with it."""
+    mean = [sum(parts[1:], parts[0]) / len(movements) for parts in zip(*movements, strict=True)]
+    cosines = []
+    for own in movements:
+        one, other = (torch.cat([part.reshape(-1) for part in parts]) for parts in (own, mean))
+        cosines.append(round(float(torch.cosine_similarity(one, other, dim=0)), 5))
+    return mean, cosines
 
 
 def weight_streaming(
@@ -219,10 +236,7 @@ def weight_streaming(
 
     def arrive() -> None:
         which, movements = on_their_way.pop(0)
-        mean = [sum(parts[1:], parts[0]) / len(ranks) for parts in zip(*movements, strict=True)]
-        for rank, own in enumerate(movements):
-            one, other = (torch.cat([part.reshape(-1) for part in parts]) for parts in (own, mean))
-            cosines[rank] = round(float(torch.cosine_similarity(one, other, dim=0)), 5)
+        mean, cosines[:] = _mean_and_cosines(movements)
         for value, change in zip(agreed[which], mean, strict=True):
             value.sub_(change)
 
@@ -251,11 +265,7 @@ def weight_streaming(
     for number, of_ranks in enumerate(batches, start=1):
         losses.append([])
         for its_model, optimizer, batch in zip(ranks, optimizers, of_ranks, strict=True):
-            optimizer.zero_grad()
-            loss = loss_of(its_model, batch)
-            loss.backward()
-            optimizer.step()
-            losses[-1].append(loss.item())
+            losses[-1].append(_own_step(its_model, optimizer, loss_of, batch))
         if number % steps == 0:
             exchange()
     for _ in fragments:
@@ -300,11 +310,7 @@ def elastic_averaging(
         for of_ranks in window:
             losses.append([])
             for rank, optimizer, batch in zip(ranks, optimizers, of_ranks, strict=True):
-                optimizer.zero_grad()
-                loss = loss_of(rank, batch)
-                loss.backward()
-                optimizer.step()
-                losses[-1].append(loss.item())
+                losses[-1].append(_own_step(rank, optimizer, loss_of, batch))
         iteration += len(window)
         on_their_way.append([[x.detach().clone() for x in rank.parameters()] for rank in ranks])
         with torch.no_grad():
