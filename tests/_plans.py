@@ -14,9 +14,8 @@ from timing_model.cluster_profile import Profile
 from timing_model.measured import ComputeProfile, Estimate, LinkProfile
 
 AUTOS = "--width auto --codec auto --all-reduce auto"
-SMALL = dataclasses.replace(
-    MLP, batch_size=16, tensors=(64 * 20, 20, 20 * 10, 10), samples=1497, comm_slowdown=Estimate.exact(0.0)
-)
+NO_HANDOVER = {"handover": Estimate.exact(0.0), "late_handover": Estimate.exact(0.0)}
+SMALL = dataclasses.replace(MLP, batch_size=16, tensors=(64 * 20, 20, 20 * 10, 10), samples=1497, **NO_HANDOVER)
 SLOW = LinkParams(alpha=5e-5, beta=8e-8, gamma=1e-10, sync=1e-4)
 INSTANT = LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0)
 
@@ -25,7 +24,7 @@ def cluster(link: LinkParams = SLOW, compute: ComputeProfile = MLP, **changes: A
     """Return the profile of a cluster with this link and without noise."""
     exact = LinkProfile.exact(link)
     none = Estimate.exact(0.0)
-    steady = dataclasses.replace(compute, cv=0.0, persistence=none, comm_cv=none, slow_ranks=())
+    steady = dataclasses.replace(compute, cv=0.0, persistence=none, comm_cv=none, slow_ranks=(), **NO_HANDOVER)
     return dataclasses.replace(PROFILE, link=exact, links={"native": exact}, compute=(steady,), **changes)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from timing_model.former_links import with_one_latency
+from timing_model.collective_time import ring_all_reduce_bytes
 from timing_model.measured import (
     LINK,
     MOST,
@@ -24,7 +24,7 @@ from timing_model.measured import (
     LinkProfile,
     MeasuredIteration,
 )
-from timing_model.params import PlacedLink
+from timing_model.params import FLOAT_BYTES, PlacedLink
 from timing_model.presets import ethernet
 from timing_model.schedules import ALL_REDUCES
 from timing_model.toml_io import Scalar, Table, format_tables, read_tables
@@ -44,16 +44,9 @@ __all__ = [
     "Profile",
 ]
 
-FORMAT, FORMER_FORMATS = 5, (3, 4)
-"""Version of the file's format, raised whenever an older reader would misunderstand a newer file, and those that are
-still read: of these, the rates of codecs in cache count no longer, and ``former_links`` converts links."""
-FORMER_NAMES = {
-    "compute_slowdown": "contention",
-    "codec_compute_slowdown": "codec_contention",
-    "comm_slowdown": "hindrance",
-    "comm_slowdowns": "hindrances",
-}
-"""Fields of a computation, and their names in format 3."""
+FORMAT, FORMER_FORMAT = 6, 5
+"""Version of the file's format, raised whenever an older reader would misunderstand a newer file, and the one before,
+which is still read: it has shares by which collectives are slower beside the computation, in place of times."""
 RING, HIERARCHICAL = "ring", "hierarchical"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
 """Names of the all-reduces, and of the parameter server, that may have a link of their own."""
@@ -67,10 +60,15 @@ ESTIMATES = (
     "late_update",
     "compute_slowdown",
     "codec_compute_slowdown",
-    "comm_slowdown",
 )
 """Fields of a ``ComputeProfile`` that are estimates."""
-LATER = {"loading": MOST, "handover": MOST, "persistence": MOST_PERSISTENCE, "comm_cv": MOST_CV}
+LATER = {
+    "loading": MOST,
+    "handover": MOST,
+    "late_handover": MOST,
+    "persistence": MOST_PERSISTENCE,
+    "comm_cv": MOST_CV,
+}
 """Estimates that files of this format may be without, which means 0, and their largest values. Those that are 0 are not
 written, so that readers that do not know them can read the file, too."""
 
@@ -118,25 +116,22 @@ class Profile:
         if file.is_list("link"):
             return _by_hand(file)
         version = file.count("format")
-        if version not in (FORMAT, *FORMER_FORMATS):
+        if version not in (FORMAT, FORMER_FORMAT):
             raise file.error("format", f"be {FORMAT}, the version that this program reads (calibrate again)", version)
         links, codecs = (file.table(name) if name in file else None for name in ("links", "codecs"))
         servers = file.table("servers") if "servers" in file else None
         sharing = _estimate(servers, "sharing", most=1.0) if servers else None
-        read_link = _link if version == FORMAT else partial(_former_link, sharing=sharing)
         profile = cls(
             provenance=file.table("provenance").scalars() if "provenance" in file else {},
             calibrated=_calibrated(file.table("calibrated")),
-            link=read_link(file.table("link"), RING),
-            links={name: read_link(links.table(name), name) for name in _names(links, BESIDE_RING)} if links else {},
-            inner=read_link(file.table("inner"), HIERARCHICAL) if "inner" in file else None,
-            codecs={name: _codec(codecs.table(name), version) for name in codecs.names()} if codecs else {},
+            link=_link(file.table("link")),
+            links={name: _link(links.table(name)) for name in _names(links, BESIDE_RING)} if links else {},
+            inner=_link(file.table("inner")) if "inner" in file else None,
+            codecs={name: _codec(codecs.table(name)) for name in codecs.names()} if codecs else {},
             sharing=sharing,
-            compute=tuple(
-                _compute(table, FORMER_NAMES if version == FORMER_FORMATS[0] else {})
-                for table in file.tables("compute")
-            ),
         )
+        read_compute = _compute if version == FORMAT else partial(_former_compute, profile=profile)
+        profile = dataclasses.replace(profile, compute=tuple(map(read_compute, file.tables("compute"))))
         if servers:
             servers.done()
         file.done()
@@ -229,18 +224,11 @@ def _estimate(table: Table, field: str, most: float = MOST) -> Estimate:
     return Estimate(value, low, high)
 
 
-def _link(table: Table, name: str) -> LinkProfile:
+def _link(table: Table) -> LinkProfile:
     corrections = _corrections(table.table("corrections")) if "corrections" in table else None
     alpha, beta, gamma, sync = (_estimate(table, name) for name in LINK)
     table.done()
     return LinkProfile(alpha=alpha, beta=beta, gamma=gamma, sync=sync, corrections=corrections)
-
-
-def _former_link(table: Table, name: str, *, sharing: Estimate | None) -> LinkProfile:
-    """Read the link of an all-reduce, or of ``PARAMETER_SERVER``, in a file of the former formats."""
-    overhead = _estimate(table, "overhead")
-    link = _link(table, name)
-    return with_one_latency(name, link, overhead=overhead, sharing=0.0 if sharing is None else sharing.value)
 
 
 def _corrections(table: Table) -> Corrections:
@@ -261,9 +249,7 @@ def _names(table: Table, known: Sequence[str]) -> list[str]:
     return table.names()
 
 
-def _codec(table: Table, version: int) -> CodecProfile:
-    if version in FORMER_FORMATS and "in_cache" in table:
-        table.table("in_cache")
+def _codec(table: Table) -> CodecProfile:
     codec = CodecProfile(
         bits=table.number("bits", least=SMALLEST_BITS),
         gathered=table.flag("gathered"),
@@ -287,10 +273,30 @@ def _calibrated(table: Table) -> Calibrated:
     return calibrated
 
 
-def _compute(table: Table, names: Mapping[str, str]) -> ComputeProfile:
-    """Read a computation, whose fields are called by ``names`` in the file, or as they are here."""
-    slowdowns = names.get("comm_slowdowns", "comm_slowdowns")
-    others = table.table(slowdowns) if slowdowns in table else None
+def _former_compute(table: Table, profile: Profile) -> ComputeProfile:
+    """Read a computation of the former format, whose all-reduces are slower in a pipeline by shares of their time on
+    the wire, in addition to the handover at width 1."""
+    share, shares = _estimate(table, "comm_slowdown"), _by_all_reduce(table, "comm_slowdowns")
+    compute = _compute(table)
+    transferred = ring_all_reduce_bytes(FLOAT_BYTES * compute.numel, max(profile.calibrated.world_sizes))
+
+    def late(name: str, share: Estimate) -> Estimate:
+        on_wire = transferred * profile.link_of(name).beta.value
+        both = zip(dataclasses.astuple(compute.handover), dataclasses.astuple(share), strict=True)
+        return Estimate(*(min(MOST, handover + slower * on_wire) for handover, slower in both))
+
+    late_handovers = {name: late(name, one) for name, one in shares.items()}
+    return dataclasses.replace(compute, late_handover=late(RING, share), late_handovers=late_handovers)
+
+
+def _by_all_reduce(table: Table, field: str) -> dict[str, Estimate]:
+    if field not in table:
+        return {}
+    others = table.table(field)
+    return {name: _estimate(others, name) for name in _names(others, BESIDE_RING)}
+
+
+def _compute(table: Table) -> ComputeProfile:
     compute = ComputeProfile(
         model=table.text("model"),
         batch_size=table.count("batch_size"),
@@ -298,12 +304,13 @@ def _compute(table: Table, names: Mapping[str, str]) -> ComputeProfile:
         samples=table.count("samples") if "samples" in table else None,
         cv=table.number("cv", most=MOST_CV),
         slow_ranks=table.numbers("slow_ranks", least=1.0),
-        comm_slowdowns={name: _estimate(others, name) for name in _names(others, BESIDE_RING)} if others else {},
+        processor_share=table.number("processor_share", most=1.0) if "processor_share" in table else 1.0,
         measured=tuple(map(_measured, table.tables("measured"))),
+        late_handovers=_by_all_reduce(table, "late_handovers"),
         **{
             name: _estimate(table, name, most) if name in table else Estimate.exact(0.0) for name, most in LATER.items()
         },
-        **{name: _estimate(table, names.get(name, name)) for name in ESTIMATES},
+        **{name: _estimate(table, name) for name in ESTIMATES},
     )
     table.done()
     return compute

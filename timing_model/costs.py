@@ -61,7 +61,7 @@ def costs_of(job: Job) -> Costs:
         codec=codec,
         times=dataclasses.replace(
             job.accumulated.times(job.width, job.all_reduce, job.codec, job.local_steps),
-            **{name: one.value for name, one in _slowdowns(job).items()},
+            compute_slowdown=_slowdown(job).value,
         ),
         noise=job.noise,
         sharing=DEFAULT_SHARING if cluster.sharing is None else cluster.sharing.value,
@@ -191,16 +191,12 @@ def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
     )
 
 
-def _slowdowns(job: Job) -> dict[str, Estimate]:
-    """Return the slowdowns of computation and collective by each other.
+def _slowdown(job: Job) -> Estimate:
+    """Return the slowdown of the computation by the collective.
 
     A rank that sends at a rate limit needs its cores for the same work, in a longer time.
     """
-    found = {
-        "compute_slowdown": job.compute.compute_slowdown_of(job.codec),
-        "comm_slowdown": job.compute.comm_slowdown_of(job.all_reduce),
-    }
-    return {name: one.times(job.sending_share) for name, one in found.items()}
+    return job.compute.compute_slowdown_of(job.codec).times(job.sending_share)
 
 
 def _link(job: Job) -> LinkProfile:
@@ -233,8 +229,7 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     passes = {"forward": compute.forward, "backward": compute.backward}
     yield "times", compute.updates(job.width, job.local_steps) | passes
     yield "times", {"loading": compute.loading}
-    yield "times", {"handover": compute.handover}
-    for name, slowdown in _slowdowns(job).items():
-        yield "times", {name: slowdown}
+    yield "times", {"handover": compute.handover_of(job.width, job.all_reduce)}
+    yield "times", {"compute_slowdown": _slowdown(job)}
     yield "noise", {"persistence": compute.persistence}
     yield "noise", {"comm_cv": compute.comm_cv}

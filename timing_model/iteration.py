@@ -50,7 +50,7 @@ def pipelined_iteration_time(
 
     .. math:: T = \max(c,\; m,\; (c + m) / K)
 
-    c is ``times.total`` and m is ``collective.total``, each slowed down by the other if K > 1
+    c is ``times.total``, slowed down by the collective if K > 1, and m is ``collective.total`` with its handover
     (``ComputeTimes.at_width``). Width 1 is synchronous and takes c + m. Width 2 is the smallest that reaches
     max(c, m). Noise replaces the maximum by ``jitter.steady_state_period``. Source: Li et al., NeurIPS 2018 (Pipe-SGD).
 
@@ -199,7 +199,7 @@ def layerwise_iteration_time(
         T = \max(end_1, t_{forward} + t_{backward}) + t_{update}
 
     Args:
-        times: the computation; the backward pass is slower while a collective runs, and so is the collective.
+        times: the computation; the backward pass is slower while a collective runs.
         buckets: for each bucket, in the order of reduction, the share of the backward pass after which it is ready,
             which must not fall, and its collective.
         world_size: number of ranks; the slowest makes all wait, so computation times are the expected maximum's.
@@ -223,8 +223,7 @@ def layerwise_iteration_time(
         backward = slower * times.slowed(times.backward, sum(t_comms))
         end = 0.0
         for (share, _), t_comm in zip(buckets, t_comms, strict=True):
-            start = max(end, slower * times.forward + share * backward)
-            end = start + times.slowed_comm(t_comm, slower * times.forward + backward - start)
+            end = max(end, slower * times.forward + share * backward) + t_comm
         return max(end, slower * times.forward + backward) + slower * times.update
 
     wires = [collective.wire for _, collective in buckets]

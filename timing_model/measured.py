@@ -200,14 +200,16 @@ class ComputeProfile:
     """Share by which the computation is slower while an uncompressed collective runs."""
     codec_compute_slowdown: Estimate
     """Share by which a compressed collective slows the computation: encoding and decoding take cores, too."""
-    comm_slowdown: Estimate
-    """Share by which a collective is slower while the computation runs: a ring, and any not in ``comm_slowdowns``."""
-    comm_slowdowns: dict[str, Estimate] = field(default_factory=dict)
-    """Hindrances of other all-reduces, by name."""
+    processor_share: float = 1.0
+    """Share of the computation for which the rank's processor is busy, and which a collective can slow down."""
+    handover: Estimate = Estimate(0.0, 0.0, 0.0)
+    """Additional time of a collective in training, at width 1."""
+    late_handover: Estimate = Estimate(0.0, 0.0, 0.0)
+    """The same at a width above 1, of a ring and of any all-reduce that is not in ``late_handovers``."""
+    late_handovers: dict[str, Estimate] = field(default_factory=dict)
+    """The same of other all-reduces, by name."""
     loading: Estimate = Estimate(0.0, 0.0, 0.0)
     """Time that one process takes to load a batch; 0 in files that were written before it was measured."""
-    handover: Estimate = Estimate(0.0, 0.0, 0.0)
-    """Additional time of a collective in training; 0 in files that were written before it was measured."""
     cv: float = 0.0
     """Standard deviation over mean of one rank's time, between iterations."""
     persistence: Estimate = Estimate(0.0, 0.0, 0.0)
@@ -236,7 +238,6 @@ class ComputeProfile:
             late_update=Estimate.exact(update),
             compute_slowdown=Estimate.exact(0.0),
             codec_compute_slowdown=Estimate.exact(0.0),
-            comm_slowdown=Estimate.exact(0.0),
         )
 
     @property
@@ -244,9 +245,9 @@ class ComputeProfile:
         """Values of the whole gradient."""
         return sum(self.tensors)
 
-    def comm_slowdown_of(self, all_reduce: str | None) -> Estimate:
-        """Return the share by which this all-reduce is slower while the computation runs."""
-        return self.comm_slowdowns.get(all_reduce or "", self.comm_slowdown)
+    def handover_of(self, width: int, all_reduce: str | None) -> Estimate:
+        """Return the additional time of this all-reduce in training."""
+        return self.handover if width == 1 else self.late_handovers.get(all_reduce or "", self.late_handover)
 
     def compute_slowdown_of(self, codec: str) -> Estimate:
         """Return the share by which the computation is slower while a collective with this codec runs."""
@@ -270,9 +271,9 @@ class ComputeProfile:
             forward=self.forward.value,
             backward=self.backward.value,
             compute_slowdown=self.compute_slowdown_of(codec).value,
-            comm_slowdown=self.comm_slowdown_of(all_reduce).value,
+            processor_share=self.processor_share,
             loading=self.loading.value,
-            handover=self.handover.value,
+            handover=self.handover_of(width, all_reduce).value,
         )
 
 

@@ -84,19 +84,23 @@ class ComputeTimes:
     forward: float
     backward: float
     compute_slowdown: float = 0.0
-    """Share by which the computation is slower while a collective runs."""
-    comm_slowdown: float = 0.0
-    """Share by which a collective in a pipeline is slower while the computation runs."""
+    """Share by which a rank's processor computes more slowly while a collective runs."""
+    processor_share: float = 1.0
+    """Share of the computation for which the rank's processor is busy. The rest, as on an accelerator, is not slowed
+    down by a collective."""
     loading: float = 0.0
     """Time that one process takes to load a batch; not a part of the computation, unless the rank loads it itself."""
     handover: float = 0.0
-    """Additional time of a collective in training: another thread runs it, on memory that left the caches meanwhile."""
+    """Additional time of a collective in training: another thread runs it, on memory that left the caches meanwhile,
+    and in a pipeline it begins while the rank updates."""
     outer_update: float = 0.0
     """Time of packing, outer optimizer and prediction at the end of a window of local steps; 0 without local steps."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             check_at_least(field.name, getattr(self, field.name), 0)
+        if self.processor_share > 1:
+            raise ValueError(f"processor_share must be at most 1; got {self.processor_share}")
 
     @property
     def total(self) -> float:
@@ -126,33 +130,25 @@ class ComputeTimes:
         r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.
 
         A collective takes m = ``t_comm`` + ``handover``. At width 1 the two do not overlap. Otherwise, with k
-        ``compute_slowdown`` and h ``comm_slowdown``, a second of computation does the work of 1/(1+k) s while the
-        collective runs, and the collective at worst stands still:
+        ``compute_slowdown`` and b ``processor_share``, a second of the processor does the work of 1/(1+k) s while the
+        collective runs:
 
-        .. math::
-
-            m' = \min(m (1 + h),\; m + c), \qquad c' = \min\left(c (1 + k),\; c + \frac{k}{1 + k} m'\right)
+        .. math:: c' = \min\left(c (1 + b k),\; c + \frac{k}{1 + k} m\right)
 
         >>> ComputeTimes(update=0.0, forward=1.0, backward=3.0, compute_slowdown=0.5).at_width(2, 3.0)
         (5.0, 3.0)
-        >>> slower = ComputeTimes(update=0.0, forward=1.0, backward=1.0, compute_slowdown=0.5, comm_slowdown=1.0)
-        >>> slower.at_width(2, 10.0)
-        (3.0, 12.0)
+        >>> idle = ComputeTimes(update=0.0, forward=1.0, backward=3.0, compute_slowdown=0.5, processor_share=0.25)
+        >>> idle.at_width(2, 3.0)
+        (4.5, 3.0)
         """
         if t_comm > 0:
             t_comm += self.handover
-        if width == 1:
-            return self.total, t_comm
-        slowed = min(t_comm * (1 + self.comm_slowdown), t_comm + self.total)
-        return self.slowed(self.total, slowed), slowed
+        return self.total if width == 1 else self.slowed(self.total, t_comm), t_comm
 
     def slowed(self, seconds: float, t_comm: float) -> float:
         """Return the time, in s, of ``seconds`` of the computation while a collective runs that takes ``t_comm`` s."""
-        return _slowed(seconds, self.compute_slowdown, t_comm)
-
-    def slowed_comm(self, t_comm: float, seconds: float) -> float:
-        """Return the time, in s, of a collective of ``t_comm`` s whose first ``seconds`` overlap the computation."""
-        return _slowed(t_comm, self.comm_slowdown, max(seconds, 0.0))
+        slowdown = self.compute_slowdown
+        return min(seconds * (1 + self.processor_share * slowdown), seconds + t_comm * slowdown / (1 + slowdown))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +240,3 @@ class Noise:
         """Raise ``ValueError`` if more ranks are slow than there are."""
         if len(self.slow_ranks) > world_size:
             raise ValueError(f"slow_ranks must be at most world_size {world_size}; got {len(self.slow_ranks)}")
-
-
-def _slowed(seconds: float, share: float, beside: float) -> float:
-    """Return the time, in s, of work that takes ``seconds`` alone and is slower by ``share`` while other work runs."""
-    return min(seconds * (1 + share), seconds + beside * share / (1 + share))

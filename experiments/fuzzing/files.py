@@ -85,7 +85,7 @@ def whole_profile(folder: Path) -> str:
         late_update=about(0.006),
         compute_slowdown=about(0.1),
         codec_compute_slowdown=about(0.15),
-        comm_slowdown=about(0.05),
+        late_handover=about(0.002),
         cv=0.02,
         persistence=about(0.5),
         comm_cv=about(0.1),

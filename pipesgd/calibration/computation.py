@@ -13,7 +13,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,7 +28,7 @@ from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.optim.build import build_optimizer
 from pipesgd.pipeline.pipelined import Pipelined
-from pipesgd.ranks import Ranks, alone
+from pipesgd.ranks import Ranks
 from pipesgd.run.forward_backward import forward_backward
 from timing_model.jitter import variance_of_mean
 from timing_model.measured import MOST_PERSISTENCE, Estimate
@@ -51,6 +51,8 @@ more than half of a lap."""
 LEAST_OVERLAP, MOST_SLOWED = 0.2, 0.75
 """Smallest overlap with a collective (share of the computation) that is assumed when dividing by it, to avoid
 amplifying noise; and the largest share of that time which counts as lost."""
+LEAST_BUSY = 0.02
+"""Smallest share of the computation that is taken to need a core."""
 LEAST_VARIANCE, ROUNDS = 1e-12, 50
 """Variance, relative to the mean, below which times are all the same; and rounds of an iteration that converges in
 fewer."""
@@ -63,9 +65,6 @@ the time for which this thread had a core in the passes, the part of the first i
 and the time in which a process loaded that batch."""
 EXPOSED = 0.05
 """Share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
-
-UNKNOWN_SLOWDOWN = Estimate(0.0, 0.0, 0.1)
-"""Slowdowns where collectives take too long to be measured next to the computation."""
 
 Laps = list[list[list[float]]]
 """One rank's times: laps, iterations, seconds."""
@@ -87,11 +86,13 @@ class Computation:
     """Spread of the all-reduce's time between iterations, where no computation runs: standard deviation over mean."""
     slow_ranks: dict[int, float]
     """Slowdown of each rank that is always slow: its median iteration over the median rank's."""
+    processor_share: float
+    """Share of the computation for which the rank has a core; in the rest it waits, as for an accelerator."""
     compute_slowdown: Estimate
     codec_compute_slowdown: Estimate
-    """Contention with an all-reduce that is compressed."""
-    comm_slowdowns: dict[str, Estimate]
-    """Share by which each all-reduce is slower while the computation runs, by name."""
+    """Slowdown by an all-reduce that is compressed."""
+    late_handovers: dict[str, Estimate]
+    """Time by which each all-reduce is longer in a pipeline than outside of training, in s, by name."""
 
 
 class TrainingMode(NamedTuple):
@@ -100,8 +101,6 @@ class TrainingMode(NamedTuple):
     width: int
     all_reduce: str
     codec: str
-    apart: bool = False
-    """True if every rank trains for itself."""
 
 
 class LateIteration(Protocol):
@@ -156,7 +155,7 @@ class Training:
                     scaler=self._scaler,
                     codec=way.codec,
                     all_reduce=way.all_reduce,
-                    ranks=alone(ranks.rank) if way.apart else ranks,
+                    ranks=ranks,
                 )
             )
         self._paces = [0.0] * len(self._strategies)
@@ -222,20 +221,17 @@ def training_modes(all_reduces: Sequence[str], codecs: Sequence[str], *, slow: b
     """Return the ways to train: synchronous with the first all-reduce, late with each, and late with the first one and
     a codec, if any is measured: next to that the computation is the limit more often, and slower than where it waits.
 
-    With ``slow``, collectives take too long for that: synchronous with the last codec, and late with none at all.
+    With ``slow``, collectives take too long for that: both with the last codec.
 
     >>> [tuple(way) for way in training_modes(["ring", "native"], ["bf16", "int8"])]
-    [(1, 'ring', 'fp32', False), (2, 'ring', 'fp32', False), (2, 'native', 'fp32', False), (2, 'ring', 'int8', False)]
+    [(1, 'ring', 'fp32'), (2, 'ring', 'fp32'), (2, 'native', 'fp32'), (2, 'ring', 'int8')]
     >>> [tuple(way) for way in training_modes(["ring", "native"], ["bf16", "int4"], slow=True)]
-    [(1, 'ring', 'int4', False), (2, 'ring', 'fp32', True)]
+    [(1, 'ring', 'int4'), (2, 'ring', 'int4')]
     """
     compressed = [TYPICAL_CODEC] if TYPICAL_CODEC in codecs else codecs[:1]
     if slow:
         strongest = codecs[-1] if codecs else UNCOMPRESSED
-        return [
-            TrainingMode(SYNCHRONOUS, all_reduces[0], strongest),
-            TrainingMode(LATE, all_reduces[0], UNCOMPRESSED, apart=True),
-        ]
+        return [TrainingMode(width, all_reduces[0], strongest) for width in (SYNCHRONOUS, LATE)]
     return [
         TrainingMode(SYNCHRONOUS, all_reduces[0], UNCOMPRESSED),
         *(TrainingMode(LATE, name, UNCOMPRESSED) for name in all_reduces),
@@ -246,11 +242,9 @@ def training_modes(all_reduces: Sequence[str], codecs: Sequence[str], *, slow: b
 def summarize(
     everybody: Sequence[Sequence[Laps]],
     *,
-    t_synchronous: float,
-    t_comms: Mapping[str, float],
-    t_compressed: float,
+    training_modes: Sequence[TrainingMode],
+    t_comms: Sequence[float],
     late_iteration: Callable[[int, Noise], LateIteration],
-    apart: bool = False,
     shared_cores: bool = False,
 ) -> Computation:
     """Summarize every rank's ``Training.laps``.
@@ -258,12 +252,10 @@ def summarize(
     With ``shared_cores``, ranks are compared by CPU time: chance decides which of them waits longest for a core.
 
     Args:
-        everybody: each rank's laps, in each of the ways of ``training_modes``.
-        t_synchronous: seconds of the first way's all-reduce, as measured outside of training.
-        t_comms: seconds that each all-reduce of the gradient takes while no computation runs.
-        t_compressed: the same for the first all-reduce with a codec.
+        everybody: each rank's laps, in each of ``training_modes``.
+        training_modes: the synchronous way first, then late ones.
+        t_comms: seconds that each way's all-reduce of the gradient takes outside of training.
         late_iteration: a ``LateIteration``, given the number of ranks and their noise.
-        apart: True if the ranks trained apart in the only late way, next to no all-reduce.
         shared_cores: True if there are more ranks than cores.
     """
     halves = 2 if len(everybody[0][0]) < LEAST_GROUPS else 1
@@ -292,24 +284,24 @@ def summarize(
     persistence, comm_cv = _estimates(of_noise, count)
     noise = Noise(cv=cv, persistence=persistence.value, comm_cv=comm_cv.value, slow_ranks=tuple(slow.values()))
     model = late_iteration(len(everybody), noise)
+    names = list(dict.fromkeys(way.all_reduce for way in training_modes[1:]))
 
     def values(laps: list[int]) -> Floats:
         alone, *beside = (np.concatenate([way[lap] for lap in laps], axis=1) for way in (synchronous, *late))
-        return _values(alone, beside, t_synchronous, [] if apart else list(t_comms.values()), t_compressed, model)
+        return _values(alone, beside, training_modes[1:], t_comms, model, names)
 
     found = _estimates(values, count)
-    if apart:
-        found += [UNKNOWN_SLOWDOWN] * (2 + len(t_comms))
-    compute_slowdown, codec_compute_slowdown, *comm_slowdowns = found[len(PARTS) :]
+    compute_slowdown, codec_compute_slowdown, *late_handovers = found[len(PARTS) :]
     return Computation(
         parts=dict(zip(PARTS, found, strict=False)),
         cv=cv,
         persistence=dataclasses.replace(persistence, high=min(persistence.high, MOST_PERSISTENCE)),
         comm_cv=comm_cv,
         slow_ranks=slow,
+        processor_share=_processor_share(np.concatenate(synchronous, axis=1)),
         compute_slowdown=compute_slowdown,
         codec_compute_slowdown=codec_compute_slowdown,
-        comm_slowdowns=dict(zip(t_comms, comm_slowdowns, strict=True)),
+        late_handovers=dict(zip(names, late_handovers, strict=True)),
     )
 
 
@@ -329,48 +321,60 @@ def _estimates(values: Callable[[list[int]], Floats], count: int) -> list[Estima
 def _values(
     synchronous: Lap,
     late: Sequence[Lap],
-    t_synchronous: float,
+    ways: Sequence[TrainingMode],
     t_comms: Sequence[float],
-    t_compressed: float,
     model: LateIteration,
+    names: Sequence[str],
 ) -> Floats:
-    """Return ``PARTS`` and the slowdowns of these iterations, by inverting ``ComputeTimes.at_width``.
+    """Return ``PARTS``, the slowdowns of the computation and the late handovers of the all-reduces with these names, by
+    inverting ``ComputeTimes.at_width``.
 
     In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow.
     """
-    forward, backward, update, *_, data, loading = synchronous.mean(axis=(0, 1))
+    forward, backward, update, _, _, cpu, data, loading = synchronous.mean(axis=(0, 1))
     # The rank that is the last to begin waits for no other.
-    handover = max(0.0, float(synchronous[:, :, WAIT].min(axis=0).mean()) - t_synchronous)
-    if not t_comms:
-        return np.array([forward - data, backward, update, late[0][:, :, UPDATE].mean(), loading, handover])
-    t_comms, t_compressed = [one + handover for one in t_comms], t_compressed + handover
-    uncompressed, compressed = late[: len(t_comms)], late[len(t_comms) :]
-    all_reduces = np.array([_all_reduce(way, model) for way in uncompressed])
-    slowed = [
-        min(1 - t_comm / all_reduce, MOST_SLOWED) if all_reduce > t_comm else 0.0
-        for all_reduce, t_comm in zip(all_reduces, t_comms, strict=True)
-    ]
-    # 1. Share that the passes lose where they wait for the all-reduce: over all ways, since one alone is noise.
-    late_passes = np.array([way[:, :, : BACKWARD + 1].sum(axis=2).mean() for way in uncompressed])
-    late_updates = np.array([way[:, :, UPDATE].mean() for way in uncompressed])
-    beside = np.clip(all_reduces - late_updates, LEAST_OVERLAP * late_passes, late_passes)
-    lost = float(np.clip((late_passes - forward - backward).sum() / beside.sum(), 0.0, MOST_SLOWED))
-    late_update = (late_updates - lost * np.minimum(late_updates, all_reduces)).mean()
+    handover = max(0.0, float(synchronous[:, :, WAIT].min(axis=0).mean()) - t_comms[0])
+    all_reduces = np.array([_all_reduce(way, model) for way in late])
+    # 1. Time by which all-reduces are longer, with any codec: they want the cores that the update has.
+    longer: dict[str, list[float]] = {name: [] for name in names}
+    for way, all_reduce, t_comm in zip(ways, all_reduces, t_comms[1:], strict=True):
+        longer[way.all_reduce].append(all_reduce - t_comm)
+    late_handovers = [max(0.0, float(np.mean(own))) for own in longer.values()]
 
-    # 2. Share that all of the computation loses where it is the limit; ranks then wait for each other, too.
-    def lost_of(way: Lap, all_reduce: float, otherwise: float) -> float:
+    # 2. Share that the passes lose where they wait for the all-reduce: over all ways, since one alone is noise.
+    idle = max(0.0, forward + backward - cpu)
+    compressed = [way.codec != UNCOMPRESSED for way in ways]
+    plain = [number for number in range(len(ways)) if not compressed[number]] or [0]
+    late_passes = np.array([late[way][:, :, : BACKWARD + 1].sum(axis=2).mean() for way in plain])
+    late_updates = np.array([late[way][:, :, UPDATE].mean() for way in plain])
+    busy = np.maximum(late_passes - idle, LEAST_BUSY * late_passes)
+    beside = np.clip(all_reduces[plain] - late_updates, LEAST_OVERLAP * busy, busy)
+    lost = float(np.clip((late_passes - forward - backward).sum() / beside.sum(), 0.0, MOST_SLOWED))
+    late_update = (late_updates - lost * np.minimum(late_updates, all_reduces[plain])).mean()
+
+    # 3. Share that all of the computation loses where it is the limit; ranks then wait for each other, too.
+    def lost_of(number: int, otherwise: float) -> float:
+        way, all_reduce = late[number], float(all_reduces[number])
         total = float(way[:, :, : WAIT + 1].sum(axis=2).mean())
         waits = float(way[:, :, WAIT].min(axis=0).mean()) > EXPOSED * total  # all do, so the all-reduce is the limit
         if waits or total < (1 + EXPOSED) * all_reduce:
             return otherwise
         computation = model.computation(total, all_reduce)
-        shared = np.clip(all_reduce, LEAST_OVERLAP * computation, computation)
+        busy = max(computation - idle, LEAST_BUSY * computation)
+        shared = np.clip(all_reduce, LEAST_OVERLAP * busy, busy)
         return float(np.clip((computation - forward - backward - late_update) / shared, 0.0, MOST_SLOWED))
 
-    own = lost_of(uncompressed[0], float(all_reduces[0]), lost)
-    with_codec = lost_of(compressed[0], t_compressed / (1 - slowed[0]), own) if compressed else own
-    shares = np.array([own, with_codec, *slowed])
-    return np.array([forward - data, backward, update, late_update, loading, handover, *(shares / (1 - shares))])
+    own = lost_of(plain[0], lost)
+    with_codec = lost_of(compressed.index(True), own) if any(compressed) else own
+    shares = np.array([own, with_codec])
+    parts = [forward - data, backward, update, late_update, loading, handover]
+    return np.array([*parts, *(shares / (1 - shares)), *late_handovers])
+
+
+def _processor_share(lap: Lap) -> float:
+    """Return the share of the computation for which the ranks had a core; an update needs one all the time."""
+    forward, backward, update, _, _, cpu, *_ = lap.mean(axis=(0, 1))
+    return float(min(1.0, (cpu + update) / (forward + backward + update)))
 
 
 def _all_reduce(late: Lap, model: LateIteration) -> float:

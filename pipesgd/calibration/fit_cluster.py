@@ -50,6 +50,8 @@ MEDIAN_ERROR = 1.25
 """Standard error of a median over that of a mean."""
 REPEATS = 0.15
 """Largest relative spread with which the times of a cell are worth predicting."""
+FEW_CELLS = 8
+"""Most cells of which each is predicted by a fit to all others."""
 SMALLEST_START, SMALLEST_BETA = 1e-6, 1e-13
 """Seconds, and seconds per byte, at which a fit starts where a probe found nothing."""
 
@@ -98,7 +100,7 @@ class CollectiveFit:
 
     @functools.cached_property
     def held_out(self) -> Floats:
-        """predicted / measured - 1 of every cell (n,). The prediction is a fit to the other half of the cells and, from
+        """predicted / measured - 1 of every cell (n,). The prediction is a fit to the cells of other folds and, from
         ``smallest_bytes`` on, is corrected by the errors of the other cells with this many ranks."""
         off = self.fit.held_out
         found = off.copy()
@@ -164,7 +166,7 @@ def fit_collective(all_reduce: str, cells: Sequence[Cell], probes: Probes, sums:
         predict,
         np.array([alpha, beta, alpha]),
         [cell.seconds for cell in own],
-        halves=_halves(own),
+        folds=_folds(own),
         priors=(Prior(BETA, beta, RATE_OFF),),
     )
     return CollectiveFit(all_reduce=all_reduce, cells=own, fit=found, sums=sums)
@@ -191,7 +193,7 @@ def fit_servers(cells: Sequence[Cell], ring: CollectiveFit) -> CollectiveFit:
         predict,
         np.array([beta, max(known.sync, SMALLEST_START), beta / 2]),
         [cell.seconds for cell in own],
-        halves=_halves(own),
+        folds=_folds(own),
         priors=(Prior(0, beta, RATE_OFF), Prior(2, beta / 2, RATE_OFF)),
     )
     return CollectiveFit(all_reduce=PARAMETER_SERVER, cells=own, fit=found, sums=ring.sums, names=SERVER_PARAMETERS)
@@ -261,8 +263,9 @@ def compute_profile(
         samples=samples,
         compute_slowdown=computation.compute_slowdown,
         codec_compute_slowdown=computation.codec_compute_slowdown,
-        comm_slowdown=computation.comm_slowdowns[RING],
-        comm_slowdowns={name: one for name, one in computation.comm_slowdowns.items() if name != RING},
+        processor_share=computation.processor_share,
+        late_handover=computation.late_handovers[RING],
+        late_handovers={name: one for name, one in computation.late_handovers.items() if name != RING},
         cv=computation.cv,
         persistence=computation.persistence,
         comm_cv=computation.comm_cv,
@@ -312,8 +315,11 @@ def codec_profile(speed: CodecSpeed) -> CodecProfile:
     )
 
 
-def _halves(cells: Sequence[Cell]) -> NDArray[np.bool_]:
-    """Return a mask of every second size of every number of ranks, alternating as on a chessboard."""
+def _folds(cells: Sequence[Cell]) -> NDArray[np.int64]:
+    """Return the fold of every cell: two, of every second size of every number of ranks, alternating as on a
+    chessboard; or one for each of few cells, half of which would not determine the parameters."""
+    if len(cells) <= FEW_CELLS:
+        return np.arange(len(cells))
     world_sizes = sorted({cell.world_size for cell in cells})
     sizes = sorted({cell.nbytes for cell in cells})
-    return np.array([(world_sizes.index(cell.world_size) + sizes.index(cell.nbytes)) % 2 == 0 for cell in cells])
+    return np.array([(world_sizes.index(cell.world_size) + sizes.index(cell.nbytes)) % 2 for cell in cells])

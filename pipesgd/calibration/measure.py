@@ -28,7 +28,7 @@ from pipesgd.calibration.computation import (
 from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
-from pipesgd.calibration.options import RING, UNCOMPRESSED
+from pipesgd.calibration.options import RING
 from pipesgd.calibration.progress import Phases
 from pipesgd.calibration.sweep import Cell, Sweep
 from pipesgd.comm.transport import TorchTransport, communication_group
@@ -171,13 +171,13 @@ def measure(
         end = time.perf_counter() + planned[TRAINING]
         sizes, largest = sweep.choose_sizes(largest_bytes // 4 * 4, planned[TRAINING] / (1 + TRAINED))
         values = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        apart = [TrainingMode(1, RING, UNCOMPRESSED, apart=True)]
-        with contextlib.closing(Training(config, model, batches, prediction, apart, ranks)) as alone:
-            longer = max(alone.pace(), largest * FLOAT_BYTES * values / largest_bytes)
-        modes = training_modes(names, codecs)
-        if least_iterations(modes) * longer > planned[TRAINING]:
-            modes = training_modes(names, codecs, slow=True)
+        modes = training_modes(names, codecs, slow=True)
         training = Training(config, model, batches, prediction, modes, ranks)
+        longer = max(training.pace(), largest * FLOAT_BYTES * values / largest_bytes)
+        if least_iterations(training_modes(names, codecs)) * longer <= planned[TRAINING]:
+            training.close()
+            modes = training_modes(names, codecs)
+            training = Training(config, model, batches, prediction, modes, ranks)
         stack.callback(training.close)
         trained: list[int] = []
 
@@ -211,17 +211,15 @@ def measure(
     fits = {name: fit_cluster.fit_collective(name, cells, probes, sums) for name in names}
     measured_codecs = {name: codec_speeds.summarize(name, [times[name] for times in every_codecs]) for name in codecs}
 
-    def ring_seconds(name: str) -> float:
-        codec = fit_cluster.codec_profile(measured_codecs[name]) if name in measured_codecs else None
-        return fits[RING].seconds(values, ranks.world_size, codec)
+    def seconds_of(way: TrainingMode) -> float:
+        codec = fit_cluster.codec_profile(measured_codecs[way.codec]) if way.codec in measured_codecs else None
+        return fits[way.all_reduce].seconds(values, ranks.world_size, codec)
 
     computation = summarize(
         every_lap,
-        t_synchronous=ring_seconds(modes[0].codec),
-        t_comms={name: one.seconds(values, ranks.world_size) for name, one in fits.items()},
-        t_compressed=ring_seconds(modes[-1].codec),
+        training_modes=modes,
+        t_comms=[seconds_of(way) for way in modes],
         late_iteration=fit_cluster.LateIteration,
-        apart=any(way.apart for way in modes),
         shared_cores=shared > 1,
     )
     if SERVERS in planned:

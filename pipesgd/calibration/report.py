@@ -55,8 +55,8 @@ def show(
     table.add_row("spread of the all-reduce", _number(computation.comm_cv))
     table.add_row("during a collective", f"{computation.compute_slowdown.value:.1%} slower")
     table.add_row("during a compressed one", f"{computation.codec_compute_slowdown.value:.1%} slower")
-    for name, comm_slowdown in computation.comm_slowdowns.items():
-        table.add_row(f"{name} meanwhile", f"{comm_slowdown.value:.1%} slower")
+    for name, handover in computation.late_handovers.items():
+        table.add_row(f"late handover, {name}", _ms(handover))
     console.print(table)
 
 

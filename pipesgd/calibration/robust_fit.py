@@ -55,7 +55,7 @@ class Fit:
     fitted: Floats
     """Times of all cells (n,) by the parameters."""
     held_out: Floats
-    """fitted / measured - 1 of every cell (n,), each by a fit to the other half of the cells."""
+    """fitted / measured - 1 of every cell (n,), each by a fit to the cells of other folds."""
 
     def estimates(self) -> list[Estimate]:
         """Return every parameter with its interval."""
@@ -73,7 +73,7 @@ def fit(
     start: Floats,
     samples: Sequence[Floats],
     *,
-    halves: NDArray[np.bool_],
+    folds: NDArray[np.int64],
     priors: Sequence[Prior] = (),
     seed: int = 0,
 ) -> Fit:
@@ -87,7 +87,7 @@ def fit(
         predict: see ``Predict``.
         start: (k,), above 0, of the magnitude that the parameters may have.
         samples: measured times of each of n cells.
-        halves: (n,), the half that a cell is in. Each half is predicted by a fit to the other one.
+        folds: (n,), the number of the fold that a cell is in. Each fold is predicted by a fit to the others.
         priors: knowledge from other sources.
         seed: seed of the resampling of cells and of their times, which gives the intervals.
     """
@@ -99,10 +99,11 @@ def fit(
     )
     parameters = _solve(predict, problem, np.ones(len(samples)))
     held_out = np.zeros(len(samples))
-    for half in (halves, ~halves):
-        if half.any() and not half.all():
-            other = _solve(predict, problem, (~half).astype(float))
-            held_out[half] = predict(other)[half] / problem.measured[half] - 1
+    for fold in np.unique(folds):
+        own = folds == fold
+        if not own.all():
+            others = _solve(predict, problem, (~own).astype(float))
+            held_out[own] = predict(others)[own] / problem.measured[own] - 1
     # Near the optimum the times are linear, so a resample does not need the formula.
     slopes, base = _slopes(predict, parameters, start)
     offset = base - slopes @ parameters

@@ -118,7 +118,7 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
     assert len({*profile.links.values(), profile.link}) == 6
     assert profile.sharing is not None
     [compute] = profile.compute
-    assert compute.comm_slowdowns.keys() == set(others)
+    assert compute.late_handovers.keys() == set(others)
     assert profile.links["ps-sync"].alpha == profile.link.alpha
     assert "parameter server" in text
     assert "halving-doubling meanwhile" in text

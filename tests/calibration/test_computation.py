@@ -21,7 +21,6 @@ from pipesgd.calibration.computation import (
     LEAST_ITERATIONS,
     LOADING,
     PARTS,
-    UNKNOWN_SLOWDOWN,
     UPDATE,
     WAIT,
     Computation,
@@ -49,7 +48,8 @@ def laps(
     drift: Callable[[int], float] = lambda lap: 1.0,
     t_comm: float = 0.0,
     compute_slowdown: float = 0.0,
-    comm_slowdown: float = 0.0,
+    late_handover: float = 0.0,
+    processor_share: float = 1.0,
     waiting: float = 0.0,
     loading: float = 0.0,
 ) -> list[Laps]:
@@ -68,7 +68,8 @@ def laps(
             backward=backward,
             update=own,
             compute_slowdown=compute_slowdown,
-            comm_slowdown=comm_slowdown,
+            processor_share=(processor_share * sum(MEANS[:2]) + own / scale) / (sum(MEANS[:2]) + own / scale),
+            handover=late_handover if width == 2 else 0.0,
         )
         computed, communicated = times.at_width(width, t_comm)
         total = computed + t_comm if width == 1 else max(computed, communicated)
@@ -87,7 +88,7 @@ def laps(
                 (UPDATE, own + beside),
                 (WAIT, total - computed),
                 (COMMUNICATION, communicated),
-                (CPU, 3.0),
+                (CPU, processor_share * (forward + backward)),
                 (DATA, waiting),
                 (LOADING, loading),
             ):
@@ -99,9 +100,8 @@ def laps(
 def summary(ranks: list[list[Laps]], **options: Any) -> Computation:
     """Summarize ranks that wait only for the all-reduce, which takes no time unless ``options`` say otherwise."""
     defaults: dict[str, Any] = {
-        "t_synchronous": np.inf,  # no handover
-        "t_comms": {"ring": 0.0},
-        "t_compressed": 0.0,
+        "training_modes": training_modes(["ring"], []),
+        "t_comms": [np.inf, 0.0],  # no handover
         "late_iteration": WithoutWaiting,
     }
     return summarize(ranks, **defaults | options)
@@ -130,7 +130,7 @@ def test_means_are_those_of_the_ranks_that_are_not_slow_and_their_difference_is_
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS, rel=0.03)
     assert found.cv == pytest.approx(0.05, rel=0.15)
     assert found.compute_slowdown == Estimate.exact(0.0)
-    assert found.comm_slowdowns == {"ring": Estimate.exact(0.0)}
+    assert found.late_handovers == {"ring": Estimate.exact(0.0)}
 
 
 @pytest.mark.parametrize("waiting", [0.6, 0.1])
@@ -251,47 +251,77 @@ def test_the_spread_of_the_all_reduce_is_that_within_laps_by_the_rank_that_waite
 
 
 @pytest.mark.parametrize("t_comm", [2.0, 3.0, 8.0])
-@pytest.mark.parametrize(("compute_slowdown", "comm_slowdown"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.2)])
+@pytest.mark.parametrize(("compute_slowdown", "late_handover"), [(0.0, 0.0), (0.4, 0.0), (0.3, 0.2)])
 def test_what_each_loses_beside_the_other_is_found(
-    t_comm: float, compute_slowdown: float, comm_slowdown: float
+    t_comm: float, compute_slowdown: float, late_handover: float
 ) -> None:
     """The timing model's formula is inverted, whether the network or the computation is slower."""
-    ranks = [laps(t_comm=t_comm, compute_slowdown=compute_slowdown, comm_slowdown=comm_slowdown)] * 2
-    found = summary(ranks, t_comms={"ring": t_comm})
+    ranks = [laps(t_comm=t_comm, compute_slowdown=compute_slowdown, late_handover=late_handover)] * 2
+    found = summary(ranks, t_comms=[np.inf, t_comm])
     assert found.compute_slowdown.value == pytest.approx(compute_slowdown, abs=1e-6)
-    assert found.comm_slowdowns["ring"].value == pytest.approx(comm_slowdown, abs=1e-6)
+    assert found.late_handovers["ring"].value == pytest.approx(late_handover, abs=1e-6)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
+    assert found.processor_share == pytest.approx(1.0)
 
 
-def test_every_all_reduce_has_its_own_hindrance_and_all_say_how_slow_the_computation_is() -> None:
-    ring, other = (
-        laps(t_comm=8.0, compute_slowdown=0.3, comm_slowdown=0.1),
-        laps(t_comm=9.0, compute_slowdown=0.5, comm_slowdown=0.25),
+def test_only_the_time_on_the_processor_is_slower() -> None:
+    """The computation is the limit, and waits for an accelerator in nine tenths of its passes."""
+    found = summary(
+        [laps(t_comm=2.0, compute_slowdown=0.6, processor_share=0.1)] * 2,
+        t_comms=[np.inf, 2.0],
     )
-    found = summary([[*ring, other[1]]] * 2, t_comms={"ring": 8.0, "native": 9.0})
-    assert {name: one.value for name, one in found.comm_slowdowns.items()} == pytest.approx(
-        {"ring": 0.1, "native": 0.25}
+    forward, backward, update, *_ = MEANS
+    assert found.processor_share == pytest.approx((0.1 * (forward + backward) + update) / (forward + backward + update))
+    assert found.compute_slowdown.value == pytest.approx(0.6, rel=0.1)
+
+
+def test_every_all_reduce_has_its_own_handover_and_all_say_how_slow_the_computation_is() -> None:
+    ring, other = (
+        laps(t_comm=8.0, compute_slowdown=0.3, late_handover=0.8),
+        laps(t_comm=9.0, compute_slowdown=0.5, late_handover=2.0),
+    )
+    ways = training_modes(["ring", "native"], [])
+    found = summary([[*ring, other[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 9.0])
+    assert {name: one.value for name, one in found.late_handovers.items()} == pytest.approx(
+        {"ring": 0.8, "native": 2.0}
     )
     assert found.compute_slowdown.value == found.codec_compute_slowdown.value == pytest.approx(0.4)
 
 
 def test_beside_a_codec_the_computation_is_slower() -> None:
     plain, packed = laps(t_comm=8.0, compute_slowdown=0.3), laps(t_comm=3.0, compute_slowdown=0.9)
-    found = summary([[*plain, packed[1]]] * 2, t_comms={"ring": 8.0}, t_compressed=3.0)
+    ways = training_modes(["ring"], ["int8"])
+    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 3.0])
     assert found.compute_slowdown.value == pytest.approx(0.3)
     assert found.codec_compute_slowdown.value == pytest.approx(0.9)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
-    assert list(found.comm_slowdowns) == ["ring"]
+    assert list(found.late_handovers) == ["ring"]
+
+
+def test_a_rings_handover_is_the_mean_over_codecs() -> None:
+    plain, packed = laps(t_comm=8.0, late_handover=0.4), laps(t_comm=6.0, late_handover=0.8)
+    ways = training_modes(["ring"], ["int8"])
+    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 6.0])
+    assert found.late_handovers["ring"].value == pytest.approx(0.6)
+
+
+def test_with_a_codec_alone_both_slowdowns_are_its_own() -> None:
+    ways = training_modes(["ring", "native"], ["int4"], slow=True)
+    ranks = [laps(t_comm=8.0, compute_slowdown=0.3, late_handover=0.5)] * 2
+    found = summary(ranks, training_modes=ways, t_comms=[np.inf, 8.0])
+    assert found.compute_slowdown.value == found.codec_compute_slowdown.value == pytest.approx(0.3)
+    assert {name: one.value for name, one in found.late_handovers.items()} == pytest.approx({"ring": 0.5})
 
 
 def test_ranks_that_wait_for_a_compressed_all_reduce_do_not_say_how_slow_the_computation_is() -> None:
     """It takes longer than was predicted, so iterations do, too; but not because of the computation."""
     plain, packed = laps(t_comm=8.0, compute_slowdown=0.3), laps(t_comm=7.0, compute_slowdown=0.3)
-    found = summary([[*plain, packed[1]]] * 2, t_comms={"ring": 8.0}, t_compressed=6.0)
+    ways = training_modes(["ring"], ["int8"])
+    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 6.0])
     assert found.codec_compute_slowdown.value == pytest.approx(0.3)
 
 
-def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
+def test_ranks_waiting_for_each_other_are_no_handover() -> None:
     """The model says that the all-reduce takes 8 s of iterations of 10.4 s: as long as without computation."""
     asked = []
 
@@ -300,10 +330,10 @@ def test_ranks_waiting_for_each_other_are_no_hindrance() -> None:
             asked.append((total, computation, self))
             return 8.0
 
-    ranks = [laps(t_comm=8.0, comm_slowdown=0.3)] * 2
-    assert summary(ranks, t_comms={"ring": 8.0}).comm_slowdowns["ring"].value == pytest.approx(0.3)
-    found = summary(ranks, t_comms={"ring": 8.0}, late_iteration=Waiting)
-    assert found.comm_slowdowns["ring"] == Estimate.exact(0.0)
+    ranks = [laps(t_comm=8.0, late_handover=2.4)] * 2
+    assert summary(ranks, t_comms=[np.inf, 8.0]).late_handovers["ring"].value == pytest.approx(2.4)
+    found = summary(ranks, t_comms=[np.inf, 8.0], late_iteration=Waiting)
+    assert found.late_handovers["ring"] == Estimate.exact(0.0)
     assert asked[0][:2] == pytest.approx((10.4, 3.75))
     assert asked[0][2] == Waiting(world_size=2, noise=Noise())
 
@@ -313,8 +343,8 @@ def test_an_all_reduce_that_explains_nothing_is_not_hindered() -> None:
         def all_reduce(self, total: float, computation: float) -> float:
             return 0.0
 
-    found = summary([laps(t_comm=8.0)] * 2, t_comms={"ring": 0.0}, late_iteration=ComputationAlone)
-    assert found.comm_slowdowns["ring"] == Estimate.exact(0.0)
+    found = summary([laps(t_comm=8.0)] * 2, t_comms=[np.inf, 0.0], late_iteration=ComputationAlone)
+    assert found.late_handovers["ring"] == Estimate.exact(0.0)
 
 
 def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little() -> None:
@@ -322,13 +352,13 @@ def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little()
     for lap in faster[1]:
         for iteration in lap:
             iteration[FORWARD] *= 0.9
-    assert summary([faster] * 2, t_comms={"ring": 9.0}).compute_slowdown.value == 0.0
-    assert summary([faster] * 2, t_comms={"ring": 9.0}).comm_slowdowns["ring"].value == 0.0
+    found = summary([faster] * 2, t_comms=[np.inf, 9.0])
+    assert found.compute_slowdown.value == found.late_handovers["ring"].value == 0.0
     short = laps(t_comm=1e-6)
     for lap in short[1]:
         for iteration in lap:
             iteration[FORWARD] += 0.03  # of 3 s: noise
-    assert summary([short] * 2, t_comms={"ring": 1e-6}).compute_slowdown.value == pytest.approx(0.04, rel=0.1)
+    assert summary([short] * 2, t_comms=[np.inf, 1e-6]).compute_slowdown.value == pytest.approx(0.04, rel=0.1)
 
 
 def test_an_interval_is_where_another_calibration_would_be() -> None:
@@ -344,19 +374,9 @@ def test_an_interval_is_where_another_calibration_would_be() -> None:
 def test_what_a_collective_takes_longer_in_training_is_its_handover() -> None:
     """The rank that waits least counts: the others wait for it, too."""
     ranks = [laps(t_comm=3.0), laps(t_comm=4.0)]
-    found = summary(ranks, t_synchronous=2.5, t_comms={"ring": 2.5})
+    found = summary(ranks, t_comms=[2.5, 2.5])
     assert found.parts["handover"].value == pytest.approx(0.5)
-    ranks = [laps(t_comm=3.0)] * 2
-    found = summary(ranks, t_synchronous=2.5, t_comms={"ring": 2.5})
-    assert found.comm_slowdowns["ring"].value == pytest.approx(0, abs=1e-6), "the handover is no slowdown"
-    assert summary(ranks, t_synchronous=9.0).parts["handover"].value == 0
-
-
-def test_ranks_that_trained_apart_know_their_computation_and_no_slowdowns() -> None:
-    found = summary([laps(t_comm=3.0)] * 2, t_synchronous=2.0, t_comms={"ring": 2.0, "native": 3.0}, apart=True)
-    assert [found.parts[name].value for name in PARTS] == pytest.approx([*MEANS[:-1], 1.0])
-    assert found.compute_slowdown == found.codec_compute_slowdown == UNKNOWN_SLOWDOWN
-    assert found.comm_slowdowns == {"ring": UNKNOWN_SLOWDOWN, "native": UNKNOWN_SLOWDOWN}
+    assert summary([laps(t_comm=3.0)] * 2, t_comms=[9.0, 2.5]).parts["handover"].value == 0
 
 
 def test_few_laps_are_cut_in_halves_for_their_intervals() -> None:

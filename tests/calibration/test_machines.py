@@ -20,7 +20,8 @@ COMPUTATION = Computation(
     slow_ranks={},
     compute_slowdown=UNKNOWN,
     codec_compute_slowdown=UNKNOWN,
-    comm_slowdowns={},
+    processor_share=1.0,
+    late_handovers={},
 )
 
 

@@ -134,9 +134,9 @@ def test_noise_is_no_correction() -> None:
 def test_every_cell_is_held_out_by_the_half_that_it_is_in() -> None:
     """The two halves contradict each other: each is predicted by the other's slope."""
     x = np.array([1.0, 2.0, 3.0, 4.0])
-    halves = np.array([True, False, True, False])
-    samples = [np.full(5, value) for value in np.where(halves, 1.0, 2.0) * x]
-    found = fit(lambda parameters: parameters[0] * x, np.array([1.5]), samples, halves=halves)
+    folds = np.array([0, 1, 0, 1])
+    samples = [np.full(5, value) for value in (1.0 + folds) * x]
+    found = fit(lambda parameters: parameters[0] * x, np.array([1.5]), samples, folds=folds)
     assert found.held_out == pytest.approx([1.0, -0.5, 1.0, -0.5])
 
 
@@ -149,7 +149,9 @@ def test_a_prior_decides_what_the_data_leave_open() -> None:
         return total
 
     samples = [np.full(5, 3.0 * value) for value in x]
-    found = fit(predict, np.array([1.0, 1.0]), samples, halves=x < 3, priors=(Prior(1, value=1.0, share=0.1),))
+    found = fit(
+        predict, np.array([1.0, 1.0]), samples, folds=(x < 3).astype(int), priors=(Prior(1, value=1.0, share=0.1),)
+    )
     assert found.parameters == pytest.approx([2.0, 1.0], rel=1e-3)
 
 

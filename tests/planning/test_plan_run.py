@@ -231,7 +231,7 @@ def _file(tmp_path: Path, name: str) -> Path:
     if name == "truncated.toml":
         path.write_text(path.read_text()[:700])
     if name == "format.toml":
-        path.write_text(path.read_text().replace("format = 5", "format = 7"))
+        path.write_text(path.read_text().replace("format = 6", "format = 7"))
     if name == "binary.toml":
         path.write_bytes(bytes(range(256)))
     return path

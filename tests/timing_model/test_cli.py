@@ -322,7 +322,7 @@ def test_what_is_wrong_is_one_line(
     text = cluster.read_text()
     named = {
         "cut": text[: len(text) // 2],
-        "version": text.replace("format = 5", "format = 2"),
+        "version": text.replace("format = 6", "format = 2"),
         "nonsense": text.replace("beta = {value = ", "beta = {value = -"),
     }
     paths = {name: tmp_path / f"{name}.toml" for name in named}

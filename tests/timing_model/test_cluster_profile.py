@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.timing_model._profiles import CORRECTIONS, MLP, PROFILE
-from timing_model import ComputeTimes, all_reduce_time, parameter_server_time
-from timing_model.cluster_profile import FORMER_NAMES, Estimate, Profile
-from timing_model.presets import OVERHEAD, ethernet
+from timing_model import ComputeTimes
+from timing_model.cluster_profile import Estimate, Profile
+from timing_model.collective_time import ring_all_reduce_bytes
+from timing_model.presets import ethernet
 from timing_model.simulate_messages import Network
 
 
@@ -82,9 +83,10 @@ def test_parameters_of_the_formulas() -> None:
     int8 = PROFILE.codecs["int8"].cost("int8")
     assert (int8.encode, int8.call, int8.bits) == (6e-10, 2e-6, 8.25)
     assert MLP.times(1) == ComputeTimes(
-        update=0.005, forward=0.02, backward=0.04, compute_slowdown=0.1, comm_slowdown=0.05
+        update=0.005, forward=0.02, backward=0.04, compute_slowdown=0.1, processor_share=0.75, handover=0.001
     )
     assert MLP.times(3).update == 0.006
+    assert [MLP.times(3, name).handover for name in ("ring", "native", "halving-doubling")] == [0.002, 0.002, 0.004]
     assert MLP.times(3, codec="int8").compute_slowdown == 0.15
     assert MLP.numel == 1_796_010
 
@@ -92,16 +94,16 @@ def test_parameters_of_the_formulas() -> None:
 @pytest.mark.parametrize(
     ("what", "by", "message"),
     [
-        ("format = 5", "format = 2", "cluster.toml: format must be 5, the version that this program reads .*; got 2"),
-        ("format = 5", "", "cluster.toml: format must be there; it is missing"),
+        ("format = 6", "format = 4", "cluster.toml: format must be 6, the version that this program reads .*; got 4"),
+        ("format = 6", "", "cluster.toml: format must be there; it is missing"),
         ("residuals = {", "residues = {", "cluster.toml: calibrated.residuals must be there; it is missing"),
         ("ring = 0.012", "ring = -1", "calibrated.residuals.ring must be a number from 0"),
         ("ring = 0.012", "rings = 0.012", "calibrated.residuals.rings must not be there, but some of ring, halv"),
         ("[links.native]", "[links.ring]", "links.ring must not be there, but some of halving-doubling, .*, ps-sync"),
         (
-            "[compute.comm_slowdowns]\nhalving-",
-            "[compute.comm_slowdowns]\n",
-            r"compute\[0\].comm_slowdowns.doubling must not be there",
+            "[compute.late_handovers]\nhalving-",
+            "[compute.late_handovers]\n",
+            r"compute\[0\].late_handovers.doubling must not be there",
         ),
         ("[link]\nalpha", "[link]\nlatency", "cluster.toml: link.alpha must be there; it is missing"),
         ("[link]\n", "[link]\nrate = 1\n", "link.rate must not be there: there is no such field"),
@@ -122,6 +124,7 @@ def test_parameters_of_the_formulas() -> None:
         ("largest_bytes = 33554432", "largest_bytes = 1", "calibrated.largest_bytes must be a whole number of at"),
         ("sharing = {value = 0.5", "sharing = {value = 1.5", "servers.sharing.value must be a number from 0 to 1"),
         ("slow_ranks = [1.31]", "slow_ranks = [0.9]", r"compute\[0\].slow_ranks must be a number from 1"),
+        ("processor_share = 0.75", "processor_share = 1.1", r"processor_share must be a number from 0 to 1; got 1.1"),
         ("cv = 0.02", "cv = 1e9", r"compute\[0\].cv must be a number from 0 to 10; got 1"),
         ("persistence = {value = 0.5", "persistence = {value = 1", r"persistence.value must be .* from 0 to 0.99"),
         ("persistence = {value = 0.5", "persistence = {value = 0.6", r"persistence.high must be a number from 0.6 to"),
@@ -204,58 +207,36 @@ def test_a_file_that_is_cut_or_changed_is_read_or_refused_in_a_line(
         assert Profile.load(path) == profile
 
 
-def former(text: str, version: int, *, overhead: float = OVERHEAD) -> str:
-    """Return the text of a file in a former format, with this CPU time of a message in every link."""
-    more = f"overhead = {{value = {overhead}, low = {overhead}, high = {overhead}}}\n"
-    current = text.replace("format = 5", f"format = {version}")
-    return re.sub(r"^(sync = .*\n)", rf"\1{more}", current, flags=re.MULTILINE)
+def former(text: str) -> str:
+    """Return the text of a file in the former format, in which a ring and halving-doubling are slower by 10 %."""
+    tenth = "{value = 0.1, low = 0.05, high = 0.2}"
+    text = text.replace("format = 6", "format = 5").replace("late_handovers]", "comm_slowdowns]")
+    text = re.sub(r"^processor_share = .*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^late_handover = .*$", f"comm_slowdown = {tenth}", text, flags=re.MULTILINE)
+    return re.sub(r"(comm_slowdowns\]\nhalving-doubling = ).*", rf"\g<1>{tenth}", text)
 
 
-def test_rates_in_cache_of_a_former_file_do_not_count(path: Path) -> None:
-    cached = "[codecs.int8.in_cache]\ncache_bytes = 1048576\nencode = {value = 0.1, low = 0.1, high = 0.1}\n\n"
-    text = path.read_text().replace("[codecs.topk]", f"{cached}[codecs.topk]")
-    path.write_text(former(text, 4))
-    assert Profile.load(path).codecs == PROFILE.codecs
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"codecs\.int8\.in_cache must not be there: there is no such field"):
-        Profile.load(path)
-
-
-def test_a_former_links_cpu_time_is_part_of_its_latency_and_its_corrected_times_stay(path: Path) -> None:
-    link = dataclasses.replace(PROFILE.link, corrections=CORRECTIONS)
-    dataclasses.replace(PROFILE, link=link, links={"ps-sync": link}).save(path)
-    path.write_text(former(path.read_text(), 4, overhead=2e-4))
-    loaded = Profile.load(path)
-    before = dataclasses.replace(link.params(), overhead=2e-4)
-    for name, one in (("ring", loaded.link), ("ps-sync", loaded.links["ps-sync"])):
-        assert one.alpha.value + one.overhead == pytest.approx(link.alpha.value + 2e-4)
-        assert one.alpha.low <= one.alpha.value <= one.alpha.high
-        assert one.corrections is not None
-        for p, nbytes, old in ((2, 1024, 1.1), (3, 4096, 0.9)):
-            times = [
-                parameter_server_time(params, nbytes, p, sharing=0.5).total
-                if name == "ps-sync"
-                else all_reduce_time("ring", params, nbytes / 4, p).total
-                for params in (before, one.params())
-            ]
-            found = one.corrections.at(p, nbytes)
-            assert found is not None
-            assert found[0] * times[1] == pytest.approx(old * times[0])
-
-
-def test_a_file_of_format_3_is_read(tmp_path: Path) -> None:
+def test_a_file_of_the_former_format_is_read_and_its_shares_of_an_all_reduce_are_times(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    PROFILE.save(path)
-    text = former(path.read_text(), 3)
-    for name, former_name in FORMER_NAMES.items():
-        assert f"{name} = " in text or f".{name}]" in text
-        text = re.sub(rf"(?<!\w){name}(?!\w)", former_name, text)
-    path.write_text(text)
-    loaded = Profile.load(path)
-    assert dataclasses.replace(loaded, link=PROFILE.link, links=PROFILE.links) == PROFILE
-    assert loaded.link.alpha.value == pytest.approx(PROFILE.link.alpha.value)
-    path.write_text(text.replace("contention", "attention", 1))
-    with pytest.raises(ValueError, match=r"compute\[0\]\.contention must be there"):
+    slower = dataclasses.replace(PROFILE.link, beta=PROFILE.link.beta.times(2))
+    dataclasses.replace(PROFILE, links={"halving-doubling": slower}).save(path)
+    path.write_text(former(path.read_text()))
+    [compute] = Profile.load(path).compute
+    on_wire = ring_all_reduce_bytes(4 * MLP.numel, 4) * PROFILE.link.beta.value
+    late = compute.late_handover
+    assert (late.value, late.low, late.high) == pytest.approx(
+        tuple(
+            getattr(MLP.handover, end) + share * on_wire
+            for end, share in (("value", 0.1), ("low", 0.05), ("high", 0.2))
+        )
+    )
+    assert compute.late_handovers["halving-doubling"].value == pytest.approx(MLP.handover.value + 0.2 * on_wire)
+    unlike = ("processor_share", "late_handover", "late_handovers")
+    same = {name: getattr(MLP, name) for name in unlike}
+    assert compute.processor_share == 1.0
+    assert dataclasses.replace(compute, **same) == MLP
+    path.write_text(path.read_text().replace("comm_slowdown = {value = 0.1", "comm_slowdown = {value = 0.9"))
+    with pytest.raises(ValueError, match=r"compute\[0\].comm_slowdown.high must be a number from 0.9"):
         Profile.load(path)
 
 

@@ -59,8 +59,6 @@ def test_the_interval_is_of_the_corrections_error_where_there_is_one() -> None:
     ]
     bound = predict(ask(cluster=corrected(0))).collective.total
     assert widths[1] == pytest.approx(math.hypot(widths[0], bound), rel=0.1)
-    hidden = dataclasses.replace(
-        MLP, forward=about(10.0), comm_slowdown=Estimate.exact(0.0), compute_slowdown=Estimate.exact(0.0)
-    )
+    hidden = dataclasses.replace(MLP, forward=about(10.0), compute_slowdown=Estimate.exact(0.0))
     low, high = (predict(ask(cluster=corrected(error), compute=hidden, width=2)).high for error in (0.0, 1.0))
     assert low == high

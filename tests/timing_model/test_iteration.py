@@ -34,7 +34,7 @@ def compute_times(draw: st.DrawFn) -> ComputeTimes:
         forward=draw(SECONDS),
         backward=draw(SECONDS),
         compute_slowdown=draw(st.floats(0, 2)),
-        comm_slowdown=draw(st.floats(0, 2)),
+        processor_share=draw(st.floats(0, 1)),
     )
 
 
@@ -85,10 +85,10 @@ def test_the_parts_are_the_total(
 @given(times=compute_times(), t_comm=SECONDS)
 def test_the_computation_is_slower_only_while_the_collective_runs(times: ComputeTimes, t_comm: float) -> None:
     """Both begin together; when the collective is done, the computation continues at full speed."""
-    collective = t_comm + min(times.comm_slowdown * t_comm, times.total)
-    beside = min(times.total * (1 + times.compute_slowdown), collective)
+    busy = times.processor_share * times.total
+    beside = min(busy * (1 + times.compute_slowdown), t_comm)
     left = times.total - beside / (1 + times.compute_slowdown)
-    assert times.at_width(2, t_comm) == pytest.approx((beside + left, collective), rel=1e-9, abs=1e-9)
+    assert times.at_width(2, t_comm) == pytest.approx((beside + left, t_comm), rel=1e-9, abs=1e-9)
     assert times.at_width(1, t_comm) == (times.total, t_comm)
 
 
@@ -112,13 +112,6 @@ def test_layerwise_is_the_recursion(shares: list[float], data: st.DataObject) ->
     longest = max(TIMES.forward + share * TIMES.backward + sum(t_comms[index:]) for index, share in enumerate(shares))
     expected = max(longest, TIMES.forward + TIMES.backward) + TIMES.update
     assert layerwise_iteration_time(TIMES, buckets).total == pytest.approx(expected, rel=1e-12)
-
-
-def test_buckets_are_slower_under_the_backward_pass_only() -> None:
-    times = ComputeTimes(update=0.5, forward=1.0, backward=2.0, comm_slowdown=1.0)
-    bucket = CollectiveTime(0.75, 0.75, 0.0)
-    # The first is ready at 2: 0.5 s of it are done by 3, when the backward pass ends, the rest after; then the second.
-    assert layerwise_iteration_time(times, [(0.5, bucket), (1.0, bucket)]).total == 3.25 + 0.75 + 0.5
 
 
 def test_one_bucket_is_synchronous_and_many_hide_under_the_backward_pass() -> None:

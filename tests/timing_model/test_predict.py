@@ -38,7 +38,7 @@ def compute(seconds: float, values: int, **options: Any) -> ComputeProfile:
     defaults: dict[str, Any] = {"model": "given", "batch_size": 1, "tensors": (values,)}
     times = {"forward": Estimate.exact(seconds / 3), "backward": Estimate.exact(2 * seconds / 3)}
     nothing = dict.fromkeys(
-        ("update", "late_update", "compute_slowdown", "codec_compute_slowdown", "comm_slowdown"), none
+        ("update", "late_update", "compute_slowdown", "codec_compute_slowdown", "handover", "late_handover"), none
     )
     return ComputeProfile(**defaults | times | nothing | options)
 
@@ -210,18 +210,17 @@ def test_an_all_reduce_that_was_not_measured_has_the_rings_link_and_the_largest_
     assert cluster.calibrated.residual_of("all-to-all") == 0.04
 
 
-def test_every_all_reduce_loses_its_own_share_beside_the_computation() -> None:
-    """The iteration is bound by the network, at width 2; it is no slower than if the network stood still meanwhile."""
-    compute = calm(compute_slowdown=about(0.0), forward=about(0.3))
-    without = dataclasses.replace(compute, comm_slowdowns={"halving-doubling": Estimate.exact(0.0)})
-    with_own, free = (
-        predict(ask(compute=one, width=2, all_reduce="halving-doubling")).iteration.total for one in (compute, without)
-    )
-    assert with_own == pytest.approx(1.12 * free)
-    little = predict(
-        ask(compute=calm(compute_slowdown=about(0.0)), width=2, all_reduce="halving-doubling")
-    ).iteration.total
-    assert little == pytest.approx(free + MLP.times(2).total)
+def test_every_all_reduce_has_its_own_handover_in_a_pipeline() -> None:
+    """The iteration is bound by the network."""
+    compute = calm(compute_slowdown=about(0.0), handover=about(0.1))
+
+    def seconds(compute: ComputeProfile, all_reduce: str, width: int) -> float:
+        return predict(ask(compute=compute, width=width, all_reduce=all_reduce)).iteration.total
+
+    none = dataclasses.replace(compute, **dict.fromkeys(("handover", "late_handover"), about(0.0)), late_handovers={})
+    for all_reduce, width, longer in (("halving-doubling", 2, 0.004), ("ring", 2, 0.002), ("ring", 1, 0.1)):
+        free = seconds(none, all_reduce, width)
+        assert seconds(compute, all_reduce, width) == pytest.approx(free + longer), (all_reduce, width)
 
 
 def test_slow_ranks_can_be_the_limit() -> None:
@@ -449,7 +448,8 @@ JOBS = st.fixed_dictionaries(
         "slow_ranks": st.lists(st.floats(1, 100), max_size=3).map(tuple),
         "compute_slowdown": st.floats(0, 2),
         "codec_compute_slowdown": st.floats(0, 2),
-        "comm_slowdown": st.floats(0, 2),
+        "processor_share": st.floats(0, 1),
+        "handover": SECONDS,
         "p": st.sampled_from((1, 2, 3, 4, 8, 16)),
         "way": st.sampled_from(
             [
@@ -485,7 +485,9 @@ def job(given: dict[str, Any], **changed: Any) -> Job:
         slow_ranks=given["slow_ranks"],
         compute_slowdown=Estimate.exact(given["compute_slowdown"]),
         codec_compute_slowdown=Estimate.exact(given["codec_compute_slowdown"]),
-        comm_slowdown=Estimate.exact(given["comm_slowdown"]),
+        processor_share=given["processor_share"],
+        handover=Estimate.exact(given["handover"]),
+        late_handover=Estimate.exact(given["handover"]),
     )
     return Job(
         cluster=by_hand(link, codecs={"topk": topk}),
