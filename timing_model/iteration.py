@@ -159,22 +159,10 @@ def collective_within(
     >>> round(collective_within(5.0, 3.0, width=2), 6), collective_within(5.0, 5.0, width=2)
     (5.0, 0.0)
     """
-    return _within(total, lambda collective: steady_state_period(computation, collective, width, world_size, noise))
 
+    def period(collective: float) -> float:
+        return steady_state_period(computation, collective, width, world_size, noise)
 
-def computation_within(
-    total: float, collective: float, width: int, *, world_size: int = 1, noise: Noise = NO_NOISE
-) -> float:
-    """Return the time of the computation, in s, given that of the collective. 0 if the collective needs all of it.
-
-    >>> round(computation_within(5.0, 3.0, width=2), 6), computation_within(5.0, 5.0, width=2)
-    (5.0, 0.0)
-    """
-    return _within(total, lambda computation: steady_state_period(computation, collective, width, world_size, noise))
-
-
-def _within(total: float, period: Callable[[float], float]) -> float:
-    """Return the part at which ``period`` equals ``total``; ``period`` must not fall as the part grows."""
     least, most = 0.0, total
     if period(least) >= total:
         return 0.0

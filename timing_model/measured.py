@@ -195,13 +195,13 @@ class ComputeProfile:
     update: Estimate
     """Time of optimizer and packing where nothing is in flight."""
     late_update: Estimate
-    """Time of the update at a width above 1, which includes the prediction."""
+    """Time of the update at a width of 2, which includes the prediction, while a collective runs."""
     compute_slowdown: Estimate
     """Share by which the computation is slower while an uncompressed collective runs."""
     codec_compute_slowdown: Estimate
     """Share by which a compressed collective slows the computation: encoding and decoding take cores, too."""
     processor_share: float = 1.0
-    """Share of the computation for which the rank's processor is busy, and which a collective can slow down."""
+    """Share of the passes for which the rank's processor is busy, and which a collective can slow down."""
     handover: Estimate = Estimate(0.0, 0.0, 0.0)
     """Additional time of a collective in training, at width 1."""
     late_handover: Estimate = Estimate(0.0, 0.0, 0.0)
@@ -257,9 +257,12 @@ class ComputeProfile:
         """Return the fields of ``times`` that an optimizer takes, by name.
 
         With local steps, an iteration updates as if it were synchronous, and the update at the end of a window is taken
-        to be as long as that of an iteration of the pipeline: both pack, update and predict as many values.
+        to be as long as that of an iteration of the pipeline: both pack, update and predict as many values. About half
+        of what a prediction costs at width 2 is the step of a gradient in flight, which every further one needs, too.
         """
         update = self.update if width == 1 else self.late_update
+        if width > 2 and update.value > self.update.value:
+            update = update.times(1 + (width / 2 - 1) * (1 - self.update.value / update.value))
         return {"update": update} if local_steps == 1 else {"update": self.update, "outer_update": update}
 
     def times(

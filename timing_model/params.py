@@ -84,10 +84,9 @@ class ComputeTimes:
     forward: float
     backward: float
     compute_slowdown: float = 0.0
-    """Share by which a rank's processor computes more slowly while a collective runs."""
+    """Share by which a rank's processor is slower in forward and backward passes while a collective runs."""
     processor_share: float = 1.0
-    """Share of the computation for which the rank's processor is busy. The rest, as on an accelerator, is not slowed
-    down by a collective."""
+    """Share of the passes for which the rank's processor is busy; the rest, as on an accelerator, is not slower."""
     loading: float = 0.0
     """Time that one process takes to load a batch; not a part of the computation, unless the rank loads it itself."""
     handover: float = 0.0
@@ -129,24 +128,27 @@ class ComputeTimes:
     def at_width(self, width: int, t_comm: float) -> tuple[float, float]:
         r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.
 
-        A collective takes m = ``t_comm`` + ``handover``. At width 1 the two do not overlap. Otherwise, with k
-        ``compute_slowdown`` and b ``processor_share``, a second of the processor does the work of 1/(1+k) s while the
-        collective runs:
+        A collective takes m = ``t_comm`` + ``handover``. At width 1 the two do not overlap. Otherwise the collective
+        runs beside the update, whose time u is that of such an update, and then beside the passes. With p the time of
+        both passes, k ``compute_slowdown`` and b ``processor_share``, a second of the processor does the work of
+        1/(1+k) s meanwhile:
 
-        .. math:: c' = \min\left(c (1 + b k),\; c + \frac{k}{1 + k} m\right)
+        .. math:: c' = u + \min\left(p (1 + b k),\; p + \frac{k}{1 + k} \max(m - u, 0)\right)
 
-        >>> ComputeTimes(update=0.0, forward=1.0, backward=3.0, compute_slowdown=0.5).at_width(2, 3.0)
-        (5.0, 3.0)
-        >>> idle = ComputeTimes(update=0.0, forward=1.0, backward=3.0, compute_slowdown=0.5, processor_share=0.25)
-        >>> idle.at_width(2, 3.0)
-        (4.5, 3.0)
+        >>> ComputeTimes(update=1.0, forward=1.0, backward=3.0, compute_slowdown=0.5).at_width(2, 4.0)
+        (6.0, 4.0)
+        >>> idle = ComputeTimes(update=1.0, forward=1.0, backward=3.0, compute_slowdown=0.5, processor_share=0.25)
+        >>> idle.at_width(2, 4.0)
+        (5.5, 4.0)
         """
         if t_comm > 0:
             t_comm += self.handover
-        return self.total if width == 1 else self.slowed(self.total, t_comm), t_comm
+        if width == 1:
+            return self.total, t_comm
+        return self.update + self.slowed(self.forward + self.backward, max(t_comm - self.update, 0.0)), t_comm
 
     def slowed(self, seconds: float, t_comm: float) -> float:
-        """Return the time, in s, of ``seconds`` of the computation while a collective runs that takes ``t_comm`` s."""
+        """Return the time, in s, of ``seconds`` of a pass while a collective runs for another ``t_comm`` s."""
         slowdown = self.compute_slowdown
         return min(seconds * (1 + self.processor_share * slowdown), seconds + t_comm * slowdown / (1 + slowdown))
 

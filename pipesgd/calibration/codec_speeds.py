@@ -90,12 +90,16 @@ def summarize(name: str, everybody: Sequence[Times]) -> CodecSpeed:
         small, rate = pooled("small", operation), pooled("memory", operation)
         memory[operation] = median_of(rate)
         calls.append(median_of(np.maximum(small - SMALL_NUMEL * memory[operation].value, 0.0)))
-    codec = make_codec(CodecOptions(codec=name))
     return CodecSpeed(
-        bits=8 * codec.wire_bytes(MEMORY_NUMEL) / MEMORY_NUMEL,
+        bits=bits_of([name])[name],
         call=Estimate(*(float(one) for one in np.median([astuple(one) for one in calls], axis=0))),
         memory=memory,
     )
+
+
+def bits_of(names: Sequence[str]) -> dict[str, float]:
+    """Return the bits of a value on the wire, scales included, with each of these dense codecs."""
+    return {name: 8 * make_codec(CodecOptions(codec=name)).wire_bytes(MEMORY_NUMEL) / MEMORY_NUMEL for name in names}
 
 
 def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Estimate:

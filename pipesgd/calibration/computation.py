@@ -13,7 +13,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -65,6 +65,8 @@ the time for which this thread had a core in the passes, the part of the first i
 and the time in which a process loaded that batch."""
 EXPOSED = 0.05
 """Share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
+SURELY_WAIT = 1.25
+"""Multiple of the computation's time: if an all-reduce is estimated to take longer, ranks wait for it."""
 
 Laps = list[list[list[float]]]
 """One rank's times: laps, iterations, seconds."""
@@ -87,7 +89,7 @@ class Computation:
     slow_ranks: dict[int, float]
     """Slowdown of each rank that is always slow: its median iteration over the median rank's."""
     processor_share: float
-    """Share of the computation for which the rank has a core; in the rest it waits, as for an accelerator."""
+    """Share of the passes for which the rank has a core; in the rest it waits, as for an accelerator."""
     compute_slowdown: Estimate
     codec_compute_slowdown: Estimate
     """Slowdown by an all-reduce that is compressed."""
@@ -104,11 +106,10 @@ class TrainingMode(NamedTuple):
 
 
 class LateIteration(Protocol):
-    """Durations of a late iteration's parts, in s, each derived from the whole iteration's and the other part's."""
+    """A late iteration, in which the ranks wait for each other, too."""
 
-    def all_reduce(self, total: float, computation: float) -> float: ...
-
-    def computation(self, total: float, all_reduce: float) -> float: ...
+    def all_reduce(self, total: float, computation: float) -> float:
+        """Return the time of the all-reduce, in s, given those of the whole iteration and of its computation."""
 
 
 def least_iterations(modes: Iterable[TrainingMode]) -> int:
@@ -166,9 +167,9 @@ class Training:
         """Timed laps of each way."""
 
     def pace(self) -> float:
-        """Return about how long an iteration in the first way takes, in s, on the slowest rank. Collective."""
+        """Return about how long forward and backward passes take, in s, on the slowest rank. Collective."""
         *_, times = self._train(self._strategies[0], UNTIMED)
-        paces: list[float] = self._ranks.all_gather_object("time of an iteration", sum(times[: WAIT + 1]))
+        paces: list[float] = self._ranks.all_gather_object("time of the passes", sum(times[: BACKWARD + 1]))
         return max(paces)
 
     def lap(self, seconds: float) -> bool:
@@ -217,26 +218,41 @@ class Training:
         return times
 
 
-def training_modes(all_reduces: Sequence[str], codecs: Sequence[str], *, slow: bool = False) -> list[TrainingMode]:
+def training_modes(all_reduces: Sequence[str], codecs: Sequence[str]) -> list[TrainingMode]:
     """Return the ways to train: synchronous with the first all-reduce, late with each, and late with the first one and
-    a codec, if any is measured: next to that the computation is the limit more often, and slower than where it waits.
-
-    With ``slow``, collectives take too long for that: both with the last codec.
+    a codec, if any is measured: next to that the computation is the limit more often.
 
     >>> [tuple(way) for way in training_modes(["ring", "native"], ["bf16", "int8"])]
     [(1, 'ring', 'fp32'), (2, 'ring', 'fp32'), (2, 'native', 'fp32'), (2, 'ring', 'int8')]
-    >>> [tuple(way) for way in training_modes(["ring", "native"], ["bf16", "int4"], slow=True)]
-    [(1, 'ring', 'int4'), (2, 'ring', 'int4')]
     """
     compressed = [TYPICAL_CODEC] if TYPICAL_CODEC in codecs else codecs[:1]
-    if slow:
-        strongest = codecs[-1] if codecs else UNCOMPRESSED
-        return [TrainingMode(width, all_reduces[0], strongest) for width in (SYNCHRONOUS, LATE)]
     return [
         TrainingMode(SYNCHRONOUS, all_reduces[0], UNCOMPRESSED),
         *(TrainingMode(LATE, name, UNCOMPRESSED) for name in all_reduces),
         *(TrainingMode(LATE, all_reduces[0], name) for name in compressed),
     ]
+
+
+def brief_training_modes(
+    all_reduce: str, bits: Mapping[str, float], t_comm: float, t_compute: float
+) -> list[TrainingMode]:
+    """Return two ways to train where collectives take too long for ``training_modes``: synchronous with the codec that
+    has the fewest bits, and late with that of the fewest bits for which ranks still wait, if there is one.
+
+    Args:
+        all_reduce: name of the all-reduce.
+        bits: bits of a value with each codec, fp32 among them.
+        t_comm: approximate time of an uncompressed all-reduce, in s.
+        t_compute: approximate time of the computation, in s.
+
+    >>> bits = {"fp32": 32.0, "bf16": 16.0, "int4": 4.0}
+    >>> [tuple(way) for way in brief_training_modes("ring", bits, t_comm=0.2, t_compute=0.05)]
+    [(1, 'ring', 'int4'), (2, 'ring', 'bf16')]
+    """
+    fewest = min(bits, key=lambda name: bits[name])
+    waited = [name for name in bits if t_comm * bits[name] / bits[UNCOMPRESSED] >= SURELY_WAIT * t_compute]
+    late = min(waited, key=lambda name: bits[name], default=fewest)
+    return [TrainingMode(SYNCHRONOUS, all_reduce, fewest), TrainingMode(LATE, all_reduce, late)]
 
 
 def summarize(
@@ -334,56 +350,57 @@ def _values(
     forward, backward, update, _, _, cpu, data, loading = synchronous.mean(axis=(0, 1))
     # The rank that is the last to begin waits for no other.
     handover = max(0.0, float(synchronous[:, :, WAIT].min(axis=0).mean()) - t_comms[0])
+    # 1. Time by which each all-reduce is longer beside the update: where ranks wait for it, that is what counts.
     all_reduces = np.array([_all_reduce(way, model) for way in late])
-    # 1. Time by which all-reduces are longer, with any codec: they want the cores that the update has.
-    longer: dict[str, list[float]] = {name: [] for name in names}
-    for way, all_reduce, t_comm in zip(ways, all_reduces, t_comms[1:], strict=True):
-        longer[way.all_reduce].append(all_reduce - t_comm)
-    late_handovers = [max(0.0, float(np.mean(own))) for own in longer.values()]
+    waited = [_all_wait(way) for way in late]
+    late_handovers = []
+    for name in names:
+        own = [number for number, way in enumerate(ways) if way.all_reduce == name]
+        own = [number for number in own if waited[number]] or own
+        longer = [all_reduces[number] - t_comms[1 + number] for number in own]
+        late_handovers.append(max(0.0, float(np.mean(longer))))
 
-    # 2. Share that the passes lose where they wait for the all-reduce: over all ways, since one alone is noise.
+    # 2. Share that the processor loses in the passes, which follow the update, while an all-reduce runs.
+    passes, updates = (
+        np.array([way[:, :, columns].sum(axis=2).mean() for way in late])
+        for columns in (slice(FORWARD, BACKWARD + 1), slice(UPDATE, UPDATE + 1))
+    )
     idle = max(0.0, forward + backward - cpu)
-    compressed = [way.codec != UNCOMPRESSED for way in ways]
-    plain = [number for number in range(len(ways)) if not compressed[number]] or [0]
-    late_passes = np.array([late[way][:, :, : BACKWARD + 1].sum(axis=2).mean() for way in plain])
-    late_updates = np.array([late[way][:, :, UPDATE].mean() for way in plain])
-    busy = np.maximum(late_passes - idle, LEAST_BUSY * late_passes)
-    beside = np.clip(all_reduces[plain] - late_updates, LEAST_OVERLAP * busy, busy)
-    lost = float(np.clip((late_passes - forward - backward).sum() / beside.sum(), 0.0, MOST_SLOWED))
-    late_update = (late_updates - lost * np.minimum(late_updates, all_reduces[plain])).mean()
 
-    # 3. Share that all of the computation loses where it is the limit; ranks then wait for each other, too.
-    def lost_of(number: int, otherwise: float) -> float:
-        way, all_reduce = late[number], float(all_reduces[number])
-        total = float(way[:, :, : WAIT + 1].sum(axis=2).mean())
-        waits = float(way[:, :, WAIT].min(axis=0).mean()) > EXPOSED * total  # all do, so the all-reduce is the limit
-        if waits or total < (1 + EXPOSED) * all_reduce:
-            return otherwise
-        computation = model.computation(total, all_reduce)
-        busy = max(computation - idle, LEAST_BUSY * computation)
-        shared = np.clip(all_reduce, LEAST_OVERLAP * busy, busy)
-        return float(np.clip((computation - forward - backward - late_update) / shared, 0.0, MOST_SLOWED))
+    def slowdown(own: Sequence[int]) -> float:
+        """Return it over all of these ways, since one alone is noise."""
+        busy = np.maximum(passes[own] - idle, LEAST_BUSY * passes[own])
+        beside = np.clip(all_reduces[own] - updates[own], LEAST_OVERLAP * busy, busy)
+        lost = float(np.clip((passes[own] - forward - backward).sum() / beside.sum(), 0.0, MOST_SLOWED))
+        return lost / (1 - lost)
 
-    own = lost_of(plain[0], lost)
-    with_codec = lost_of(compressed.index(True), own) if any(compressed) else own
-    shares = np.array([own, with_codec])
-    parts = [forward - data, backward, update, late_update, loading, handover]
-    return np.array([*parts, *(shares / (1 - shares)), *late_handovers])
+    everything = range(len(ways))
+    plain, compressed = (
+        [number for number in everything if (ways[number].codec != UNCOMPRESSED) == packed] or list(everything)
+        for packed in (False, True)
+    )
+    parts = [forward - data, backward, update, updates.mean(), loading, handover]
+    return np.array([*parts, slowdown(plain), slowdown(compressed), *late_handovers])
 
 
 def _processor_share(lap: Lap) -> float:
-    """Return the share of the computation for which the ranks had a core; an update needs one all the time."""
-    forward, backward, update, _, _, cpu, *_ = lap.mean(axis=(0, 1))
-    return float(min(1.0, (cpu + update) / (forward + backward + update)))
+    """Return the share of the passes for which the ranks had a core."""
+    forward, backward, _, _, _, cpu, *_ = lap.mean(axis=(0, 1))
+    return float(min(1.0, cpu / (forward + backward)))
 
 
 def _all_reduce(late: Lap, model: LateIteration) -> float:
     """Return the seconds that the all-reduce takes while the computation runs."""
-    forward, backward, update, wait, *_ = map(float, late.mean(axis=(0, 1)))
-    computed = forward + backward + update
-    if late[:, :, WAIT].min(axis=0).mean() < EXPOSED * (computed + wait):
+    if not _all_wait(late):
         return float(late[:, :, COMMUNICATION].min(axis=0).mean())  # the rank that waited for no other
-    return model.all_reduce(computed + wait, computed)
+    forward, backward, update, wait, *_ = map(float, late.mean(axis=(0, 1)))
+    return model.all_reduce(forward + backward + update + wait, forward + backward + update)
+
+
+def _all_wait(late: Lap) -> bool:
+    """Return True if every rank waits for the all-reduce."""
+    total = float(late[:, :, : WAIT + 1].sum(axis=2).mean())
+    return float(late[:, :, WAIT].min(axis=0).mean()) >= EXPOSED * total
 
 
 def _uninterrupted(lap: Lap) -> Lap:

@@ -33,7 +33,7 @@ from timing_model.cluster_profile import (
     LinkProfile,
     Profile,
 )
-from timing_model.iteration import collective_within, computation_within
+from timing_model.iteration import collective_within
 from timing_model.parameter_server import parameter_server_time
 from timing_model.params import FLOAT_BYTES
 from timing_model.presets import OVERHEAD
@@ -51,7 +51,7 @@ MEDIAN_ERROR = 1.25
 REPEATS = 0.15
 """Largest relative spread with which the times of a cell are worth predicting."""
 FEW_CELLS = 8
-"""Most cells of which each is predicted by a fit to all others."""
+"""Most cells of which none is held out."""
 SMALLEST_START, SMALLEST_BETA = 1e-6, 1e-13
 """Seconds, and seconds per byte, at which a fit starts where a probe found nothing."""
 
@@ -216,9 +216,6 @@ class LateIteration:
     def all_reduce(self, total: float, computation: float) -> float:
         return collective_within(total, computation, LATE, world_size=self.world_size, noise=self.noise)
 
-    def computation(self, total: float, all_reduce: float) -> float:
-        return computation_within(total, all_reduce, LATE, world_size=self.world_size, noise=self.noise)
-
 
 def make_profile(
     *,
@@ -317,9 +314,9 @@ def codec_profile(speed: CodecSpeed) -> CodecProfile:
 
 def _folds(cells: Sequence[Cell]) -> NDArray[np.int64]:
     """Return the fold of every cell: two, of every second size of every number of ranks, alternating as on a
-    chessboard; or one for each of few cells, half of which would not determine the parameters."""
+    chessboard; or one of few cells, half of which would not determine the parameters."""
     if len(cells) <= FEW_CELLS:
-        return np.arange(len(cells))
+        return np.zeros(len(cells), dtype=np.int64)
     world_sizes = sorted({cell.world_size for cell in cells})
     sizes = sorted({cell.nbytes for cell in cells})
     return np.array([(world_sizes.index(cell.world_size) + sizes.index(cell.nbytes)) % 2 for cell in cells])

@@ -15,12 +15,13 @@ from torch import nn
 
 from pipesgd.calibration import codec_speeds, fit_cluster, interfaces, links, machines, report
 from pipesgd.calibration import servers as server_rounds
-from pipesgd.calibration.codec_speeds import CodecSpeed
+from pipesgd.calibration.codec_speeds import TOPK, CodecSpeed
 from pipesgd.calibration.computation import (
     LEAST_LAPS,
     Computation,
     Training,
     TrainingMode,
+    brief_training_modes,
     least_iterations,
     summarize,
     training_modes,
@@ -28,7 +29,7 @@ from pipesgd.calibration.computation import (
 from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
-from pipesgd.calibration.options import RING
+from pipesgd.calibration.options import RING, UNCOMPRESSED
 from pipesgd.calibration.progress import Phases
 from pipesgd.calibration.sweep import Cell, Sweep
 from pipesgd.comm.transport import TorchTransport, communication_group
@@ -171,13 +172,15 @@ def measure(
         end = time.perf_counter() + planned[TRAINING]
         sizes, largest = sweep.choose_sizes(largest_bytes // 4 * 4, planned[TRAINING] / (1 + TRAINED))
         values = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        modes = training_modes(names, codecs, slow=True)
+        bits = {UNCOMPRESSED: 8.0 * FLOAT_BYTES} | codec_speeds.bits_of([name for name in codecs if name != TOPK])
+        t_comm = largest * FLOAT_BYTES * values / largest_bytes
+        trial = brief_training_modes(RING, bits, t_comm, 0.0)[:1]
+        with contextlib.closing(Training(config, model, batches, prediction, trial, ranks)) as trained_on_trial:
+            passes = trained_on_trial.pace()
+        modes = training_modes(names, codecs)
+        if least_iterations(modes) * max(passes, t_comm) > planned[TRAINING]:
+            modes = brief_training_modes(RING, bits, t_comm, passes)
         training = Training(config, model, batches, prediction, modes, ranks)
-        longer = max(training.pace(), largest * FLOAT_BYTES * values / largest_bytes)
-        if least_iterations(training_modes(names, codecs)) * longer <= planned[TRAINING]:
-            training.close()
-            modes = training_modes(names, codecs)
-            training = Training(config, model, batches, prediction, modes, ranks)
         stack.callback(training.close)
         trained: list[int] = []
 

@@ -55,7 +55,7 @@ class Fit:
     fitted: Floats
     """Times of all cells (n,) by the parameters."""
     held_out: Floats
-    """fitted / measured - 1 of every cell (n,), each by a fit to the cells of other folds."""
+    """fitted / measured - 1 of every cell (n,), each by a fit to the cells of other folds, if there are any."""
 
     def estimates(self) -> list[Estimate]:
         """Return every parameter with its interval."""
@@ -87,7 +87,8 @@ def fit(
         predict: see ``Predict``.
         start: (k,), above 0, of the magnitude that the parameters may have.
         samples: measured times of each of n cells.
-        folds: (n,), the number of the fold that a cell is in. Each fold is predicted by a fit to the others.
+        folds: (n,), the number of the fold that a cell is in. Each fold is predicted by a fit to the others; a single
+            one by its own.
         priors: knowledge from other sources.
         seed: seed of the resampling of cells and of their times, which gives the intervals.
     """
@@ -98,7 +99,7 @@ def fit(
         scale=start.astype(float),
     )
     parameters = _solve(predict, problem, np.ones(len(samples)))
-    held_out = np.zeros(len(samples))
+    held_out = predict(parameters) / problem.measured - 1
     for fold in np.unique(folds):
         own = folds == fold
         if not own.all():

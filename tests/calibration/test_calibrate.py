@@ -121,7 +121,7 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
     assert compute.late_handovers.keys() == set(others)
     assert profile.links["ps-sync"].alpha == profile.link.alpha
     assert "parameter server" in text
-    assert "halving-doubling meanwhile" in text
+    assert "late handover, halving-doubling" in text
     assert 0 < float(str(profile.provenance["product_seconds"])) < 1
     assert 0 <= float(str(profile.provenance["stolen_share"])) < 1
     assert float(str(profile.provenance["calibration_seconds"])) > 0

@@ -26,6 +26,7 @@ from pipesgd.calibration.computation import (
     Computation,
     Laps,
     Training,
+    brief_training_modes,
     summarize,
     training_modes,
 )
@@ -68,16 +69,12 @@ def laps(
             backward=backward,
             update=own,
             compute_slowdown=compute_slowdown,
-            processor_share=(processor_share * sum(MEANS[:2]) + own / scale) / (sum(MEANS[:2]) + own / scale),
+            processor_share=processor_share,
             handover=late_handover if width == 2 else 0.0,
         )
         computed, communicated = times.at_width(width, t_comm)
         total = computed + t_comm if width == 1 else max(computed, communicated)
-        # In a pipeline, the all-reduce begins with the update.
-        beside = (
-            0.0 if width == 1 else min(own * compute_slowdown, communicated * compute_slowdown / (1 + compute_slowdown))
-        )
-        slower = (computed - own - beside) / (forward + backward)
+        slower = (computed - own) / (forward + backward)
         found.append([])
         for lap in range(count):
             noise = drift(lap) * np.exp(cv * generator.standard_normal(10))
@@ -85,10 +82,10 @@ def laps(
             for column, seconds in (
                 (FORWARD, slower * forward),
                 (BACKWARD, slower * backward),
-                (UPDATE, own + beside),
+                (UPDATE, own),
                 (WAIT, total - computed),
                 (COMMUNICATION, communicated),
-                (CPU, processor_share * (forward + backward)),
+                (CPU, processor_share * sum(MEANS[:2])),
                 (DATA, waiting),
                 (LOADING, loading),
             ):
@@ -115,9 +112,6 @@ class WithoutWaiting:
     noise: Noise
 
     def all_reduce(self, total: float, computation: float) -> float:
-        return total
-
-    def computation(self, total: float, all_reduce: float) -> float:
         return total
 
 
@@ -242,7 +236,7 @@ def test_the_spread_of_the_all_reduce_is_that_within_laps_by_the_rank_that_waite
             for rank, waited in ((0, 2.0), (1, 0.0), (2, 6.0)):
                 iteration = ranks[rank][0][lap][number]
                 iteration[COMMUNICATION] = factor * iteration[COMMUNICATION] + waited * generator.random()
-    found = summary(ranks, t_comms={"ring": 2.0})
+    found = summary(ranks, t_comms=[np.inf, 2.0])
     assert found.comm_cv.value == pytest.approx(0.1, rel=0.1)
     assert found.comm_cv.low < 0.1 < found.comm_cv.high < 0.13
     assert found.cv == pytest.approx(0.0, abs=1e-9)
@@ -270,9 +264,8 @@ def test_only_the_time_on_the_processor_is_slower() -> None:
         [laps(t_comm=2.0, compute_slowdown=0.6, processor_share=0.1)] * 2,
         t_comms=[np.inf, 2.0],
     )
-    forward, backward, update, *_ = MEANS
-    assert found.processor_share == pytest.approx((0.1 * (forward + backward) + update) / (forward + backward + update))
-    assert found.compute_slowdown.value == pytest.approx(0.6, rel=0.1)
+    assert found.processor_share == pytest.approx(0.1)
+    assert found.compute_slowdown.value == pytest.approx(0.6)
 
 
 def test_every_all_reduce_has_its_own_handover_and_all_say_how_slow_the_computation_is() -> None:
@@ -306,7 +299,7 @@ def test_a_rings_handover_is_the_mean_over_codecs() -> None:
 
 
 def test_with_a_codec_alone_both_slowdowns_are_its_own() -> None:
-    ways = training_modes(["ring", "native"], ["int4"], slow=True)
+    ways = brief_training_modes("ring", {"fp32": 32.0, "int4": 4.0}, t_comm=80.0, t_compute=1.0)
     ranks = [laps(t_comm=8.0, compute_slowdown=0.3, late_handover=0.5)] * 2
     found = summary(ranks, training_modes=ways, t_comms=[np.inf, 8.0])
     assert found.compute_slowdown.value == found.codec_compute_slowdown.value == pytest.approx(0.3)
@@ -390,7 +383,7 @@ def _lap(ranks: Ranks, seconds: float) -> tuple[list[bool], list[int], list[int]
     """Return if each of four laps trained, the numbers of laps, those of their iterations, and the pace."""
     config = parse(["--dataset", "digits", "--hidden-sizes", "8", "--batch-size", "4"])
     _, batches, model, _ = load(config, ranks)
-    modes = training_modes(["ring"], ["int4"], slow=True)
+    modes = brief_training_modes("ring", {"fp32": 32.0, "int4": 4.0}, t_comm=1.0, t_compute=1.0)
     training = Training(config, model, batches, "eager", modes, ranks)
     with contextlib.closing(training):
         pace = training.pace()

@@ -131,6 +131,16 @@ def test_noise_is_no_correction() -> None:
     assert max(map(abs, corrected[1:])) < 0.03
 
 
+def test_few_cells_are_not_held_out() -> None:
+    """Half of four sizes, of two numbers of ranks, could not tell latency from bandwidth."""
+    cells = made_cells("native", LINK, 0, noise=0.003, interrupted=0.0)
+    few = [cell for cell in cells if cell.world_size == 2 and cell.nbytes in (1 << 10, 1 << 12, 1 << 20, 1 << 22)]
+    found = fitted("native", few)
+    measured = np.array([cell.median for cell in found.cells])
+    assert found.fit.held_out == pytest.approx(found.fit.fitted / measured - 1)
+    assert found.errors.max() < 0.05
+
+
 def test_every_cell_is_held_out_by_the_half_that_it_is_in() -> None:
     """The two halves contradict each other: each is predicted by the other's slope."""
     x = np.array([1.0, 2.0, 3.0, 4.0])
@@ -149,9 +159,8 @@ def test_a_prior_decides_what_the_data_leave_open() -> None:
         return total
 
     samples = [np.full(5, 3.0 * value) for value in x]
-    found = fit(
-        predict, np.array([1.0, 1.0]), samples, folds=(x < 3).astype(int), priors=(Prior(1, value=1.0, share=0.1),)
-    )
+    known = (Prior(1, value=1.0, share=0.1),)
+    found = fit(predict, np.array([1.0, 1.0]), samples, folds=(x < 3).astype(int), priors=known)
     assert found.parameters == pytest.approx([2.0, 1.0], rel=1e-3)
 
 

@@ -246,7 +246,7 @@ def _file(tmp_path: Path, name: str) -> Path:
         (
             "format.toml",
             "",
-            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 5",
+            "rank 0: cluster must be a file that pipesgd.calibrate wrote: format.toml: format must be 6",
         ),
         (
             "cluster.toml",

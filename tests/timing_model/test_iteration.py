@@ -85,8 +85,8 @@ def test_the_parts_are_the_total(
 @given(times=compute_times(), t_comm=SECONDS)
 def test_the_computation_is_slower_only_while_the_collective_runs(times: ComputeTimes, t_comm: float) -> None:
     """Both begin together; when the collective is done, the computation continues at full speed."""
-    busy = times.processor_share * times.total
-    beside = min(busy * (1 + times.compute_slowdown), t_comm)
+    passes = times.forward + times.backward
+    beside = min(times.processor_share * passes * (1 + times.compute_slowdown), max(t_comm - times.update, 0.0))
     left = times.total - beside / (1 + times.compute_slowdown)
     assert times.at_width(2, t_comm) == pytest.approx((beside + left, t_comm), rel=1e-9, abs=1e-9)
     assert times.at_width(1, t_comm) == (times.total, t_comm)
