@@ -141,7 +141,7 @@ NEAR, FAR_SHARE = 1.5, 0.5
 """Multiple of the best prediction up to which a configuration may be the fastest; others get this share of the time."""
 PASSES, QUICK_PASSES = (0, 1, 1, 0), (0, 1)
 """Half of the measurements that each pass counts for; every second pass is in reverse order."""
-SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.5, 0.3, 4, 60
+SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.0, 0.3, 4, 60
 """Seconds of a configuration in a pass, for which as many iterations are timed as are predicted to take this long."""
 DEADLINE, POLL = 1800.0, 0.5
 PRIVATE = ("command", "hosts")

@@ -22,6 +22,8 @@ Values = NDArray[np.float64]
 
 LEAST_CV = 1e-12
 """Smallest cv that counts as noise."""
+NEGLIGIBLE = 1e-12
+"""Share of the collective's time up to which a computation counts as none."""
 GRID: Values = np.linspace(-9.0, 9.0, 1201)
 """Grid, in standard deviations, over which expected maxima are integrated."""
 WEIGHTS: Values = np.exp(-(GRID**2) / 2) / np.exp(-(GRID**2) / 2).sum()
@@ -242,7 +244,7 @@ def lasting_period(t_compute: float, t_comm: float, width: int, world_size: int,
     >>> [round(lasting_period(1.0, 1.0, width, 8, noise), 2) for width in (2, 3)]
     [1.31, 1.31]
     """
-    if width == 1 or t_compute == 0:
+    if width == 1 or t_compute <= NEGLIGIBLE * t_comm:
         return steady_state_bound(t_compute, t_comm, width, world_size, noise)
     return expected_maximum(noise, world_size, floor=t_comm / t_compute, floor_cv=noise.comm_cv) * t_compute
 

@@ -20,6 +20,8 @@ BALANCE = "balance"
 """Limit of an answer without a single one: several of them take about equally long."""
 LEAST_GAIN = 0.05
 """Gain of the best of the ``LIMITS`` below which none of them is the limit."""
+FORM_ERROR = 0.03
+"""Share by which formula and machine may be off even where all was measured: half of a 90 % interval."""
 EQUAL = 0.03
 """Relative difference between two gains up to which both parts are named as the limit."""
 
@@ -32,7 +34,8 @@ class Answer:
     iteration: IterationTime
     """Mean of an iteration in the steady state; its parts sum to the total."""
     low: float
-    """Lower end of the iteration's 90 % interval, by the intervals of all estimates and the profile's residual."""
+    """Lower end of the iteration's 90 % interval, by the intervals of all estimates, the profile's residual and
+    ``FORM_ERROR``."""
     high: float
     lasting: float
     """Mean of an iteration if ranks stay slow or fast for many iterations, not for one: the most that jitter costs."""
@@ -148,8 +151,9 @@ def _job_time(job: Job, costs: Costs, iteration: IterationTime, iterations: int,
 
 def _spread(job: Job, costs: Costs, total: float) -> tuple[float, float]:
     """Return how far, in s, the interval reaches below and above ``total``: the roots of the sums of squares over the
-    residual and each group of estimates that come together, each moved to its ends alone."""
-    below, above = 0.0, 0.0
+    residual and each group of estimates that come together, each moved to its ends alone; and, if anything was
+    measured, over ``FORM_ERROR``."""
+    below = above = (FORM_ERROR * total) ** 2 if job.cluster.calibrated.world_sizes else 0.0
 
     def add(changed: list[Costs]) -> None:
         nonlocal below, above

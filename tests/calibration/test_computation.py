@@ -351,7 +351,7 @@ def test_nothing_is_gained_beside_the_other_and_a_short_all_reduce_says_little()
     for lap in short[1]:
         for iteration in lap:
             iteration[FORWARD] += 0.03  # of 3 s: noise
-    assert summary([short] * 2, t_comms=[np.inf, 1e-6]).compute_slowdown.value == pytest.approx(0.04, rel=0.1)
+    assert summary([short] * 2, t_comms=[np.inf, 1e-6]).compute_slowdown.value == pytest.approx(0.05, rel=0.1)
 
 
 def test_an_interval_is_where_another_calibration_would_be() -> None:

@@ -85,7 +85,9 @@ def test_parameters_of_the_formulas() -> None:
     assert MLP.times(1) == ComputeTimes(
         update=0.005, forward=0.02, backward=0.04, compute_slowdown=0.1, processor_share=0.75, handover=0.001
     )
-    assert [MLP.times(width).update for width in (2, 3, 4)] == pytest.approx([0.006, 0.0065, 0.007])
+    assert [MLP.times(width).update for width in (2, 3, 4)] == pytest.approx(
+        [0.006, 0.006 + 0.001 / 3, 0.006 + 0.002 / 3]
+    )
     assert [MLP.times(3, name).handover for name in ("ring", "native", "halving-doubling")] == [0.002, 0.002, 0.004]
     assert MLP.times(3, codec="int8").compute_slowdown == 0.15
     assert MLP.numel == 1_796_010

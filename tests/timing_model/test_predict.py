@@ -25,7 +25,7 @@ from timing_model.measured import (
     MeasuredIteration,
 )
 from timing_model.plan import plan
-from timing_model.predict import LIMITS, Answer, predict
+from timing_model.predict import FORM_ERROR, LIMITS, Answer, predict
 from timing_model.presets import CODECS, HOST, NETWORKS
 from timing_model.report import answer_text
 
@@ -156,14 +156,15 @@ def test_parts_and_intervals(options: dict[str, Any]) -> None:
 
 def test_an_interval_is_the_root_of_the_sum_of_squares() -> None:
     """Forward, backward and update together are 5 % below, 10 % above, and so is the handover by itself; the residual
-    is the all-reduce's."""
+    is the all-reduce's, and the form's own error that of the whole."""
     off = dataclasses.replace(PROFILE.calibrated, residuals={"ring": 0.03})
     exact = dataclasses.replace(PROFILE, calibrated=off, link=LinkProfile.exact(LINK.params()))
     answer = predict(ask(cluster=exact, compute=calm()))
     computation, total = 0.02 + 0.04 + 0.005, answer.iteration.total
     collective, handover = answer.collective.total, 0.001
     assert total == pytest.approx(computation + collective + handover)
-    below, above = (math.hypot(share * computation, share * handover, 0.03 * collective) for share in (0.05, 0.1))
+    other = math.hypot(0.03 * collective, FORM_ERROR * total)
+    below, above = (math.hypot(share * computation, share * handover, other) for share in (0.05, 0.1))
     assert (total - answer.low, answer.high - total) == pytest.approx((below, above))
 
 
