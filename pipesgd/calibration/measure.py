@@ -170,10 +170,10 @@ def measure(
         groups = groups[-1:] if brief else groups
         sweep = Sweep(ranks, transport, groups, names, uneven=messages_meet, timeout=timeout)
         end = time.perf_counter() + planned[TRAINING]
-        sizes, largest = sweep.choose_sizes(largest_bytes // 4 * 4, planned[TRAINING] / (1 + TRAINED))
+        sizes = sweep.choose_sizes(largest_bytes // 4 * 4, planned[TRAINING] / (1 + TRAINED))
         values = sum(one.numel() for one in model.parameters() if one.requires_grad)
         bits = {UNCOMPRESSED: 8.0 * FLOAT_BYTES} | codec_speeds.bits_of([name for name in codecs if name != TOPK])
-        t_comm = largest * FLOAT_BYTES * values / largest_bytes
+        t_comm = sizes.largest_seconds * FLOAT_BYTES * values / largest_bytes
         trial = brief_training_modes(RING, bits, t_comm, 0.0)[:1]
         with contextlib.closing(Training(config, model, batches, prediction, trial, ranks)) as trained_on_trial:
             passes = trained_on_trial.pace()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,14 +33,15 @@ LEAST_LAPS, LAPS, MOST_LAPS = 3, 8, 30
 LEAST_COUNTED = 2
 """Fewest quiet laps to count alone: the jackknife over them needs two."""
 WARM_UP = 4
-"""The largest gradient over that which every all-reduce sums first in a lap: connections that were idle start slowly,
-which on a link of 5 ms cost a tenth of an all-reduce's time."""
+"""The largest gradient of a lap over that which every all-reduce sums first: connections that were idle start slowly.
+On a link of 100 Mbit/s and 5 ms that cost a tenth of an all-reduce's time."""
 MOST_BLOCKS = 6
 """Most blocks of one cell in a lap."""
 LONG_SECONDS = 0.05
 """Seconds from which on an all-reduce's first call, which allocates its memory, is timed, too."""
 LEAST_SIZES = 3
-"""Fewest sizes, if the gradient has that many: where latency decides, those in the middle are left out."""
+"""Fewest sizes, if the gradient has that many: where latency decides, the small ones are left out, which take as long
+as the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,17 @@ class Cell:
     @property
     def median(self) -> float:
         return float(np.median(self.seconds))
+
+
+class Sizes(NamedTuple):
+    """Sizes of gradients to measure, in bytes."""
+
+    in_laps: list[int]
+    once: list[int]
+    """Size of the largest gradient if it is timed only once, before the laps; empty if it is in them, or if once would
+    take longer than all laps."""
+    largest_seconds: float
+    """Estimated time of a ring of the largest gradient, in s."""
 
 
 class Sweep:
@@ -94,15 +107,13 @@ class Sweep:
         """Ring all-reduce of all ranks."""
         return self._all_reduces[-1][RING]
 
-    def choose_sizes(self, largest_bytes: int, seconds: float) -> tuple[list[int], float]:
-        """Return sizes, the smallest among them, for which there is time in all groups. Collective.
+    def choose_sizes(self, largest_bytes: int, seconds: float) -> Sizes:
+        """Return sizes, the smallest among them, for which there is time in all groups; the same on all ranks.
+        Collective.
 
         Args:
             largest_bytes: bytes of the largest gradient.
             seconds: duration of all laps.
-
-        Returns:
-            the sizes in bytes, and the estimated time of a ring of the largest gradient, in s; the same on all ranks.
         """
         most = seconds / ((LEAST_LAPS + 1) * len(self._names) * len(self._groups))
         everybody, flat = len(self._groups) - 1, torch.ones(largest_bytes // 4)
@@ -119,13 +130,15 @@ class Sweep:
             nbytes = within[0]
         sizes = list(times)
         while len(sizes) > LEAST_SIZES and sum(times[size] for size in sizes) > most:
-            del sizes[len(sizes) // 2]
-        return sizes, largest / nbytes * times[nbytes]
+            del sizes[1]
+        ring_seconds = largest / nbytes * times[nbytes]
+        fits = ring_seconds * len(self._names) * len(self._groups) <= seconds
+        return Sizes(sizes, [largest] if fits and nbytes < largest else [], ring_seconds)
 
     def run(
         self,
         *,
-        sizes: Sequence[int],
+        sizes: Sizes,
         seconds: float,
         between: Callable[[float], None],
         quiet: Callable[[], bool],
@@ -136,7 +149,7 @@ class Sweep:
         The quiet laps count, unless there are fewer than ``LEAST_COUNTED``: then all of them do.
 
         Args:
-            sizes: bytes of the gradients, as ``choose_sizes`` returns them.
+            sizes: what ``choose_sizes`` returned.
             seconds: approximate duration, including what is done between laps.
             between: called after each lap, with its seconds: for other work that is to be spread over the time.
             quiet: called at the end of each lap; True if nothing disturbed it, as all ranks agree. To reach
@@ -145,13 +158,16 @@ class Sweep:
         """
         end = time.perf_counter() + seconds
         # 1. Run all groups once, which makes their memory and connections.
-        flat = torch.ones(max(sizes) // 4)
-        cells = [(group, name, size) for group in range(len(self._groups)) for name in self._names for size in sizes]
-        warm_up = flat[: flat.numel() // WARM_UP]
+        every_size = [*sizes.in_laps, *sizes.once]
+        flat = torch.ones(max(every_size) // 4)
+        cells = [
+            (group, name, size) for group in range(len(self._groups)) for name in self._names for size in every_size
+        ]
+        warm_up = flat[: max(sizes.in_laps) // 4 // WARM_UP]
 
         def timed(cell: tuple[int, str, int], calls: int, blocks: int) -> list[float]:
             group, name, size = cell
-            if size == sizes[0]:
+            if size == every_size[0]:
                 self._block(group, name, warm_up, 1)
             return [self._block(group, name, flat[: size // 4], calls) / calls for _ in range(blocks)]
 
@@ -159,7 +175,10 @@ class Sweep:
         # 2. Agree on how often each cell is run.
         agreed = [float(one) for one in np.max(self._ranks.all_gather_object("first times", first), axis=0)]
         left = max(min(self._ranks.all_gather_object("time left", end - time.perf_counter())), 0.0)
-        plans = [plan(once, left / LAPS / len(cells) / 2) for once in agreed]
+        plans = [
+            (1, 0) if size in sizes.once else plan(once, left / LAPS / len(cells) / 2)
+            for (_, _, size), once in zip(cells, agreed, strict=True)
+        ]
         # 3. Run lap after lap, until one of the ranks sees no time for most of another one.
         laps: list[list[list[float]]] = []
         were_quiet: list[bool] = []
@@ -181,7 +200,10 @@ class Sweep:
         counted = [number for number, was_quiet in enumerate(were_quiet) if was_quiet]
         if len(counted) < LEAST_COUNTED:
             counted = list(range(len(laps)))
-        times = [[once] if long >= LONG_SECONDS else [] for once, long in zip(first, agreed, strict=True)]
+        times = [
+            [once] if long >= LONG_SECONDS or size in sizes.once else []
+            for (_, _, size), once, long in zip(cells, first, agreed, strict=True)
+        ]
         for lap_number in counted:
             for own, further in zip(times, laps[lap_number], strict=True):
                 own += further

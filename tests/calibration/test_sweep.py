@@ -17,7 +17,7 @@ from _ranks import run_ranks
 from pipesgd.calibration import codec_speeds, sweep
 from pipesgd.calibration.codec_speeds import OPERATIONS, SMALL_NUMEL
 from pipesgd.calibration.groups import Part, groups_to_measure, places
-from pipesgd.calibration.sweep import Cell, Sweep
+from pipesgd.calibration.sweep import Cell, Sizes, Sweep
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.comm.transport import TorchTransport, communication_group
@@ -70,7 +70,7 @@ def _sweep(
     transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
     groups = groups_to_measure(places([0] * ranks.world_size))
     sweep = Sweep(ranks, transport, groups, ALL_REDUCES, uneven=messages_meet, timeout=ranks.timeout)
-    sizes, _ = sweep.choose_sizes(largest_bytes, seconds)
+    sizes = sweep.choose_sizes(largest_bytes, seconds)
     cells, counted = sweep.run(
         sizes=sizes,
         seconds=seconds,
@@ -101,6 +101,25 @@ def test_sizes_end_where_the_time_does() -> None:
     cells, *_ = run_ranks(2, _sweep, 16 << 20, 1e-3)[0]
     assert max(cell.nbytes for cell in cells) < 16 << 20
     assert min(cell.nbytes for cell in cells) == 1 << 10
+
+
+def _sweep_with_a_large_one(ranks: Ranks) -> tuple[Sizes, list[Cell]]:
+    transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
+    sweep = Sweep(ranks, transport, [[0, 1]], ALL_REDUCES, uneven=messages_meet, timeout=ranks.timeout)
+    chosen = sweep.choose_sizes(64 << 20, 0.5)
+    sizes = Sizes([1 << 10, 4 << 10], [64 << 10], chosen.largest_seconds)
+    ignore = lambda *_: None  # noqa: E731
+    cells, _ = sweep.run(sizes=sizes, seconds=0.2, between=ignore, quiet=lambda: True, advance=ignore)
+    return chosen, cells
+
+
+def test_a_gradient_that_is_too_large_for_laps_is_timed_once() -> None:
+    chosen, cells = run_ranks(2, _sweep_with_a_large_one)[0]
+    assert max(chosen.in_laps) < 64 << 20
+    assert chosen.once in ([64 << 20], [])  # as the machine's speed has it
+    assert chosen.largest_seconds > 0
+    assert {cell.nbytes: len(cell.seconds) for cell in cells if cell.nbytes == 64 << 10} == {64 << 10: 1}
+    assert min(len(cell.seconds) for cell in cells if cell.nbytes < 64 << 10) >= 3
 
 
 def test_laps_that_were_disturbed_do_not_count_and_others_come_for_them() -> None:
