@@ -196,6 +196,8 @@ def predictions() -> str:
     lines = []
     for kind in (HELD_OUT, EXTRAPOLATED, SHARED):
         of_kind = [row for row in rows if row["kind"] == kind and row["counts"]]
+        if not of_kind:
+            continue
         names = dict.fromkeys(row["setting"] for row in of_kind)
         lines += [[name, *predicted([row for row in of_kind if row["setting"] == name])] for name in names]
         lines.append([f"**all {kind}**", *predicted(of_kind)])
