@@ -207,6 +207,8 @@ def known_of(profile: Profile, setting: Setting) -> ComputeProfile:
 
 def tensors_of(setting: Setting) -> tuple[int, ...]:
     """Return the number of values of each parameter's gradient."""
+    if setting.accelerator:  # without what single ranks have, such as a slow one
+        setting = dataclasses.replace(setting, accelerator=setting.accelerator.split(",")[0])
     _, _, model, _ = load(parse_training(shlex.split(setting.words)), alone())
     return tuple(one.numel() for one in model.parameters() if one.requires_grad)
 
