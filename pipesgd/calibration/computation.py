@@ -51,6 +51,8 @@ more than half of a lap."""
 LEAST_OVERLAP, MOST_SLOWED = 0.2, 0.75
 """Smallest overlap with a collective (share of the computation) that is assumed when dividing by it, to avoid
 amplifying noise; and the largest share of that time which counts as lost."""
+CROWDED = 0.6
+"""Share of their cores that ranks use together, in the passes, from which on they wait for each other's."""
 LEAST_BUSY = 0.02
 """Smallest share of the computation that is taken to need a core."""
 LEAST_VARIANCE, ROUNDS = 1e-12, 50
@@ -236,8 +238,8 @@ def training_modes(all_reduces: Sequence[str], codecs: Sequence[str]) -> list[Tr
 def brief_training_modes(
     all_reduce: str, bits: Mapping[str, float], t_comm: float, t_compute: float
 ) -> list[TrainingMode]:
-    """Return two ways to train where collectives take too long for ``training_modes``: synchronous with the codec that
-    has the fewest bits, and late with that of the fewest bits for which ranks still wait, if there is one.
+    """Return ways to train where collectives take too long for ``training_modes``: synchronous and late with the codec
+    that has the fewest bits, and late with that of the fewest bits for which ranks wait, if that is another one.
 
     Args:
         all_reduce: name of the all-reduce.
@@ -247,12 +249,14 @@ def brief_training_modes(
 
     >>> bits = {"fp32": 32.0, "bf16": 16.0, "int4": 4.0}
     >>> [tuple(way) for way in brief_training_modes("ring", bits, t_comm=0.2, t_compute=0.05)]
-    [(1, 'ring', 'int4'), (2, 'ring', 'bf16')]
+    [(1, 'ring', 'int4'), (2, 'ring', 'int4'), (2, 'ring', 'bf16')]
+    >>> [tuple(way) for way in brief_training_modes("ring", bits, t_comm=0.2, t_compute=0.01)]
+    [(1, 'ring', 'int4'), (2, 'ring', 'int4')]
     """
     fewest = min(bits, key=lambda name: bits[name])
     waited = [name for name in bits if t_comm * bits[name] / bits[UNCOMPRESSED] >= SURELY_WAIT * t_compute]
-    late = min(waited, key=lambda name: bits[name], default=fewest)
-    return [TrainingMode(SYNCHRONOUS, all_reduce, fewest), TrainingMode(LATE, all_reduce, late)]
+    late = {fewest: None, min(waited, key=lambda name: bits[name], default=fewest): None}
+    return [TrainingMode(SYNCHRONOUS, all_reduce, fewest), *(TrainingMode(LATE, all_reduce, name) for name in late)]
 
 
 def summarize(
@@ -261,18 +265,18 @@ def summarize(
     training_modes: Sequence[TrainingMode],
     t_comms: Sequence[float],
     late_iteration: Callable[[int, Noise], LateIteration],
-    shared_cores: bool = False,
+    ranks_per_core: float = 1.0,
 ) -> Computation:
     """Summarize every rank's ``Training.laps``.
 
-    With ``shared_cores``, ranks are compared by CPU time: chance decides which of them waits longest for a core.
+    Ranks that keep shared cores busy are compared by CPU time: chance decides which of them waits longest for a core.
 
     Args:
         everybody: each rank's laps, in each of ``training_modes``.
         training_modes: the synchronous way first, then late ones.
         t_comms: seconds that each way's all-reduce of the gradient takes outside of training.
         late_iteration: a ``LateIteration``, given the number of ranks and their noise.
-        shared_cores: True if there are more ranks than cores.
+        ranks_per_core: number of ranks over that of cores.
     """
     halves = 2 if len(everybody[0][0]) < LEAST_GROUPS else 1
     synchronous, *late = (
@@ -285,7 +289,9 @@ def summarize(
     )
     lap_totals = [lap[:, :, : UPDATE + 1].sum(axis=2) for lap in synchronous]
     totals = np.concatenate(lap_totals, axis=1)
-    compared = np.concatenate([lap[:, :, CPU] for lap in synchronous], axis=1) if shared_cores else totals
+    whole = np.concatenate(synchronous, axis=1)
+    crowded = ranks_per_core > 1 and ranks_per_core * _processor_share(whole) > CROWDED
+    compared = whole[:, :, CPU] if crowded else totals
     slow = _slow_ranks(compared)
     others = [rank for rank in range(len(everybody)) if rank not in slow]
     # The last rank to begin waits for no other.
@@ -350,7 +356,8 @@ def _values(
     forward, backward, update, _, _, cpu, data, loading = synchronous.mean(axis=(0, 1))
     # The rank that is the last to begin waits for no other.
     handover = max(0.0, float(synchronous[:, :, WAIT].min(axis=0).mean()) - t_comms[0])
-    # 1. Time by which each all-reduce is longer beside the update: where ranks wait for it, that is what counts.
+    # 1. Time by which each all-reduce is longer beside the update: that counts where ranks wait for it. Updates count
+    # where they do not.
     all_reduces = np.array([_all_reduce(way, model) for way in late])
     waited = [_all_wait(way) for way in late]
     late_handovers = []
@@ -379,7 +386,8 @@ def _values(
         [number for number in everything if (ways[number].codec != UNCOMPRESSED) == packed] or list(everything)
         for packed in (False, True)
     )
-    parts = [forward - data, backward, update, updates.mean(), loading, handover]
+    free = [number for number in everything if not waited[number]] or list(everything)
+    parts = [forward - data, backward, update, updates[free].mean(), loading, handover]
     return np.array([*parts, slowdown(plain), slowdown(compressed), *late_handovers])
 
 

@@ -223,7 +223,7 @@ def measure(
         training_modes=modes,
         t_comms=[seconds_of(way) for way in modes],
         late_iteration=fit_cluster.LateIteration,
-        shared_cores=shared > 1,
+        ranks_per_core=shared,
     )
     if SERVERS in planned:
         fits[PARAMETER_SERVER] = fit_cluster.fit_servers(cells, fits[RING])

@@ -117,8 +117,8 @@ class Sweep:
         """
         most = seconds / ((LEAST_LAPS + 1) * len(self._names) * len(self._groups))
         everybody, flat = len(self._groups) - 1, torch.ones(largest_bytes // 4)
-        times: dict[int, float] = {}
         nbytes, largest = SMALLEST_BYTES, flat.nbytes
+        times: dict[int, float] = {}
         while True:
             self._block(everybody, RING, flat[: nbytes // 4], 1)  # makes its memory
             own = self._block(everybody, RING, flat[: nbytes // 4], 1)
@@ -128,8 +128,15 @@ class Sweep:
             if not within:
                 break
             nbytes = within[0]
-        sizes = list(times)
-        while len(sizes) > LEAST_SIZES and sum(times[size] for size in sizes) > most:
+        # Codecs send parts of the largest gradient: from it, go down.
+        sizes = [SMALLEST_BYTES]
+        while (size := nbytes // GROWTH ** (len(sizes) - 1) // 4 * 4) > GROWTH // 2 * SMALLEST_BYTES:
+            sizes.insert(1, size)
+
+        def seconds_of(size: int) -> float:
+            return float(np.interp(size, list(times), list(times.values())))
+
+        while len(sizes) > LEAST_SIZES and sum(map(seconds_of, sizes)) > most:
             del sizes[1]
         ring_seconds = largest / nbytes * times[nbytes]
         fits = ring_seconds * len(self._names) * len(self._groups) <= seconds

@@ -142,10 +142,15 @@ def test_a_rank_that_is_always_slow_is_found_by_its_factor() -> None:
 
 def test_ranks_that_share_cores_are_compared_by_what_they_compute() -> None:
     ranks = [laps(scale, seed=seed, cv=0.02) for seed, scale in enumerate((1.0, 1.6, 1.0))]
-    assert summary(ranks, shared_cores=True).slow_ranks == {}
+    assert summary(ranks, ranks_per_core=2.0).slow_ranks == {}
     for iteration in (one for lap in ranks[2][0] for one in lap):
         iteration[CPU] *= 2
-    assert summary(ranks, shared_cores=True).slow_ranks == {2: pytest.approx(2.0, rel=0.03)}
+    assert summary(ranks, ranks_per_core=2.0).slow_ranks == {2: pytest.approx(2.0, rel=0.03)}
+
+
+def test_a_slow_accelerator_is_slow_although_there_are_more_ranks_than_cores() -> None:
+    ranks = [laps(scale, processor_share=0.1) for scale in (1.0, 1.3, 1.0)]
+    assert summary(ranks, ranks_per_core=1.5).slow_ranks == {1: pytest.approx(1.3)}
 
 
 def test_a_rank_that_was_slow_for_a_while_is_not_always_slow() -> None:
@@ -296,6 +301,20 @@ def test_a_rings_handover_is_the_mean_over_codecs() -> None:
     ways = training_modes(["ring"], ["int8"])
     found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 6.0])
     assert found.late_handovers["ring"].value == pytest.approx(0.6)
+
+
+def test_updates_count_where_no_rank_waits_for_the_all_reduce() -> None:
+    """Ranks that wait for it begin their updates all at once."""
+    plain, packed = laps(t_comm=8.0), laps(t_comm=2.0)
+    for lap in plain[1]:
+        for iteration in lap:
+            iteration[UPDATE] *= 2
+            iteration[WAIT] -= MEANS[3]
+    ways = training_modes(["ring"], ["int8"])
+    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 2.0])
+    assert found.parts["late_update"].value == pytest.approx(MEANS[3])
+    found = summary([plain] * 2, t_comms=[np.inf, 8.0])
+    assert found.parts["late_update"].value == pytest.approx(2 * MEANS[3])
 
 
 def test_with_a_codec_alone_both_slowdowns_are_its_own() -> None:
