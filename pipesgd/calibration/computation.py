@@ -296,7 +296,6 @@ def summarize(
     others = [rank for rank in range(len(everybody)) if rank not in slow]
     # The last rank to begin waits for no other.
     lap_collectives = [lap[:, :, COMMUNICATION].min(axis=0) for lap in synchronous]
-    synchronous, late = [lap[others] for lap in synchronous], [[lap[others] for lap in laps] for laps in late]
     count, cv = len(synchronous), _cv(totals)
 
     def of_noise(laps: list[int]) -> Floats:
@@ -310,7 +309,7 @@ def summarize(
 
     def values(laps: list[int]) -> Floats:
         alone, *beside = (np.concatenate([way[lap] for lap in laps], axis=1) for way in (synchronous, *late))
-        return _values(alone, beside, training_modes[1:], t_comms, model, names)
+        return _values(alone, beside, others, training_modes[1:], t_comms, model, names)
 
     found = _estimates(values, count)
     compute_slowdown, codec_compute_slowdown, *late_handovers = found[len(PARTS) :]
@@ -320,7 +319,7 @@ def summarize(
         persistence=dataclasses.replace(persistence, high=min(persistence.high, MOST_PERSISTENCE)),
         comm_cv=comm_cv,
         slow_ranks=slow,
-        processor_share=_processor_share(np.concatenate(synchronous, axis=1)),
+        processor_share=_processor_share(whole[others]),
         compute_slowdown=compute_slowdown,
         codec_compute_slowdown=codec_compute_slowdown,
         late_handovers=dict(zip(names, late_handovers, strict=True)),
@@ -343,6 +342,7 @@ def _estimates(values: Callable[[list[int]], Floats], count: int) -> list[Estima
 def _values(
     synchronous: Lap,
     late: Sequence[Lap],
+    others: Sequence[int],
     ways: Sequence[TrainingMode],
     t_comms: Sequence[float],
     model: LateIteration,
@@ -351,14 +351,15 @@ def _values(
     """Return ``PARTS``, the slowdowns of the computation and the late handovers of the all-reduces with these names, by
     inverting ``ComputeTimes.at_width``.
 
-    In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow.
+    In a pipeline of width 2 the all-reduce begins just before the update, and the next passes follow. Means are those
+    of ``others``, the ranks that are not slow.
     """
-    forward, backward, update, _, _, cpu, data, loading = synchronous.mean(axis=(0, 1))
+    forward, backward, update, _, _, cpu, data, loading = synchronous[others].mean(axis=(0, 1))
     # The rank that is the last to begin waits for no other.
     handover = max(0.0, float(synchronous[:, :, WAIT].min(axis=0).mean()) - t_comms[0])
     # 1. Time by which each all-reduce is longer beside the update: that counts where ranks wait for it. Updates count
     # where they do not.
-    all_reduces = np.array([_all_reduce(way, model) for way in late])
+    all_reduces = np.array([_all_reduce(way, others, model) for way in late])
     waited = [_all_wait(way) for way in late]
     late_handovers = []
     for name in names:
@@ -369,7 +370,7 @@ def _values(
 
     # 2. Share that the processor loses in the passes, which follow the update, while an all-reduce runs.
     passes, updates = (
-        np.array([way[:, :, columns].sum(axis=2).mean() for way in late])
+        np.array([way[others][:, :, columns].sum(axis=2).mean() for way in late])
         for columns in (slice(FORWARD, BACKWARD + 1), slice(UPDATE, UPDATE + 1))
     )
     idle = max(0.0, forward + backward - cpu)
@@ -397,11 +398,11 @@ def _processor_share(lap: Lap) -> float:
     return float(min(1.0, cpu / (forward + backward)))
 
 
-def _all_reduce(late: Lap, model: LateIteration) -> float:
+def _all_reduce(late: Lap, others: Sequence[int], model: LateIteration) -> float:
     """Return the seconds that the all-reduce takes while the computation runs."""
     if not _all_wait(late):
         return float(late[:, :, COMMUNICATION].min(axis=0).mean())  # the rank that waited for no other
-    forward, backward, update, wait, *_ = map(float, late.mean(axis=(0, 1)))
+    forward, backward, update, wait, *_ = map(float, late[others].mean(axis=(0, 1)))
     return model.all_reduce(forward + backward + update + wait, forward + backward + update)
 
 

@@ -391,6 +391,19 @@ def test_what_a_collective_takes_longer_in_training_is_its_handover() -> None:
     assert summary([laps(t_comm=3.0)] * 2, t_comms=[9.0, 2.5]).parts["handover"].value == 0
 
 
+def test_waiting_for_a_slow_rank_is_no_handover() -> None:
+    """Rank 2 takes twice as long as the others, which wait for it, and then for the all-reduce as it does."""
+    ranks = [laps(t_comm=3.0), laps(t_comm=3.0), laps(2.0, t_comm=3.0)]
+    for rank in (0, 1):
+        for lap in ranks[rank][0]:
+            for iteration in lap:
+                iteration[WAIT] += sum(MEANS[:3])
+    found = summary(ranks, t_comms=[2.5, 2.5])
+    assert found.slow_ranks == {2: pytest.approx(2.0)}
+    assert found.parts["forward"].value == pytest.approx(MEANS[0])
+    assert found.parts["handover"].value == pytest.approx(0.5)
+
+
 def test_few_laps_are_cut_in_halves_for_their_intervals() -> None:
     """The error of two laps would have one degree of freedom, and an interval six standard errors wide."""
     wide = of([1.0, 1.0], cv=0.05, count=2).parts["forward"]
