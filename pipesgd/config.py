@@ -206,6 +206,12 @@ def check_fragments(fragments: int, codec: str) -> None:
         _check_divisible("fragments", fragments, codec, "movement")
 
 
+def check_parts(fragments: int, parameters: int) -> None:
+    """Raise ``UserInputError`` unless this many ``parameters`` can be exchanged in so many fragments of whole ones."""
+    if fragments > parameters:
+        raise UserInputError(f"fragments must be at most {parameters}, the number of parameters; got {fragments}")
+
+
 def check_buckets(buckets: str, codec: str) -> None:
     """Raise ``UserInputError`` unless gradients with this codec can leave in these buckets."""
     if cut_of(buckets) != WHOLE:
