@@ -487,7 +487,7 @@ class Run:
             summary = summarize(config, job.ranks, job.network, result, metrics_lines)
             if planned is not None:
                 own = [line for line in metrics_lines if line["iteration"] >= job.iterations - planned.iterations]
-                measured = statistics(line["seconds"]["iteration"] for line in own)["median"]
+                measured = statistics(planned.windows([line["seconds"]["iteration"] for line in own]))["median"]
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
                 write_text_atomically(path, json.dumps(summary, indent=1) + "\n")

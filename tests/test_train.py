@@ -308,7 +308,8 @@ def test_another_run_is_not_touched_unless_asked_to(tmp_path: Path) -> None:
         ("--overwrite --buckets 5", "buckets must be at most the number of parameters, 4; got 5"),
         (
             "--overwrite --codec int8 --codec-block 1872 --rate-limit 1mbit",
-            "codec-block must encode to at most 1875 bytes, a message's at this rate-limit; got 1872 values, 1876 bytes",
+            "codec-block must encode to at most 1875 bytes, a message's at this rate-limit; got 1872 values, "
+            "1876 bytes",
         ),
     ]:
         base = SHORT
