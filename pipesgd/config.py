@@ -208,7 +208,7 @@ def check_fragments(fragments: int, codec: str) -> None:
 
 
 def check_parts(fragments: int, parameters: int) -> None:
-    """Raise ``UserInputError`` unless this many ``parameters`` can be exchanged in so many fragments of whole ones."""
+    """Raise ``UserInputError`` unless there are ``parameters`` enough for the ``fragments``, which never split one."""
     if fragments > parameters:
         raise UserInputError(f"fragments must be at most {parameters}, the number of parameters; got {fragments}")
 
