@@ -100,8 +100,8 @@ def ways(steps: Sequence[int]) -> list[Way]:
     for number in steps:
         accumulation, windows = f"--accumulation {number}", f"--local-steps {number}"
         found += [Way(ACCUMULATION, number, 1, "fp32", accumulation, multiple) for multiple in MULTIPLES]
-        for width, codec in itertools.product((1, 2), ("fp32", "int4")):
-            found.append(Way(LOCAL_STEPS, number, width, codec, windows))
+        both = itertools.product((1, 2), ("fp32", "int4"))
+        found += [Way(LOCAL_STEPS, number, width, codec, windows) for width, codec in both]
         found.append(Way(DILOCO, number, 1, "fp32", f"{windows} --outer nesterov"))
     return found
 

@@ -136,7 +136,7 @@ def test_without_an_auto_it_only_predicts() -> None:
     ("words", "fragments"), [("--local-steps 16", 1), ("--local-steps 8", 2), ("--width 3 --local-steps 8", 2)]
 )
 def test_the_fewest_fragments_that_a_window_hides_are_chosen_and_predicted(words: str, fragments: int) -> None:
-    """An exchange of all weights takes 14 iterations, and one of half of them 7.5."""
+    """An exchange of all weights takes 12 iterations, and one of the larger half of them 7."""
     profile = cluster()
     planned = choose(profile, f"{words} --fragments auto")
     assert planned.asked == ["fragments"]

@@ -200,7 +200,7 @@ def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_
 def test_a_run_exchanges_as_many_fragments_as_a_window_hides_and_a_continued_one_does_so_whatever_the_link(
     tmp_path: Path,
 ) -> None:
-    """An exchange of all weights takes 157 ms by the model, one of the largest parameter 134, and a window 148."""
+    """An exchange of all weights takes 157 ms by the model, one of the largest parameter 134, and a window 145."""
     slow, instant = tmp_path / "slow.toml", tmp_path / "instant.toml"
     cluster(LinkParams(alpha=1e-3, beta=2.57e-5, gamma=0.0, sync=0.0), SMALL).save(slow)
     cluster(INSTANT, SMALL).save(instant)
