@@ -168,4 +168,3 @@ def plan(
                     )
                 )
     return planned
-

@@ -7,8 +7,8 @@ import statistics
 from pipesgd.planning.planned import Planned
 
 WINDOW, WINDOWS = 20, 3
-"""Iterations, or windows of local steps, whose median is compared with the prediction; and medians in a row that must be
-off to be reported."""
+"""Iterations, or windows of local steps, whose median is compared with the prediction; and medians in a row that must
+be off to be reported."""
 TOLERANCE = 0.1
 """Share by which a median may be beyond the prediction's interval."""
 SETTLING = 5
