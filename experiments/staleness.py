@@ -13,39 +13,21 @@ Finished runs are kept in staleness.runs.json in the output folder: the same com
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from rich.console import Console
 
-from experiments import command
-from experiments.kept_runs import KeptRuns
+from experiments import command, simulated_runs
 from experiments.results import Row, save
+from experiments.simulated_runs import WORLD_SIZE, Run, mean_change, mean_of_all, percent, points
 from experiments.staleness_figure import draw
-from experiments.staleness_runs import (
-    BASELINE,
-    METHODS,
-    OPTIMIZERS,
-    QUICK_ITERATIONS,
-    SEEDS,
-    WORKLOADS,
-    WORLD_SIZE,
-    Planned,
-    Run,
-    plan,
-    simulate,
-)
+from experiments.staleness_runs import BASELINE, METHODS, OPTIMIZERS, WORKLOADS, Planned, plan
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
-from pipesgd.run.console import say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,35 +41,6 @@ CONVERGED = 0.9
 """Share of the best synchronous accuracy; a learning rate at which a seed ends below it has failed."""
 STABILITY = 0.5
 """Share of the largest rate of synchronous training up to which the default must not fail either."""
-QUICK_SEEDS = 1
-
-
-def _start_worker() -> None:
-    torch.set_num_threads(1)
-
-
-def compute(planned: Sequence[Planned], runs: KeptRuns[Run], console: Console, *, processes: int) -> dict[str, Run]:
-    """Return the runs of the plan by their arguments; those that are missing are made now, ``processes`` at a time."""
-    done = runs.load()
-    missing = [one for one in planned if one.words not in done]
-    command.say_kept(console, len(planned), len(missing))
-    context = multiprocessing.get_context("spawn")  # a fork would copy the state of torch's threads
-    with (
-        command.progress(console, "staleness", len(missing)) as advance,
-        ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool,
-    ):
-        futures = {pool.submit(simulate, one.words, test_every=one.test_every): one for one in missing}
-        try:
-            for number, future in enumerate(as_completed(futures), start=1):
-                one, run = futures[future], future.result()
-                runs.add(one.words, run)
-                done[one.words] = run
-                name = f"{number}/{len(missing)} {one.workload}, {one.optimizer}, lr {one.lr:g}, {one.method}"
-                came_to = "diverged" if run.test_accuracy is None else f"{run.test_accuracy:.2%}"
-                advance(1, f"{name}: {came_to} in {run.seconds:.0f} s")
-        finally:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for runs that have not begun
-    return {one.words: done[one.words] for one in planned}
 
 
 def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
@@ -114,21 +67,15 @@ def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
                 "lr": lr,
                 **{f"accuracy_seed_{seed}": accuracy for seed, accuracy in zip(seeds, accuracies, strict=True)},
                 **{f"loss_seed_{seed}": loss for seed, loss in zip(seeds, losses, strict=True)},
-                "accuracy_mean": _mean(accuracies),
-                "test_loss_mean": _mean(losses),
-                "train_loss_mean": _mean([run.train_loss for run in own]),
+                "accuracy_mean": mean_of_all(accuracies),
+                "test_loss_mean": mean_of_all(losses),
+                "train_loss_mean": mean_of_all([run.train_loss for run in own]),
                 "diverged": sum(run.diverged_at is not None for run in own),
-                "accuracy_to_sync_points": _mean_change(accuracies, base_accuracies, lambda a, b: 100 * (a - b)),
-                "loss_to_sync_percent": _mean_change(losses, base_losses, lambda a, b: 100 * (a / b - 1)),
+                "accuracy_to_sync_points": mean_change(accuracies, base_accuracies, points),
+                "loss_to_sync_percent": mean_change(losses, base_losses, percent),
             }
         )
     return rows
-
-
-def _mean_change(
-    values: Sequence[float | None], base: Sequence[float | None], change: Callable[[float, float], float]
-) -> float | None:
-    return _mean([None if a is None or b is None else change(a, b) for a, b in zip(values, base, strict=True)])
 
 
 def summarize(rows: Sequence[Row]) -> list[Row]:
@@ -245,12 +192,6 @@ def _texts(row: Row) -> dict[str, str]:
     }
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean, rounded for values at a target's edge; None if one is missing, since survivors would flatter."""
-    known = [value for value in values if value is not None]
-    return round(float(np.mean(known)), 6) if len(known) == len(values) else None
-
-
 def _multiple(text: str) -> float:
     with suppress(ValueError):
         if math.isfinite(value := float(text)) and value > 0:
@@ -261,7 +202,7 @@ def _multiple(text: str) -> float:
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Return the options; raises ``UserInputError``."""
     options = command.parser("staleness", __doc__)
-    add, number = options.add_argument, command.at_least
+    add = options.add_argument
     default = [name for name in WORKLOADS if name != "digits"]
     own = "those of each workload"
     add("--workloads", nargs="+", default=default, metavar="NAME", help=f"any of {', '.join(WORKLOADS)}")
@@ -270,17 +211,7 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     )
     add("--methods", nargs="+", metavar="NAME", help=f"any of {'; '.join(METHODS)} ({own})")
     add("--multiples", nargs="+", type=_multiple, help=f"factors of the optimizer's learning rate ({own})")
-    add(
-        "--seeds",
-        type=number(1),
-        help=f"number of seeds ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)",
-    )
-    add("--processes", type=number(1), default=os.cpu_count(), help="runs at a time (all cores)")
-    one_of = options.add_mutually_exclusive_group()
-    one_of.add_argument("--fresh", action="store_true", help="forget the finished runs in the output folder")
-    one_of.add_argument(
-        "--finished", action="store_true", help="run nothing; publish rows whose seeds are all finished"
-    )
+    simulated_runs.add_options(options)
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"workloads": WORKLOADS, "optimizers": OPTIMIZERS, "methods": METHODS})
     command.check_alone("staleness", by_torchrun, "it simulates the ranks")
@@ -288,24 +219,15 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     for one in arguments.optimizers or []:
         if one not in had:
             raise UserInputError(f"--optimizers must be {' or '.join(had)} for these workloads; got {one!r}")
-    arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     return arguments
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    runs = KeptRuns(arguments.output / "staleness.runs.json", Run)
-    if arguments.fresh:
-        runs.forget()
-    chosen = (arguments.workloads, arguments.optimizers, arguments.methods, arguments.multiples, arguments.seeds)
-    planned = plan(*chosen, quick=arguments.quick)
-    if arguments.finished:
-        kept = runs.load()
-        done = {one.words: run for one in planned if (run := kept.get(one.words))}
-        say(console, f"{len(done)} of {len(planned)} runs are there")
-    else:
-        done = compute(planned, runs, console, processes=arguments.processes)
+    chosen = (arguments.workloads, arguments.optimizers, arguments.methods, arguments.multiples)
+    planned = plan(*chosen, simulated_runs.seeds_of(arguments), quick=arguments.quick)
+    done = simulated_runs.finished_runs(planned, arguments, "staleness", console)
     rows = tabulate(planned, done)
     if not rows:
         raise UserInputError("--finished must find all seeds of a method at a learning rate; there is none yet")

@@ -1,29 +1,13 @@
-"""Runs of ``experiments/staleness.py``: workloads, methods, and one run on simulated ranks."""
+"""Runs of ``experiments/staleness.py``: workloads, methods, and all of their combinations."""
 
 from __future__ import annotations
 
 import itertools
-import shlex
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from experiments.predictions import COMPARED
-from experiments.results import code_state
-from experiments.simulation import SimulatedRanks
-from pipesgd.cli import parse as parse_training
-from pipesgd.config import TrainConfig
-from pipesgd.data import CROSS_ENTROPY, DataSplits, ShardedBatches, evaluation_batches, make_workload
-from pipesgd.optim.build import build_optimizer, build_schedule
-from pipesgd.pipeline.prediction import Prediction
-from pipesgd.run import evaluation
-
-WORLD_SIZE = 4
-
+from experiments import simulated_runs
+from experiments.simulated_runs import QUICK_ITERATIONS, SEEDS
 
 HEADLINE = ("sync", "stale", "eager", "local", "eager, width 3", "eager, int8", "eager, int4")
 """Methods that are tried at full length, at the best rate of synchronous training."""
@@ -130,39 +114,20 @@ METHODS = {
 }
 WARMUP = 0.1
 """Share of the iterations that a warm-up takes."""
-SEEDS, QUICK_ITERATIONS = 3, 20
-DIVERGED_LOSS = 20.0
-"""Training loss above which a run ends, as it does if the loss is NaN; with ten classes, chance gives 2.3."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """Result of one run."""
-
-    commit: str | None
-    """Commit of the code that made the run; None where there is no repository."""
-    seconds: float
-    diverged_at: int | None
-    """Iteration at which the loss went beyond all bounds, if it did; then there is no result below."""
-    train_loss: float | None = None
-    """Training loss, the mean over ranks and the last tenth of the iterations."""
-    test_loss: float | None = None
-    test_accuracy: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
+class Planned(simulated_runs.Planned):
     """A run to be made."""
 
-    workload: str
     optimizer: str
     method: str
     multiple: float
     lr: float
-    seed: int
-    words: str
-    """Arguments of ``pipesgd.train``, all but --output."""
-    test_every: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}, {self.optimizer}, lr {self.lr:g}, {self.method}"
 
 
 def plan(
@@ -203,73 +168,3 @@ def plan(
                     )
                 )
     return planned
-
-
-def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
-    """Return the arguments without a ``--prediction`` that ``pipesgd.train`` does not offer, and that prediction."""
-    for number, (option, name) in enumerate(itertools.pairwise(arguments)):
-        if option == "--prediction" and name in COMPARED:
-            return arguments[:number] + arguments[number + 2 :], COMPARED[name]
-    return arguments, None
-
-
-def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -> Run:
-    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``."""
-    begin = time.perf_counter()
-    arguments, compared = compared_prediction(shlex.split(words))
-    config = parse_training(arguments)
-    optimization, pipeline = config.optimization, config.pipeline
-    torch.manual_seed(optimization.seed)
-    data, model = make_workload(config)
-    torch.manual_seed(optimization.seed * world_size)
-    optimizer = build_optimizer(optimization, model)
-    iterations = optimization.iterations
-    assert iterations is not None
-    schedule = build_schedule(optimization, optimizer, iterations)
-    ranks = SimulatedRanks(
-        model,
-        optimizer,
-        world_size=world_size,
-        width=pipeline.width,
-        warmup_iterations=pipeline.warmup_iterations,
-        prediction=compared or pipeline.prediction,
-        guard=pipeline.guard,
-        codec=config.compression.codec,
-    )
-    batches = zip(*(_batches(config, data, rank, world_size) for rank in range(world_size)), strict=True)
-    losses: list[float] = []
-    commit = code_state()
-    for iteration in range(iterations):
-        losses.append(float(np.mean(ranks.iterate(_loss, next(batches)))))
-        schedule.step()
-        if not losses[-1] <= DIVERGED_LOSS:
-            return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=iteration)
-    ranks.flush()
-    parts = evaluation.sums(
-        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every), torch.device("cpu")
-    )
-    worth = evaluation.mean([parts])
-    return Run(
-        commit=commit,
-        seconds=time.perf_counter() - begin,
-        diverged_at=None,
-        train_loss=float(np.mean(losses[-max(1, iterations // 10) :])),
-        test_loss=worth.loss,
-        test_accuracy=worth.accuracy,
-    )
-
-
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    inputs, labels = batch
-    return CROSS_ENTROPY(model(inputs), labels)
-
-
-def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    shards = ShardedBatches(
-        data.train,
-        batch_size=config.data.batch_size,
-        rank=rank,
-        world_size=world_size,
-        seed=config.optimization.seed,
-    )
-    return shards.from_iteration(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 BUFFERS = ("average", "rank-0", "own")
 
 AUTO = "auto"
-AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets")
+AUTO_OPTIONS = ("width", "codec", "all-reduce", "segment-bytes", "buckets", "fragments")
 """Options that can be left to the timing model with the value ``AUTO``."""
 
 FORMER_NAMES = {"streams": "connections"}
@@ -204,6 +205,12 @@ def check_fragments(fragments: int, codec: str) -> None:
     """Raise ``UserInputError`` unless movements with this codec can be exchanged in so many parts."""
     if fragments > 1:
         _check_divisible("fragments", fragments, codec, "movement")
+
+
+def check_parts(fragments: int, parameters: int) -> None:
+    """Raise ``UserInputError`` unless there are ``parameters`` enough for the ``fragments``, which never split one."""
+    if fragments > parameters:
+        raise UserInputError(f"fragments must be at most {parameters}, the number of parameters; got {fragments}")
 
 
 def check_buckets(buckets: str, codec: str) -> None:
@@ -411,7 +418,8 @@ class PipelineConfig:
     """Average the state of the ranks' optimizers (momentum) whenever their weights are averaged, at width 1 (AWAGD)."""
     fragments: int = 1
     """Parts of the weights that are exchanged in turns, one at the end of each window (weight streaming): an exchange
-    has fewer bytes, and between two exchanges of a weight are --local-steps times --fragments iterations."""
+    has fewer bytes, and between two exchanges of a weight are --local-steps times --fragments iterations. auto chooses
+    the fewest of which each is exchanged while a window computes (see --cluster)."""
     guard: bool = False
     """Fall back to width 1 for a while when the gradient blows up, which is the sign of harmful staleness."""
     allow_drift: bool = False
@@ -722,28 +730,33 @@ class TrainConfig:
         """Raise ``UserInputError`` if the timing model is asked for something it does not cover."""
         auto = self.planning.auto
         option = f"{auto[0]} auto" if auto else "cluster"
+        searched = [name for name in auto if name != "fragments"]
         if not self.planning.wanted:
             return
         if self.pipeline.strategy != "pipelined":
             raise UserInputError(f"strategy must be pipelined with --{option}; got {self.pipeline.strategy}")
-        if self.pipeline.local_steps > 1:
+        if searched and self.pipeline.local_steps > 1:
             raise UserInputError(
-                f"local-steps must be 1 with --{option}, which predicts iterations that are all alike (timing-model "
-                f"predict --local-steps predicts their mean); got {self.pipeline.local_steps}"
+                f"local-steps must be 1 with --{option}, which is chosen for an exchange in every iteration; "
+                f"got {self.pipeline.local_steps}"
             )
         if self.pipeline.rate_limit is not None and self.planning.cluster is None:
             raise UserInputError(
                 f"cluster must be given with --{option} and --rate-limit, since a calibration before the run would use "
                 "the whole line; got none"
             )
-        if self.pipeline.outer is not None:
+        if self.pipeline.outer is not None and (searched or self.pipeline.outer != "average"):
             raise UserInputError(
                 f"outer must be left out with --{option}, since the timing model does not cover it; "
                 f"got {self.pipeline.outer!r}"
             )
-        if self.pipeline.fragments > 1:
+        if self.pipeline.average_state:
             raise UserInputError(
-                f"fragments must be 1 with --{option}, since the timing model does not cover them; "
+                f"average-state must be left out with --{option}, since the timing model does not cover it; got True"
+            )
+        if searched and self.pipeline.fragments > 1:
+            raise UserInputError(
+                f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights; "
                 f"got {self.pipeline.fragments}"
             )
         if self.run.device != "cpu":
@@ -760,6 +773,20 @@ class TrainConfig:
                 f"all-reduce must be another one with --{option}, since links inside nodes are not calibrated; "
                 "got hierarchical"
             )
+        if "fragments" in auto:
+            self._check_fragments_auto(searched)
+
+    def _check_fragments_auto(self, others: Sequence[str]) -> None:
+        """Raise ``UserInputError`` if the number of fragments is left open where none, or only one, would do.
+
+        ``others`` are the other options that are left open.
+        """
+        if others:
+            raise UserInputError(f"{others[0]} must be given with --fragments auto, which depends on it; got auto")
+        if self.pipeline.width == 1:
+            raise UserInputError("width must be at least 2 with --fragments auto, as width 1 hides no exchange; got 1")
+        _check_divisible("fragments", AUTO, self.compression.codec, "movement")
+        dataclasses.replace(self.pipeline, fragments=2)  # refuses options that do not go with more than one
 
     def options(self) -> dict[str, Any]:
         """Return every option by its name on the command line, as a JSON value."""

@@ -65,7 +65,7 @@ from pipesgd.run.metrics import IterationMetrics, MetricsWriter, read_metrics, s
 from pipesgd.run.state import RunState
 from pipesgd.run.summary import Result, describe, summarize
 from pipesgd.run.trace import Trace, loader
-from pipesgd.run.workload import agree_on_workload, check_own_exchange, load
+from pipesgd.run.workload import agree_on_workload, check_exchange, load
 from pipesgd.strategies import make_pipeline, make_strategy, serve
 from pipesgd.strategy import Span, Strategy
 
@@ -159,7 +159,7 @@ def prepare(config: TrainConfig, ranks: Ranks, console: Console) -> Job:
     """
     workers = ranks.raise_together("strategy", lambda: who_works(config, ranks))
     if config.pipeline.strategy == "pipelined":
-        check_own_exchange(config, ranks)
+        check_exchange(config, ranks)
     ranks.enter("loading of data and model")
     data, batches, model, device = ranks.raise_together("data and model", lambda: load(config, workers))
     samples = agree_on_workload(config, data, batches, model, ranks)
@@ -487,7 +487,7 @@ class Run:
             summary = summarize(config, job.ranks, job.network, result, metrics_lines)
             if planned is not None:
                 own = [line for line in metrics_lines if line["iteration"] >= job.iterations - planned.iterations]
-                measured = statistics(line["seconds"]["iteration"] for line in own)["median"]
+                measured = statistics(planned.windows([line["seconds"]["iteration"] for line in own]))["median"]
                 summary["planned"] = planned.as_json() | {"measured_seconds": measured}
             with note_trouble(trouble, path := folder / output.SUMMARY_FILE):
                 write_text_atomically(path, json.dumps(summary, indent=1) + "\n")

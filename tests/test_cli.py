@@ -123,13 +123,11 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--local-steps 2 --width auto",
-            "local-steps must be 1 with --width auto, which predicts iterations that are all alike (timing-model "
-            "predict --local-steps predicts their mean); got 2",
+            "local-steps must be 1 with --width auto, which is chosen for an exchange in every iteration; got 2",
         ),
         (
-            "--local-steps 2 --cluster x",
-            "local-steps must be 1 with --cluster, which predicts iterations that are all alike (timing-model predict "
-            "--local-steps predicts their mean); got 2",
+            "--local-steps 2 --width 1 --average-state --cluster x",
+            "average-state must be left out with --cluster, since the timing model does not cover it; got True",
         ),
         (
             "--outer elastic --width auto",
@@ -154,7 +152,7 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--fragments 2 --width auto",
-            "fragments must be 1 with --width auto, since the timing model does not cover them; got 2",
+            "fragments must be 1 with --width auto, which is chosen for an exchange of all weights; got 2",
         ),
         ("--clip-norm 0", "clip-norm must be above 0; got 0.0"),
         ("--clip-value -1", "clip-value must be above 0; got -1.0"),

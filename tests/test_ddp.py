@@ -408,6 +408,10 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["buffers of local steps"] = refusal(lambda: start(model, local_steps=2))
     searching = DistributedDataParallel(nn.Linear(2, 1), find_unused_parameters=True)  # no buffers
     found["search of local steps"] = refusal(lambda: start(searching, local_steps=2))
+    layers = nn.Sequential(nn.Linear(2, 1))
+    synchronized = DistributedDataParallel(layers)
+    layers.append(nn.SyncBatchNorm(1))  # afterwards, since torch wraps one on a GPU only
+    found["statistics of local steps"] = refusal(lambda: start(synchronized, local_steps=2))
     alone = DistributedDataParallel(nn.Linear(2, 1))
     found["guard of local steps"] = refusal(lambda: start(alone, local_steps=2, guard=True))
     found["buckets of local steps"] = refusal(lambda: start(alone, local_steps=2, buckets=2))
@@ -449,6 +453,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "buffers would be sent in every forward pass",
             "search of local steps": "ddp_model must be made without find_unused_parameters=True for local steps: the "
             "parameters used would be sent in every backward pass",
+            "statistics of local steps": "ddp_model must be made without SyncBatchNorm for local steps: its statistics "
+            "would be sent in every forward pass",
             "guard of local steps": "guard must be left out with local steps; got True",
             "buckets of local steps": "buckets must be left out with local steps; got 2",
             "buckets": "buckets must be left out: a loop with DistributedDataParallel has its own buckets",

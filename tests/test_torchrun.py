@@ -269,6 +269,10 @@ def test_a_signal_writes_a_checkpoint_on_all_ranks_and_says_one_line(
     [
         ("--width 0", "error: width must be at least 1; got 0"),
         ("--dataset images", "error: images must be in the folder --data-dir"),
+        (
+            "--codec int8 --codec-block 1872 --rate-limit 1mbit",
+            "error: codec-block must encode to at most 1875 bytes, a message's at this rate-limit; got 1872 values",
+        ),
     ],
 )
 def test_bad_input_is_said_once_with_exit_code_2(job: Any, words: str, message: str) -> None:

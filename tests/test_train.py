@@ -304,6 +304,13 @@ def test_another_run_is_not_touched_unless_asked_to(tmp_path: Path) -> None:
         ("--resume --lr 0.1", "lr must be that of the run to resume, 0.05; got 0.1"),
         ("--resume --hidden-sizes 30", "hidden-sizes must be that of the run to resume, [20]; got [30]"),
         ("--resume --width 3", "width must be that of the run to resume, 2; got 3"),
+        ("--overwrite --fragments 5", "fragments must be at most 4, the number of parameters; got 5"),
+        ("--overwrite --buckets 5", "buckets must be at most the number of parameters, 4; got 5"),
+        (
+            "--overwrite --codec int8 --codec-block 1872 --rate-limit 1mbit",
+            "codec-block must encode to at most 1875 bytes, a message's at this rate-limit; got 1872 values, "
+            "1876 bytes",
+        ),
     ]:
         base = SHORT
         for option in ("--lr 0.05", "--hidden-sizes 20"):

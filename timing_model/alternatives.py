@@ -72,8 +72,7 @@ def hiding(choice: Choice, width: int) -> int | None:
         times = times.loading_itself()
     for factor in range(1, MOST_ACCUMULATION + 1):
         more = dataclasses.replace(times, forward=factor * times.forward, backward=factor * times.backward)
-        computation, communication = more.at_width(width, choice.collective.total)
-        if communication <= computation:
+        if more.hides(choice.collective.total):
             return factor
     return None
 
@@ -84,11 +83,8 @@ def hiding_steps(choice: Choice) -> int | None:
     times = costs_of(_with_local_steps(choice.job, MOST_LOCAL_STEPS)).times
     if choice.job.loader_workers == 0:
         times = times.loading_itself()
-    for steps in range(2, MOST_LOCAL_STEPS + 1):
-        computation, communication = times.window(steps).at_width(2, choice.collective.total)
-        if communication <= computation:
-            return steps
-    return None
+    steps = range(2, MOST_LOCAL_STEPS + 1)
+    return next((one for one in steps if times.window(one).hides(choice.collective.total)), None)
 
 
 def _with_local_steps(job: Job, steps: int) -> Job:

@@ -54,6 +54,10 @@ class Estimate:
         """Return the estimate multiplied by ``factor``."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
+    def plus(self, other: Estimate) -> Estimate:
+        """Return the sum of two estimates that are off together."""
+        return Estimate(self.value + other.value, self.low + other.low, self.high + other.high)
+
     def at_least(self, least: float) -> Estimate:
         """Return the estimate, and ``least`` where it is below that."""
         return Estimate(max(self.value, least), max(self.low, least), max(self.high, least))

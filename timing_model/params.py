@@ -147,6 +147,15 @@ class ComputeTimes:
             return self.total, t_comm
         return self.update + self.slowed(self.forward + self.backward, max(t_comm - self.update, 0.0)), t_comm
 
+    def hides(self, t_comm: float) -> bool:
+        """Return True if a pipeline computes for at least as long as a collective of ``t_comm`` s takes meanwhile.
+
+        >>> [ComputeTimes(update=0.0, forward=1.0, backward=3.0).hides(t_comm) for t_comm in (4.0, 4.1)]
+        [True, False]
+        """
+        computation, communication = self.at_width(2, t_comm)
+        return communication <= computation
+
     def slowed(self, seconds: float, t_comm: float) -> float:
         """Return the time, in s, of ``seconds`` of a pass while a collective runs for another ``t_comm`` s."""
         slowdown = self.compute_slowdown

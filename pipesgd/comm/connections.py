@@ -167,12 +167,7 @@ class Connections:
         return self._scheduled(gather_ring(self.ranks.rank, self.ranks.world_size), Uncompressed())
 
     def _scheduled(self, schedule: Schedule, codec: Codec) -> AllReduce:
-        block_bytes, most_bytes = codec.wire_bytes(codec.block), self._rate_limit * PACED_SECONDS
-        if block_bytes > most_bytes:
-            raise UserInputError(
-                f"codec-block must encode to at most {most_bytes:.0f} bytes, a message's at this rate-limit; got "
-                f"{codec.block} values, {block_bytes} bytes"
-            )
+        check_block(codec, self._rate_limit)
         return ScheduledAllReduce(
             self.transport,
             schedule,
@@ -180,6 +175,16 @@ class Connections:
             segment_bytes=self._segment_bytes,
             most_plans=self._most_plans,
             paced=self._rate_limit < math.inf,
+        )
+
+
+def check_block(codec: Codec, rate_limit: float) -> None:
+    """Raise ``UserInputError`` if an encoded block of ``codec`` is larger than a message may be at the rate limit."""
+    block_bytes, most_bytes = codec.wire_bytes(codec.block), rate_limit * PACED_SECONDS
+    if block_bytes > most_bytes:
+        raise UserInputError(
+            f"codec-block must encode to at most {most_bytes:.0f} bytes, a message's at this rate-limit; got "
+            f"{codec.block} values, {block_bytes} bytes"
         )
 
 

@@ -70,8 +70,8 @@ def attach(
         width: iterations in flight, K; 1 is synchronous.
         codec: encoding of gradients: a name, ``CodecOptions``, or an ``OwnCodec``.
         local_steps: iterations that each rank trains by itself between exchanges, H; None exchanges every gradient.
-            ``ddp_model`` must then be made without ``find_unused_parameters`` and, if it has buffers, with
-            ``broadcast_buffers=False``: torch would communicate in every iteration.
+            ``ddp_model`` must then be made without ``SyncBatchNorm``, without ``find_unused_parameters`` and, if it has
+            buffers, with ``broadcast_buffers=False``: torch would communicate in every iteration.
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.

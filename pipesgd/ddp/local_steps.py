@@ -157,8 +157,14 @@ def _check_sends_nothing(ddp_model: DistributedDataParallel) -> None:
     """Refuse a DistributedDataParallel whose ranks wait for each other in every iteration.
 
     Raises:
-        UserInputError: it broadcasts buffers before forward passes, or asks which parameters other ranks have used.
+        UserInputError: it has a SyncBatchNorm, broadcasts buffers before forward passes, or asks which parameters other
+            ranks have used.
     """
+    if any(isinstance(layer, nn.SyncBatchNorm) for layer in ddp_model.modules()):
+        raise UserInputError(
+            "ddp_model must be made without SyncBatchNorm for local steps: its statistics would be sent in every "
+            "forward pass"
+        )
     if ddp_model.broadcast_buffers and ddp_model.modules_buffers:
         raise UserInputError(
             "ddp_model must be made with broadcast_buffers=False for local steps: its buffers would be sent in every "

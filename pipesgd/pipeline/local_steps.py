@@ -53,6 +53,7 @@ from pipesgd.config import (
     check_fragments,
     check_local_steps,
     check_moving_rate,
+    check_parts,
     check_width,
     moving_rate_for,
 )
@@ -284,10 +285,7 @@ class LocalSteps(Strategy):
         self._local_steps = local_steps
         self._warmup_iterations = warmup_iterations
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
-        if fragments > len(self._inner.parameters):
-            raise UserInputError(
-                f"fragments must be at most {len(self._inner.parameters)}, the number of parameters; got {fragments}"
-            )
+        check_parts(fragments, len(self._inner.parameters))
         self._averaged = _tensors_of_state(optimizer, self._inner.parameters) if average_state else []
         """Tensors of the optimizer's state that are averaged, as parameters and names, alike on all ranks."""
         if fragments > 1:

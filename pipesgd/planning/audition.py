@@ -35,8 +35,8 @@ MOST_AUDITIONS = 3
 
 
 def complete(choices: Choices) -> Choices:
-    """Return ``choices`` of a run that an earlier version may have recorded: there were no buckets then."""
-    return {**choices, "buckets": choices.get("buckets", "1")}
+    """Return ``choices`` of a run that an earlier version may have recorded, without buckets or fragments."""
+    return choices | {name: choices.get(name, value) for name, value in (("buckets", "1"), ("fragments", 1))}
 
 
 class Pace(NamedTuple):

@@ -9,16 +9,18 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import TrainConfig, rate_of
 from pipesgd.errors import UserInputError
 from pipesgd.planning.audition import Audition
-from pipesgd.planning.planned import Planned
+from pipesgd.planning.planned import Planned, choices_of
 from timing_model.advice import advice, reason, training_arguments
+from timing_model.alternatives import MOST_LOCAL_STEPS
 from timing_model.choices import ACCURATE, SEGMENTS, WIDTHS, Choice, Space, simplicity
 from timing_model.cluster_profile import UNCOMPRESSED, ComputeProfile, Profile
+from timing_model.fragments import hiding_fragments, hiding_windows, in_windows
 from timing_model.job import EXTRAPOLATED, INTERPOLATED, OUTSIDE, Job, support_of
 from timing_model.plan import Plan, plan
 from timing_model.predict import Answer, predict
@@ -63,6 +65,16 @@ def of_file(path: Path, config: TrainConfig, tensors: Sequence[int]) -> Known:
     )
 
 
+class Decided(NamedTuple):
+    """Choice of the options that are auto, and its prediction."""
+
+    choices: dict[str, Any]
+    """Values of all ``AUTO_OPTIONS``."""
+    why: list[str]
+    answer: Answer
+    audition: Audition | None = None
+
+
 def decide(
     profile: Profile,
     compute: ComputeProfile,
@@ -101,23 +113,22 @@ def decide(
         if measured.kind == OUTSIDE and not own:
             raise UserInputError(f"cluster must have been measured near this job; got {measured.reasons[0]}")
         # Options that are not auto may be outside of what was measured; the answer reports that.
-        found = plan(base, space_of(profile, config, len(compute.tensors)), extrapolate=True)
-        answer = predict(found.best.job, extrapolate=True)
+        windows = config.pipeline.in_windows or "fragments" in config.planning.auto
+        decided = predict_windows(base, config) if windows else search(base, config, iterations)
     except UserInputError:
         raise
     except ValueError as failure:
         raise UserInputError(f"cluster must allow a prediction of this run; got {failure}") from None
+    answer = decided.answer
     assert answer.total is not None
-    job, auto = found.best.job, config.planning.auto
-    chosen = options_of(job)
     support, reasons = answer.support.kind, list(answer.support.reasons)
     unmodelled = unmeasured(config)
     if unmodelled:
         support = EXTRAPOLATED if support == INTERPOLATED else support
         reasons += unmodelled
     return Planned(
-        asked=list(auto),
-        choices=chosen,
+        asked=list(config.planning.auto),
+        choices=decided.choices,
         source=source,
         iteration_seconds=answer.iteration.total,
         low=answer.low,
@@ -125,10 +136,70 @@ def decide(
         job_seconds=answer.total,
         support=support,
         reasons=reasons,
-        why=why(found, auto),
+        why=decided.why,
         iterations=iterations,
-        median_share=median_share(job),
+        median_share=median_share(answer.job),
+        window=config.pipeline.local_steps,
+        audition=decided.audition,
+    )
+
+
+def search(base: Job, config: TrainConfig, iterations: int) -> Decided:
+    """Choose the best configuration of the job of ``base``, which has this many iterations.
+
+    Raises ``ValueError`` if nothing is left to search.
+    """
+    auto, space = config.planning.auto, space_of(base.cluster, config, len(base.compute.tensors))
+    found = plan(base, space, extrapolate=True)
+    answer = predict(found.best.job, extrapolate=True)
+    return Decided(
+        choices=options_of(found.best.job),
+        why=why(found, auto),
+        answer=answer,
         audition=audition(found, answer, auto, iterations=iterations, begin=config.pipeline.warmup_iterations),
+    )
+
+
+def predict_windows(base: Job, config: TrainConfig) -> Decided:
+    """Choose the number of fragments, if that is auto, and predict the job of ``base`` in windows of local steps.
+
+    Raises:
+        UserInputError: not even the exchange of a single parameter is hidden.
+    """
+    pipeline, asked = config.pipeline, bool(config.planning.auto)
+    job = dataclasses.replace(
+        base,
+        width=pipeline.width,
+        codec=config.compression.codec,
+        all_reduce=pipeline.all_reduce,
+        segment_bytes=pipeline.segment_bytes,
+    )
+    fragments = fewest_fragments(job, pipeline.local_steps) if asked else pipeline.fragments
+    chosen = config.with_choices({"fragments": fragments})
+    if chosen.pipeline.in_windows:  # not one fragment in every iteration, unless --outer is given
+        job = in_windows(job, pipeline.local_steps, fragments)
+    why = f"chosen: --fragments {fragments}, the fewest of which each is exchanged while a window computes"
+    return Decided(choices=choices_of(chosen), why=[why] if asked else [], answer=predict(job, extrapolate=True))
+
+
+def fewest_fragments(job: Job, steps: int) -> int:
+    """Return the fewest fragments of which each is exchanged while a window of ``steps`` iterations computes.
+
+    Raises:
+        UserInputError: not even the exchange of a single parameter is hidden.
+    """
+    found = hiding_fragments(job, steps)
+    if found is not None:
+        return found
+    least = hiding_windows(job)
+    if least is None:
+        raise UserInputError(
+            f"fragments must be given where not even {max(steps, MOST_LOCAL_STEPS)} local steps hide the exchange of "
+            "the largest parameter; got auto"
+        )
+    raise UserInputError(
+        f"local-steps must be at least {least} with --fragments auto, to hide the exchange of the largest parameter; "
+        f"got {steps}"
     )
 
 
@@ -140,6 +211,7 @@ def options_of(job: Job) -> dict[str, Any]:
         "all-reduce": job.all_reduce,
         "segment-bytes": job.segment_bytes,
         "buckets": job.buckets,
+        "fragments": 1,
     }
 
 

@@ -7,7 +7,8 @@ import statistics
 from pipesgd.planning.planned import Planned
 
 WINDOW, WINDOWS = 20, 3
-"""Iterations whose median is compared with the prediction; and medians in a row that must be off to be reported."""
+"""Iterations, or windows of local steps, whose median is compared with the prediction; and medians in a row that must
+be off to be reported."""
 TOLERANCE = 0.1
 """Share by which a median may be beyond the prediction's interval."""
 SETTLING = 5
@@ -20,6 +21,8 @@ class Drift:
     def __init__(self, planned: Planned):
         self._planned = planned
         self._seen = 0
+        self._held: list[float] = []
+        """Iterations of a window of local steps that has not ended."""
         self._window: list[float] = []
         self._sides: list[int] = []
         self.contradicted = False
@@ -27,10 +30,15 @@ class Drift:
 
     def observe(self, seconds: float) -> str | None:
         """Record the time of an iteration; return what is to be reported, if anything."""
+        self._held.append(seconds)
+        whole = self._planned.windows(self._held)
+        if not whole:
+            return None
+        self._held = []
         self._seen += 1
         if self.contradicted or self._seen <= SETTLING:
             return None
-        self._window.append(seconds)
+        self._window += whole
         if len(self._window) < WINDOW:
             return None
         median, (low, _, high) = statistics.median(self._window), self._planned.median

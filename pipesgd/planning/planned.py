@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -40,7 +41,9 @@ class Planned:
     iterations: int
     """Number of iterations of the job."""
     median_share: float = 1.0
-    """Median of an iteration over its mean: below 1 where a few are long; 1 in a run of an older version."""
+    """Median of a window over its mean: below 1 where a few are long; 1 in a run of an older version."""
+    window: int = 1
+    """Iterations whose mean is compared with the prediction: those of a window of local steps."""
     audition: Audition | None = None
     """The auditions of the run; None if there are none."""
 
@@ -124,6 +127,11 @@ class Planned:
         low, middle, high = (self.median_share * one for one in (self.low, self.iteration_seconds, self.high))
         return low, middle, high
 
+    def windows(self, seconds: Sequence[float]) -> list[float]:
+        """Return the mean of the iterations, in s, of each whole window of ``seconds``."""
+        starts = range(0, len(seconds) - self.window + 1, self.window)
+        return [statistics.fmean(seconds[start : start + self.window]) for start in starts]
+
     def compare(self, measured: float) -> str:
         """Describe the predicted median next to the measured one, in s."""
         low, middle, high = self.median
@@ -132,25 +140,30 @@ class Planned:
         else:
             place = "above the interval" if measured > high else "below the interval"
         off = measured / middle - 1 if middle > 0 else 0.0
+        what, took = self._told(measured)
         return (
-            f"the median iteration took {format_seconds(measured)}, {self._how} {_interval(*self.median)}"
+            f"the median {what} took {took}, {self._how} {_interval(*self.median)}"
             f"{' in the audition' if self.support == MEASURED else ''}: {off:+.1%}, {place}"
         )
 
     def contradicted(self, measured: float) -> str:
-        """Describe the contradiction when the median iteration takes ``measured`` s, and not the predicted time."""
+        """Describe the contradiction when the median takes ``measured`` s, and not the predicted time."""
         word = "slower" if measured > self.median[2] else "faster"
-        took = format_seconds(measured)
+        (what, took), interval = self._told(measured), _interval(*self.median)
         if self.support == MEASURED:
-            interval = _interval(*self.median)
             return (
-                f"the median iteration takes {took}, measured {interval} in the audition: the cluster is {word} than "
-                "it was then"
+                f"the median {what} takes {took}, measured {interval} in the audition: the cluster is {word} than it "
+                "was then"
             )
         return (
-            f"the median iteration takes {took}, predicted {_interval(*self.median)}: the cluster is {word} than the "
-            "calibration found it, or the model is wrong"
+            f"the median {what} takes {took}, predicted {interval}: the cluster is {word} than the calibration found "
+            "it, or the model is wrong"
         )
+
+    def _told(self, seconds: float) -> tuple[str, str]:
+        """Return what the median is of, and its time."""
+        took = format_seconds(seconds)
+        return ("iteration", took) if self.window == 1 else ("window", f"{took} an iteration")
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -57,7 +57,7 @@ def audition(
     def candidates_of_rank_0() -> list[dict[str, Any]] | None:
         if profile is None:
             return None
-        auto = tuple(name for name in AUTO_OPTIONS if name not in ("segment-bytes", "buckets"))
+        auto = tuple(name for name in AUTO_OPTIONS if name not in ("segment-bytes", "buckets", "fragments"))
         open_config = dataclasses.replace(config, planning=PlanningConfig(auto=auto))
         planned = decide(
             profile,

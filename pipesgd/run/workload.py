@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 
+from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.own import codec_options
+from pipesgd.comm.connections import check_block
 from pipesgd.comm.own_all_reduce import agreed_schedule
-from pipesgd.config import TrainConfig, dataset_kind
+from pipesgd.config import TrainConfig, check_parts, cut_of, dataset_kind, rate_of
 from pipesgd.data import DataSplits, ShardedBatches, find_loss, make_workload
 from pipesgd.data.augmentation import Augmentation
 from pipesgd.data.losses import Loss
@@ -15,19 +19,22 @@ from pipesgd.data.samples import outputs_of
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.functions import OWN, in_one_line, kind
 from pipesgd.optim.build import check_model
+from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import compiled_codec
+from timing_model.buckets import WHOLE
 
 TRIED = 2
 """Samples that an own model or loss is tried on: batch normalization needs two."""
 
 
-def check_own_exchange(config: TrainConfig, ranks: Ranks) -> None:
-    """Try a codec and an all-reduce of the user's own before anything is written. Collective.
+def check_exchange(config: TrainConfig, ranks: Ranks) -> None:
+    """Check codec and all-reduce before anything is written, and try those of the user's own. Collective.
 
     Raises:
-        UserInputError: one of them cannot be made, or does not keep to its contract.
+        UserInputError: one of them cannot be made, or does not keep to its contract; or the codec's blocks are too
+            large for the rate limit.
         DisagreementError: one of them is not the same on all ranks.
     """
     if kind(config.compression.codec) == OWN:
@@ -35,6 +42,15 @@ def check_own_exchange(config: TrainConfig, ranks: Ranks) -> None:
         compiled_codec(options, ranks, config.run.device)
     if kind(config.pipeline.all_reduce) == OWN:
         agreed_schedule(config.pipeline.all_reduce, ranks)
+    if config.pipeline.rate_limit is not None:
+        ranks.raise_together("blocks of the codec", functools.partial(_check_blocks, config))
+
+
+def _check_blocks(config: TrainConfig) -> None:
+    """Raise ``UserInputError`` if blocks of the codec are larger than messages may be at the rate limit."""
+    options = codec_options(config.compression)
+    if options.codec not in ("topk", "powersgd"):  # which send single values
+        check_block(make_codec(options), rate_of(config.pipeline.rate_limit, config.pipeline.all_reduce))
 
 
 def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches, nn.Module, torch.device]:
@@ -61,8 +77,19 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         augmentation=augmentation_of(config, data),
     )
     check_model(config.optimization, model)
+    if config.pipeline.strategy == "pipelined":
+        check_cut(config, model)
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
     return data, batches, model, torch.device(config.run.device)
+
+
+def check_cut(config: TrainConfig, model: nn.Module) -> None:
+    """Raise ``UserInputError`` unless the model has enough parameters for the buckets, or the fragments, asked for."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.pipeline.fragments > 1:
+        check_parts(config.pipeline.fragments, len(trained))
+    if cut_of(config.pipeline.buckets) != WHOLE:
+        bucket_indices(model, trained, config.pipeline.buckets)
 
 
 def augmentation_of(config: TrainConfig, data: DataSplits) -> Augmentation | None:

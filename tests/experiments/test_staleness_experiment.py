@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.results import REPOSITORY, RESULTS, Row, load
+from experiments.simulated_runs import Run, compared_prediction
 from experiments.staleness import parse, stability, summarize, tabulate
 from experiments.staleness_figure import plot
 from experiments.staleness_runs import (
@@ -20,8 +21,6 @@ from experiments.staleness_runs import (
     MULTIPLES,
     OPTIMIZERS,
     WORKLOADS,
-    Run,
-    compared_prediction,
     plan,
 )
 from pipesgd.cli import parse as parse_training

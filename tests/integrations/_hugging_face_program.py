@@ -13,13 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipesgd import Pipelined, UserInputError
+from pipesgd import LocalSteps, Pipelined, UserInputError
 from pipesgd.replicas import weights_sha256
 
 warnings.filterwarnings("ignore")
 
 SCENARIO, FOLDER = sys.argv[1], Path(sys.argv[2])
-OPTIONS: dict[str, Any] = {"width": 2, "codec": "int4"}
+LOCAL: dict[str, Any] = {"local_steps": 3} if SCENARIO.endswith(" local steps") else {}
+OPTIONS: dict[str, Any] = {"width": 2, "codec": "int4"} | LOCAL
+SILENT: dict[str, Any] = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False} if LOCAL else {}
+"""Options of the Trainer with which DistributedDataParallel itself sends nothing."""
+
+
+def own_pipeline(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> Any:
+    """Return the pipeline of a loop written by hand that trains as a door does."""
+    kind: Any = LocalSteps if LOCAL else Pipelined
+    return kind(model, optimizer, **OPTIONS, **options)
 
 
 # ---- Accelerate
@@ -54,7 +63,7 @@ def accelerate() -> dict[str, Any]:
 
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    with Pipelined(model, optimizer, clip_norm=0.3, **OPTIONS) as own:
+    with own_pipeline(model, optimizer, clip_norm=0.3) as own:
         for number, (inputs, targets) in enumerate(accelerator.prepare(batches())):
             ((model(inputs) - targets).square().mean() / 2).backward()
             if number % 2:
@@ -142,7 +151,9 @@ def make_trainer(folder: Path, steps: int = 12, options: dict[str, Any] | None =
             max_steps=steps,
             per_device_train_batch_size=4,
             learning_rate=1e-3,
-            **{"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"} | arguments,
+            **{"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+            | SILENT
+            | arguments,
         ),
         train_dataset=data,
         eval_dataset=data[:32],
@@ -194,6 +205,11 @@ def transformers() -> dict[str, Any]:
         pipesgd.transformers.PipesgdCallback(late, clip_norm=1.0)
     except UserInputError as error:
         found["refused"] = str(error)
+    if LOCAL:
+        try:
+            make_trainer(FOLDER / "d", options=OPTIONS, ddp_find_unused_parameters=True).train()
+        except UserInputError as error:
+            found["refused with local steps"] = str(error)
     return found
 
 
@@ -226,7 +242,7 @@ def equal() -> dict[str, Any]:
 
         other.create_optimizer_and_scheduler(12)
         model, loader = other.model, iter(other.get_train_dataloader())
-        with Pipelined(model, other.optimizer, clip_norm=clip_norm or None, **OPTIONS) as pipeline:
+        with own_pipeline(model, other.optimizer, clip_norm=clip_norm or None) as pipeline:
             for _ in range(12):
                 micro_batches, items = other.get_batch_samples(loader, 2, torch.device("cpu"))
                 for batch in micro_batches:
@@ -256,7 +272,7 @@ def best() -> dict[str, Any]:
 
 
 def main() -> None:
-    found = globals()[SCENARIO]()
+    found = globals()[SCENARIO.removesuffix(" local steps")]()
     torch.save(copy.deepcopy(found), FOLDER / f"rank-{dist.get_rank()}.pt")
     dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from pipesgd import Pipelined, UserInputError
+from pipesgd import LocalSteps, Pipelined, UserInputError
 from pipesgd.replicas import weights_sha256
 
 warnings.filterwarnings("ignore")  # Lightning's hints about workers and loggers
@@ -24,6 +24,10 @@ pipesgd_lightning = importlib.import_module("pipesgd.lightning")  # after the pa
 
 SAMPLES, BATCH, EPOCHS = 192, 8, 2
 OPTIONS: dict[str, Any] = {"width": 2, "codec": "int4"}
+LOCAL: dict[str, Any] = {}
+"""Options of local steps, if the scenario is about them. Its checkpoints are then in the middle of a window."""
+if SCENARIO.endswith("local steps"):
+    LOCAL["local_steps"] = 3 if SCENARIO.startswith("fabric") else 5
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_progress_bar": False,
@@ -74,7 +78,7 @@ def loader() -> DataLoader[Any]:
 
 
 def fit(trainer_options: dict[str, Any], model: Regression | None = None, **fit_options: Any) -> Regression:
-    strategy = pipesgd_lightning.PipesgdStrategy(**OPTIONS)
+    strategy = pipesgd_lightning.PipesgdStrategy(**OPTIONS, pipeline_options=LOCAL)
     trainer = pl.Trainer(**QUIET | {"devices": 2, "max_epochs": EPOCHS, "strategy": strategy} | trainer_options)
     model = model or Regression()
     trainer.fit(model, loader(), loader(), **fit_options)
@@ -92,7 +96,8 @@ def by_pipelined(
     made = model.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     scale = scaler.scale if scaler is not None else lambda loss: loss
-    with Pipelined(model, optimizer, scaler=scaler, **OPTIONS, **options) as pipeline:
+    kind: Any = LocalSteps if LOCAL else Pipelined
+    with kind(model, optimizer, scaler=scaler, **OPTIONS, **LOCAL, **options) as pipeline:
         for _ in range(EPOCHS):
             for index, batch in enumerate(loader()):
                 with torch.autocast("cpu", autocast, enabled=autocast is not None, cache_enabled=False):
@@ -116,6 +121,7 @@ def equal(scenario: str) -> dict[str, Any]:
         "clip": {"gradient_clip_val": 0.3},
         "clip value": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
         "accumulate": {"accumulate_grad_batches": 3},
+        "local steps": {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2},
         "bf16-mixed": {"precision": "bf16-mixed"},
         "16-mixed": {"plugins": [half], "gradient_clip_val": 0.3},  # a Trainer of precision="16-mixed" wants a GPU
     }
@@ -123,6 +129,7 @@ def equal(scenario: str) -> dict[str, Any]:
         "clip": {"clip_norm": 0.3},
         "clip value": {"clip_value": 0.05},
         "accumulate": {"accumulate": 3},
+        "local steps": {"clip_norm": 0.3, "accumulate": 2},
         "bf16-mixed": {"autocast": torch.bfloat16},
         "16-mixed": {"autocast": torch.float16, "scaler": make_scaler(), "clip_norm": 0.3},
     }
@@ -178,6 +185,13 @@ def refused() -> dict[str, str]:
         def configure_optimizers(self) -> Any:
             return None
 
+    class Normalized(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.append(nn.BatchNorm1d(1))
+
+    windows = pipesgd_lightning.PipesgdStrategy(pipeline_options={"local_steps": 2})
+
     found = {}
     for name, make in {
         "clip_norm": lambda: pipesgd_lightning.PipesgdStrategy(pipeline_options={"clip_norm": 1.0}),
@@ -185,6 +199,7 @@ def refused() -> dict[str, str]:
         "manual": lambda: fit({"enable_checkpointing": False}, Manual()),
         "two": lambda: fit({"enable_checkpointing": False}, Two()),
         "none": lambda: fit({"enable_checkpointing": False}, Without()),
+        "buffers": lambda: fit({"enable_checkpointing": False, "strategy": windows}, Normalized()),
         "fabric's scaler": lambda: pipesgd_lightning.PipesgdFabricStrategy(pipeline_options={"scaler": None}),
         "fabric's two": lambda: fabric_loop(optimizers=2),
         "fabric's optimizer alone": lambda: make_fabric().setup_optimizers(
@@ -206,7 +221,7 @@ def fabric_package() -> Any:
 
 
 def make_fabric() -> Any:
-    strategy = pipesgd_lightning.PipesgdFabricStrategy(**OPTIONS, pipeline_options={"clip_norm": 0.3})
+    strategy = pipesgd_lightning.PipesgdFabricStrategy(**OPTIONS, pipeline_options={"clip_norm": 0.3} | LOCAL)
     fabric = fabric_package().Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     return fabric
@@ -275,7 +290,8 @@ SCENARIOS = {one.__name__: one for one in (resumed, removed, refused, boring, fa
 
 
 def main() -> None:
-    found = SCENARIOS[SCENARIO]() if SCENARIO in SCENARIOS else equal(SCENARIO)
+    scenario = SCENARIOS.get(SCENARIO.removesuffix(" local steps"))
+    found = scenario() if scenario is not None else equal(SCENARIO)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     torch.save(found, FOLDER / f"rank-{rank}.pt")
 

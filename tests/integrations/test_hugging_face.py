@@ -6,13 +6,18 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
 from _runs import run_example, run_scenario
 
 run = functools.partial(run_scenario, Path(__file__).with_name("_hugging_face_program.py"))
 
+with_local_steps = pytest.mark.parametrize("windows", ["", " local steps"], ids=["gradients", "local steps"])
+"""Both ways to train through a door: by late gradients, and by local steps."""
 
-def test_a_loop_of_accelerate_does_what_pipelined_does_bit_for_bit_and_resumes(tmp_path: Path) -> None:
-    answers = run("accelerate", tmp_path)
+
+@with_local_steps
+def test_a_loop_of_accelerate_does_what_pipelined_does_bit_for_bit_and_resumes(windows: str, tmp_path: Path) -> None:
+    answers = run(f"accelerate{windows}", tmp_path)
     for found in answers:
         assert found == answers[0], "replicas"
         assert found["found"] == found["expected"] == found["resumed"]
@@ -33,25 +38,34 @@ def test_accelerates_own_check_of_training_passes_with_every_model_attached(tmp_
         assert all(found["iterations"])
 
 
-def test_a_trainer_of_transformers_does_what_pipelined_does_bit_for_bit(tmp_path: Path) -> None:
-    answers = run("equal", tmp_path)
+@with_local_steps
+def test_a_trainer_of_transformers_does_what_pipelined_does_bit_for_bit(windows: str, tmp_path: Path) -> None:
+    answers = run(f"equal{windows}", tmp_path)
     for found in answers:
         assert found == answers[0], "replicas"
         assert all(trained == expected for trained, expected in found.values())
 
 
-def test_a_trainer_of_transformers_trains_evaluates_and_saves(tmp_path: Path) -> None:
-    answers = run("transformers", tmp_path)
+@with_local_steps
+def test_a_trainer_of_transformers_trains_evaluates_and_saves(windows: str, tmp_path: Path) -> None:
+    answers = run(f"transformers{windows}", tmp_path)
     for found in answers:
         assert found["late"] == answers[0]["late"] == found["saved"]
         assert found["difference to DDP"] < 1e-5 * found["largest weight"], "sums in another order"
         assert found["evaluations with true weights"]
         assert all(found["evaluations with true weights"])
         assert found["refused"] == "clip_norm must be left out: the Trainer has max_grad_norm"
+        assert found.get("refused with local steps") == (
+            "ddp_model must be made without find_unused_parameters=True for local steps: the parameters used would be "
+            "sent in every backward pass"
+            if windows
+            else None
+        )
 
 
-def test_a_trainer_that_resumes_continues_bit_for_bit(tmp_path: Path) -> None:
-    for found in run("resumed", tmp_path):
+@with_local_steps
+def test_a_trainer_that_resumes_continues_bit_for_bit(windows: str, tmp_path: Path) -> None:
+    for found in run(f"resumed{windows}", tmp_path):
         assert found["resumed"] == found["whole"]
 
 

@@ -12,7 +12,17 @@ run = functools.partial(run_scenario, Path(__file__).with_name("_lightning_progr
 
 
 @pytest.mark.parametrize(
-    "scenario", ["pytorch_lightning", "lightning.pytorch", "clip", "clip value", "accumulate", "bf16-mixed", "16-mixed"]
+    "scenario",
+    [
+        "pytorch_lightning",
+        "lightning.pytorch",
+        "clip",
+        "clip value",
+        "accumulate",
+        "bf16-mixed",
+        "16-mixed",
+        "local steps",
+    ],
 )
 def test_a_trainer_does_what_pipelined_does_bit_for_bit_and_validates_true_weights(
     scenario: str, tmp_path: Path
@@ -25,14 +35,16 @@ def test_a_trainer_does_what_pipelined_does_bit_for_bit_and_validates_true_weigh
         assert found["validated"] == found["expected to be validated"]
 
 
-def test_a_fit_that_is_resumed_from_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
-    for found in run("resumed", tmp_path):
+@pytest.mark.parametrize("scenario", ["resumed", "resumed local steps"])
+def test_a_fit_that_is_resumed_from_a_checkpoint_continues_bit_for_bit(scenario: str, tmp_path: Path) -> None:
+    for found in run(scenario, tmp_path):
         assert found["continued"] == found["whole"]
         assert [name for name in found["files"] if name.endswith(".ckpt.pipesgd-rank-1")]
 
 
-def test_a_loop_of_fabric_does_what_pipelined_does_bit_for_bit_and_resumes(tmp_path: Path) -> None:
-    answers = run("fabric", tmp_path)
+@pytest.mark.parametrize("scenario", ["fabric", "fabric local steps"])
+def test_a_loop_of_fabric_does_what_pipelined_does_bit_for_bit_and_resumes(scenario: str, tmp_path: Path) -> None:
+    answers = run(scenario, tmp_path)
     for found in answers:
         assert found == answers[0], "replicas"
         assert found["found"] == found["expected"] == found["resumed"]
@@ -53,6 +65,8 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path) -> None:
             "hook": "ddp_comm_hook must be left out with strategy pipesgd, which has its own hook",
             "manual": "automatic_optimization must be True with strategy pipesgd",
             "none": "optimizer must hold a parameter that requires a gradient; got none",
+            "buffers": "ddp_model must be made with broadcast_buffers=False for local steps: its buffers would be sent "
+            "in every forward pass",
             "fabric's scaler": "scaler must be left out of pipeline_options: Fabric has precision",
             "fabric's two": "fabric.setup must be called once, with one optimizer, with strategy pipesgd; "
             "got 2 optimizers",

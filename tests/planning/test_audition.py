@@ -31,7 +31,8 @@ from pipesgd.planning.planned import Planned
 
 
 def choices(width: int, codec: str = "int8") -> dict[str, Any]:
-    return {"width": width, "codec": codec, "all-reduce": "ring", "segment-bytes": 1 << 20, "buckets": "1"}
+    rest = {"all-reduce": "ring", "segment-bytes": 1 << 20, "buckets": "1", "fragments": 1}
+    return {"width": width, "codec": codec} | rest
 
 
 ONE, TWO, THREE = map(choices, (1, 2, 3))
@@ -187,13 +188,13 @@ def test_it_survives_json() -> None:
         assert Audition.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one
 
 
-def test_an_audition_that_began_before_there_were_buckets_is_continued() -> None:
+def test_an_audition_that_began_before_there_were_buckets_and_fragments_is_continued() -> None:
     first = audition(0.13, 0.12)
     planned = dataclasses.replace(prediction(), audition=first)
     recorded = json.loads(json.dumps(planned.as_json()))
     begun = recorded["audition"]
     for choices in (recorded["choices"], *begun["candidates"], *(choices for _, choices in begun["turns"])):
-        assert choices.pop("buckets") == "1"
+        assert (choices.pop("buckets"), choices.pop("fragments")) == ("1", 1)
     continued = Planned.from_json(recorded)
     assert continued.as_json() == planned.as_json()
     assert continued.audition is not None

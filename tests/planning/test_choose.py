@@ -8,13 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 from _plans import INSTANT, SLOW, choose, cluster, prediction
+from torch import nn
 
 from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
+from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.planning.choose import space_of
-from tests.timing_model._profiles import PROFILE, rates
+from pipesgd.planning.planned import choices_of
+from tests.timing_model._profiles import MLP, PROFILE, rates
+from timing_model import LinkParams
 from timing_model.cluster_profile import Profile
+from timing_model.fragments import in_windows
 from timing_model.job import GIVEN, INTERPOLATED, Job
 from timing_model.measured import CodecProfile, Estimate
 from timing_model.predict import predict
@@ -45,6 +50,7 @@ def test_an_instant_link_gets_neither() -> None:
         "all-reduce": "ring",
         "segment-bytes": 1 << 20,
         "buckets": "1",
+        "fragments": 1,
     }
     assert "This method will not help you here" in planned.lines()[1]
     assert "Use no codec" in planned.lines()[1]
@@ -122,7 +128,69 @@ def test_without_an_auto_it_only_predicts() -> None:
         "all-reduce": "ring",
         "segment-bytes": 1 << 20,
         "buckets": "1",
+        "fragments": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"), [("--local-steps 16", 1), ("--local-steps 8", 2), ("--width 3 --local-steps 8", 2)]
+)
+def test_the_fewest_fragments_that_a_window_hides_are_chosen_and_predicted(words: str, fragments: int) -> None:
+    """An exchange of all weights takes 12 iterations, and one of the larger half of them 7."""
+    profile = cluster()
+    planned = choose(profile, f"{words} --fragments auto")
+    assert planned.asked == ["fragments"]
+    assert planned.choices == choices_of(parse(words.split())) | {"fragments": fragments}
+    assert planned.why == [
+        f"chosen: --fragments {fragments}, the fewest of which each is exchanged while a window computes"
+    ]
+    config = parse(words.split()).pipeline
+    job = Job(cluster=profile, compute=profile.compute[0], world_size=4, width=config.width, iterations=100)
+    answer = predict(in_windows(job, config.local_steps, fragments))
+    assert planned.iteration_seconds == answer.iteration.total
+    assert (planned.window, planned.job_seconds, planned.audition) == (config.local_steps, answer.total, None)
+    assert choose(profile, f"{words} --fragments {fragments}").iteration_seconds == planned.iteration_seconds
+
+
+def test_fragments_are_cut_as_the_trainer_cuts_them() -> None:
+    model = nn.Sequential(nn.Linear(784, 1000), nn.Linear(1000, 1000), nn.Linear(1000, 10))
+    parameters = list(model.parameters())
+    assert tuple(one.numel() for one in parameters) == MLP.tensors
+    job = Job(cluster=PROFILE, compute=MLP, world_size=4, width=2)
+    for fragments in range(1, 7):
+        parts = bucket_indices(model, parameters, str(fragments))
+        numels = [sum(parameters[index].numel() for index in part) for part in parts]
+        assert in_windows(job, 4, fragments).compute.numel == max(numels)
+
+
+def test_a_rate_limit_needs_more_fragments() -> None:
+    free, limited = (
+        choose(cluster(INSTANT), f"--local-steps 100 --fragments auto --cluster x {words}").choices["fragments"]
+        for words in ("", LIMIT)
+    )
+    assert (free, limited) == (1, 2)
+
+
+def test_one_fragment_in_every_iteration_is_predicted_as_the_pipeline_that_it_is() -> None:
+    planned = choose(cluster(INSTANT), "--fragments auto")
+    assert planned.choices["fragments"] == 1
+    assert planned.iteration_seconds == choose(cluster(INSTANT), "--width 2").iteration_seconds
+    windows = choose(cluster(INSTANT), "--fragments auto --outer average")
+    assert windows.iteration_seconds == pytest.approx(planned.iteration_seconds + MLP.update.value, rel=1e-12)
+
+
+def test_where_no_fragment_is_hidden_it_says_what_would_hide_one() -> None:
+    with pytest.raises(UserInputError) as refused:
+        choose(cluster(), "--local-steps 2 --fragments auto")
+    assert str(refused.value) == (
+        "local-steps must be at least 7 with --fragments auto, to hide the exchange of the largest parameter; got 2"
+    )
+    assert choose(cluster(), "--local-steps 7 --fragments auto").choices["fragments"] == 2
+    with pytest.raises(UserInputError) as refused:
+        choose(cluster(LinkParams(alpha=0.0, beta=1e-4, gamma=0.0, sync=0.0)), "--local-steps 2 --fragments auto")
+    assert str(refused.value) == (
+        "fragments must be given where not even 500 local steps hide the exchange of the largest parameter; got auto"
+    )
 
 
 def test_only_codecs_that_cost_no_accuracy_are_chosen_unasked() -> None:

@@ -39,3 +39,18 @@ def test_a_hiccup_is_no_drift() -> None:
     for _ in range(10):
         for seconds in [9.0] * (WINDOW * (WINDOWS - 1)) + [1.0] * WINDOW:
             assert drift.observe(seconds) is None
+
+
+def test_windows_of_local_steps_are_compared_by_their_means() -> None:
+    """Iterations of 1.5 s follow those of 0.5 s, as where an exchange is not hidden: the mean is as predicted."""
+    planned = dataclasses.replace(prediction(low=0.99, high=1.01), window=2)
+    as_predicted, slower = Drift(planned), Drift(planned)
+    said = []
+    for number in range(2 * (SETTLING + WINDOW * WINDOWS)):
+        assert as_predicted.observe(0.5 + number % 2) is None
+        said.append(slower.observe(0.7 + number % 2))
+    assert not any(said[:-1])
+    assert said[-1] is not None
+    assert said[-1].startswith("the median window takes 1.20 s an iteration, predicted ")
+    assert planned.compare(1.0).startswith("the median window took 1.00 s an iteration, predicted 1.00 s ")
+    assert planned.windows([1.0, 2.0, 5.0, 6.0, 9.0]) == [1.5, 5.5]

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 
 SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
 """Options that train ``SMALL``."""
+SEARCHED = AUTO_OPTIONS[:-1]
+"""All that can be left open together; fragments are chosen alone."""
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,38 @@ SHORT = "--hidden-sizes 20 --batch-size 16 --iterations 12 --lr 0.05"
             "--codec auto --codec-block 64",
             "codec-block must be left out with --codec auto, which chooses codecs as they are; got 64",
         ),
+        (
+            "--fragments auto --width auto",
+            "width must be given with --fragments auto, which depends on it; got auto",
+        ),
+        (
+            "--fragments auto --local-steps 4 --codec auto",
+            "local-steps must be 1 with --codec auto, which is chosen for an exchange in every iteration; got 4",
+        ),
+        (
+            "--fragments auto --width 1",
+            "width must be at least 2 with --fragments auto, as width 1 hides no exchange; got 1",
+        ),
+        (
+            "--fragments auto --outer nesterov",
+            "outer must be left out with --fragments auto, since the timing model does not cover it; got 'nesterov'",
+        ),
+        (
+            "--fragments auto --codec topk",
+            "fragments must be 1 with --codec topk, which compresses the movement as a whole; got auto",
+        ),
+        (
+            "--fragments auto --prediction none",
+            "prediction must be left out with --fragments, since each rank expects its own movement; got 'none'",
+        ),
+        (
+            "--fragments auto --rate-limit 50mbit",
+            "cluster must be given with --fragments auto and --rate-limit, since a calibration before the run would "
+            "use the whole line; got none",
+        ),
+        ("--fragments aut", "fragments must be auto, or a value that --help-all lists; got 'aut' (did you mean auto?)"),
+        ("--fragments two", "fragments must be a whole number or auto; got 'two'"),
+        ("--fragments auto --strategy ddp", "strategy must be pipelined with --fragments auto; got ddp"),
     ],
 )
 def test_bad_words_get_one_line(words: str, message: str) -> None:
@@ -72,16 +106,20 @@ def test_what_is_auto_is_said_on_the_command_line_or_in_a_file_and_printed_so(tm
     config = parse(
         ["--width=auto", "--all_reduce", "auto", "--segment-bytes", "auto", "--codec", "auto", "--buckets=auto"]
     )
-    assert config.planning.auto == AUTO_OPTIONS
-    assert [config.options()[name] for name in AUTO_OPTIONS] == ["auto"] * 5
+    assert config.planning.auto == SEARCHED
+    assert [config.options()[name] for name in AUTO_OPTIONS] == [*["auto"] * 5, 1]
     path = tmp_path / "run.toml"
     path.write_text(as_toml(config), encoding="utf-8")
     assert parse(["--config", str(path)]) == config
-    assert parse(["--config", str(path), "--width", "3"]).planning.auto == AUTO_OPTIONS[1:]
+    assert parse(["--config", str(path), "--width", "3"]).planning.auto == SEARCHED[1:]
     chosen = config.with_choices(
         {"width": 3, "codec": "int8", "all-reduce": "ring", "segment-bytes": 4096, "buckets": "2"}
     )
     assert chosen == parse(["--width", "3", "--codec", "int8", "--segment-bytes", "4096", "--buckets", "2"])
+    windows = parse(["--local-steps", "4", "--fragments", "auto"])
+    path.write_text(as_toml(windows), encoding="utf-8")
+    assert parse(["--config", str(path)]) == windows
+    assert windows.with_choices({"fragments": 3}) == parse(["--local-steps", "4", "--fragments", "3"])
 
 
 def _train(ranks: Ranks, words_of_ranks: list[str]) -> tuple[str, str]:
@@ -157,6 +195,42 @@ def test_a_run_does_what_the_plan_says_on_all_ranks_and_a_continued_one_has_the_
     )
     assert cut["planned"]["choices"]["buckets"] == cut["options"]["buckets"] == "2"
     assert "buckets 2" in text
+
+
+def test_a_run_exchanges_as_many_fragments_as_a_window_hides_and_a_continued_one_does_so_whatever_the_link(
+    tmp_path: Path,
+) -> None:
+    """An exchange of all weights takes 157 ms by the model, one of the largest parameter 134, and a window 145."""
+    slow, instant = tmp_path / "slow.toml", tmp_path / "instant.toml"
+    cluster(LinkParams(alpha=1e-3, beta=2.57e-5, gamma=0.0, sync=0.0), SMALL).save(slow)
+    cluster(INSTANT, SMALL).save(instant)
+    words = f"{SHORT} --local-steps 2 --codec fp32 --checkpoint-iterations 5"
+    result, text = succeed(2, f"{words} --fragments auto --cluster {slow}", tmp_path / "run")
+    assert "chosen: --fragments 2, the fewest of which each is exchanged while a window computes" in text
+    assert "2 local steps, outer average, 2 fragments" in text
+    assert "the median window took " in text
+    recorded = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert recorded["planned"]["choices"]["fragments"] == recorded["options"]["fragments"] == 2
+    assert (recorded["planned"]["asked"], recorded["planned"]["window"]) == (["fragments"], 2)
+    same, _ = succeed(2, f"{words} --fragments 2", tmp_path / "same")
+    assert same["weights_sha256"] == result["weights_sha256"]
+
+    for more in (f"--fragments auto --cluster {instant}", "--fragments auto", f"--fragments 2 --cluster {slow}"):
+        (tmp_path / "run" / "summary.json").unlink()
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "iteration-12")
+        resumed, text = succeed(2, f"{words} {more} --resume", tmp_path / "run")
+        assert resumed["weights_sha256"] == result["weights_sha256"]
+        assert resumed["planned"]["choices"] == result["planned"]["choices"]
+        assert "planned when the run began: --width 2" in text
+        assert "chosen: " not in text
+    words_3 = f"{words} --fragments 3 --resume --output {tmp_path / 'run'}"
+    assert {error for error, _ in run(2, words_3)} == {"fragments must be that of the run to resume, 2; got 3"}
+    hopeless = f"{SHORT} --fragments auto --cluster {slow} --output {tmp_path / 'hopeless'}"
+    assert {error for error, _ in run(2, hopeless)} == {
+        "rank 0: local-steps must be at least 2 with --fragments auto, to hide the exchange of the largest parameter; "
+        "got 1"
+    }
+    assert not (tmp_path / "hopeless").exists()
 
 
 def test_a_run_that_had_no_plan_is_continued_as_it_was(tmp_path: Path) -> None:

@@ -1,0 +1,323 @@
+"""Accuracy of local steps, next to synchronous training, accumulation by the same factor, and DiLoCo.
+
+    python -m experiments.local_steps_accuracy            local_steps_accuracy.csv, _summary.csv and .png
+    python -m experiments.local_steps_accuracy --workloads mlp --local-steps 4 8 --seeds 1
+    python -m experiments.local_steps_accuracy --finished      the same files, from the finished runs
+
+An MLP and a convnet on Fashion-MNIST with SGD and a transformer on text with AdamW train on four ranks, which are
+simulated exactly in one process (experiments/simulation.py). A run is named by the arguments that ``pipesgd.train``
+would get for it. All runs of a workload see the same samples, the last few left out where H does not divide them:
+
+- local steps: H iterations between two exchanges, width 1 and 2, fp32 and int4;
+- accumulation: H micro-batches an update, hence H times fewer updates. Larger batches can take larger learning rates,
+  so it is tried at 1, 2 and 4 times the rate, and the best counts;
+- DiLoCo: outer Nesterov with the rate 0.7 and the momentum 0.9 of its paper, width 1. The inner optimizer is that of
+  the workload, where the paper has AdamW, and windows are shorter than its 500 iterations.
+
+A run that diverges is a result as well. All runs take about three hours of two cores. Finished runs are kept in
+local_steps_accuracy.runs.json in the output folder: the same command makes only those that are missing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+
+from experiments import command, simulated_runs, style
+from experiments.results import Row, save, save_figure
+from experiments.simulated_runs import (
+    QUICK_ITERATIONS,
+    WORLD_SIZE,
+    Run,
+    mean_change,
+    mean_of_all,
+    percent,
+    points,
+)
+from experiments.staleness_figure import ACCURACY, LOSS
+from experiments.staleness_runs import OPTIMIZERS, WORKLOADS
+from pipesgd.errors import UserInputError
+from pipesgd.ranks import Ranks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+NAME = "local_steps_accuracy"
+TRAINED, STEPS = ("mlp", "convnet", "transformer"), (2, 4, 8, 32)
+SYNCHRONOUS, ACCUMULATION, LOCAL_STEPS, DILOCO = "synchronous", "accumulation", "local steps", "DiLoCo"
+MULTIPLES = (1.0, 2.0, 4.0)
+"""Multiples of the learning rate that accumulation is tried at."""
+JUDGED_UP_TO = 8
+"""Most local steps with a target."""
+MOST_LOST = {"width": (0.3, 1.0), "codec": (0.1, 1 / 3)}
+"""Most that width 2 may lose to width 1, and int4 to fp32 at width 2, with as many local steps, in the mean over seeds:
+points of accuracy, and percent of the loss where that is judged, as much for a point."""
+
+
+class Way(NamedTuple):
+    """A way to train."""
+
+    method: str
+    local_steps: int
+    """Iterations between two exchanges, or micro-batches of an update."""
+    width: int
+    codec: str
+    words: str = ""
+    multiple: float = 1.0
+    """Multiple of the learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(simulated_runs.Planned):
+    """A run to be made."""
+
+    way: Way
+    lr: float
+
+    @property
+    def name(self) -> str:
+        way = self.way
+        label = label_of(way.method, way.width, way.codec)
+        return f"{self.workload}, H {way.local_steps}, {label}, lr {self.lr:g}, seed {self.seed}"
+
+
+def label_of(method: str, width: int, codec: str) -> str:
+    """Return the name of a line of the figure."""
+    return method if method != LOCAL_STEPS else f"width {width}" + ("" if codec == "fp32" else f", {codec}")
+
+
+def ways(steps: Sequence[int]) -> list[Way]:
+    """Return all ways to train, with each of these numbers of local steps."""
+    found = [Way(SYNCHRONOUS, 1, 1, "fp32")]
+    for number in steps:
+        accumulation, windows = f"--accumulation {number}", f"--local-steps {number}"
+        found += [Way(ACCUMULATION, number, 1, "fp32", accumulation, multiple) for multiple in MULTIPLES]
+        both = itertools.product((1, 2), ("fp32", "int4"))
+        found += [Way(LOCAL_STEPS, number, width, codec, windows) for width, codec in both]
+        found.append(Way(DILOCO, number, 1, "fp32", f"{windows} --outer nesterov"))
+    return found
+
+
+def plan(workloads: Sequence[str], steps: Sequence[int], seeds: int, *, quick: bool = False) -> list[Planned]:
+    """Return all runs, seed by seed."""
+    planned = []
+    for seed, name, way in itertools.product(range(seeds), workloads, ways(steps)):
+        workload = WORKLOADS[name]
+        optimizer, rate = next(iter(workload.optimizers.items()))
+        iterations = QUICK_ITERATIONS if quick else workload.iterations
+        updates = max(1, iterations // way.local_steps) if way.method == ACCUMULATION else iterations
+        lr = rate * way.multiple
+        how = f"--width {way.width} --codec {way.codec} {way.words}".rstrip()
+        rest = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle --iterations {updates} --seed {seed}"
+        words = f"{workload.words} {how} {rest}"
+        planned.append(Planned(workload=name, seed=seed, words=words, test_every=workload.test_every, way=way, lr=lr))
+    return planned
+
+
+def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
+    """Return a row for every run that is there."""
+    return [
+        {
+            "workload": one.workload,
+            "method": one.way.method,
+            "local_steps": one.way.local_steps,
+            "width": one.way.width,
+            "codec": one.way.codec,
+            "lr": one.lr,
+            "seed": one.seed,
+            "test_accuracy": run.test_accuracy,
+            "test_loss": run.test_loss,
+            "train_loss": run.train_loss,
+            "diverged_at": run.diverged_at,
+        }
+        for one in planned
+        if (run := runs.get(one.words)) is not None
+    ]
+
+
+Cell = tuple[str, str, int, int, str]
+"""Workload, method, local steps, width and codec."""
+
+
+def summarize(rows: Sequence[Row]) -> list[Row]:
+    """Return a row for every cell of which no seed is missing, at its best learning rate.
+
+    It has the means over seeds, how far they are from synchronous training, what the width or the codec costs, and
+    whether that meets its target.
+    """
+    seeds = {row["seed"] for row in rows}
+    found: dict[Cell, dict[float, list[Row]]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        cell = (row["workload"], row["method"], row["local_steps"], row["width"], row["codec"])
+        found.setdefault(cell, {}).setdefault(row["lr"], []).append(row)
+    best: dict[Cell, list[Row]] = {}
+    for cell, by_lr in found.items():
+        whole = [own for own in by_lr.values() if len(own) == len(seeds)]
+        if whole:
+            best[cell] = min(whole, key=partial(_badness, cell[0]))
+    return [_summary(cell, best) for cell in best]
+
+
+def _summary(cell: Cell, best: Mapping[Cell, list[Row]]) -> Row:
+    workload, method, steps, width, codec = cell
+    own = best[cell]
+    base, kind = None, ""
+    if method == LOCAL_STEPS and codec != "fp32":
+        base, kind = best.get((workload, method, steps, width, "fp32")), "codec"
+    elif method == LOCAL_STEPS and width > 1:
+        base, kind = best.get((workload, method, steps, 1, codec)), "width"
+    row: Row = {
+        **dict(zip(("workload", "method", "local_steps", "width", "codec"), cell, strict=True)),
+        "lr": own[0]["lr"],
+        "seeds": len(own),
+        "accuracy_mean": mean_of_all(_column(own, "test_accuracy")),
+        "test_loss_mean": mean_of_all(_column(own, "test_loss")),
+        "diverged": sum(row["diverged_at"] is not None for row in own),
+        **_changes(own, best.get((workload, SYNCHRONOUS, 1, 1, "fp32")), "sync"),
+        "cost_of": kind,
+        **_changes(own, base, "base"),
+    }
+    judged = width > 1 and steps <= JUDGED_UP_TO and base is not None
+    return row | {"target": verdict(workload, kind, row) if judged else ""}
+
+
+def _changes(own: Sequence[Row], base: Sequence[Row] | None, name: str) -> Row:
+    """Return how far a cell is from another one, in the mean over seeds; None where it has none, or a seed diverged."""
+    accuracy = loss = None
+    if base is not None:
+        accuracy = mean_change(_column(own, "test_accuracy"), _column(base, "test_accuracy"), points)
+        loss = mean_change(_column(own, "test_loss"), _column(base, "test_loss"), percent)
+    return {f"accuracy_to_{name}_points": accuracy, f"loss_to_{name}_percent": loss}
+
+
+def _column(rows: Sequence[Row], name: str) -> list[float | None]:
+    return [row[name] for row in rows]
+
+
+def _badness(workload: str, rows: Sequence[Row]) -> float:
+    by_loss = WORKLOADS[workload].judged_by_loss
+    mean = mean_of_all(_column(rows, "test_loss" if by_loss else "test_accuracy"))
+    return math.inf if mean is None else mean if by_loss else -mean
+
+
+def verdict(workload: str, kind: str, row: Row) -> str:
+    """Return "met" or "MISSED" for what a width, or a codec, costs."""
+    most_points, most_percent = MOST_LOST[kind]
+    if WORKLOADS[workload].judged_by_loss:
+        more = row["loss_to_base_percent"]
+        return "met" if more is not None and more <= most_percent else "MISSED"
+    lost = row["accuracy_to_base_points"]
+    return "met" if lost is not None and lost >= -most_points else "MISSED"
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """Plot accuracy or loss of one workload against H, and a line at that of synchronous training."""
+    workload = rows[0]["workload"]
+    judged = LOSS if WORKLOADS[workload].judged_by_loss else ACCURACY
+    lines: dict[str, dict[int, float | None]] = {}
+    for row in summarize(rows):
+        value = row[judged.mean]
+        line = lines.setdefault(label_of(row["method"], row["width"], row["codec"]), {})
+        line[row["local_steps"]] = None if value is None else judged.factor * value
+    looks = style.method_styles([name for name in lines if name != SYNCHRONOUS])
+    for name, line in lines.items():
+        there = {steps: value for steps, value in sorted(line.items()) if value is not None}
+        if name == SYNCHRONOUS:
+            for value in there.values():
+                axes.axhline(value, color=style.BLACK, linewidth=1, label=name)
+            continue
+        gone = ", ".join(str(steps) for steps in sorted(line.keys() - there.keys()))
+        axes.plot(
+            list(there), list(there.values()), label=f"{name} (diverges: {gone})" if gone else name, **looks[name]
+        )
+    values = [value for line in lines.values() for value in line.values() if value is not None]
+    if values:
+        axes.set_ylim(*judged.shown(values))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({steps for name, line in lines.items() if name != SYNCHRONOUS for steps in line}))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(title=workload, xlabel="local steps, or micro-batches, H", ylabel=f"{judged.label}, mean of seeds")
+    axes.legend(fontsize="small")
+    return axes
+
+
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure, with a panel for every workload."""
+    return save_figure(name, rows, by="workload", plot=plot, folder=folder)
+
+
+def publish(rows: list[Row], summary: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
+    """Save the rows, their summary and their figure, and print the summary."""
+    extra = {
+        "world_size": WORLD_SIZE,
+        "simulated": True,
+        "target": {"lost_at_most": MOST_LOST, "local_steps_at_most": JUDGED_UP_TO},
+        "runs": len(runs),
+        "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
+    }
+    save(NAME, rows, extra=extra, folder=folder)
+    save(f"{NAME}_summary", summary, extra=extra, folder=folder)
+    draw(NAME, rows, folder)
+    command.show("Means over seeds, and targets", [_texts(row) for row in summary])
+
+
+def _texts(row: Row) -> dict[str, str]:
+    def text(name: str, form: str, factor: float = 1.0) -> str:
+        return "-" if row[name] is None else format(factor * row[name], form)
+
+    return {
+        "workload": row["workload"],
+        "method": label_of(row["method"], row["width"], row["codec"]),
+        "H": str(row["local_steps"]),
+        "lr": f"{row['lr']:g}",
+        "accuracy %": text("accuracy_mean", ".2f", 100),
+        "to sync": text("accuracy_to_sync_points", "+.2f"),
+        "loss": text("test_loss_mean", ".4f"),
+        "to sync %": text("loss_to_sync_percent", "+.2f"),
+        "cost": f"{text('accuracy_to_base_points', '+.2f')} {text('loss_to_base_percent', '+.2f')} % {row['cost_of']}"
+        if row["cost_of"]
+        else "",
+        "target": row["target"],
+    }
+
+
+def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
+    """Return the options; raises ``UserInputError``."""
+    options = command.parser(NAME, __doc__)
+    add = options.add_argument
+    add("--workloads", nargs="+", default=list(TRAINED), metavar="NAME", help=f"any of {', '.join(WORKLOADS)}")
+    values = " ".join(map(str, STEPS))
+    add("--local-steps", nargs="+", type=command.at_least(2), default=list(STEPS), metavar="H", help=f"({values})")
+    simulated_runs.add_options(options)
+    arguments = command.parse(options, words)
+    command.check_each_once(arguments, {"workloads": WORKLOADS})
+    command.check_alone(NAME, by_torchrun, "it simulates the ranks")
+    for one in arguments.local_steps:
+        if arguments.local_steps.count(one) > 1:
+            raise UserInputError(f"--local-steps must name each once; got {one} twice")
+    return arguments
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """Run the command."""
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
+    seeds = simulated_runs.seeds_of(arguments)
+    planned = plan(arguments.workloads, arguments.local_steps, seeds, quick=arguments.quick)
+    done = simulated_runs.finished_runs(planned, arguments, NAME, console)
+    rows = tabulate(planned, done)
+    summary = summarize(rows)
+    if not summary:
+        raise UserInputError("--finished must find all seeds of a way to train; there is none yet")
+    publish(rows, summary, done, arguments.output)
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,293 @@
+"""Trainings on simulated ranks: one run, and all that an experiment plans, each made once and kept."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import shlex
+import time
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from experiments import command
+from experiments.kept_runs import KeptRuns
+from experiments.predictions import COMPARED
+from experiments.results import code_state
+from experiments.simulation import SimulatedLocalSteps, SimulatedRanks
+from pipesgd.cli import parse as parse_training
+from pipesgd.config import TrainConfig
+from pipesgd.data import CROSS_ENTROPY, DataSplits, ShardedBatches, evaluation_batches, make_workload
+from pipesgd.errors import NonFiniteGradientError
+from pipesgd.optim.build import build_optimizer, build_schedule
+from pipesgd.pipeline.prediction import Prediction
+from pipesgd.run import evaluation
+from pipesgd.run.console import say
+
+WORLD_SIZE = 4
+SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 20
+DIVERGED_LOSS = 20.0
+"""Training loss above which a run ends, as it does if the loss is NaN; with ten classes, chance gives 2.3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Result of one run."""
+
+    commit: str | None
+    """Commit of the code that made the run; None where there is no repository."""
+    seconds: float
+    diverged_at: int | None
+    """Iteration at which the loss went beyond all bounds, if it did; then there is no result below."""
+    train_loss: float | None = None
+    """Training loss, the mean over ranks and the last tenth of the iterations."""
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(ABC):
+    """A run to be made."""
+
+    workload: str
+    seed: int
+    words: str
+    """Arguments of ``pipesgd.train``, all but --output."""
+    test_every: int
+    """Distance between the samples of the test set that are tested; 1 tests all."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name of the run for people."""
+
+
+# ---- One run
+
+
+def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -> Run:
+    """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``."""
+    begin, commit = time.perf_counter(), code_state()
+    arguments, compared = compared_prediction(shlex.split(words))
+    config = parse_training(arguments)
+    iterations = config.optimization.iterations
+    assert iterations is not None
+    torch.manual_seed(config.optimization.seed)
+    data, model = make_workload(config)
+    torch.manual_seed(config.optimization.seed * world_size)
+    of_ranks = (_batches(config, data, rank, world_size) for rank in range(world_size))
+    batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
+    train = _train_by_windows if config.pipeline.in_windows else _train
+    losses: list[float] = []
+    try:
+        for loss in train(config, model, batches, iterations, world_size, compared):
+            losses.append(loss)
+            if not loss <= DIVERGED_LOSS:
+                return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
+    except NonFiniteGradientError as error:
+        return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=error.iteration)
+    parts = evaluation.sums(
+        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every), torch.device("cpu")
+    )
+    worth = evaluation.mean([parts])
+    return Run(
+        commit=commit,
+        seconds=time.perf_counter() - begin,
+        diverged_at=None,
+        train_loss=float(np.mean(losses[-max(1, iterations // 10) :])),
+        test_loss=worth.loss,
+        test_accuracy=worth.accuracy,
+    )
+
+
+def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
+    """Return the arguments without a ``--prediction`` that ``pipesgd.train`` does not offer, and that prediction."""
+    for number, (option, name) in enumerate(itertools.pairwise(arguments)):
+        if option == "--prediction" and name in COMPARED:
+            return arguments[:number] + arguments[number + 2 :], COMPARED[name]
+    return arguments, None
+
+
+_Batches = Iterator[tuple[tuple[Tensor, Tensor], ...]]
+"""Batches of all ranks, by iteration."""
+
+
+def _train(
+    config: TrainConfig,
+    model: nn.Module,
+    batches: _Batches,
+    iterations: int,
+    world_size: int,
+    compared: type[Prediction] | None,
+) -> Iterator[float]:
+    """Train ``model`` by exchanges of gradients, and yield the mean loss of each iteration."""
+    pipeline = config.pipeline
+    optimizer = build_optimizer(config.optimization, model)
+    schedule = build_schedule(config.optimization, optimizer, iterations)
+    ranks = SimulatedRanks(
+        model,
+        optimizer,
+        world_size=world_size,
+        width=pipeline.width,
+        warmup_iterations=pipeline.warmup_iterations,
+        prediction=compared or pipeline.prediction,
+        guard=pipeline.guard,
+        codec=config.compression.codec,
+    )
+    for of_ranks in batches:
+        yield float(np.mean(ranks.iterate(_loss, of_ranks)))
+        schedule.step()
+    ranks.flush()
+
+
+def _train_by_windows(
+    config: TrainConfig,
+    model: nn.Module,
+    batches: _Batches,
+    iterations: int,
+    world_size: int,
+    compared: type[Prediction] | None,
+) -> Iterator[float]:
+    """Train ``model`` by local steps, and yield the mean loss of each iteration after its window."""
+    pipeline = config.pipeline
+    assert compared is None, "each rank predicts with its own movement"
+    assert (pipeline.warmup_iterations, pipeline.fragments, pipeline.average_state) == (0, 1, False), "not simulated"
+    optimizers = [build_optimizer(config.optimization, model) for _ in range(world_size)]
+    schedules = [build_schedule(config.optimization, optimizer, iterations) for optimizer in optimizers]
+    ranks = SimulatedLocalSteps(
+        model,
+        optimizers,
+        outer=pipeline.outer or "average",
+        outer_lr=pipeline.outer_lr,
+        outer_momentum=pipeline.outer_momentum,
+        moving_rate=pipeline.moving_rate,
+        width=pipeline.width,
+        codec=config.compression.codec,
+    )
+
+    def set_lr(rank: int, iteration: int) -> None:
+        if iteration > 0:
+            schedules[rank].step()
+
+    while window := list(itertools.islice(batches, pipeline.local_steps)):
+        for losses in ranks.run_window(_loss, window, set_lr):
+            yield float(np.mean(losses))
+    ranks.flush()
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, labels = batch
+    return CROSS_ENTROPY(model(inputs), labels)
+
+
+def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return this rank's batches; with accumulation, each of all micro-batches of an iteration."""
+    shards = ShardedBatches(
+        data.train,
+        batch_size=config.samples_per_rank,
+        rank=rank,
+        world_size=world_size,
+        seed=config.optimization.seed,
+    )
+    return shards.from_iteration(0)
+
+
+# ---- All runs of an experiment
+
+
+def add_options(options: command.Parser) -> None:
+    """Add the options of an experiment that keeps its runs."""
+    add, number = options.add_argument, command.at_least
+    add(
+        "--seeds",
+        type=number(1),
+        help=f"number of seeds ({SEEDS}; quick: {QUICK_SEEDS}, {QUICK_ITERATIONS} iterations)",
+    )
+    add("--processes", type=number(1), default=os.cpu_count(), help="runs at a time (all cores)")
+    one_of = options.add_mutually_exclusive_group()
+    one_of.add_argument("--fresh", action="store_true", help="forget the finished runs in the output folder")
+    one_of.add_argument(
+        "--finished", action="store_true", help="run nothing; publish rows whose seeds are all finished"
+    )
+
+
+def seeds_of(arguments: Namespace) -> int:
+    """Return the number of seeds that is given, or its default."""
+    return arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
+
+
+def finished_runs(planned: Sequence[Planned], arguments: Namespace, name: str, console: Console) -> dict[str, Run]:
+    """Return the runs of the plan by their arguments, as the options of ``add_options`` ask for.
+
+    They are kept in ``name``.runs.json in the output folder. Those that are missing are made now, unless only finished
+    ones are wanted.
+    """
+    kept = KeptRuns(arguments.output / f"{name}.runs.json", Run)
+    if arguments.fresh:
+        kept.forget()
+    if not arguments.finished:
+        return make_runs(planned, kept, name, console, processes=arguments.processes)
+    known = kept.load()
+    done = {one.words: run for one in planned if (run := known.get(one.words))}
+    say(console, f"{len(done)} of {len(planned)} runs are there")
+    return done
+
+
+def make_runs(
+    planned: Sequence[Planned], kept: KeptRuns[Run], name: str, console: Console, *, processes: int
+) -> dict[str, Run]:
+    """Return the runs of the plan by their arguments; those that are missing are made now, ``processes`` at a time."""
+    done = kept.load()
+    missing = [one for one in planned if one.words not in done]
+    command.say_kept(console, len(planned), len(missing))
+    context = multiprocessing.get_context("spawn")  # a fork would copy the state of torch's threads
+    with (
+        command.progress(console, name, len(missing)) as advance,
+        ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool,
+    ):
+        futures = {pool.submit(simulate, one.words, test_every=one.test_every): one for one in missing}
+        try:
+            for number, future in enumerate(as_completed(futures), start=1):
+                one, run = futures[future], future.result()
+                kept.add(one.words, run)
+                done[one.words] = run
+                came_to = "diverged" if run.test_accuracy is None else f"{run.test_accuracy:.2%}"
+                advance(1, f"{number}/{len(missing)} {one.name}: {came_to} in {run.seconds:.0f} s")
+        finally:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for runs that have not begun
+    return {one.words: done[one.words] for one in planned}
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+
+
+def mean_of_all(values: Sequence[float | None]) -> float | None:
+    """Return the mean, rounded for values at a target's edge; None if one is missing, since survivors would flatter."""
+    known = [value for value in values if value is not None]
+    return round(float(np.mean(known)), 6) if len(known) == len(values) else None
+
+
+def mean_change(
+    values: Sequence[float | None], base: Sequence[float | None], change: Callable[[float, float], float]
+) -> float | None:
+    """Return the mean of ``change(value, base)`` over the seeds; None if a value is missing."""
+    return mean_of_all([None if a is None or b is None else change(a, b) for a, b in zip(values, base, strict=True)])
+
+
+def points(value: float, base: float) -> float:
+    """Return by how many percentage points an accuracy is above another one."""
+    return 100 * (value - base)
+
+
+def percent(value: float, base: float) -> float:
+    """Return by how many percent a loss is above another one."""
+    return 100 * (value / base - 1)
