@@ -18,6 +18,7 @@ from pipesgd.optim.build import check_model
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import compiled_codec
+from pipesgd.reducers.rows import check_embeddings
 
 TRIED = 2
 """Samples that an own model or loss is tried on: batch normalization needs two."""
@@ -61,6 +62,8 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
         augmentation=augmentation_of(config, data),
     )
     check_model(config.optimization, model)
+    if config.pipeline.reduce == "rows":
+        check_embeddings(model, [parameter for parameter in model.parameters() if parameter.requires_grad])
     torch.manual_seed(config.optimization.seed * ranks.world_size + ranks.rank)  # from here on, ranks differ
     return data, batches, model, torch.device(config.run.device)
 
