@@ -226,8 +226,8 @@ def check_reduce(reduce: str, codec: str, all_reduce: str, device: str) -> None:
         )
     if device == "cuda":
         raise UserInputError(
-            "reduce must be matrix with device cuda, whose host memory is kept for each size of a message, and rows "
-            f"have ever other sizes; got {reduce}"
+            "reduce must be matrix with device cuda, where pinned memory would grow with each new number of rows; "
+            f"got {reduce}"
         )
 
 

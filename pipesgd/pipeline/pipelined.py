@@ -729,7 +729,7 @@ class Pipelined(Strategy):
             raise
 
     def _present_buckets(self) -> tuple[list[Tensor], frozenset[int], list[list[int]]]:
-        """Return the parameters that the optimizer trains now, the ids of embeddings that are exchanged by rows, and the
+        """Return the parameters that the optimizer trains now, the ids of embeddings exchanged by rows, and the
         indices of the parameters of each bucket; those by rows are the last one."""
         parameters = trainable_parameters(self._optimizer)
         by_rows = frozenset(map(id, embeddings(self.module))) if self._reduce == "rows" else frozenset[int]()

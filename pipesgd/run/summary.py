@@ -78,7 +78,8 @@ def summarize(
     """Return the content of summary.json; ``lines`` are those of metrics.jsonl."""
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
-    window = lines[-pipeline.local_steps :]  # has one exchange
+    rows_vary = pipeline.reduce != "matrix"
+    window = lines if rows_vary else lines[-pipeline.local_steps :]  # has one exchange
     prediction = pipeline.prediction
     if pipeline.in_windows:
         prediction = "none" if pipeline.outer == "elastic" else "own movement"
