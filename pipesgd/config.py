@@ -33,7 +33,7 @@ GRADIENT_SERVERS = ("ps-sync", "ps-async")
 SERVER_STRATEGIES = (*GRADIENT_SERVERS, "easgd-async")
 PREDICTIONS = ("eager", "local", "none")
 OUTERS = ("average", "nesterov", "elastic")
-REDUCES = ("matrix", "rows")
+REDUCES = ("matrix", "rows", "auto")
 SERVER_PLACEMENTS = ("colocated", "dedicated")
 DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
@@ -454,8 +454,9 @@ class PipelineConfig:
     largest size of one, such as 1MiB; auto chooses a number (see --cluster). 1 is the whole gradient, after the
     backward pass."""
     reduce: str = "matrix"
-    """Exchange of embeddings' gradients: matrix (whole, as all others, with --all-reduce and --codec) or rows (all
-    ranks gather the rows that are not zero, uncompressed: fewer bytes if a batch uses few of them). Weights that an
+    """Exchange of embeddings' gradients: matrix (whole, as all others, with --all-reduce and --codec), rows (all
+    ranks gather the rows that are not zero, uncompressed: fewer bytes if a batch uses few of them), or auto (for each
+    embedding, what sends fewer bytes of the first gradients; run.json has the choices). Weights that an
     embedding shares with another layer are exchanged whole. With rows, torch.nn.Embedding may have sparse=True."""
     ddp_hook: str = "none"
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
@@ -534,7 +535,8 @@ class PipelineConfig:
             connections += "" if self.rate_limit is None else f", at most {self.rate_limit} each"
             if cut_of(self.buckets) != WHOLE:
                 connections += f", buckets {self.buckets}"
-            connections += "" if self.reduce == "matrix" else f", embeddings by {self.reduce}"
+            rows = {"matrix": "", "rows": ", embeddings by rows", "auto": ", embeddings by rows where that sends less"}
+            connections += rows[self.reduce]
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
             if self.in_windows:
                 prediction = f", {self.local_steps} local steps, outer {self.outer or 'average'}"

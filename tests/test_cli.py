@@ -323,7 +323,7 @@ from timing_model.schedules import ALL_REDUCES
             "buckets must be left out with --local-steps, since a movement is complete only when its window ends; "
             "got 1MiB",
         ),
-        ("--reduce row", "reduce must be matrix or rows; got 'row' (did you mean rows?)"),
+        ("--reduce row", "reduce must be one of matrix, rows, auto; got 'row' (did you mean rows?)"),
         (
             "--reduce rows --codec topk",
             "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",

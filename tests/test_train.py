@@ -152,15 +152,24 @@ def test_embeddings_exchanged_by_rows_train_and_resume_as_if_exchanged_whole(tmp
     """Two ranks add two values in one order only, so that weights are the same, bit for bit."""
     words = f"{MODEL_OF_TEXT} {text_in(tmp_path)} --optimizer adamw --iterations 12 --checkpoint-iterations 5"
     whole = succeed(2, words, tmp_path / "whole")
-    by_rows = succeed(2, f"{words} --reduce rows", tmp_path / "rows")
-    lose_the_last_checkpoint(tmp_path / "rows")
-    results = run(2, f"{words} --reduce rows --resume", tmp_path / "rows")
-    assert "continuing after iteration 10" in results[0][1]
-    assert ", embeddings by rows" in results[0][1]
-    resumed = summary(tmp_path / "rows")
-    assert whole["weights_sha256"] == by_rows["weights_sha256"] == resumed["weights_sha256"]
-    assert by_rows["wire_bytes_per_iteration"] < whole["wire_bytes_per_iteration"]
-    assert by_rows["wire_bytes_per_iteration"] == resumed["wire_bytes_per_iteration"]
+    sent = {"matrix": whole["wire_bytes_per_iteration"]}
+    for reduce in ("rows", "auto"):
+        found = succeed(2, f"{words} --reduce {reduce}", tmp_path / reduce)
+        lose_the_last_checkpoint(tmp_path / reduce)
+        results = run(2, f"{words} --reduce {reduce} --resume", tmp_path / reduce)
+        assert "continuing after iteration 10" in results[0][1]
+        assert ", embeddings by rows" in results[0][1]
+        assert ("--reduce auto: symbols.weight by rows, positions.weight by matrix" in results[0][1]) == (
+            reduce == "auto"
+        )
+        resumed = summary(tmp_path / reduce)
+        assert whole["weights_sha256"] == found["weights_sha256"] == resumed["weights_sha256"]
+        sent[reduce] = found["wire_bytes_per_iteration"]
+        assert resumed["wire_bytes_per_iteration"] == sent[reduce]
+        recorded = json.loads((tmp_path / reduce / "run.json").read_text())
+        chosen = {"symbols.weight": "rows", "positions.weight": "matrix"}
+        assert recorded.get("embedding_exchanges") == (chosen if reduce == "auto" else None)
+    assert sent["auto"] < sent["rows"] < sent["matrix"], "positions are all used, and the symbols of few bytes"
 
 
 def test_rows_of_a_model_without_embeddings_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
@@ -68,7 +69,7 @@ from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.base import as_real, mean_over_ranks
 from pipesgd.reducers.make import check_reducer, make_reducer, make_rows_reducer
-from pipesgd.reducers.rows import check_embeddings, embeddings
+from pipesgd.reducers.rows import check_embeddings, embeddings, rows_of, sends_less
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
@@ -201,8 +202,9 @@ class Pipelined(Strategy):
             largest size of one, such as "1MiB". By default 1: the whole gradient leaves in ``step``. With more, every
             backward pass outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
         reduce: exchange of the gradients of embeddings: "matrix" sums them whole, as all others; "rows" gathers the
-            rows that are not zero, uncompressed (``pipesgd.reducers.rows``). With rows, embeddings may have
-            ``sparse=True``; topk, powersgd, all-reduce native and GPUs are refused.
+            rows that are not zero, uncompressed (``pipesgd.reducers.rows``); "auto" chooses for each embedding, by the
+            rows of the first gradients, what sends fewer bytes (``embedding_exchanges``). With both, embeddings may be
+            sparse, and topk, powersgd, all-reduce native and GPUs are refused.
         in_turns: whether a step sums one bucket alone, in turns, in which case no other parameter may have a gradient;
             only ``LocalSteps`` has a use for that.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
@@ -268,12 +270,17 @@ class Pipelined(Strategy):
         self.module = model
         self._optimizer = optimizer
         self._cut, self._reduce = str(buckets), reduce
-        self._parameters, self._by_rows, self._indices = self._present_buckets()
+        self._choices: dict[int, bool] = {}
+        """Choices of ``reduce="auto"``: True for embeddings, by their ids, that are exchanged by rows."""
+        self._parameters, self._embeddings, self._indices = self._present_buckets()
         self._identities = trainable_identities(optimizer)
         device = self._parameters[0].device
         check_reduce(reduce, options.codec, name, device.type)
         if reduce == "rows":
             check_embeddings(model, self._parameters)
+        if reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
+            bucket_indices(model, self._parameters, self._cut, self._embeddings)
+        self._codec_options = options
         self._in_turns = in_turns
         self._turn = 0
         """Number of the bucket that the next step sums, with ``in_turns``."""
@@ -353,7 +360,7 @@ class Pipelined(Strategy):
             self._stop_watching = self._ranks.watch(self._thread.fail)
             self._exact = self._connections.all_reduce()
             self._reducer = make_reducer(options, self._connections, device=device.type, seed=seed)
-            self._rows = make_rows_reducer(self._connections) if reduce == "rows" else None
+            self._rows = make_rows_reducer(self._connections) if reduce != "matrix" else None
             if init_sync:
                 sum_over_ranks = functools.partial(self._sum_over_ranks, "Pipelined")
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, sum_over_ranks)
@@ -390,6 +397,14 @@ class Pipelined(Strategy):
         return [[self._parameters[index] for index in bucket] for bucket in self._indices]
 
     @property
+    def embedding_exchanges(self) -> dict[str, str]:
+        """Exchange, "rows" or "matrix", of each embedding that is trained, by its name; empty with ``reduce="matrix"``,
+        and with "auto" before the first step."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        trained = [] if self._undecided else [one for one in map(id, self._parameters) if one in self._embeddings]
+        return {names[one]: "rows" if self._goes_by_rows(one) else "matrix" for one in trained}
+
+    @property
     def closed(self) -> bool:
         """True once ``close`` was called."""
         return self._closed
@@ -421,7 +436,8 @@ class Pipelined(Strategy):
         self.check_usable()
         self._leaving.check_taken()
         self._follow_parameters()
-        check_dense([parameter for parameter in self._parameters if id(parameter) not in self._by_rows])
+        self._check_dense(range(len(self._parameters)))
+        self._choose_exchanges()
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack what has not left during the backward pass.
@@ -538,6 +554,7 @@ class Pipelined(Strategy):
             "iteration": self.iteration,
             "buckets": self._cut,
             "reduce": self._reduce,
+            "choices": [self._choices.get(id(parameter)) for parameter in self._parameters],
             "turn": self._turn,
             "in_flight": in_flight,
             "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
@@ -575,6 +592,12 @@ class Pipelined(Strategy):
             self._outgoing = None
         while self._in_flight:
             self._pool.append(self._in_flight.popleft().buffer)
+        if self._reduce == "auto":
+            whole = self._whole_buckets
+            chosen = zip(self._parameters, state["choices"], strict=True)
+            self._choices = {id(parameter): by_rows for parameter, by_rows in chosen if by_rows is not None}
+            _, _, self._indices = self._present_buckets()
+            self._begin_buckets(whole)
         self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
         device = self._parameters[0].device
         self._reducer.load_state_dict(on_device(state["exchange"], device))
@@ -707,20 +730,15 @@ class Pipelined(Strategy):
                 "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
             )
         self._meet("change of parameters", lambda: None).result()
-        new, by_rows, indices = self._ranks.raise_together("buckets", self._present_buckets)
+        new, found, indices = self._ranks.raise_together("buckets", self._present_buckets)
         try:
             old = self._whole_buckets
-            self._parameters, self._by_rows, self._indices = new, by_rows, indices
+            self._parameters, self._embeddings, self._indices = new, found, indices
             self._identities = identities
             self._check_same_on_all_ranks()
             self._updates.follow(new)
             self._agreement.missed = []
-            self._reducer.rearrange(old, self._whole_buckets)
-            self._leaving.remove()
-            self._leaving = self._watch()
-            self._pool.clear()
-            self._outgoing = None
-            self.buffers_allocated = 0
+            self._begin_buckets(old)
             drop_gradients_of_frozen(self._optimizer)
             rank_0s = functools.partial(self._sum_over_ranks, "change of parameters")
             share_rank_0s_values(nn.Module(), new, self._ranks.rank, rank_0s)
@@ -728,16 +746,56 @@ class Pipelined(Strategy):
             self.fail(error)
             raise
 
+    def _begin_buckets(self, old: Sequence[Sequence[Tensor]]) -> None:
+        """Exchange the present buckets from now on, where those of ``old`` were whole. Nothing is in flight."""
+        self._reducer.rearrange(old, self._whole_buckets)
+        self._leaving.remove()
+        self._leaving = self._watch()
+        self._pool.clear()
+        self._outgoing = None
+        self.buffers_allocated = 0
+
     def _present_buckets(self) -> tuple[list[Tensor], frozenset[int], list[list[int]]]:
-        """Return the parameters that the optimizer trains now, the ids of embeddings exchanged by rows, and the
-        indices of the parameters of each bucket; those by rows are the last one."""
+        """Return the parameters that the optimizer trains now, the ids of embeddings that may be exchanged by rows, and
+        the indices of the parameters of each bucket; those by rows are the last one."""
         parameters = trainable_parameters(self._optimizer)
-        by_rows = frozenset(map(id, embeddings(self.module))) if self._reduce == "rows" else frozenset[int]()
-        return parameters, by_rows, bucket_indices(self.module, parameters, self._cut, by_rows)
+        found = frozenset(map(id, embeddings(self.module))) if self._reduce != "matrix" else frozenset[int]()
+        by_rows = frozenset(filter(self._goes_by_rows, found))
+        return parameters, found, bucket_indices(self.module, parameters, self._cut, by_rows)
+
+    def _goes_by_rows(self, embedding: int) -> bool:
+        """Return True if the embedding with this id is exchanged by rows."""
+        return self._choices.get(embedding, self._reduce == "rows")
+
+    @property
+    def _undecided(self) -> list[Tensor]:
+        """Embeddings that are trained, and whose exchange is still to be chosen."""
+        if self._reduce != "auto":
+            return []
+        return [one for one in self._parameters if id(one) in self._embeddings and id(one) not in self._choices]
+
+    def _choose_exchanges(self) -> None:
+        """Choose, by the gradients in ``.grad``, how embeddings are exchanged. Collective if one is undecided."""
+        undecided = self._undecided
+        if not undecided:
+            return
+        own = [0 if one.grad is None else len(rows_of(one.grad.to_dense())) for one in undecided]
+        most = map(max, zip(*self._ranks.all_gather_object("rows of embeddings", own), strict=True))
+        old, codec = self._whole_buckets, make_codec(self._codec_options)
+        for embedding, rows in zip(undecided, most, strict=True):
+            self._choices[id(embedding)] = sends_less(rows, embedding, codec, self._ranks.world_size)
+        _, _, self._indices = self._present_buckets()
+        self._begin_buckets(old)
+
+    def _check_dense(self, indices: Sequence[int]) -> None:
+        """Refuse sparse gradients of these parameters, except of embeddings that may be exchanged by rows."""
+        parameters = [self._parameters[index] for index in indices]
+        check_dense([parameter for parameter in parameters if id(parameter) not in self._embeddings])
 
     def _is_by_rows(self, number: int) -> bool:
         """Return True if the gradients of this bucket are exchanged by rows."""
-        return id(self._parameters[self._indices[number][0]]) in self._by_rows
+        first = id(self._parameters[self._indices[number][0]])
+        return first in self._embeddings and self._goes_by_rows(first)
 
     @property
     def _whole_buckets(self) -> list[list[Tensor]]:
@@ -771,9 +829,10 @@ class Pipelined(Strategy):
     def _leave(self) -> bool:
         """Let the next bucket leave during the backward pass, unless the next step must follow other parameters."""
         self.check_usable()
-        if not self._leaving.left and trainable_identities(self._optimizer) != self._identities:
+        changed = trainable_identities(self._optimizer) != self._identities
+        if not self._leaving.left and (changed or self._undecided):
             return False
-        check_dense([self._parameters[index] for index in self._indices[self._leaving.left]])
+        self._check_dense(self._indices[self._leaving.left])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             outgoing, number = self._next_outgoing(), self._leaving.left
             self._pack(outgoing, number)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from pipesgd.codecs.base import Codec
 from pipesgd.comm.all_reduce import AllReduce, Finish, no_op
 from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
@@ -54,7 +55,7 @@ class RowsReducer:
         self.bytes_sent = 0
         matrices = buffer.views
         # 1.
-        used = [matrix.ne(0).any(dim=1).nonzero().squeeze(1) for matrix in matrices]
+        used = [rows_of(matrix) for matrix in matrices]
         numbers = torch.tensor([len(rows) for rows in used], dtype=torch.int32, device=matrices[0].device)
         counts = self._gather(numbers).tolist()
         most = [max(of_ranks) for of_ranks in zip(*counts, strict=True)]
@@ -86,6 +87,29 @@ class RowsReducer:
         self._all_gather(flat)
         self.bytes_sent += self._all_gather.wire_bytes(flat)
         return gathered
+
+
+def rows_of(matrix: Tensor) -> Tensor:
+    """Return the indices of the rows of ``matrix`` that are not zero, int64 (count,), in their order."""
+    return matrix.ne(0).any(dim=1).nonzero().squeeze(1)
+
+
+def sends_less(rows: int, matrix: Tensor, codec: Codec, world_size: int) -> bool:
+    r"""Return True if gathering the rows of a gradient sends fewer bytes than summing all of it around a ring.
+
+    .. math:: (p-1)\, (4 + R\, (4 + b)) < 2 \frac{p-1}{p}\, n
+
+    R is ``rows``, of the rank with the most; b are the bytes of a row, n those of ``matrix``, encoded by ``codec``;
+    and p is ``world_size``. One rank sends nothing either way.
+
+    >>> from pipesgd.codecs.floats import Uncompressed
+    >>> [sends_less(rows, torch.zeros(100, 7), Uncompressed(), world_size=2) for rows in (87, 88)]
+    [True, False]
+    """
+    numel = matrix.numel() * (2 if matrix.is_complex() else 1)
+    whole = matrix.nbytes if codec.in_place else codec.wire_bytes(numel)
+    gathered = 4 + rows * (4 + matrix[:1].nbytes)
+    return world_size > 1 and world_size * gathered < 2 * whole
 
 
 def embeddings(model: nn.Module) -> list[Tensor]:

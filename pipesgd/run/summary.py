@@ -78,8 +78,9 @@ def summarize(
     """Return the content of summary.json; ``lines`` are those of metrics.jsonl."""
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
-    rows_vary = pipeline.reduce != "matrix"
-    window = lines if rows_vary else lines[-pipeline.local_steps :]  # has one exchange
+    window = lines[-pipeline.local_steps :]  # has one exchange
+    if pipeline.reduce != "matrix":  # rows differ in number, and are counted from the first arrival on
+        window = lines[pipeline.width - 1 :]
     prediction = pipeline.prediction
     if pipeline.in_windows:
         prediction = "none" if pipeline.outer == "elastic" else "own movement"

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
 from _memory_transport import MemoryTransport, integers, run_threads
 from _ranks import run_ranks
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipesgd import Pipelined
 from pipesgd.codecs.floats import Uncompressed
+from pipesgd.codecs.make import make_codec
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.config import check_reduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.rows import RowsReducer, check_embeddings, embeddings
+from pipesgd.reducers.rows import RowsReducer, check_embeddings, embeddings, sends_less
 from pipesgd.replicas import weights_sha256
 from timing_model.schedules import gather_ring, ring
 
@@ -214,7 +217,7 @@ def test_embeddings_are_the_last_bucket_in_addition_to_the_others() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce": "row"}, "reduce must be matrix or rows; got 'row' (did you mean rows?)"),
+        ({"reduce": "row"}, "reduce must be one of matrix, rows, auto; got 'row' (did you mean rows?)"),
         (
             {"reduce": "rows", "codec": "topk"},
             "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
@@ -486,6 +489,93 @@ def test_the_pipeline_follows_embeddings_and_others_that_are_frozen() -> None:
     one, other = run_ranks(2, _frozen_in_turns, "rows")
     assert one == other
     assert len(set(one)) == 4
+
+
+def _chosen(ranks: Ranks, reduce: str, buckets: int) -> tuple[dict[str, str], list[str], int, int]:
+    """Train with first gradients of 5 rows of one table, on rank 1 of 4, and of all rows of another."""
+    model = _tagger(sparse=True)
+    hashes, counted = [], 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Pipelined(model, optimizer, width=2, reduce=reduce, buckets=buckets, ranks=ranks) as pipeline:
+        transport = pipeline._connections.transport
+        before = transport.bytes_sent
+        for iteration in range(4):
+            _backward(model, ranks.rank, iteration)
+            if iteration == 0:
+                table, bag = torch.zeros(40, 6), torch.ones(8, 6)
+                table[: 5 - ranks.rank] = 1.0
+                model.symbols.weight.grad, model.places.weight.grad = table, bag
+            elif reduce == "matrix" and model.symbols.weight.grad is not None:
+                model.symbols.weight.grad = model.symbols.weight.grad.to_dense()
+            counted += pipeline.step().wire_bytes
+            hashes.append(weights_sha256(model))
+        counted += pipeline.flush().wire_bytes
+        exchanges, sent = pipeline.embedding_exchanges, transport.bytes_sent - before
+    return exchanges, [*hashes, weights_sha256(model)], counted, sent
+
+
+def _chosen_all(ranks: Ranks) -> dict[str, Any]:
+    cases = [("matrix", 1), ("rows", 1), ("auto", 1), ("auto", 2)]
+    return {f"{reduce}, {buckets}": _chosen(ranks, reduce, buckets) for reduce, buckets in cases}
+
+
+@pytest.mark.slow
+def test_what_sends_less_is_chosen_for_each_embedding_and_changes_no_bit() -> None:
+    for found in run_ranks(2, _chosen_all):
+        exchanges = {name: exchange for name, (exchange, _, _, _) in found.items()}
+        assert exchanges["matrix, 1"] == {}
+        assert exchanges["rows, 1"] == {"symbols.weight": "rows", "places.weight": "rows"}
+        for name in ("auto, 1", "auto, 2"):
+            assert exchanges[name] == {"symbols.weight": "rows", "places.weight": "matrix"}
+        assert len({tuple(hashes) for _, hashes, _, _ in found.values()}) == 1
+        assert all(counted == sent for _, _, counted, sent in found.values())
+        assert found["auto, 1"][3] < min(found["matrix, 1"][3], found["rows, 1"][3])
+
+
+def test_no_choice_is_made_before_the_first_step_and_a_state_brings_its_own() -> None:
+    """One rank sends nothing, so that it chooses matrices; a state may come from more ranks."""
+    model = _tagger()
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, reduce="auto") as pipeline:
+        fresh = pipeline.state_dict()
+        assert pipeline.embedding_exchanges == {}
+        _backward(model, 0, 0)
+        pipeline.step()
+        assert pipeline.embedding_exchanges == {"symbols.weight": "matrix", "places.weight": "matrix"}
+        pipeline.flush()
+        state = pipeline.state_dict()
+        assert state["choices"] == [False, False, None, None, None]
+        state["choices"][0] = True
+        pipeline.load_state_dict(state)
+        assert pipeline.embedding_exchanges == {"symbols.weight": "rows", "places.weight": "matrix"}
+        _backward(model, 0, 1)
+        pipeline.step()
+        assert pipeline.flush().applied == (1,)
+        pipeline.load_state_dict(fresh)
+        assert pipeline.embedding_exchanges == {}
+
+
+def test_buckets_must_be_enough_whatever_is_chosen() -> None:
+    model = _tagger()
+    with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 3; got 4"):
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce="auto", buckets=4)
+
+
+@given(
+    rows=st.integers(0, 60),
+    columns=st.integers(0, 8),
+    used=st.integers(0, 60),
+    world_size=st.integers(1, 7),
+    codec=st.sampled_from(["fp32", "bf16", "int8"]),
+)
+def test_the_choice_is_by_the_bytes_of_both(rows: int, columns: int, used: int, world_size: int, codec: str) -> None:
+    matrix = torch.zeros(rows, columns)
+    numel = rows * columns
+    encoded = {"fp32": 4 * numel, "bf16": 2 * numel, "int8": numel + 4 * math.ceil(numel / 1024)}[codec]
+    around_a_ring = 2 * (world_size - 1) / world_size * encoded
+    gathered = (world_size - 1) * (4 + used * (4 + 4 * columns * (rows > 0)))
+    assume(gathered != pytest.approx(around_a_ring))
+    codec_of_name = make_codec(CodecOptions(codec=codec))
+    assert sends_less(used, matrix, codec_of_name, world_size) == (gathered < around_a_ring)
 
 
 def _of_another_kind(ranks: Ranks) -> str:
