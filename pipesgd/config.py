@@ -34,6 +34,7 @@ GRADIENT_SERVERS = ("ps-sync", "ps-async")
 SERVER_STRATEGIES = (*GRADIENT_SERVERS, "easgd-async")
 PREDICTIONS = ("eager", "local", "none")
 OUTERS = ("average", "nesterov", "elastic")
+REDUCES = ("matrix", "rows", "auto")
 SERVER_PLACEMENTS = ("colocated", "dedicated")
 DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
@@ -65,6 +66,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "outer": OUTERS,
     "buffers": BUFFERS,
     "all_reduce": tuple(ALL_REDUCES),
+    "reduce": REDUCES,
     "ddp_hook": DDP_HOOKS,
     "server_placement": SERVER_PLACEMENTS,
     "codec": CODECS,
@@ -219,10 +221,27 @@ def check_buckets(buckets: str, codec: str) -> None:
         _check_divisible("buckets", buckets, codec, "gradient")
 
 
-def _check_divisible(name: str, value: int | str, codec: str, what: str) -> None:
+def check_reduce(reduce: str, codec: str, all_reduce: str, device: str) -> None:
+    """Raise ``UserInputError`` unless gradients on this device can be reduced so, with this codec and all-reduce."""
+    check_one_of("reduce", reduce, REDUCES)
+    if reduce == "matrix":
+        return
+    _check_divisible("reduce", reduce, codec, "gradient", whole="matrix")
+    if all_reduce == "native":
+        raise UserInputError(
+            f"reduce must be matrix with --all-reduce native, in which torch sums whole gradients; got {reduce}"
+        )
+    if device == "cuda":
+        raise UserInputError(
+            "reduce must be matrix with device cuda, where pinned memory would grow with each new number of rows; "
+            f"got {reduce}"
+        )
+
+
+def _check_divisible(name: str, value: int | str, codec: str, what: str, whole: int | str = 1) -> None:
     if codec in ("topk", "powersgd"):
         raise UserInputError(
-            f"{name} must be 1 with --codec {codec}, which compresses the {what} as a whole; got {value}"
+            f"{name} must be {whole} with --codec {codec}, which compresses the {what} as a whole; got {value}"
         )
 
 
@@ -442,6 +461,11 @@ class PipelineConfig:
     """Buckets in which gradients leave while the backward pass runs: a number of buckets of about equal size, or the
     largest size of one, such as 1MiB; auto chooses a number (see --cluster). 1 is the whole gradient, after the
     backward pass."""
+    reduce: str = "matrix"
+    """Exchange of embeddings' gradients: matrix (whole, as all others, with --all-reduce and --codec), rows (all
+    ranks gather the rows that are not zero, uncompressed: fewer bytes if a batch uses few of them), or auto (for each
+    embedding, what sends fewer bytes of the first gradients; run.json has the choices). Weights that an
+    embedding shares with another layer are exchanged whole. With rows, torch.nn.Embedding may have sparse=True."""
     ddp_hook: str = "none"
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = 1
@@ -462,6 +486,7 @@ class PipelineConfig:
         check_messages(self.all_reduce, self.segment_bytes, self.connections)
         rate_of(self.rate_limit, self.all_reduce)
         cut_of(self.buckets)
+        check_one_of("reduce", self.reduce, REDUCES)
         check_one_of("ddp-hook", self.ddp_hook, DDP_HOOKS)
         check_at_least("servers", self.servers, 1)
         check_one_of("server-placement", self.server_placement, SERVER_PLACEMENTS)
@@ -500,6 +525,11 @@ class PipelineConfig:
             )
         if self.guard:
             raise UserInputError(f"guard must be left out with {option}, since it judges averaged gradients; got True")
+        if self.reduce != "matrix":
+            raise UserInputError(
+                f"reduce must be left out with {option}, since a movement has the rows of a whole window; "
+                f"got {self.reduce!r}"
+            )
         if cut_of(self.buckets) != WHOLE:
             raise UserInputError(
                 f"buckets must be left out with {option}, since a movement is complete only when its window ends; "
@@ -513,6 +543,8 @@ class PipelineConfig:
             connections += "" if self.rate_limit is None else f", at most {self.rate_limit} each"
             if cut_of(self.buckets) != WHOLE:
                 connections += f", buckets {self.buckets}"
+            rows = {"matrix": "", "rows": ", embeddings by rows", "auto": ", embeddings by rows where that sends less"}
+            connections += rows[self.reduce]
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
             if self.in_windows:
                 prediction = f", {self.local_steps} local steps, outer {self.outer or 'average'}"
@@ -564,6 +596,7 @@ _READ_BY_STRATEGY = {
     "connections": ("pipelined",),
     "rate_limit": ("pipelined",),
     "buckets": ("pipelined",),
+    "reduce": ("pipelined",),
     "ddp_hook": ("ddp",),
     "servers": SERVER_STRATEGIES,
     "server_placement": SERVER_STRATEGIES,
@@ -676,6 +709,7 @@ class TrainConfig:
                 self.compression.check_elastic()
             check_buckets(self.pipeline.buckets, self.compression.codec)
             check_fragments(self.pipeline.fragments, self.compression.codec)
+            check_reduce(self.pipeline.reduce, self.compression.codec, self.pipeline.all_reduce, self.run.device)
         elif self.compression != CodecOptions():
             raise UserInputError(
                 f"codec and its options must be left out with --strategy {strategy}, which has no use for them (they "
@@ -758,6 +792,11 @@ class TrainConfig:
             raise UserInputError(
                 f"fragments must be 1 with --{option}, which is chosen for an exchange of all weights; "
                 f"got {self.pipeline.fragments}"
+            )
+        if self.pipeline.reduce != "matrix":
+            raise UserInputError(
+                f"reduce must be matrix with --{option}, since the timing model does not cover rows; "
+                f"got {self.pipeline.reduce}"
             )
         if self.run.device != "cpu":
             raise UserInputError(

@@ -113,7 +113,17 @@ def _places(buckets: Sequence[Sequence[Tensor]]) -> list[tuple[int, int, int, in
 def check_dense(parameters: Sequence[Tensor]) -> None:
     """Raise ``UserInputError`` if a gradient of ``parameters`` is sparse, so that it cannot be packed."""
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-        raise UserInputError("gradients must be dense; got a sparse one (use sparse=False in torch.nn.Embedding)")
+        raise UserInputError(
+            "gradients must be dense; got a sparse one (use sparse=False in torch.nn.Embedding, or --reduce rows with "
+            "strategy pipelined)"
+        )
+
+
+def make_dense(parameters: Sequence[Tensor]) -> None:
+    """Replace each sparse ``.grad`` of ``parameters`` by a dense one of the same values."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
 
 
 def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Tensor | None]:

@@ -81,6 +81,7 @@ def make_pipeline(
         prediction=config.pipeline.prediction,
         guard=config.pipeline.guard,
         buckets=config.pipeline.buckets,
+        reduce=config.pipeline.reduce,
         init_sync=init_sync,
         **_pipeline_options(config, scaler, ranks),
     )

@@ -45,6 +45,7 @@ from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySi
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
+from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.planning.audition import Audition
 from pipesgd.planning.drift import Drift
 from pipesgd.planning.plan_run import plan_run, remember, save_cluster
@@ -310,11 +311,15 @@ class Run:
         self._begin = self._last - self.state.seconds
         farewell = ranks.standing.farewell
         farewell.open(members=job.workers.world_size, start=self.start, seconds=config.run.farewell_seconds)
+        if self.start > 0:
+            self._describe_exchanges()
         for iteration in range(self.start, job.iterations):
             if farewell.is_due(iteration):
                 raise say_farewell(ranks, iteration, self.save_checkpoint)
             self._follow_audition(iteration)
             metrics = self._iterate(iteration, samples)
+            if iteration == 0:
+                self._describe_exchanges()
             done = iteration + 1
             for recorder in self._recorders:
                 recorder.record(metrics)
@@ -374,6 +379,16 @@ class Run:
             test_accuracy=evaluation.accuracy if evaluation else None,
             test_loss=evaluation.loss if evaluation else None,
         )
+
+    def _describe_exchanges(self) -> None:
+        """Record and report the exchanges of embeddings, if they were left to be chosen, once they have been."""
+        if self.config.pipeline.reduce != "auto":
+            return
+        assert isinstance(self.strategy, Pipelined)
+        chosen = self.strategy.embedding_exchanges
+        output.describe_again(self.config, self.job.ranks, None, chosen)
+        named = ", ".join(f"{name} by {how}" for name, how in chosen.items())
+        self.job.say(f"--reduce auto: {named or 'there is no embedding to train'}")
 
     def _follow_audition(self, iteration: int) -> None:
         """Let the configuration train whose turn it is, after rank 0's decision if one is due. Collective."""

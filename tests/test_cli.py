@@ -321,6 +321,33 @@ from timing_model.schedules import ALL_REDUCES
             "buckets must be left out with --local-steps, since a movement is complete only when its window ends; "
             "got 1MiB",
         ),
+        ("--reduce row", "reduce must be one of matrix, rows, auto; got 'row' (did you mean rows?)"),
+        (
+            "--reduce rows --codec topk",
+            "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
+        ),
+        (
+            "--reduce rows --all-reduce native",
+            "reduce must be matrix with --all-reduce native, in which torch sums whole gradients; got rows",
+        ),
+        (
+            "--reduce rows --device cuda",
+            "reduce must be matrix with device cuda, where pinned memory would grow with each new number of rows; "
+            "got rows",
+        ),
+        (
+            "--reduce rows --strategy ddp",
+            "reduce must be left out with --strategy ddp, which has no use for it (it belongs to pipelined); "
+            "got 'rows'",
+        ),
+        (
+            "--reduce rows --local-steps 2",
+            "reduce must be left out with --local-steps, since a movement has the rows of a whole window; got 'rows'",
+        ),
+        (
+            "--reduce rows --width auto",
+            "reduce must be matrix with --width auto, since the timing model does not cover rows; got rows",
+        ),
         (
             "--all-reduce native --connections 2",
             "connections and segment-bytes must be left out with --all-reduce native, torch's own",

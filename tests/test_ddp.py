@@ -416,6 +416,7 @@ def _refusals(ranks: Ranks) -> dict[str, str]:
     found["guard of local steps"] = refusal(lambda: start(alone, local_steps=2, guard=True))
     found["buckets of local steps"] = refusal(lambda: start(alone, local_steps=2, buckets=2))
     found["buckets"] = refusal(lambda: attach(model, make_optimizer("sgd", model), buckets=2))
+    found["reduce"] = refusal(lambda: attach(model, make_optimizer("sgd", model), reduce="rows"))
     found["topk"] = refusal(lambda: compress(model, "topk"))
     found["codec"] = refusal(lambda: attach(model, make_optimizer("sgd", model), codec="int7"))
 
@@ -458,6 +459,8 @@ def test_what_cannot_work_is_refused_in_one_line() -> None:
             "guard of local steps": "guard must be left out with local steps; got True",
             "buckets of local steps": "buckets must be left out with local steps; got 2",
             "buckets": "buckets must be left out: a loop with DistributedDataParallel has its own buckets",
+            "reduce": "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole "
+            "gradients; got rows",
             "topk": f"codec must be one of {', '.join(DENSE_CODECS)}, module:function; got 'topk'",
             "codec": f"codec must be one of {', '.join(CODECS)}, module:function; got 'int7' (did you mean int8?)",
             "step()": "an attached pipeline must be left to the loop: call optimizer.step() instead of step()",

@@ -113,17 +113,26 @@ def test_the_learning_rate_of_a_single_rank_is_multiplied_by_their_number(tmp_pa
     assert scaled["weights_sha256"] == given["weights_sha256"]
 
 
-def test_a_transformer_learns_text(tmp_path: Path) -> None:
-    """No two files have the same sentences, but all have the same words, so that a test file can be predicted."""
+MODEL_OF_TEXT = "--model transformer --layers 1 --heads 2 --embedding 32 --context 16 --batch-size 16"
+
+
+def text_in(folder: Path) -> str:
+    """Write files of text into ``folder``; return the option that names them.
+
+    No two files have the same sentences, but all have the same words, so that a test file can be predicted.
+    """
     words = ["the", "ring", "sums", "what", "every", "rank", "has", "found", "and", "gives", "it", "back"]
-    (tmp_path / "text").mkdir()
+    (folder / "text").mkdir()
     for i in range(20):
         numbers = random.Random(i)
-        (tmp_path / "text" / f"{i}.txt").write_text(" ".join(numbers.choice(words) for _ in range(100)))
-    model = "--model transformer --layers 1 --heads 2 --embedding 32 --context 16 --batch-size 16"
+        (folder / "text" / f"{i}.txt").write_text(" ".join(numbers.choice(words) for _ in range(100)))
+    return f"--dataset text:{folder / 'text'}"
+
+
+def test_a_transformer_learns_text(tmp_path: Path) -> None:
     result = succeed(
         2,
-        f"{model} --dataset text:{tmp_path / 'text'} --optimizer adamw --lr 0.01 --iterations 60 "
+        f"{MODEL_OF_TEXT} {text_in(tmp_path)} --optimizer adamw --lr 0.01 --iterations 60 "
         "--evaluate-iterations 25",
         tmp_path / "run",
     )
@@ -137,6 +146,36 @@ def test_a_transformer_learns_text(tmp_path: Path) -> None:
     assert final["test_loss"] < min(2.5, tested[0]["test_loss"])
     assert final["test_accuracy"] > max(0.3, tested[0]["test_accuracy"])
     assert result["replicas_identical"]
+
+
+def test_embeddings_exchanged_by_rows_train_and_resume_as_if_exchanged_whole(tmp_path: Path) -> None:
+    """Two ranks add two values in one order only, so that weights are the same, bit for bit."""
+    words = f"{MODEL_OF_TEXT} {text_in(tmp_path)} --optimizer adamw --iterations 12 --checkpoint-iterations 5"
+    whole = succeed(2, words, tmp_path / "whole")
+    sent = {"matrix": whole["wire_bytes_per_iteration"]}
+    for reduce in ("rows", "auto"):
+        found = succeed(2, f"{words} --reduce {reduce}", tmp_path / reduce)
+        lose_the_last_checkpoint(tmp_path / reduce)
+        results = run(2, f"{words} --reduce {reduce} --resume", tmp_path / reduce)
+        assert "continuing after iteration 10" in results[0][1]
+        assert ", embeddings by rows" in results[0][1]
+        assert ("--reduce auto: symbols.weight by rows, positions.weight by matrix" in results[0][1]) == (
+            reduce == "auto"
+        )
+        resumed = summary(tmp_path / reduce)
+        assert whole["weights_sha256"] == found["weights_sha256"] == resumed["weights_sha256"]
+        sent[reduce] = found["wire_bytes_per_iteration"]
+        assert resumed["wire_bytes_per_iteration"] == sent[reduce]
+        recorded = json.loads((tmp_path / reduce / "run.json").read_text())
+        chosen = {"symbols.weight": "rows", "positions.weight": "matrix"}
+        assert recorded.get("embedding_exchanges") == (chosen if reduce == "auto" else None)
+    assert sent["auto"] < sent["rows"] < sent["matrix"], "positions are all used, and the symbols of few bytes"
+
+
+def test_rows_of_a_model_without_embeddings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    [(error, _, _)] = run(1, f"{SHORT} --reduce rows", tmp_path / "run")
+    assert error.startswith("UserInputError: reduce must be matrix unless a torch.nn.Embedding is trained")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_codecs_bytes_are_counted(tmp_path: Path) -> None:

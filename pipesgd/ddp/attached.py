@@ -75,9 +75,10 @@ def attach(
         scaler: the loop's GradScaler, if it has one: gradients arrive late, and must be at the scale of the present.
         on_nonfinite: "stop" raises ``NonFiniteGradientError`` from ``backward``, "skip" leaves the update out. With a
             ``scaler``, the loop's own GradScaler leaves it out.
-        options: further arguments of ``pipesgd.Pipelined``, except ``guard`` and ``buckets``, or with ``local_steps``
-            those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``. ``clip_norm`` and
-            ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip them alike.
+        options: further arguments of ``pipesgd.Pipelined``, except ``guard``, ``buckets`` and ``reduce``, or with
+            ``local_steps`` those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``.
+            ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip
+            them alike.
 
     Raises:
         UserInputError: the model has a communication hook, the optimizer does not hold all of its parameters, or a
@@ -123,6 +124,11 @@ class AttachedPipeline(Pipelined):
         for name, own in (("guard", "steps"), ("scaler", "steps"), ("buckets", "buckets")):
             if options.get(name):
                 raise UserInputError(f"{name} must be left out: a loop with DistributedDataParallel has its own {own}")
+        if (reduce := options.get("reduce", "matrix")) != "matrix":
+            raise UserInputError(
+                "reduce must be matrix in a loop with DistributedDataParallel, whose buckets hold whole gradients; "
+                f"got {reduce}"
+            )
         check_one_of("on_nonfinite", on_nonfinite, ON_NONFINITE)
         check_model(ddp_model)
         check_all_held(ddp_model, optimizer)

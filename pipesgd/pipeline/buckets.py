@@ -7,37 +7,46 @@ that in which the backward pass is expected to complete them: a bucket that is c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
 from pipesgd.config import cut_of
 from pipesgd.errors import UserInputError
+from timing_model.buckets import WHOLE
 
 
-def bucket_indices(model: nn.Module, parameters: Sequence[Tensor], buckets: str) -> list[list[int]]:
+def bucket_indices(
+    model: nn.Module, parameters: Sequence[Tensor], buckets: str, by_rows: Collection[int] = ()
+) -> list[list[int]]:
     """Return the indices of the parameters of each bucket, the bucket that is complete first in front.
 
-    The backward pass is expected to reach parameters in the reverse of the model's order, and those that are not the
-    model's at the end.
+    Parameters whose gradients are exchanged by rows are a bucket of their own, the last one, in addition to the others:
+    embeddings are most often the first layers, whose gradients are complete last. Of the others, the backward pass is
+    expected to reach parameters in the reverse of the model's order, and those that are not the model's at the end.
 
     Args:
         model: the model.
         parameters: the parameters that are trained.
         buckets: number of buckets, or the largest size of one.
+        by_rows: ids of parameters whose gradients are exchanged by rows.
 
     Raises:
-        UserInputError: there are fewer parameters than buckets.
+        UserInputError: there are fewer of the other parameters than buckets.
     """
     places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
-    order = sorted(range(len(parameters)), key=lambda index: -places.get(id(parameters[index]), -1))
+    rows, others = (
+        [index for index, parameter in enumerate(parameters) if (id(parameter) in by_rows) == apart]
+        for apart in (True, False)
+    )
+    order = sorted(others, key=lambda index: -places.get(id(parameters[index]), -1))
     cut = cut_of(buckets)
     try:
-        parts = cut([parameters[index].nbytes for index in order])
+        parts = [] if rows and not order and cut == WHOLE else cut([parameters[index].nbytes for index in order])
     except ValueError as failure:
         raise UserInputError(str(failure)) from None
-    return [sorted(order[part.start : part.stop]) for part in parts]
+    return [sorted(order[part.start : part.stop]) for part in parts] + [rows] * bool(rows)
 
 
 class BackwardHooks:

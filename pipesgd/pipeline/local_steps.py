@@ -214,7 +214,8 @@ class LocalSteps(Strategy):
         timeout: seconds that a rank waits for another one, as in ``Pipelined``.
         ranks: the ranks to work with, as in ``Pipelined``.
         process_group: the group whose ranks these are, as in ``Pipelined``.
-        options: further arguments of ``Pipelined``, except ``prediction``, ``guard``, ``buckets`` and ``in_turns``.
+        options: further arguments of ``Pipelined``, except ``prediction``, ``guard``, ``buckets``, ``reduce`` and
+            ``in_turns``.
 
     Raises:
         UserInputError: a value out of range, an optimizer without a parameter to train, or ``average_state`` with an
@@ -258,7 +259,7 @@ class LocalSteps(Strategy):
         process_group: Group | None = None,
         **options: Any,
     ):
-        for name in ("prediction", "guard", "buckets", "in_turns"):
+        for name in ("prediction", "guard", "buckets", "reduce", "in_turns"):
             if name in options:
                 raise UserInputError(f"{name} must be left out with local steps; got {options[name]!r}")
         check_local_steps(

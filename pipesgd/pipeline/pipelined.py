@@ -20,13 +20,23 @@ from torch import Tensor, nn
 
 from pipesgd.checks import check_one_of, check_timeout
 from pipesgd.codecs.base import OwnCodec
+from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Group
-from pipesgd.config import DEFAULT_TIMEOUT, ON_NONFINITE, check_buckets, check_messages, check_width, rate_of
+from pipesgd.config import (
+    DEFAULT_TIMEOUT,
+    ON_NONFINITE,
+    check_buckets,
+    check_messages,
+    check_reduce,
+    check_width,
+    cut_of,
+    rate_of,
+)
 from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, UserInputError
 from pipesgd.flat_buffer import (
     BucketedBuffer,
@@ -36,6 +46,7 @@ from pipesgd.flat_buffer import (
     check_dense,
     finite_norm,
     give_gradients,
+    make_dense,
     on_device,
     pack_gradients,
     take_mean,
@@ -57,9 +68,11 @@ from pipesgd.pipeline.sameness import (
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.base import as_real, mean_over_ranks
-from pipesgd.reducers.make import check_reducer, make_reducer
+from pipesgd.reducers.make import check_reducer, make_reducer, make_rows_reducer
+from pipesgd.reducers.rows import check_embeddings, embeddings, rows_of, sends_less
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
+from timing_model.buckets import WHOLE
 from timing_model.schedules import SEGMENT_BYTES, Algorithm
 
 T = TypeVar("T")
@@ -75,6 +88,8 @@ class _Reduction:
     comparison: Comparison | None
     norm: float | None
     """Norm of the mean if that is finite; with a guard, the same bits on all ranks, whatever processors they have."""
+    row_bytes: int
+    """Bytes that this rank has sent for rows."""
 
 
 @dataclass
@@ -94,6 +109,8 @@ class Outgoing:
     """Finiteness of each bucket of this rank's own gradient, if the communication thread looks."""
     norms: list[float | None] = field(default_factory=list)
     """Norms of the parts of the mean; None for those that are not finite."""
+    row_bytes: int = 0
+    """Bytes that this rank has sent for rows."""
 
     @contextlib.contextmanager
     def summing(self) -> Iterator[None]:
@@ -184,6 +201,10 @@ class Pipelined(Strategy):
         buckets: number of buckets of about equal size in which the gradient leaves while the backward pass runs, or the
             largest size of one, such as "1MiB". By default 1: the whole gradient leaves in ``step``. With more, every
             backward pass outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
+        reduce: exchange of the gradients of embeddings: "matrix" sums them whole, as all others; "rows" gathers the
+            rows that are not zero, uncompressed (``pipesgd.reducers.rows``); "auto" chooses for each embedding, by the
+            rows of the first gradients, what sends fewer bytes (``embedding_exchanges``). With both, embeddings may be
+            sparse, and topk, powersgd, all-reduce native and GPUs are refused.
         in_turns: whether a step sums one bucket alone, in turns, in which case no other parameter may have a gradient;
             only ``LocalSteps`` has a use for that.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
@@ -229,6 +250,7 @@ class Pipelined(Strategy):
         connections: int = 1,
         rate_limit: str | None = None,
         buckets: int | str = 1,
+        reduce: str = "matrix",
         in_turns: bool = False,
         seed: int = 0,
         init_sync: bool = True,
@@ -247,10 +269,18 @@ class Pipelined(Strategy):
         check_timeout(timeout)
         self.module = model
         self._optimizer = optimizer
-        self._parameters, self._identities = trainable_parameters(optimizer), trainable_identities(optimizer)
-        self._cut = str(buckets)
-        self._indices = bucket_indices(model, self._parameters, self._cut)
-        """Indices of the parameters of each bucket."""
+        self._cut, self._reduce = str(buckets), reduce
+        self._choices: dict[int, bool] = {}
+        """Choices of ``reduce="auto"``: True for embeddings, by their ids, that are exchanged by rows."""
+        self._parameters, self._embeddings, self._indices = self._present_buckets()
+        self._identities = trainable_identities(optimizer)
+        device = self._parameters[0].device
+        check_reduce(reduce, options.codec, name, device.type)
+        if reduce == "rows":
+            check_embeddings(model, self._parameters)
+        if reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
+            bucket_indices(model, self._parameters, self._cut, self._embeddings)
+        self._codec_options = options
         self._in_turns = in_turns
         self._turn = 0
         """Number of the bucket that the next step sums, with ``in_turns``."""
@@ -265,7 +295,6 @@ class Pipelined(Strategy):
             clip=clip,
         )
         check_reducer(options, optimizer, self._parameters, seed)
-        device = self._parameters[0].device
         self.iteration = 0
         self.replicated = True
         self._agreement = Agreement()
@@ -302,6 +331,7 @@ class Pipelined(Strategy):
             "connections": connections,
             "rate_limit": rate_limit,
             "buckets": self._cut,
+            "reduce": reduce,
             "in_turns": in_turns,
             "seed": seed,
             "init_sync": init_sync,
@@ -330,6 +360,7 @@ class Pipelined(Strategy):
             self._stop_watching = self._ranks.watch(self._thread.fail)
             self._exact = self._connections.all_reduce()
             self._reducer = make_reducer(options, self._connections, device=device.type, seed=seed)
+            self._rows = make_rows_reducer(self._connections) if reduce != "matrix" else None
             if init_sync:
                 sum_over_ranks = functools.partial(self._sum_over_ranks, "Pipelined")
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, sum_over_ranks)
@@ -338,7 +369,7 @@ class Pipelined(Strategy):
             raise
         if self._updates.predicts:
             self._hooks = TrueWeightsHooks(model, self._updates)
-        self._leaving = BackwardHooks([] if in_turns else self.buckets, self._leave)
+        self._leaving = self._watch()
 
     @property
     def width(self) -> int:
@@ -364,6 +395,14 @@ class Pipelined(Strategy):
     def buckets(self) -> list[list[Tensor]]:
         """Parameters of each bucket, in the order in which the buckets leave."""
         return [[self._parameters[index] for index in bucket] for bucket in self._indices]
+
+    @property
+    def embedding_exchanges(self) -> dict[str, str]:
+        """Exchange, "rows" or "matrix", of each embedding that is trained, by its name; empty with ``reduce="matrix"``,
+        and with "auto" before the first step."""
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        trained = [] if self._undecided else [one for one in map(id, self._parameters) if one in self._embeddings]
+        return {names[one]: "rows" if self._goes_by_rows(one) else "matrix" for one in trained}
 
     @property
     def closed(self) -> bool:
@@ -397,7 +436,8 @@ class Pipelined(Strategy):
         self.check_usable()
         self._leaving.check_taken()
         self._follow_parameters()
-        check_dense(self._parameters)
+        self._check_dense(range(len(self._parameters)))
+        self._choose_exchanges()
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack what has not left during the backward pass.
@@ -406,13 +446,17 @@ class Pipelined(Strategy):
                 self._pack(outgoing, number)
             self._left_out = ()
             # 2. Hand over.
-            buffer = outgoing.buffer.buckets[self._turn] if self._in_turns else outgoing.buffer
+            summed: Sequence[int] = [self._turn] if self._in_turns else range(len(self._indices))
             self._hand_over(outgoing)
         # 3. to 5. Wait, apply and predict.
         self._ranks.enter("all-reduce", waiting=True)
         report = self._apply_until(self._updates.width_after(self.iteration) - 1)
         self._ranks.enter("compute")
-        wire_bytes = self._reducer.wire_bytes(buffer, outgoing.iteration)
+        wire_bytes = report.wire_bytes + sum(
+            self._reducer.wire_bytes(outgoing.buffer.buckets[number], outgoing.iteration)
+            for number in summed
+            if not self._is_by_rows(number)
+        )
         return dataclasses.replace(report, spans=(*outgoing.packs, *report.spans), wire_bytes=wire_bytes)
 
     def flush(self) -> StepReport:
@@ -496,6 +540,7 @@ class Pipelined(Strategy):
                 "hyperparameters": list(gradient.unapplied.hyperparameters),
                 "finite": gradient.reduction.result().finite,
                 "norm": gradient.reduction.result().norm,
+                "row_bytes": gradient.reduction.result().row_bytes,
                 "comparison": list(gradient.reduction.result().comparison or ()),
                 "flats": [flat.clone() for flat in gradient.buffer.flats],
                 "scale": gradient.scale,
@@ -508,6 +553,8 @@ class Pipelined(Strategy):
         return {
             "iteration": self.iteration,
             "buckets": self._cut,
+            "reduce": self._reduce,
+            "choices": [self._choices.get(id(parameter)) for parameter in self._parameters],
             "turn": self._turn,
             "in_flight": in_flight,
             "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
@@ -524,11 +571,14 @@ class Pipelined(Strategy):
 
         Raises:
             CommunicationError: another rank has not sent a bucket or a gradient that has left on this rank.
-            UserInputError: ``state`` is of a pipeline with other buckets, or buckets have left since the last step.
+            UserInputError: ``state`` is of a pipeline with other buckets or another ``reduce``, or buckets have left
+                since the last step.
         """
         self._thread.check()
         if self._half_done is None:
             self._check_whole("load_state_dict")
+        if (before := state.get("reduce", "matrix")) != self._reduce:  # earlier versions had none
+            raise UserInputError(f"reduce must be {before}, as in the state that is loaded; got {self._reduce}")
         if (before := state.get("buckets", "1")) != self._cut:  # earlier versions had none
             raise UserInputError(f"buckets must be {before}, as in the state that is loaded; got {self._cut}")
         self._thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
@@ -542,6 +592,12 @@ class Pipelined(Strategy):
             self._outgoing = None
         while self._in_flight:
             self._pool.append(self._in_flight.popleft().buffer)
+        if self._reduce == "auto":
+            whole = self._whole_buckets
+            chosen = zip(self._parameters, state["choices"], strict=True)
+            self._choices = {id(parameter): by_rows for parameter, by_rows in chosen if by_rows is not None}
+            _, _, self._indices = self._present_buckets()
+            self._begin_buckets(whole)
         self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
         device = self._parameters[0].device
         self._reducer.load_state_dict(on_device(state["exchange"], device))
@@ -555,7 +611,8 @@ class Pipelined(Strategy):
             span = Span("communication", entry["iteration"], now, now)
             arrived: Future[_Reduction] = Future()
             comparison = Comparison(*entry["comparison"]) if entry["comparison"] else None
-            arrived.set_result(_Reduction(entry["finite"], [span], comparison, entry["norm"]))
+            row_bytes = entry.get("row_bytes", 0)  # earlier versions had none
+            arrived.set_result(_Reduction(entry["finite"], [span], comparison, entry["norm"], row_bytes))
             unapplied = Unapplied(on_device(entry["kept"], device), entry["hyperparameters"])
             own_is_finite = functools.partial(bool, entry["own_is_finite"])
             self._in_flight.append(
@@ -673,19 +730,15 @@ class Pipelined(Strategy):
                 "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
             )
         self._meet("change of parameters", lambda: None).result()
-        new, indices = self._ranks.raise_together("buckets", self._present_buckets)
+        new, found, indices = self._ranks.raise_together("buckets", self._present_buckets)
         try:
-            old = self.buckets
-            self._parameters, self._identities, self._indices = new, identities, indices
+            old = self._whole_buckets
+            self._parameters, self._embeddings, self._indices = new, found, indices
+            self._identities = identities
             self._check_same_on_all_ranks()
             self._updates.follow(new)
             self._agreement.missed = []
-            self._reducer.rearrange(old, self.buckets)
-            self._leaving.remove()
-            self._leaving = BackwardHooks(self.buckets, self._leave)
-            self._pool.clear()
-            self._outgoing = None
-            self.buffers_allocated = 0
+            self._begin_buckets(old)
             drop_gradients_of_frozen(self._optimizer)
             rank_0s = functools.partial(self._sum_over_ranks, "change of parameters")
             share_rank_0s_values(nn.Module(), new, self._ranks.rank, rank_0s)
@@ -693,10 +746,66 @@ class Pipelined(Strategy):
             self.fail(error)
             raise
 
-    def _present_buckets(self) -> tuple[list[Tensor], list[list[int]]]:
-        """Return the parameters that the optimizer trains now, and the indices of those of each bucket."""
+    def _begin_buckets(self, old: Sequence[Sequence[Tensor]]) -> None:
+        """Exchange the present buckets from now on, where those of ``old`` were whole. Nothing is in flight."""
+        self._reducer.rearrange(old, self._whole_buckets)
+        self._leaving.remove()
+        self._leaving = self._watch()
+        self._pool.clear()
+        self._outgoing = None
+        self.buffers_allocated = 0
+
+    def _present_buckets(self) -> tuple[list[Tensor], frozenset[int], list[list[int]]]:
+        """Return the parameters that the optimizer trains now, the ids of embeddings that may be exchanged by rows, and
+        the indices of the parameters of each bucket; those by rows are the last one."""
         parameters = trainable_parameters(self._optimizer)
-        return parameters, bucket_indices(self.module, parameters, self._cut)
+        found = frozenset(map(id, embeddings(self.module))) if self._reduce != "matrix" else frozenset[int]()
+        by_rows = frozenset(filter(self._goes_by_rows, found))
+        return parameters, found, bucket_indices(self.module, parameters, self._cut, by_rows)
+
+    def _goes_by_rows(self, embedding: int) -> bool:
+        """Return True if the embedding with this id is exchanged by rows."""
+        return self._choices.get(embedding, self._reduce == "rows")
+
+    @property
+    def _undecided(self) -> list[Tensor]:
+        """Embeddings that are trained, and whose exchange is still to be chosen."""
+        if self._reduce != "auto":
+            return []
+        return [one for one in self._parameters if id(one) in self._embeddings and id(one) not in self._choices]
+
+    def _choose_exchanges(self) -> None:
+        """Choose, by the gradients in ``.grad``, how embeddings are exchanged. Collective if one is undecided."""
+        undecided = self._undecided
+        if not undecided:
+            return
+        own = [0 if one.grad is None else len(rows_of(one.grad.to_dense())) for one in undecided]
+        most = map(max, zip(*self._ranks.all_gather_object("rows of embeddings", own), strict=True))
+        old, codec = self._whole_buckets, make_codec(self._codec_options)
+        for embedding, rows in zip(undecided, most, strict=True):
+            self._choices[id(embedding)] = sends_less(rows, embedding, codec, self._ranks.world_size)
+        _, _, self._indices = self._present_buckets()
+        self._begin_buckets(old)
+
+    def _check_dense(self, indices: Sequence[int]) -> None:
+        """Refuse sparse gradients of these parameters, except of embeddings that may be exchanged by rows."""
+        parameters = [self._parameters[index] for index in indices]
+        check_dense([parameter for parameter in parameters if id(parameter) not in self._embeddings])
+
+    def _is_by_rows(self, number: int) -> bool:
+        """Return True if the gradients of this bucket are exchanged by rows."""
+        first = id(self._parameters[self._indices[number][0]])
+        return first in self._embeddings and self._goes_by_rows(first)
+
+    @property
+    def _whole_buckets(self) -> list[list[Tensor]]:
+        """Parameters of the buckets whose gradients are exchanged whole."""
+        return [bucket for number, bucket in enumerate(self.buckets) if not self._is_by_rows(number)]
+
+    def _watch(self) -> BackwardHooks:
+        """Return hooks that let buckets leave during the backward pass, if the user has asked for buckets."""
+        watched = [] if self._in_turns or cut_of(self._cut) == WHOLE else self.buckets
+        return BackwardHooks(watched, self._leave)
 
     def _free_buffer(self) -> BucketedBuffer:
         """Take a buffer out of the pool."""
@@ -720,9 +829,10 @@ class Pipelined(Strategy):
     def _leave(self) -> bool:
         """Let the next bucket leave during the backward pass, unless the next step must follow other parameters."""
         self.check_usable()
-        if not self._leaving.left and trainable_identities(self._optimizer) != self._identities:
+        changed = trainable_identities(self._optimizer) != self._identities
+        if not self._leaving.left and (changed or self._undecided):
             return False
-        check_dense([self._parameters[index] for index in self._indices[self._leaving.left]])
+        self._check_dense(self._indices[self._leaving.left])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             outgoing, number = self._next_outgoing(), self._leaving.left
             self._pack(outgoing, number)
@@ -735,6 +845,7 @@ class Pipelined(Strategy):
         begin = time.perf_counter()
         indices, bucket = self._indices[number], outgoing.buffer.buckets[number]
         parameters = [self._parameters[index] for index in indices]
+        make_dense(parameters)
         outgoing.scale = self._loss_scale.divide(parameters)
         for index, gradient in zip(indices, pack_gradients(parameters, bucket), strict=True):
             outgoing.local[index] = gradient
@@ -781,7 +892,8 @@ class Pipelined(Strategy):
             of_finite = sorted(norm for norm in outgoing.norms if norm is not None)
             norm = self._agreed_norm(outgoing.buffer) if self._updates.wants_norms else math.hypot(*of_finite)
             comparison = self._updates.compare(outgoing.buffer.views, unapplied)
-        return _Reduction(len(of_finite) == len(outgoing.norms), outgoing.sums, comparison, norm)
+        finite = len(of_finite) == len(outgoing.norms)
+        return _Reduction(finite, outgoing.sums, comparison, norm, outgoing.row_bytes)
 
     def _take_mean(self, outgoing: Outgoing, number: int) -> None:
         bucket = outgoing.buffer.buckets[number]
@@ -791,7 +903,11 @@ class Pipelined(Strategy):
         def look(part: Tensor) -> None:
             outgoing.norms.append(finite_norm(part))
 
-        mean_over_ranks(self._reducer, bucket, outgoing.iteration, self._ranks.world_size, look)
+        if self._rows is not None and self._is_by_rows(number):
+            mean_over_ranks(self._rows, bucket, outgoing.iteration, self._ranks.world_size, look)
+            outgoing.row_bytes += self._rows.bytes_sent
+        else:
+            mean_over_ranks(self._reducer, bucket, outgoing.iteration, self._ranks.world_size, look)
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
@@ -816,6 +932,7 @@ class Pipelined(Strategy):
             skipped=tuple(iteration for arrival in arrivals for iteration in arrival.skipped),
             nonfinite_ranks=tuple(rank for arrival in arrivals for rank in arrival.nonfinite_ranks),
             spans=tuple(spans),
+            wire_bytes=sum(arrival.wire_bytes for arrival in arrivals),
             gradient_norm=norms[-1] if norms else None,
             comparison=arrivals[-1].comparison if arrivals else None,
             fell_back=any(arrival.fell_back for arrival in arrivals),
@@ -852,6 +969,7 @@ class Pipelined(Strategy):
             skipped=() if reduction.finite else (gradient.iteration,),
             nonfinite_ranks=culprits,
             spans=(*reduction.spans, wait),
+            wire_bytes=reduction.row_bytes,
             gradient_norm=reduction.norm if reduction.finite else None,
             comparison=reduction.comparison,
         )

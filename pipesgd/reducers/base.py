@@ -12,11 +12,10 @@ from pipesgd.comm.all_reduce import Finish, no_op
 from pipesgd.flat_buffer import FlatBuffer, take_mean
 
 
-class Reducer(Protocol):
+class Sum(Protocol):
     """Replaces the gradients of all ranks by their sum, or an approximation of it, with the same bytes on every rank.
 
-    It runs on the communication thread, once per iteration, and may remember what it has not sent. Only the dense one
-    also sums the buckets of a buffer one by one.
+    It runs on the communication thread, once per iteration.
     """
 
     def sum(self, buffer: FlatBuffer, iteration: int, finish: Finish = no_op) -> None:
@@ -28,6 +27,13 @@ class Reducer(Protocol):
             UserInputError: buffers like this one cannot be summed.
             CommunicationError: a peer was lost, or silent for longer than the deadline.
         """
+
+
+class Reducer(Sum, Protocol):
+    """A sum that knows its bytes in advance, and may remember what it has not sent.
+
+    Only the dense one also sums the buckets of a buffer one by one.
+    """
 
     def wire_bytes(self, buffer: FlatBuffer, iteration: int) -> int:
         """Return the bytes that this rank sends in the ``sum`` of ``iteration`` for a buffer like this one.
@@ -49,7 +55,7 @@ class Reducer(Protocol):
 
 
 def mean_over_ranks(
-    reducer: Reducer, buffer: FlatBuffer, iteration: int, world_size: int, look: Callable[[Tensor], None] = no_op
+    reducer: Sum, buffer: FlatBuffer, iteration: int, world_size: int, look: Callable[[Tensor], None] = no_op
 ) -> None:
     """Replace the gradients in ``buffer`` by their mean over the ranks; ``look`` sees each part of it. Collective."""
 

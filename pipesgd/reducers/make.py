@@ -18,6 +18,7 @@ from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks, check_same
 from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer
+from pipesgd.reducers.rows import RowsReducer
 
 COMPILE_SECONDS = 900.0
 """Seconds that ranks wait for one that compiles a codec's loops for the first time, on a busy machine."""
@@ -28,6 +29,8 @@ def check_reducer(
 ) -> None:
     """Raise ``UserInputError`` unless ``options`` allow exchanging gradients of ``parameters`` for ``optimizer``."""
     check_at_least("seed", seed, 0)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UserInputError("optimizer must take dense gradients, as means over ranks are; got SparseAdam")
     momenta = [group["momentum"] for group in optimizer.param_groups if group.get("momentum")]
     if options.momentum_correction and momenta:
         raise UserInputError(f"momentum must be 0 with momentum_correction, which replaces it; got {momenta[0]}")
@@ -69,6 +72,12 @@ def dense_reducer(options: CodecOptions, codec: Codec, connections: Connections,
         error_feedback=options.gives_back,
         seed=seed,
     )
+
+
+def make_rows_reducer(connections: Connections) -> RowsReducer:
+    """Return the reducer that gathers rows over ``connections``."""
+    ranks = connections.ranks
+    return RowsReducer(connections.all_gather(), rank=ranks.rank, world_size=ranks.world_size)
 
 
 def compiled_codec(options: CodecOptions, ranks: Ranks, device: str) -> Codec:

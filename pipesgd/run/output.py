@@ -116,10 +116,20 @@ def take_folder(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | Non
     return lock
 
 
-def describe_again(config: TrainConfig, ranks: Ranks, planned: dict[str, Any]) -> None:
-    """Replace the description of this run after a decision about its options. All ranks call this."""
+def describe_again(
+    config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None, exchanges: dict[str, str] | None = None
+) -> None:
+    """Replace the description of this run after a decision about its options. All ranks call this.
+
+    Args:
+        config: the configuration that trains now.
+        ranks: the ranks of the run.
+        planned: the plan of the timing model, if there is one.
+        exchanges: the chosen exchange of each embedding, by name, with ``--reduce auto``.
+    """
     if ranks.local_rank == 0:
-        _describe(config.run.output, _description(config, ranks, planned))
+        chosen = {} if exchanges is None else {"embedding_exchanges": exchanges}
+        _describe(config.run.output, _description(config, ranks, planned) | chosen)
 
 
 def _description(config: TrainConfig, ranks: Ranks, planned: dict[str, Any] | None) -> dict[str, Any]:

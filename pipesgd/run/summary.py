@@ -79,6 +79,8 @@ def summarize(
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
     window = lines[-pipeline.local_steps :]  # has one exchange
+    if pipeline.reduce != "matrix":  # rows differ in number, and are counted from the first arrival on
+        window = lines[pipeline.width - 1 :]
     prediction = pipeline.prediction
     if pipeline.in_windows:
         prediction = "none" if pipeline.outer == "elastic" else "own movement"

@@ -23,6 +23,7 @@ from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.make import compiled_codec
+from pipesgd.reducers.rows import check_embeddings, embeddings
 from timing_model.buckets import WHOLE
 
 TRIED = 2
@@ -84,12 +85,16 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
 
 
 def check_cut(config: TrainConfig, model: nn.Module) -> None:
-    """Raise ``UserInputError`` unless the model has enough parameters for the buckets, or the fragments, asked for."""
+    """Raise ``UserInputError`` unless the model has the parameters for the fragments, rows and buckets asked for."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    by_rows: list[int] = []
+    if config.pipeline.reduce == "rows":
+        check_embeddings(model, trained)
+        by_rows = [id(weight) for weight in embeddings(model)]
     if config.pipeline.fragments > 1:
         check_parts(config.pipeline.fragments, len(trained))
     if cut_of(config.pipeline.buckets) != WHOLE:
-        bucket_indices(model, trained, config.pipeline.buckets)
+        bucket_indices(model, trained, config.pipeline.buckets, by_rows)
 
 
 def augmentation_of(config: TrainConfig, data: DataSplits) -> Augmentation | None:

@@ -634,6 +634,7 @@ def test_windows_of_different_lengths_are_named() -> None:
         ({"prediction": "local"}, "prediction must be left out with local steps; got 'local'"),
         ({"guard": True}, "guard must be left out with local steps; got True"),
         ({"buckets": 2}, "buckets must be left out with local steps; got 2"),
+        ({"reduce": "rows"}, "reduce must be left out with local steps; got 'rows'"),
         ({"outer_lr": 0.0}, "outer-lr must be above 0; got 0"),
         ({"outer_momentum": 0.9}, "outer-momentum must be left out with --outer average; got 0.9"),
         ({"outer": "nesterov", "outer_momentum": 1.0}, "outer-momentum must be below 1; got 1"),
