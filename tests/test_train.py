@@ -132,8 +132,7 @@ def text_in(folder: Path) -> str:
 def test_a_transformer_learns_text(tmp_path: Path) -> None:
     result = succeed(
         2,
-        f"{MODEL_OF_TEXT} {text_in(tmp_path)} --optimizer adamw --lr 0.01 --iterations 60 "
-        "--evaluate-iterations 25",
+        f"{MODEL_OF_TEXT} {text_in(tmp_path)} --optimizer adamw --lr 0.01 --iterations 60 --evaluate-iterations 25",
         tmp_path / "run",
     )
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

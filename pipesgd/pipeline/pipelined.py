@@ -269,7 +269,7 @@ class Pipelined(Strategy):
         check_timeout(timeout)
         self.module = model
         self._optimizer = optimizer
-        self._cut, self._reduce = str(buckets), reduce
+        self._cut, self._reduce_by = str(buckets), reduce
         self._choices: dict[int, bool] = {}
         """Choices of ``reduce="auto"``: True for embeddings, by their ids, that are exchanged by rows."""
         self._parameters, self._embeddings, self._indices = self._present_buckets()
@@ -553,7 +553,7 @@ class Pipelined(Strategy):
         return {
             "iteration": self.iteration,
             "buckets": self._cut,
-            "reduce": self._reduce,
+            "reduce": self._reduce_by,
             "choices": [self._choices.get(id(parameter)) for parameter in self._parameters],
             "turn": self._turn,
             "in_flight": in_flight,
@@ -577,8 +577,8 @@ class Pipelined(Strategy):
         self._thread.check()
         if self._half_done is None:
             self._check_whole("load_state_dict")
-        if (before := state.get("reduce", "matrix")) != self._reduce:  # earlier versions had none
-            raise UserInputError(f"reduce must be {before}, as in the state that is loaded; got {self._reduce}")
+        if (before := state.get("reduce", "matrix")) != self._reduce_by:  # earlier versions had none
+            raise UserInputError(f"reduce must be {before}, as in the state that is loaded; got {self._reduce_by}")
         if (before := state.get("buckets", "1")) != self._cut:  # earlier versions had none
             raise UserInputError(f"buckets must be {before}, as in the state that is loaded; got {self._cut}")
         self._thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
@@ -592,7 +592,7 @@ class Pipelined(Strategy):
             self._outgoing = None
         while self._in_flight:
             self._pool.append(self._in_flight.popleft().buffer)
-        if self._reduce == "auto":
+        if self._reduce_by == "auto":
             whole = self._whole_buckets
             chosen = zip(self._parameters, state["choices"], strict=True)
             self._choices = {id(parameter): by_rows for parameter, by_rows in chosen if by_rows is not None}
@@ -759,18 +759,18 @@ class Pipelined(Strategy):
         """Return the parameters that the optimizer trains now, the ids of embeddings that may be exchanged by rows, and
         the indices of the parameters of each bucket; those by rows are the last one."""
         parameters = trainable_parameters(self._optimizer)
-        found = frozenset(map(id, embeddings(self.module))) if self._reduce != "matrix" else frozenset[int]()
+        found = frozenset(map(id, embeddings(self.module))) if self._reduce_by != "matrix" else frozenset[int]()
         by_rows = frozenset(filter(self._goes_by_rows, found))
         return parameters, found, bucket_indices(self.module, parameters, self._cut, by_rows)
 
     def _goes_by_rows(self, embedding: int) -> bool:
         """Return True if the embedding with this id is exchanged by rows."""
-        return self._choices.get(embedding, self._reduce == "rows")
+        return self._choices.get(embedding, self._reduce_by == "rows")
 
     @property
     def _undecided(self) -> list[Tensor]:
         """Embeddings that are trained, and whose exchange is still to be chosen."""
-        if self._reduce != "auto":
+        if self._reduce_by != "auto":
             return []
         return [one for one in self._parameters if id(one) in self._embeddings and id(one) not in self._choices]
 

@@ -240,11 +240,11 @@ def test_what_rows_do_not_go_with_is_refused(options: dict[str, Any], message: s
 
 
 def test_gpus_and_sparse_adam_are_refused() -> None:
-    with pytest.raises(UserInputError, match="reduce must be matrix with device cuda, .*; got rows"):
+    with pytest.raises(UserInputError, match=r"reduce must be matrix with device cuda, .*; got rows"):
         check_reduce("rows", "fp32", "ring", "cuda")
     check_reduce("matrix", "topk", "ring", "cuda")
     model = _tagger(sparse=True)
-    with pytest.raises(UserInputError, match="optimizer must take dense gradients, .*; got SparseAdam"):
+    with pytest.raises(UserInputError, match=r"optimizer must take dense gradients, .*; got SparseAdam"):
         Pipelined(model, torch.optim.SparseAdam(model.parameters()), prediction="none", reduce="rows")
 
 
