@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
-from experiments import command, simulated_runs, style
+from experiments import command, figures, simulated_runs, style
 from experiments.results import Row, save, save_figure
 from experiments.simulated_runs import (
     QUICK_ITERATIONS,
@@ -228,16 +228,17 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         line = lines.setdefault(label_of(row["method"], row["width"], row["codec"]), {})
         line[row["local_steps"]] = None if value is None else judged.factor * value
     looks = style.method_styles([name for name in lines if name != SYNCHRONOUS])
+    diverging = []
     for name, line in lines.items():
         there = {steps: value for steps, value in sorted(line.items()) if value is not None}
         if name == SYNCHRONOUS:
             for value in there.values():
                 axes.axhline(value, color=style.BLACK, linewidth=1, label=name)
             continue
-        gone = ", ".join(str(steps) for steps in sorted(line.keys() - there.keys()))
-        axes.plot(
-            list(there), list(there.values()), label=f"{name} (diverges: {gone})" if gone else name, **looks[name]
-        )
+        axes.plot(list(there), list(there.values()), label=name, **looks[name])
+        if gone := sorted(line.keys() - there.keys()):
+            diverging.append(f"{name} diverges at H = {', '.join(map(str, gone))}")
+    axes.text(0.02, 0.02, "\n".join(diverging), transform=axes.transAxes, fontsize="small")
     values = [value for line in lines.values() for value in line.values() if value is not None]
     if values:
         axes.set_ylim(*judged.shown(values))
@@ -245,7 +246,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
     axes.set_xticks(sorted({steps for name, line in lines.items() if name != SYNCHRONOUS for steps in line}))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set(title=workload, xlabel="local steps, or micro-batches, H", ylabel=f"{judged.label}, mean of seeds")
-    axes.legend(fontsize="small")
+    figures.legend_below(axes, ncols=4)
     return axes
 
 

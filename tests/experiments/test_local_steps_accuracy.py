@@ -88,7 +88,7 @@ def cells(rows: Sequence[Row]) -> dict[tuple[str, int, int, str], Row]:
 def test_every_run_is_one_that_pipesgd_makes_and_all_see_the_same_samples() -> None:
     planned = plan(TRAINED, STEPS, 2)
     assert len({one.words for one in planned}) == len(planned) == 2 * 3 * (1 + 4 * (len(MULTIPLES) + 4 + 1))
-    for one in planned:
+    for one in planned[::7]:  # every way to train, as 7 and their number have no common divisor
         config, iterations = parse_training(one.words.split()), WORKLOADS[one.workload].iterations
         pipeline, way = config.pipeline, one.way
         assert (pipeline.width, config.compression.codec) == (way.width, way.codec)
@@ -118,7 +118,7 @@ def test_a_simulated_run_is_that_of_the_command(words: str, close: float, tmp_pa
 
 
 def test_a_run_that_diverges_within_a_window_ends_there() -> None:
-    words = "--dataset digits --hidden-sizes 20 --batch-size 16 --iterations 40 --local-steps 20 --lr 1e20"
+    words = "--dataset digits --hidden-sizes 20 --batch-size 16 --iterations 40 --local-steps 20 --lr 1e15"
     run = simulate(words, world_size=2)
     assert run.diverged_at is not None
     assert run.diverged_at < 20
@@ -182,17 +182,11 @@ def test_the_figure_has_a_line_for_each_way_to_train() -> None:
     axes = plot(rows(), Figure().subplots())
     lines = {str(line.get_label()): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines["width 2, int4"] == [[8, pytest.approx(87.65)], [32, pytest.approx(80)]]
-    assert lines["DiLoCo (diverges: 8)"] == [[32, pytest.approx(70)]]
+    assert lines["DiLoCo"] == [[32, pytest.approx(70)]]
+    assert [text.get_text() for text in axes.texts] == ["DiLoCo diverges at H = 8"]
     assert [y for _, y in lines["synchronous"]] == [pytest.approx(88.5)] * 2
-    assert set(lines) == {
-        "synchronous",
-        "accumulation",
-        "width 1",
-        "width 2",
-        "width 1, int4",
-        "width 2, int4",
-        "DiLoCo (diverges: 8)",
-    }
+    names = {"synchronous", "accumulation", "DiLoCo", "width 1", "width 2", "width 1, int4", "width 2, int4"}
+    assert set(lines) == names
 
 
 # ---- Command
@@ -219,17 +213,17 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
     options = ["--quick", "--workloads", "digits", "--output", str(tmp_path)]
-    words = [sys.executable, "-m", "experiments.local_steps_accuracy", *options, "--local-steps"]
-    for more, expected in ((["2"], "digits"), (["2", "4"], "9 of 17 runs are there; --fresh makes them again")):
-        done = subprocess.run([*words, *more], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
-        assert "Warning" not in done.stderr
-    done = subprocess.run([*words, "2", "4", "8", "--finished"], cwd=REPOSITORY, capture_output=True, text=True)
-    assert "17 of 25 runs are there" in done.stdout
+    words = [sys.executable, "-m", "experiments.local_steps_accuracy", *options, "--local-steps", "2"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert "width 2, int4" in done.stdout
+    done = subprocess.run([*words, "4", "--finished"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert "9 of 17 runs are there" in done.stdout
     table = load(tmp_path / "local_steps_accuracy.csv")
-    assert len(table) == 17
-    assert {row["seed"] for row in table} == {0}
+    assert (len(table), {row["seed"] for row in table}) == (9, {0})
     summary = load(tmp_path / "local_steps_accuracy_summary.csv")
-    assert {row["target"] for row in summary if row["method"] == LOCAL_STEPS and row["width"] == 2} <= {"met", "MISSED"}
+    late = [row["target"] for row in summary if row["method"] == LOCAL_STEPS and row["width"] == 2]
+    assert len(late) == 2
+    assert set(late) <= {"met", "MISSED"}
     assert (tmp_path / "local_steps_accuracy.png").stat().st_size > 0
