@@ -192,7 +192,7 @@ def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) 
     """Return this rank's batches; with accumulation, each of all micro-batches of an iteration."""
     shards = ShardedBatches(
         data.train,
-        batch_size=config.data.batch_size,
+        batch_size=config.samples_per_rank,
         rank=rank,
         world_size=world_size,
         seed=config.optimization.seed,

@@ -46,7 +46,7 @@ __all__ = [
 
 FORMAT, FORMER_FORMAT = 6, 5
 """Version of the file's format, raised whenever an older reader would misunderstand a newer file, and the one before,
-which is still read: it has shares by which collectives are slower beside the computation, in place of times."""
+which is still read: it has shares by which collectives are slower next to the computation, in place of times."""
 RING, HIERARCHICAL = "ring", "hierarchical"
 BESIDE_RING = (*(name for name in ALL_REDUCES if name != RING), PARAMETER_SERVER)
 """Names of the all-reduces, and of the parameter server, that may have a link of their own."""

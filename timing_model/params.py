@@ -129,7 +129,7 @@ class ComputeTimes:
         r"""Return the times, in s, of the whole computation and of a collective of ``t_comm`` s in a pipeline.
 
         A collective takes m = ``t_comm`` + ``handover``. At width 1 the two do not overlap. Otherwise the collective
-        runs beside the update, whose time u is that of such an update, and then beside the passes. With p the time of
+        runs next to the update, whose time u is that of such an update, and then next to the passes. With p the time of
         both passes, k ``compute_slowdown`` and b ``processor_share``, a second of the processor does the work of
         1/(1+k) s meanwhile:
 

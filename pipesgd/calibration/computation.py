@@ -357,7 +357,7 @@ def _values(
     forward, backward, update, _, _, cpu, data, loading = synchronous[others].mean(axis=(0, 1))
     # The rank that is the last to begin waits for no other.
     handover = max(0.0, float(synchronous[:, :, WAIT].min(axis=0).mean()) - t_comms[0])
-    # 1. Time by which each all-reduce is longer beside the update: that counts where ranks wait for it. Updates count
+    # 1. Time by which each all-reduce is longer next to the update: that counts where ranks wait for it. Updates count
     # where they do not.
     all_reduces = np.array([_all_reduce(way, others, model) for way in late])
     waited = [_all_wait(way) for way in late]

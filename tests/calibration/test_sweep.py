@@ -54,7 +54,7 @@ ALL_REDUCES = ("ring", "halving-doubling", "native")
 def _sweep_by_steps(
     ranks: Ranks, largest_bytes: int, seconds: float, were_quiet: Sequence[bool]
 ) -> tuple[list[Cell], list[float], list[float], list[int]]:
-    """Run ``_sweep`` by a clock that goes on by a millisecond whenever it is read, however busy the machine is."""
+    """Run ``_sweep`` by a clock that advances by a millisecond whenever it is read, however busy the machine is."""
     clock = count()
     with patch.object(sweep, "time", SimpleNamespace(perf_counter=lambda: 1e-3 * next(clock))):
         return _sweep(ranks, largest_bytes, seconds, were_quiet)
