@@ -829,8 +829,9 @@ class Pipelined(Strategy):
     def _leave(self) -> bool:
         """Let the next bucket leave during the backward pass, unless the next step must follow other parameters."""
         self.check_usable()
-        changed = trainable_identities(self._optimizer) != self._identities
-        if not self._leaving.left and (changed or self._undecided):
+        # Only the first bucket asks: parameters do not change between the buckets of one backward pass.
+        first = not self._leaving.left
+        if first and (self._undecided or trainable_identities(self._optimizer) != self._identities):
             return False
         self._check_dense(self._indices[self._leaving.left])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
