@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.prediction import Prediction
 from pipesgd.run import evaluation
 from pipesgd.run.console import say
+from pipesgd.run.evaluation import Evaluation
 
 WORLD_SIZE = 4
 SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 20
@@ -51,6 +52,9 @@ class Run:
     """Training loss, the mean over ranks and the last tenth of the iterations."""
     test_loss: float | None = None
     test_accuracy: float | None = None
+    points: list[tuple[int, float]] = field(default_factory=list)
+    """Iterations, and the test accuracy after them, with ``--evaluate-iterations``: at the first exchange from each
+    multiple on, since weights change nowhere else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,21 +87,25 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     torch.manual_seed(config.optimization.seed)
     data, model = make_workload(config)
     torch.manual_seed(config.optimization.seed * world_size)
-    of_ranks = (_batches(config, data, rank, world_size) for rank in range(world_size))
+    of_ranks = (batches_of(config, data, rank, world_size) for rank in range(world_size))
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
     train = _train_by_windows if config.pipeline.in_windows else _train
     losses: list[float] = []
+    points: list[tuple[int, float]] = []
+    every = config.run.evaluate_iterations
     try:
-        for loss in train(config, model, batches, iterations, world_size, compared):
-            losses.append(loss)
-            if not loss <= DIVERGED_LOSS:
-                return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
+        for of_exchange in train(config, model, batches, iterations, world_size, compared):
+            for loss in of_exchange:
+                losses.append(loss)
+                if not loss <= DIVERGED_LOSS:
+                    return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
+            if every is not None and len(losses) // every > (len(losses) - len(of_exchange)) // every:
+                accuracy = tested(model, data, test_every).accuracy
+                assert accuracy is not None, "cross-entropy measures it"
+                points.append((len(losses), accuracy))
     except NonFiniteGradientError as error:
         return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=error.iteration)
-    parts = evaluation.sums(
-        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every), torch.device("cpu")
-    )
-    worth = evaluation.mean([parts])
+    worth = tested(model, data, test_every)
     return Run(
         commit=commit,
         seconds=time.perf_counter() - begin,
@@ -105,7 +113,14 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
         train_loss=float(np.mean(losses[-max(1, iterations // 10) :])),
         test_loss=worth.loss,
         test_accuracy=worth.accuracy,
+        points=points,
     )
+
+
+def tested(model: nn.Module, data: DataSplits, test_every: int = 1) -> Evaluation:
+    """Return the evaluation of the weights that ``model`` holds on one sample of the test set in ``test_every``."""
+    batches = evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every)
+    return evaluation.mean([evaluation.sums(model, batches, torch.device("cpu"))])
 
 
 def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
@@ -127,7 +142,7 @@ def _train(
     iterations: int,
     world_size: int,
     compared: type[Prediction] | None,
-) -> Iterator[float]:
+) -> Iterator[list[float]]:
     """Train ``model`` by exchanges of gradients, and yield the mean loss of each iteration."""
     pipeline = config.pipeline
     optimizer = build_optimizer(config.optimization, model)
@@ -143,7 +158,7 @@ def _train(
         codec=config.compression.codec,
     )
     for of_ranks in batches:
-        yield float(np.mean(ranks.iterate(_loss, of_ranks)))
+        yield [float(np.mean(ranks.iterate(loss_of, of_ranks)))]
         schedule.step()
     ranks.flush()
 
@@ -155,8 +170,8 @@ def _train_by_windows(
     iterations: int,
     world_size: int,
     compared: type[Prediction] | None,
-) -> Iterator[float]:
-    """Train ``model`` by local steps, and yield the mean loss of each iteration after its window."""
+) -> Iterator[list[float]]:
+    """Train ``model`` by local steps, and yield the mean losses of the iterations of each window."""
     pipeline = config.pipeline
     assert compared is None, "each rank predicts with its own movement"
     assert (pipeline.warmup_iterations, pipeline.fragments, pipeline.average_state) == (0, 1, False), "not simulated"
@@ -178,17 +193,17 @@ def _train_by_windows(
             schedules[rank].step()
 
     while window := list(itertools.islice(batches, pipeline.local_steps)):
-        for losses in ranks.run_window(_loss, window, set_lr):
-            yield float(np.mean(losses))
+        yield [float(np.mean(losses)) for losses in ranks.run_window(loss_of, window, set_lr)]
     ranks.flush()
 
 
-def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean cross-entropy of a batch."""
     inputs, labels = batch
     return CROSS_ENTROPY(model(inputs), labels)
 
 
-def _batches(config: TrainConfig, data: DataSplits, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(config: TrainConfig, data: DataSplits, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Return this rank's batches; with accumulation, each of all micro-batches of an iteration."""
     shards = ShardedBatches(
         data.train,

@@ -3,13 +3,15 @@
     torchrun ... -m experiments.timed_configurations PLAN.json TIMES.json
 
 PLAN.json is a list of passes, each a list of {"words": arguments of pipesgd.train, "iterations": number to time}, in
-any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "product_seconds": mean time
-of a fixed product of matrices before and after, which shows how fast the machine was just then, "stolen": the share of
-the cores' time that a hypervisor gave to others meanwhile, "cpu_share": the share that the ranks used}. A configuration
-that lost too much time is measured again at the end of its pass. All have the data, model and batch size of the first
-one. Starting a job takes longer than measuring a configuration, and a machine's speed drifts, so the configurations
-share a job, which returns to each of them in every pass. None keeps its process groups in between: an idle one's
-threads take 0.2 % of a core in every rank.
+any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "sent_bytes": most that a
+rank's machine sends in one, headers included, "hidden_share": of the communication, left out if there is none,
+"memory_bytes": most that a rank takes beyond what it had before, "product_seconds": mean time of a fixed product of
+matrices before and after, which shows how fast the machine was just then, "stolen": the share of the cores' time that a
+hypervisor gave to others meanwhile, "cpu_share": the share that the ranks used}. A configuration that lost too much
+time is measured again at the end of its pass. All have the data, model and batch size of the first one, and loader
+workers of their own. Starting a job takes longer than measuring a configuration, and a machine's speed drifts, so the
+configurations share a job, which returns to each of them in every pass. None keeps its process groups in between: an
+idle one's threads take 0.2 % of a core in every rank.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from torch import nn
 
 from experiments import command
 from experiments.cpu_time import CpuTime
+from experiments.footprint import PeakMemory, sent_bytes
 from pipesgd.calibration.machines import DISTURBED, StolenTime, product_seconds
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
@@ -40,32 +43,48 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.workload import load
 from pipesgd.strategies import make_strategy
+from pipesgd.strategy import Span, hidden_share
 
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
 def mean_iteration(
     config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
-) -> float:
-    """Return the mean seconds of this many steady iterations on a copy of the model, the median of ranks. Collective.
+) -> dict[str, float]:
+    """Return the figures of the mean of this many steady iterations on a copy of the model. Collective.
 
     Before those, two iterations fill the memory and make the connections, and others fill the pipeline. With local
-    steps, windows do that, and ``iterations`` are whole windows.
+    steps, windows do that, and ``iterations`` are whole windows. The seconds are the median of ranks; bytes and memory
+    are those of the rank with the most.
     """
+    memory = PeakMemory()
     ranks.start_process_group("cpu", config.run.timeout)
     model, untimed = copy.deepcopy(model).train(), (config.pipeline.width + 2) * config.pipeline.local_steps
     strategy = make_strategy(config, model, build_optimizer(config.optimization, model), SCALER, ranks)
+    spans: list[Span] = []
     with contextlib.closing(strategy), contextlib.closing(batches.from_iteration(0)) as samples:
         for iteration in range(untimed + iterations):
             if iteration == untimed:
-                begin = time.perf_counter()
+                begin, sent_before = time.perf_counter(), sent_bytes()
+                spans.clear()
             forward_backward(strategy, samples, config, SCALER, iteration)
-            strategy.step()
-        seconds = (time.perf_counter() - begin) / iterations
+            spans += strategy.step().spans
+        seconds, sent = time.perf_counter() - begin, sent_bytes() - sent_before
         strategy.flush()
-    everybody = ranks.all_gather_object("seconds", seconds)
+        peak = memory.nbytes()
+    communication, exposed = (
+        sum(span.seconds for span in spans if span.what == what) for what in ("communication", "wait")
+    )
+    own = [seconds / iterations, sent / iterations, float(communication), float(exposed), float(peak)]
+    of_ranks = np.array(ranks.all_gather_object("figures", own))  # (ranks, figures)
     ranks.leave()
-    return float(np.median(everybody))
+    share = hidden_share(of_ranks[:, 2].sum(), of_ranks[:, 3].sum())
+    return {
+        "seconds": float(np.median(of_ranks[:, 0])),
+        "sent_bytes": float(of_ranks[:, 1].max()),
+        "memory_bytes": float(of_ranks[:, 4].max()),
+        **({} if share is None else {"hidden_share": float(share)}),
+    }
 
 
 def timed(
@@ -73,10 +92,9 @@ def timed(
 ) -> dict[str, float]:
     """Measure one configuration in a pass. Collective."""
     before, stolen_time, cpu_time = product_seconds(ranks), StolenTime(), CpuTime()
-    seconds = mean_iteration(config, model, batches, ranks, iterations)
+    figures = mean_iteration(config, model, batches, ranks, iterations)
     stolen, cpu_share = stolen_time.share(ranks), cpu_time.used(ranks).share
-    return {
-        "seconds": seconds,
+    return figures | {
         "product_seconds": (before + product_seconds(ranks)) / 2,
         "stolen": stolen,
         "cpu_share": cpu_share,
@@ -100,10 +118,19 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     passes = ranks.raise_together("plan", lambda: json.loads(plan_file.read_text(encoding="utf-8")))
     configs = {one["words"]: parse_training(shlex.split(one["words"])) for one in passes[0]}
     first = next(iter(configs.values()))
-    _, batches, model, _ = ranks.raise_together("data and model", lambda: load(first, ranks))
+    data, _, model, _ = ranks.raise_together("data and model", lambda: load(first, ranks))
 
     def measured(words: str, iterations: int) -> dict[str, float]:
-        return timed(configs[words], model, batches, ranks, iterations)
+        config = configs[words]
+        batches = ShardedBatches(
+            data.train,
+            batch_size=config.samples_per_rank,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            seed=config.optimization.seed,
+            loader_workers=config.data.workers,
+        )
+        return timed(config, model, batches, ranks, iterations)
 
     times = [undisturbed([partial(measured, **one) for one in of_pass]) for of_pass in passes]
     if ranks.rank == 0:

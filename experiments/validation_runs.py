@@ -175,7 +175,7 @@ def ask(profile: Profile, compute: ComputeProfile, nodes: int, words: str) -> An
     """Return the model's answer about a configuration, given by its arguments, on this many nodes."""
     config = parse_training(["--dataset", "digits", *shlex.split(words)])
     strategy = config.pipeline.strategy
-    pipelined = strategy == "pipelined"
+    pipelined, hook = strategy == "pipelined", config.pipeline.ddp_hook
     return predict(
         Job(
             cluster=profile,
@@ -183,7 +183,7 @@ def ask(profile: Profile, compute: ComputeProfile, nodes: int, words: str) -> An
             world_size=nodes,
             strategy=strategy,
             width=config.pipeline.width if pipelined else 1,
-            codec=config.compression.codec,
+            codec=config.compression.codec if hook == "none" else hook,
             all_reduce=config.pipeline.all_reduce if pipelined else OWN_ALL_REDUCE[strategy],
         ),
         extrapolate=True,
@@ -336,7 +336,7 @@ def public(profile: Profile, file: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def run(testbed: Testbed, line: str, folder: Path) -> None:
-    """Run a module on all nodes. Raises ``RunError`` if it fails."""
-    if failure := run_job(testbed, ["-m", *shlex.split(line)], folder / "log", deadline=DEADLINE):
+def run(testbed: Testbed, line: str, folder: Path, *, deadline: float = DEADLINE) -> None:
+    """Run a module on all nodes, for ``deadline`` seconds at most. Raises ``RunError`` if it fails."""
+    if failure := run_job(testbed, ["-m", *shlex.split(line)], folder / "log", deadline=deadline):
         raise RunError(f"{line.split()[0]} must succeed; got {failure}")

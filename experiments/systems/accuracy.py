@@ -1,0 +1,192 @@
+"""Accuracy of all systems after equal samples, and on the way: on simulated ranks where these are real ones, else real.
+
+Simulated ranks are real ones bit for bit (tests/experiments/test_simulation.py) for what ``is_simulated`` tells. The
+others train on four real ranks of this machine, without emulated links: those that wait for each other would end with
+the same weights on any network, and those that do not depend on the speed of each rank, which here is that of two
+shared cores. Systems that share all options with an effect on weights share a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments import command, simulated_runs
+from experiments.contenders import NEVER
+from experiments.kept_runs import KeptRuns
+from experiments.results import REPOSITORY, code_state
+from experiments.simulated_runs import WORLD_SIZE, Run, make_runs
+from experiments.systems import hogwild
+from experiments.systems.catalogue import HOGWILD
+from experiments.systems.workloads import Workload
+from experiments.testbed_jobs import last_words
+from pipesgd.cli import parse as parse_training
+from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
+from pipesgd.config import PipelineConfig, TrainConfig
+from pipesgd.errors import RunError
+from pipesgd.run.metrics import read_metrics
+from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
+
+SEEDS, QUICK_SEEDS = 3, 1
+EVALUATIONS = 24
+"""Evaluations during a run, between two of which the crossing of a target is interpolated."""
+DEADLINE = 3600.0
+SIMULATED_FIELDS = (
+    *("width", "prediction", "local_steps"),
+    *("outer", "outer_lr", "outer_momentum", "moving_rate"),
+)
+"""Options of the pipeline that the simulation knows; all others must have their defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Result of a training on real ranks."""
+
+    commit: str | None
+    failure: str | None
+    """Reason why there is no result; None if there is one."""
+    points: list[list[float]]
+    """Iterations of a rank, and the test accuracy after them; the last is that of the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(simulated_runs.Planned):
+    """A training to be made."""
+
+    system: str
+    """Name of the first system that it is for."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}, {self.system}, seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """Accuracy of one training."""
+
+    how: str
+    """Ranks that trained: "simulated" or "real"."""
+    failure: str | None
+    points: list[list[float]]
+    """As in ``Trained``."""
+
+
+def is_simulated(config: TrainConfig) -> bool:
+    """Return True if simulated ranks train as real ones do, bit for bit: pipelines and windows on a ring."""
+    simulated = PipelineConfig(**{name: getattr(config.pipeline, name) for name in SIMULATED_FIELDS})
+    codec = config.compression
+    return config.pipeline == simulated and codec == CodecOptions(codec=codec.codec) and codec.codec in DENSE_CODECS
+
+
+def plan(
+    workloads: Mapping[str, Workload], words_of_systems: Mapping[str, str], seeds: int
+) -> dict[tuple[str, str, int], Planned]:
+    """Return the training of each workload, system and seed; systems with the same words share theirs."""
+    planned: dict[tuple[str, str, int], Planned] = {}
+    by_words: dict[str, Planned] = {}
+    for seed, (workload, one), (system, words) in itertools.product(
+        range(seeds), workloads.items(), words_of_systems.items()
+    ):
+        every = max(1, one.iterations // EVALUATIONS)
+        length = f"--iterations {one.iterations} --evaluate-iterations {every} --seed {seed}"
+        # The program of its own gets the same arguments as a plain d-sync, but is not the same training.
+        key = f"{HOGWILD} " * (system == HOGWILD) + f"{one.trained} {words} {length}"
+        training = Planned(workload=workload, seed=seed, words=key, test_every=1, system=system)
+        planned[workload, system, seed] = by_words.setdefault(key, training)
+    return planned
+
+
+def curves(
+    planned: Mapping[tuple[str, str, int], Planned], folder: Path, name: str, console: Console, *, processes: int
+) -> dict[tuple[str, str, int], Curve]:
+    """Return the curve of each planned training; those that are missing are made now, and kept in ``folder``."""
+    unique = {one.words: one for one in planned.values()}
+    is_own = {words: words.startswith(HOGWILD) for words in unique}
+    simulated = [
+        one
+        for words, one in unique.items()
+        if not is_own[words] and is_simulated(parse_training(shlex.split(words)))
+    ]
+    kept = KeptRuns(folder / f"{name}.simulated.runs.json", Run)
+    runs = make_runs(simulated, kept, f"{name}, simulated ranks", console, processes=processes)
+    found = {one.words: _curve(runs[one.words], one) for one in simulated}
+    really = [one for words, one in unique.items() if words not in found]
+    found |= _train_all(really, KeptRuns(folder / f"{name}.real.runs.json", Trained), f"{name}, real ranks", console)
+    return {key: found[one.words] for key, one in planned.items()}
+
+
+def _curve(run: Run, planned: Planned) -> Curve:
+    if run.test_accuracy is None:
+        return Curve(how="simulated", failure=f"diverged in iteration {run.diverged_at}", points=[])
+    last = parse_training(shlex.split(planned.words)).optimization.iterations
+    assert last is not None
+    points = [[float(at), accuracy] for at, accuracy in run.points if at < last]
+    return Curve(how="simulated", failure=None, points=[*points, [float(last), run.test_accuracy]])
+
+
+def _train_all(
+    planned: Sequence[Planned], kept: KeptRuns[Trained], name: str, console: Console
+) -> dict[str, Curve]:
+    """Return the curves of these trainings on real ranks, by their words; the missing ones are made now."""
+    done = kept.load()
+    missing = [one for one in planned if one.words not in done]
+    command.say_kept(console, len(planned), len(missing))
+    with command.progress(console, name, len(missing)) as advance:
+        for one in missing:
+            own_program = one.words.startswith(HOGWILD)
+            done[one.words] = train_own_program(one.words) if own_program else train(one.words)
+            kept.add(one.words, done[one.words])
+            advance(1, one.name + (f" failed: {done[one.words].failure}" if done[one.words].failure else ""))
+    return {
+        one.words: Curve(how="real", failure=done[one.words].failure, points=done[one.words].points) for one in planned
+    }
+
+
+def train(words: str, world_size: int = WORLD_SIZE) -> Trained:
+    """Train once with the arguments ``words`` of pipesgd.train on real ranks of this machine."""
+    commit = code_state()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        job = command.torchrun(world_size, "-m", "pipesgd.train", *shlex.split(words), "--output", str(folder))
+        try:
+            done = subprocess.run(
+                [*job, "--checkpoint-iterations", str(NEVER)],
+                cwd=REPOSITORY,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=DEADLINE,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Trained(commit=commit, failure=f"did not end within {DEADLINE:.0f} s", points=[])
+        if done.returncode:
+            return Trained(commit=commit, failure=last_words(done.stdout), points=[])
+        return Trained(commit=commit, failure=None, points=read_points(folder))
+
+
+def train_own_program(words: str) -> Trained:
+    """Train once by the program whose name ``words`` begin with."""
+    commit = code_state()
+    try:
+        outcome = hogwild.train(words.removeprefix(f"{HOGWILD} "))
+    except RunError as failure:
+        return Trained(commit=commit, failure=str(failure), points=[])
+    return Trained(commit=commit, failure=None, points=[[float(at), accuracy] for at, accuracy in outcome.points])
+
+
+def read_points(folder: Path) -> list[list[float]]:
+    """Return the points of the run in ``folder``; the last is that of all updates, those in flight included."""
+    lines = read_metrics(folder / METRICS_FILE)
+    accuracies = [line["test_accuracy"] for line in lines]
+    accuracies[-1] = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))["final"]["test_accuracy"]
+    return [[float(index + 1), value] for index, value in enumerate(accuracies) if value is not None]

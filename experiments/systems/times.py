@@ -1,0 +1,180 @@
+"""Iteration times of all systems on the links of a testbed, measured in turns in one job, and predicted before.
+
+Every node has an emulated accelerator, which leaves the cores of this machine to the network. A round has some
+iterations of each system, in rotated order. The links, the computation and the codecs are calibrated first, as
+pipesgd.calibrate does it for anybody, and the predictions are made from that alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import shlex
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from experiments import command
+from experiments.kept_runs import KeptRuns
+from experiments.paired import turns
+from experiments.results import code_state
+from experiments.systems import hogwild
+from experiments.systems.catalogue import HOGWILD
+from experiments.systems.workloads import (
+    ACCELERATOR,
+    NODES,
+    QUICK_ACCELERATOR,
+    QUICK_NODES,
+    RATES,
+    Workload,
+)
+from experiments.testbed import Link, Testbed, parse_rate
+from experiments.validation_runs import ask, calibrate, run
+from pipesgd.cli import parse as parse_training
+from pipesgd.config import PlanningConfig, TrainConfig
+from pipesgd.errors import UserInputError
+from pipesgd.planning.choose import decide
+from timing_model.cluster_profile import Profile
+from timing_model.job import STRATEGIES
+
+ROUNDS, BLOCK = 5, 6
+"""Rounds, and fewest iterations of each system in a round."""
+QUICK_ROUNDS, QUICK_BLOCK = 1, 2
+CODECS = ("truncate16", "fp16", "int8", "int4")
+CALIBRATED = "--all-reduces ring native all-to-all --servers"
+"""Arguments of pipesgd.calibrate that measure what the systems need."""
+SECONDS, QUICK_SECONDS = 60.0, 2.0
+DEADLINE = 3 * 3600.0
+"""Seconds after which the job of a cell counts as hung."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A workload on the links of a testbed."""
+
+    workload: str
+    rate: str
+    quick: bool = False
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes, of one rank each."""
+        return QUICK_NODES if self.quick else NODES
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        return f"{self.workload}, {self.nodes} nodes at {self.rate}"
+
+    def testbed(self) -> Testbed:
+        """Return a testbed with these links, to be entered."""
+        return Testbed(nodes=self.nodes, link=Link(rate=parse_rate(self.rate)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Times of all systems in one setting."""
+
+    commit: str | None
+    rounds: dict[str, list[dict[str, float]]]
+    """Figures of each round (``timed_configurations``), by the arguments of a system."""
+    predictions: dict[str, dict[str, Any]]
+    """Prediction of each, by the same: ``seconds``, ``low`` and ``high``, or the ``reason`` why there is none."""
+
+
+def block_of(config: TrainConfig, quick: bool) -> int:
+    """Return the iterations of a round: whole windows, in which every fragment has its turn."""
+    window = config.pipeline.local_steps * config.pipeline.fragments
+    return window * math.ceil((QUICK_BLOCK if quick else BLOCK) / window)
+
+
+def predicted(config: TrainConfig, words: str, profile: Profile, nodes: int) -> dict[str, Any]:
+    """Return the prediction for a configuration, which ``words`` ask for, or the reason why there is none.
+
+    Pipelines are predicted as the trainer itself does it, DDP and synchronous servers as the command timing-model does.
+    """
+    [compute] = profile.compute
+    strategy = config.pipeline.strategy
+    if strategy == "pipelined":
+        try:
+            asked = dataclasses.replace(config, planning=PlanningConfig(cluster=Path("cluster.toml")))
+            found = decide(profile, compute, asked, world_size=nodes, iterations=1000, source="calibrated", own=True)
+        except UserInputError as reason:
+            return {"reason": str(reason)}
+        return {"seconds": found.iteration_seconds, "low": found.low, "high": found.high}
+    if strategy not in STRATEGIES:
+        return {"reason": f"the timing model has no strategy {strategy}"}
+    answer = ask(profile, compute, nodes, words)
+    return {"seconds": answer.iteration.total, "low": answer.low, "high": answer.high}
+
+
+def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str], own_program: bool) -> Cell:
+    """Calibrate, predict, and then measure all systems, each once if some share their arguments.
+
+    Raises:
+        RunError: a job failed.
+    """
+    base = workload.timed(QUICK_ACCELERATOR if setting.quick else ACCELERATOR)
+    quick, rounds = setting.quick, QUICK_ROUNDS if setting.quick else ROUNDS
+    configs = {words: parse_training(shlex.split(f"{base} {words}")) for words in words_of_systems}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan_file, times_file = folder / "plan.json", folder / "times.json"
+        with setting.testbed() as testbed:
+            seconds = QUICK_SECONDS if quick else SECONDS
+            codecs = " ".join(CODECS)
+            profile = calibrate(testbed, f"--seconds {seconds} --codecs {codecs} {CALIBRATED} {base}", folder)
+        predictions = {words: predicted(one, words, profile, setting.nodes) for words, one in configs.items()}
+        plan = [{"words": f"{base} {words}", "iterations": block_of(one, quick)} for words, one in configs.items()]
+        passes = [turns(plan, number) for number in range(rounds)]
+        plan_file.write_text(json.dumps(passes), encoding="utf-8")
+        with setting.testbed() as testbed:
+            line = f"experiments.timed_configurations {plan_file} {times_file}"
+            run(testbed, line, folder, deadline=DEADLINE)
+        times = json.loads(times_file.read_text(encoding="utf-8"))
+    by_words = [
+        {one["words"].removeprefix(f"{base} "): figures for one, figures in zip(of_pass, found, strict=True)}
+        for of_pass, found in zip(passes, times, strict=True)
+    ]
+    of_systems = {words: [of_pass[words] for of_pass in by_words] for words in configs}
+    if own_program:
+        length = f"--iterations {QUICK_BLOCK if quick else ROUNDS * BLOCK}"
+        outcome = hogwild.train(f"{base} {length}", setting.nodes)
+        of_systems[HOGWILD] = [{"seconds": outcome.iteration_s, "sent_bytes": 0.0}]
+        predictions[HOGWILD] = {"reason": "the timing model has no shared memory"}
+    return Cell(commit=code_state(), rounds=of_systems, predictions=predictions)
+
+
+def all_cells(
+    workloads: dict[str, Workload],
+    words_of_systems: Sequence[str],
+    own_program: bool,
+    kept: KeptRuns[Cell],
+    console: Console,
+    *,
+    quick: bool,
+) -> dict[tuple[str, str], Cell]:
+    """Return the cell of every workload and rate; those that are missing are measured now."""
+    settings = [
+        Setting(workload=name, rate=rate, quick=quick) for name in workloads for rate in (RATES[:1] if quick else RATES)
+    ]
+    # Systems take turns, so a cell is of these systems and no others.
+    words = sorted(set(words_of_systems))
+    text = json.dumps([words, own_program, {name: one.words for name, one in workloads.items()}])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    keys = {one: f"{one.name}, systems {digest}" for one in settings}
+    done = kept.load()
+    missing = [one for one in settings if keys[one] not in done]
+    command.say_kept(console, len(settings), len(missing))
+    with command.progress(console, "iteration times", len(missing)) as advance:
+        for one in missing:
+            cell = done[keys[one]] = measure(one, workloads[one.workload], words, own_program)
+            kept.add(keys[one], cell)
+            advance(1, one.name)
+    return {(one.workload, one.rate): done[keys[one]] for one in settings}

@@ -1,0 +1,52 @@
+"""Trainings and links of the table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NODES, QUICK_NODES = 4, 2
+RATES = ("200mbit", "1gbit")
+ACCELERATOR, QUICK_ACCELERATOR = "75ms", "5ms"
+"""Time of a forward and backward pass on the emulated accelerator of each node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and its training. The timed model is the trained one, on an accelerator that computes nothing."""
+
+    words: str
+    """Arguments of ``pipesgd.train`` but ``--model`` and the length."""
+    model: str
+    iterations: int
+    """Length of the training whose accuracy is compared."""
+
+    @property
+    def trained(self) -> str:
+        """Arguments for the model itself."""
+        return f"{self.words} --model {self.model}"
+
+    def timed(self, accelerator: str) -> str:
+        """Return the arguments for the model on an emulated accelerator."""
+        return f"{self.words} --model experiments.accelerators:synthetic={accelerator},model={self.model}"
+
+
+_IMAGES = "--dataset fashion-mnist --batch-size 32 --schedule one-cycle"
+WORKLOADS = {
+    "mlp": Workload(words=f"{_IMAGES} --hidden-sizes 1000 1000 --lr 0.1", model="mlp", iterations=468),
+    "convnet": Workload(words=f"{_IMAGES} --lr 0.1", model="convnet", iterations=468),
+    "alexnet": Workload(words=f"{_IMAGES} --lr 0.02", model="alexnet", iterations=468),
+    "transformer": Workload(
+        words="--dataset python-stdlib --batch-size 8 --schedule one-cycle --optimizer adamw --lr 0.008",
+        model="transformer",
+        iterations=600,
+    ),
+}
+"""The MLP has 1.8 M parameters, the convnet 0.86 M, AlexNet for images of 28 x 28 pixels 4.0 M; an epoch of
+Fashion-MNIST on four ranks has 468 iterations."""
+QUICK = {
+    "digits": Workload(
+        words="--dataset digits --batch-size 16 --schedule one-cycle --hidden-sizes 64 --lr 0.1",
+        model="mlp",
+        iterations=20,
+    )
+}
