@@ -76,6 +76,7 @@ KEEP_RUNS = (
     "local_steps_accuracy",
     "fuzz",
     "staleness",
+    "systems",
     "validate_timing_model",
 )
 """Modules that have ``--fresh``."""
@@ -176,6 +177,7 @@ EXPERIMENTS = (
         for workload in ("mlp", "convnet")
         for rate, minutes in (("100mbit", 20.0), ("200mbit", 15.0), ("1gbit", 10.0))
     ),
+    Experiment(name="systems", words="systems", minutes=8 * 60),
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
     Experiment(name="validate_local_steps", words="validate_local_steps", minutes=27),
     Experiment(name="paper_question", words="paper_question", minutes=1),

@@ -30,7 +30,11 @@ CASES: dict[str, dict[str, Any]] = {
     "spectrain": {"prediction": COMPARED["spectrain"]},
     "dc": {"prediction": COMPARED["dc"], "width": 3},
     "none": {"prediction": "none"},
+    "none, truncate16": {"prediction": "none", "codec": "truncate16"},
+    "none, int8": {"prediction": "none", "codec": "int8"},
+    "eager, width 2": {},
     "int8": {"codec": "int8"},
+    "int4, width 2": {"codec": "int4"},
     "int4": {"codec": "int4", "width": 3},
 }
 
@@ -95,6 +99,7 @@ def test_simulated_ranks_are_real_ones_bit_for_bit(case: str, real: dict[str, An
 WINDOWS: list[dict[str, Any]] = [
     {"width": 1},
     {"width": 2, "codec": "int4", "clip_norm": 0.5},
+    {"width": 1, "outer": "nesterov"},
     {"width": 3, "outer": "nesterov"},
     {"width": 1, "outer": "elastic"},
     {"width": 2, "outer": "elastic", "moving_rate": 0.1, "codec": "int8"},

@@ -1,0 +1,122 @@
+"""All systems in one table, each by its own name: time of an iteration, bytes, memory, accuracy, time to accuracy.
+
+    python -m experiments.systems                        systems.csv, systems.png: all of them, about eight hours
+    python -m experiments.systems --only ddp pipesgd-int4 caffe-hogwild --output DIR
+
+A system is a file NAME.toml in this folder, also for pipesgd.train --config; its head says what was substituted.
+
+- Iterations are timed on four emulated nodes at 200 Mbit/s and 1 Gbit/s, with an emulated accelerator on each, in
+  interleaved rounds of one job (times.py): seconds, bytes that the busiest node sends, headers included, the share of
+  the communication that the computation hid, and the memory that a rank takes beyond data and model. The timing model
+  has predicted the seconds before, from a calibration.
+- Accuracy is that after the same number of samples, of three seeds, on simulated or real ranks (accuracy.py).
+- Time to accuracy is calculated, not measured: iterations to the target times the time of an iteration. The target is
+  one point below the accuracy that d-sync ends with.
+
+Finished parts are kept in systems.*.runs.json in the output folder: the same command makes those that are missing, and
+writes the table only when all are there.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from experiments import command
+from experiments.kept_runs import KeptRuns
+from experiments.results import Row, save, save_panels
+from experiments.systems import accuracy, table
+from experiments.systems.catalogue import HOGWILD, NOT_HERE, systems
+from experiments.systems.times import Cell, all_cells
+from experiments.systems.workloads import ACCELERATOR, QUICK, QUICK_ACCELERATOR, WORKLOADS
+from pipesgd.errors import UserInputError
+from pipesgd.ranks import Ranks
+from pipesgd.run.console import say
+
+NAME = "systems"
+HOGWILD_TITLE = "HogWild of Caffe's pull request 1148: ranks of one host share the weights, without locks."
+
+
+def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
+    """Return the options; raises ``UserInputError``."""
+    options = command.parser(NAME, __doc__)
+    add = options.add_argument
+    add("--only", nargs="+", metavar="NAME", help="some of the systems; needs --output")
+    add("--processes", type=command.at_least(1), default=os.cpu_count(), help="simulated runs at a time (all cores)")
+    add("--fresh", action="store_true", help="forget the finished parts in the output folder")
+    arguments = command.parse(options, words)
+    command.check_each_once(arguments, {"only": [*systems(), HOGWILD]})
+    if arguments.only == [HOGWILD]:
+        raise UserInputError(f"--only must name a system of pipesgd.train, too; got {HOGWILD} alone")
+    command.check_alone(NAME, by_torchrun, "it starts torchrun itself, on every node")
+    return arguments
+
+
+def compute(arguments: Namespace, console: Console) -> list[Row]:
+    """Return all rows; what is missing of them is measured and trained now.
+
+    Raises:
+        UserInputError: no testbed can be made here.
+        RunError: a job failed whose times are needed.
+    """
+    workloads, known = QUICK if arguments.quick else WORKLOADS, systems()
+    chosen = arguments.only or sorted([*known, HOGWILD])
+    titles = {name: HOGWILD_TITLE if name == HOGWILD else known[name].title for name in chosen}
+    keys = {name: HOGWILD if name == HOGWILD else known[name].words for name in chosen}
+    kept = KeptRuns(arguments.output / f"{NAME}.times.runs.json", Cell)
+    times = all_cells(
+        workloads,
+        [words for name, words in keys.items() if name != HOGWILD],
+        HOGWILD in chosen,
+        kept,
+        console,
+        quick=arguments.quick,
+    )
+    trained = {name: "" if name == HOGWILD else known[name].trained_words for name in chosen}
+    planned = accuracy.plan(workloads, trained, accuracy.QUICK_SEEDS if arguments.quick else accuracy.SEEDS)
+    curves = accuracy.curves(planned, arguments.output, NAME, console, processes=arguments.processes)
+    return table.rows_of(titles, times, keys, curves)
+
+
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure, with a panel for every workload and link."""
+    settings = dict.fromkeys((row["workload"], row["rate"]) for row in rows)
+    panels = [
+        partial(table.plot, [row for row in rows if (row["workload"], row["rate"]) == setting]) for setting in settings
+    ]
+    lines = -(-len(panels) // 2)
+    return save_panels(name, panels, size=(13.0, 5.5 * lines), rows=lines, folder=folder)
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """Run the command."""
+    arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
+    if arguments.fresh:
+        for path in arguments.output.glob(f"{NAME}.*.runs.json"):
+            path.unlink()
+    rows = compute(arguments, console)
+    extra = {
+        "accelerator": QUICK_ACCELERATOR if arguments.quick else ACCELERATOR,
+        "workloads": {
+            name: f"{one.trained} --iterations {one.iterations}"
+            for name, one in (QUICK if arguments.quick else WORKLOADS).items()
+        },
+        "systems": {name: one.words for name, one in systems().items()},
+        "not_here": NOT_HERE,
+        "time_to_target": "calculated: iterations to the target times the time of an iteration",
+    }
+    path = save(NAME, rows, extra=extra, folder=arguments.output)
+    draw(NAME, rows, arguments.output)
+    for workload, rate in dict.fromkeys((row["workload"], row["rate"]) for row in rows):
+        own = [row for row in rows if (row["workload"], row["rate"]) == (workload, rate)]
+        table.show(own, f"{workload}, {rate}; emulated links and accelerators")
+    say(console, *(f"{name} is not here: {reason}" for name, reason in NOT_HERE.items()), f"wrote {path}")
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,183 @@
+"""The table of all systems: a row for each on every workload and link, without an empty cell that nothing explains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments import command
+from experiments.accuracies import seconds_to
+from experiments.paired import median, paired_ratio
+from experiments.results import Row
+from experiments.systems.accuracy import Curve
+from experiments.systems.catalogue import HOGWILD
+from experiments.systems.times import Cell
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BASELINE, REFERENCE = "ddp", "d-sync"
+"""Systems that times, and accuracies, are compared with."""
+TARGET_BELOW = 0.01
+"""Distance of the target below the mean accuracy that the reference ends with."""
+NOT_MEASURED = {
+    "hidden_share": "hidden share: nothing is exchanged",
+    "memory_bytes": "memory: the ranks share it",
+    "cpu_share": "share of the cores: a program of its own",
+}
+"""Reasons for figures that a system does not have."""
+
+
+def rows_of(
+    titles: Mapping[str, str],
+    times: Mapping[tuple[str, str], Cell],
+    keys: Mapping[str, str],
+    curves: Mapping[tuple[str, str, int], Curve],
+) -> list[Row]:
+    """Return the rows.
+
+    Args:
+        titles: names and titles of the systems.
+        times: cells by workload and rate.
+        keys: key of each system in a cell.
+        curves: accuracies by workload, system and seed.
+    """
+    first: dict[str, str] = {}
+    rows = []
+    for (workload, rate), cell in times.items():
+        target = target_of(curves, workload)
+        for name, title in titles.items():
+            seconds = [one["seconds"] for one in cell.rounds[keys[name]]]
+            row: Row = {
+                "workload": workload,
+                "rate": rate,
+                "system": name,
+                "title": title,
+                "timed_with": first.setdefault(keys[name], name),
+                **_time(cell.rounds[keys[name]]),
+                **_prediction(cell.predictions[keys[name]], median(seconds)),
+                **_against(seconds, None if name == HOGWILD else cell.rounds.get(keys.get(BASELINE, ""))),
+                **accuracy_of([curve for key, curve in curves.items() if key[:2] == (workload, name)], target),
+            }
+            reached = row["iterations_to_target"]
+            row["time_to_target_s"] = None if reached is None else reached * row["iteration_s"]
+            rows.append(row)
+    return rows
+
+
+def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
+    """Return the times of an iteration, its bytes and memory: medians over rounds. A missing figure is None."""
+
+    def over(name: str) -> float | None:
+        known = [one[name] for one in rounds if name in one]
+        return median(known) if known else None
+
+    seconds = [one["seconds"] for one in rounds]
+    figures = {name: over(name) for name in ("sent_bytes", *NOT_MEASURED)}
+    return {
+        "iteration_s": median(seconds),
+        "iteration_lowest_s": min(seconds),
+        "iteration_highest_s": max(seconds),
+        "rounds": len(seconds),
+        **figures,
+        "not_measured": "; ".join(why for name, why in NOT_MEASURED.items() if figures[name] is None),
+    }
+
+
+def _prediction(predicted: Mapping[str, Any], measured: float) -> Row:
+    seconds = predicted.get("seconds")
+    return {
+        "predicted_s": seconds,
+        "predicted_low_s": predicted.get("low"),
+        "predicted_high_s": predicted.get("high"),
+        "prediction_error": None if seconds is None else seconds / measured - 1,
+        "not_predicted": predicted.get("reason", ""),
+    }
+
+
+def _against(seconds: Sequence[float], baseline: Sequence[Mapping[str, float]] | None) -> Row:
+    """Return how many times as fast as DDP, in the same rounds; None without DDP, or rounds of the same job."""
+    ratio = None if baseline is None else paired_ratio([one["seconds"] for one in baseline], seconds)
+    return {
+        f"times_as_fast_as_ddp{end}": None if ratio is None else getattr(ratio, field)
+        for end, field in (("", "median"), ("_low", "low"), ("_high", "high"))
+    }
+
+
+def target_of(curves: Mapping[tuple[str, str, int], Curve], workload: str) -> float | None:
+    """Return the accuracy to reach on a workload; None where the reference is not there, or has failed."""
+    own = [curve for key, curve in curves.items() if key[:2] == (workload, REFERENCE)]
+    ends = [curve.points[-1][1] for curve in own if curve.points]
+    return float(np.mean(ends)) - TARGET_BELOW if ends and len(ends) == len(own) else None
+
+
+def accuracy_of(curves: Sequence[Curve], target: float | None) -> Row:
+    """Return the accuracies of the seeds of one system, and the iterations to ``target``: their median over seeds.
+
+    There are no iterations unless every seed was seen to cross it: a median of those that did would be of the lucky.
+    """
+    ends = [curve.points[-1][1] for curve in curves if curve.failure is None]
+    crossings = [None if target is None else seconds_to(target, curve.points) for curve in curves]
+    reached = [one for one in crossings if one is not None]
+    failures = "; ".join(f"seed {seed}: {curve.failure}" for seed, curve in enumerate(curves) if curve.failure)
+    if target is None:
+        why = "no target: synchronous training was left out, or failed"
+    elif len(reached) < len(curves):
+        why = f"seen to cross in {len(reached)} of {len(curves)} seeds"
+    else:
+        why = ""
+    return {
+        "seeds": len(curves),
+        "trained_on": curves[0].how,
+        "accuracy_mean": float(np.mean(ends)) if len(ends) == len(curves) else None,
+        "accuracy_lowest": min(ends, default=None),
+        "accuracy_highest": max(ends, default=None),
+        "failures": failures,
+        "target_accuracy": target,
+        "iterations_to_target": median(reached) if reached and len(reached) == len(curves) else None,
+        "not_reached": why,
+    }
+
+
+def plot(rows: list[Row], axes: Axes) -> Axes:
+    """Draw the iteration of every system on one workload and link: a bar, and a mark where it was predicted."""
+    places = range(len(rows))
+    middles = [1e3 * row["iteration_s"] for row in rows]
+    low = [1e3 * (row["iteration_s"] - row["iteration_lowest_s"]) for row in rows]
+    high = [1e3 * (row["iteration_highest_s"] - row["iteration_s"]) for row in rows]
+    axes.barh(places, middles, xerr=[low, high], capsize=2, label="measured; lowest and highest round")
+    known = [(place, 1e3 * row["predicted_s"]) for place, row in enumerate(rows) if row["predicted_s"] is not None]
+    axes.plot([x for _, x in known], [y for y, _ in known], "kx", label="predicted")
+    axes.set_yticks(places, [row["system"] for row in rows], fontsize="x-small")
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set(title=f"{rows[0]['workload']}, {rows[0]['rate']}", xlabel="time of an iteration (ms)")
+    axes.legend(fontsize="x-small")
+    return axes
+
+
+def show(rows: Sequence[Row], title: str) -> None:
+    """Print the rows of one workload and link."""
+
+    def text(row: Row, name: str, form: str, factor: float = 1.0) -> str:
+        return "-" if row[name] is None else format(factor * row[name], form)
+
+    command.show(
+        title,
+        [
+            {
+                "system": row["system"],
+                "ms": text(row, "iteration_s", ".1f", 1e3),
+                "predicted": text(row, "predicted_s", ".1f", 1e3),
+                "times DDP": text(row, "times_as_fast_as_ddp", ".2f"),
+                "MB sent": text(row, "sent_bytes", ".2f", 1e-6),
+                "hidden": text(row, "hidden_share", ".0%"),
+                "MB taken": text(row, "memory_bytes", ".0f", 1e-6),
+                "accuracy %": text(row, "accuracy_mean", ".2f", 100),
+                "iterations to target": text(row, "iterations_to_target", ".0f"),
+                "x time, s": text(row, "time_to_target_s", ".1f"),
+            }
+            for row in rows
+        ],
+    )
