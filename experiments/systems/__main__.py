@@ -33,7 +33,7 @@ from experiments.results import Row, save, save_panels
 from experiments.systems import accuracy, table
 from experiments.systems.catalogue import HOGWILD, NOT_HERE, systems
 from experiments.systems.times import Cell, all_cells
-from experiments.systems.workloads import ACCELERATOR, QUICK, QUICK_ACCELERATOR, WORKLOADS
+from experiments.systems.workloads import ACCELERATOR, NODES, QUICK, QUICK_ACCELERATOR, QUICK_NODES, WORKLOADS
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
@@ -79,7 +79,14 @@ def compute(arguments: Namespace, console: Console) -> list[Row]:
     )
     trained = {name: "" if name == HOGWILD else known[name].trained_words for name in chosen}
     planned = accuracy.plan(workloads, trained, accuracy.QUICK_SEEDS if arguments.quick else accuracy.SEEDS)
-    curves = accuracy.curves(planned, arguments.output, NAME, console, processes=arguments.processes)
+    curves = accuracy.curves(
+        planned,
+        arguments.output,
+        NAME,
+        console,
+        processes=arguments.processes,
+        world_size=QUICK_NODES if arguments.quick else NODES,
+    )
     return table.rows_of(titles, times, keys, curves)
 
 

@@ -106,9 +106,18 @@ def plan(
 
 
 def curves(
-    planned: Mapping[tuple[str, str, int], Planned], folder: Path, name: str, console: Console, *, processes: int
+    planned: Mapping[tuple[str, str, int], Planned],
+    folder: Path,
+    name: str,
+    console: Console,
+    *,
+    processes: int,
+    world_size: int = WORLD_SIZE,
 ) -> dict[tuple[str, str, int], Curve]:
-    """Return the curve of each planned training; those that are missing are made now, and kept in ``folder``."""
+    """Return the curve of each planned training; those that are missing are made now, and kept in ``folder``.
+
+    Simulated runs are made ``processes`` at a time; there are ``world_size`` real ranks, and four simulated ones.
+    """
     unique = {one.words: one for one in planned.values()}
     is_own = {words: words.startswith(HOGWILD) for words in unique}
     simulated = [
@@ -120,7 +129,8 @@ def curves(
     runs = make_runs(simulated, kept, f"{name}, simulated ranks", console, processes=processes)
     found = {one.words: _curve(runs[one.words], one) for one in simulated}
     really = [one for words, one in unique.items() if words not in found]
-    found |= _train_all(really, KeptRuns(folder / f"{name}.real.runs.json", Trained), f"{name}, real ranks", console)
+    kept_really = KeptRuns(folder / f"{name}.real.runs.json", Trained)
+    found |= _train_all(really, kept_really, f"{name}, real ranks", console, world_size)
     return {key: found[one.words] for key, one in planned.items()}
 
 
@@ -134,7 +144,7 @@ def _curve(run: Run, planned: Planned) -> Curve:
 
 
 def _train_all(
-    planned: Sequence[Planned], kept: KeptRuns[Trained], name: str, console: Console
+    planned: Sequence[Planned], kept: KeptRuns[Trained], name: str, console: Console, world_size: int
 ) -> dict[str, Curve]:
     """Return the curves of these trainings on real ranks, by their words; the missing ones are made now."""
     done = kept.load()
@@ -142,8 +152,8 @@ def _train_all(
     command.say_kept(console, len(planned), len(missing))
     with command.progress(console, name, len(missing)) as advance:
         for one in missing:
-            own_program = one.words.startswith(HOGWILD)
-            done[one.words] = train_own_program(one.words) if own_program else train(one.words)
+            run = train_own_program if one.words.startswith(HOGWILD) else train
+            done[one.words] = run(one.words, world_size)
             kept.add(one.words, done[one.words])
             advance(1, one.name + (f" failed: {done[one.words].failure}" if done[one.words].failure else ""))
     return {
@@ -151,7 +161,7 @@ def _train_all(
     }
 
 
-def train(words: str, world_size: int = WORLD_SIZE) -> Trained:
+def train(words: str, world_size: int) -> Trained:
     """Train once with the arguments ``words`` of pipesgd.train on real ranks of this machine."""
     commit = code_state()
     with tempfile.TemporaryDirectory() as name:
@@ -174,11 +184,11 @@ def train(words: str, world_size: int = WORLD_SIZE) -> Trained:
         return Trained(commit=commit, failure=None, points=read_points(folder))
 
 
-def train_own_program(words: str) -> Trained:
+def train_own_program(words: str, world_size: int) -> Trained:
     """Train once by the program whose name ``words`` begin with."""
     commit = code_state()
     try:
-        outcome = hogwild.train(words.removeprefix(f"{HOGWILD} "))
+        outcome = hogwild.train(words.removeprefix(f"{HOGWILD} "), world_size)
     except RunError as failure:
         return Trained(commit=commit, failure=str(failure), points=[])
     return Trained(commit=commit, failure=None, points=[[float(at), accuracy] for at, accuracy in outcome.points])

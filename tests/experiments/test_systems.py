@@ -237,8 +237,9 @@ def test_a_system_is_predicted_or_there_is_a_reason() -> None:
     seconds = {name: one["seconds"] for name, one in found.items() if name not in NOT_MODELLED}
     assert all(found[name]["low"] < value < found[name]["high"] for name, value in seconds.items())
     assert seconds["ddp-fp16"] < seconds["ddp"] < seconds["ps-sync"]
-    assert seconds["pipesgd-int8"] < seconds["pipesgd"] < seconds["d-sync"] < seconds["pmls-managed"]
-    assert seconds["caffe-streaming"] < seconds["pipesgd"], "a fourth of the weights"
+    assert seconds["pipesgd-int8"] < seconds["pipesgd"] < seconds["pmls-wait-free"] < seconds["d-sync"]
+    assert seconds["pmls-wait-free"] <= seconds["pmls-managed"]
+    assert seconds["caffe-streaming"] < seconds["pipesgd"], "of a part of the weights"
 
 
 def test_each_system_has_its_own_times_whatever_the_order_of_a_round(
@@ -385,12 +386,8 @@ def test_ranks_of_hogwild_change_one_copy_of_the_weights_in_place() -> None:
     """Without any other rank at the same time, it is SGD of one rank and then of the other, at half the rate."""
     words = "--dataset digits --hidden-sizes 20 --batch-size 16 --lr 0.1 --schedule one-cycle --iterations 8"
     config = hogwild.parse(words.split())
-
-    def made() -> torch.nn.Module:
-        torch.manual_seed(config.optimization.seed)
-        return make_workload(config)[1]
-
-    weights = [parameter.detach() for parameter in made().parameters()]
+    torch.manual_seed(config.optimization.seed)
+    weights = [parameter.detach() for parameter in make_workload(config)[1].parameters()]
     results: queue.SimpleQueue[hogwild.Outcome] = queue.SimpleQueue()
     for rank in range(2):
         hogwild._train_rank(rank, 2, f"{words} --evaluate-iterations 4", weights, threading.Barrier(1), results)
