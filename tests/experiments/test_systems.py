@@ -249,8 +249,9 @@ def test_each_system_has_its_own_times_whatever_the_order_of_a_round(
         plan_file, times_file = map(Path, line.split()[1:])
         passes = json.loads(plan_file.read_text("utf-8"))
         assert len({of_pass[0]["words"] for of_pass in passes}) == len(passes), "each comes first"
-        found = [[{"seconds": len(one["words"]) + 100.0 * number} for one in of_pass]
-                 for number, of_pass in enumerate(passes)]  # fmt: skip
+        found = [
+            [{"seconds": len(one["words"]) + 100.0 * number} for one in of_pass] for number, of_pass in enumerate(passes)
+        ]
         times_file.write_text(json.dumps(found), "utf-8")
 
     monkeypatch.setattr(Setting, "testbed", lambda setting: nullcontext())
