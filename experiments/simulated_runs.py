@@ -117,7 +117,7 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     )
 
 
-def tested(model: nn.Module, data: DataSplits, test_every: int = 1) -> Evaluation:
+def tested(model: nn.Module, data: DataSplits, test_every: int) -> Evaluation:
     """Return the evaluation of the weights that ``model`` holds on one sample of the test set in ``test_every``."""
     batches = evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every)
     return evaluation.mean([evaluation.sums(model, batches, torch.device("cpu"))])

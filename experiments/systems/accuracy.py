@@ -121,9 +121,7 @@ def curves(
     unique = {one.words: one for one in planned.values()}
     is_own = {words: words.startswith(HOGWILD) for words in unique}
     simulated = [
-        one
-        for words, one in unique.items()
-        if not is_own[words] and is_simulated(parse_training(shlex.split(words)))
+        one for words, one in unique.items() if not is_own[words] and is_simulated(parse_training(shlex.split(words)))
     ]
     kept = KeptRuns(folder / f"{name}.simulated.runs.json", Run)
     runs = make_runs(simulated, kept, f"{name}, simulated ranks", console, processes=processes)

@@ -123,7 +123,7 @@ def _train_rank(
 
 
 def _accuracy(model: nn.Module, data: Any) -> float:
-    accuracy = tested(model, data).accuracy
+    accuracy = tested(model, data, 1).accuracy
     assert accuracy is not None, "cross-entropy measures it"
     return accuracy
 

@@ -131,7 +131,9 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
             codecs = " ".join(CODECS)
             profile = calibrate(testbed, f"--seconds {seconds} --codecs {codecs} {CALIBRATED} {base}", folder)
         predictions = {words: predicted(one, words, profile, setting.nodes) for words, one in configs.items()}
-        plan = [{"words": f"{base} {words}", "iterations": block_of(one, quick)} for words, one in configs.items()]
+        plan: list[dict[str, Any]] = [
+            {"words": f"{base} {words}", "iterations": block_of(one, quick)} for words, one in configs.items()
+        ]
         passes = [turns(plan, number) for number in range(rounds)]
         plan_file.write_text(json.dumps(passes), encoding="utf-8")
         with setting.testbed() as testbed:

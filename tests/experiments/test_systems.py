@@ -146,7 +146,7 @@ def test_every_system_runs_from_the_command_line(tmp_path: Path) -> None:
         assert errors == dict.fromkeys(SYSTEMS, "")
     for name in SYSTEMS:
         summary = json.loads((tmp_path / name / "summary.json").read_text(encoding="utf-8"))
-        differ = config_of(name).pipeline.strategy in ("local",)
+        differ = config_of(name).pipeline.strategy == "local"
         assert summary["replicas_identical"] is not differ, name
         assert [at for at, _ in read_points(tmp_path / name)] == [2, 4], name
 
@@ -249,8 +249,9 @@ def test_each_system_has_its_own_times_whatever_the_order_of_a_round(
         plan_file, times_file = map(Path, line.split()[1:])
         passes = json.loads(plan_file.read_text("utf-8"))
         assert len({of_pass[0]["words"] for of_pass in passes}) == len(passes), "each comes first"
-        found = [
-            [{"seconds": len(one["words"]) + 100.0 * number} for one in of_pass] for number, of_pass in enumerate(passes)
+        found = [  # of each pass
+            [{"seconds": len(one["words"]) + 100.0 * number} for one in of_pass]
+            for number, of_pass in enumerate(passes)
         ]
         times_file.write_text(json.dumps(found), "utf-8")
 
@@ -345,7 +346,10 @@ def test_the_target_is_below_what_synchronous_training_ends_with_and_every_seed_
     # Seed 0 reaches 0.80 with its last evaluation, seed 1 a third of the way from 0.79 to 0.82.
     assert found["d-sync"]["iterations_to_target"] == pytest.approx((300 + 200 + 100 / 3) / 2)
     assert found["d-sync"]["time_to_target_s"] == pytest.approx(0.25 * found["d-sync"]["iterations_to_target"])
-    assert (found["ddp"]["iterations_to_target"], found["ddp"]["not_reached"]) == (None, "seen to cross in 1 of 2 seeds")
+    assert (found["ddp"]["iterations_to_target"], found["ddp"]["not_reached"]) == (
+        None,
+        "seen to cross in 1 of 2 seeds",
+    )
     assert found["theano-easgd"]["accuracy_mean"] is None
     assert found["theano-easgd"]["failures"] == "seed 0: diverged in iteration 3"
 
