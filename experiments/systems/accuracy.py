@@ -77,7 +77,7 @@ class Curve:
     """Ranks that trained: "simulated" or "real"."""
     failure: str | None
     points: list[list[float]]
-    """As in ``Trained``."""
+    """Points as those of ``Trained``."""
 
 
 def is_simulated(config: TrainConfig) -> bool:
