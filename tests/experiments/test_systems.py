@@ -22,12 +22,13 @@ from _obstacle import obstacle
 from _ranks import TIMEOUT, run_ranks
 from _runs import succeed, train_as_a_rank
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from experiments import footprint
 from experiments.results import REPOSITORY, RESULTS, load
 from experiments.simulated_runs import Run, batches_of, loss_of, simulate
 from experiments.systems import accuracy, hogwild, table, times
-from experiments.systems.__main__ import parse
+from experiments.systems.__main__ import compute, parse
 from experiments.systems.accuracy import Curve, is_simulated, read_points
 from experiments.systems.catalogue import FOLDER, HOGWILD, NOT_HERE, WITHOUT_EFFECT, systems
 from experiments.systems.catalogue import load as load_system
@@ -480,7 +481,8 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
         parse([], by_torchrun=True)
 
 
-def test_some_systems_are_measured_trained_kept_and_written(tmp_path: Path) -> None:
+@pytest.mark.timeout(400)  # two testbeds, and processes that import torch four times
+def test_some_systems_are_measured_trained_kept_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if reason := obstacle():
         pytest.skip(reason)
     names = ["d-sync", "pmls-ssp", HOGWILD]
@@ -503,7 +505,7 @@ def test_some_systems_are_measured_trained_kept_and_written(tmp_path: Path) -> N
     assert manifest["workloads"] == {"digits": f"{QUICK['digits'].trained} --iterations 20"}
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.runs.json")}
     assert len(kept) == 3
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("runs are there") == 3
+    again = compute(parse(words[3:], by_torchrun=False), Console())
+    assert [row["system"] for row in again] == names
+    assert capsys.readouterr().out.count("runs are there") == 3
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
