@@ -85,10 +85,14 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     torch.manual_seed(config.optimization.seed * world_size)
     of_ranks = (_batches(config, data, rank, world_size) for rank in range(world_size))
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
-    train = _train_by_windows if config.pipeline.in_windows else _train
+    if config.pipeline.in_windows:
+        assert compared is None, "each rank predicts with its own movement"
+        training = _train_by_windows(config, model, batches, iterations, world_size)
+    else:
+        training = _train(config, model, batches, iterations, world_size, compared)
     losses: list[float] = []
     try:
-        for loss in train(config, model, batches, iterations, world_size, compared):
+        for loss in training:
             losses.append(loss)
             if not loss <= DIVERGED_LOSS:
                 return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
@@ -154,11 +158,9 @@ def _train_by_windows(
     batches: _Batches,
     iterations: int,
     world_size: int,
-    compared: type[Prediction] | None,
 ) -> Iterator[float]:
     """Train ``model`` by local steps, and yield the mean loss of each iteration after its window."""
     pipeline = config.pipeline
-    assert compared is None, "each rank predicts with its own movement"
     assert (pipeline.warmup_iterations, pipeline.fragments, pipeline.average_state) == (0, 1, False), "not simulated"
     optimizers = [build_optimizer(config.optimization, model) for _ in range(world_size)]
     schedules = [build_schedule(config.optimization, optimizer, iterations) for optimizer in optimizers]

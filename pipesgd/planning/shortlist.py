@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from pipesgd.calibration.computation import WAIT, Training, TrainingMode
+from pipesgd.calibration.training import WAIT, Training, TrainingMode
 from pipesgd.config import AUTO_OPTIONS, PlanningConfig, TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.planning.audition import Pace

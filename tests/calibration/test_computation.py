@@ -12,7 +12,8 @@ import pytest
 from _ranks import run_ranks
 
 from experiments.accelerators import Accelerator, Jitter
-from pipesgd.calibration.computation import (
+from pipesgd.calibration.computation import PARTS, Computation, summarize
+from pipesgd.calibration.training import (
     BACKWARD,
     COMMUNICATION,
     CPU,
@@ -20,14 +21,11 @@ from pipesgd.calibration.computation import (
     FORWARD,
     LEAST_ITERATIONS,
     LOADING,
-    PARTS,
     UPDATE,
     WAIT,
-    Computation,
     Laps,
     Training,
     brief_training_modes,
-    summarize,
     training_modes,
 )
 from pipesgd.cli import parse
@@ -97,7 +95,7 @@ def laps(
 def summary(ranks: list[list[Laps]], **options: Any) -> Computation:
     """Summarize ranks that wait only for the all-reduce, which takes no time unless ``options`` say otherwise."""
     defaults: dict[str, Any] = {
-        "training_modes": training_modes(["ring"], []),
+        "modes": training_modes(["ring"], []),
         "t_comms": [np.inf, 0.0],  # no handover
         "late_iteration": WithoutWaiting,
     }
@@ -279,7 +277,7 @@ def test_every_all_reduce_has_its_own_handover_and_all_say_how_slow_the_computat
         laps(t_comm=9.0, compute_slowdown=0.5, late_handover=2.0),
     )
     ways = training_modes(["ring", "native"], [])
-    found = summary([[*ring, other[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 9.0])
+    found = summary([[*ring, other[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 9.0])
     assert {name: one.value for name, one in found.late_handovers.items()} == pytest.approx(
         {"ring": 0.8, "native": 2.0}
     )
@@ -289,7 +287,7 @@ def test_every_all_reduce_has_its_own_handover_and_all_say_how_slow_the_computat
 def test_beside_a_codec_the_computation_is_slower() -> None:
     plain, packed = laps(t_comm=8.0, compute_slowdown=0.3), laps(t_comm=3.0, compute_slowdown=0.9)
     ways = training_modes(["ring"], ["int8"])
-    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 3.0])
+    found = summary([[*plain, packed[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 3.0])
     assert found.compute_slowdown.value == pytest.approx(0.3)
     assert found.codec_compute_slowdown.value == pytest.approx(0.9)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
@@ -299,7 +297,7 @@ def test_beside_a_codec_the_computation_is_slower() -> None:
 def test_a_rings_handover_is_the_mean_over_codecs() -> None:
     plain, packed = laps(t_comm=8.0, late_handover=0.4), laps(t_comm=6.0, late_handover=0.8)
     ways = training_modes(["ring"], ["int8"])
-    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 6.0])
+    found = summary([[*plain, packed[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 6.0])
     assert found.late_handovers["ring"].value == pytest.approx(0.6)
 
 
@@ -311,7 +309,7 @@ def test_updates_count_where_no_rank_waits_for_the_all_reduce() -> None:
             iteration[UPDATE] *= 2
             iteration[WAIT] -= MEANS[3]
     ways = training_modes(["ring"], ["int8"])
-    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 2.0])
+    found = summary([[*plain, packed[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 2.0])
     assert found.parts["late_update"].value == pytest.approx(MEANS[3])
     found = summary([plain] * 2, t_comms=[np.inf, 8.0])
     assert found.parts["late_update"].value == pytest.approx(2 * MEANS[3])
@@ -320,7 +318,7 @@ def test_updates_count_where_no_rank_waits_for_the_all_reduce() -> None:
 def test_with_a_codec_alone_both_slowdowns_are_its_own() -> None:
     ways = brief_training_modes("ring", {"fp32": 32.0, "int4": 4.0}, t_comm=80.0, t_compute=1.0)
     ranks = [laps(t_comm=8.0, compute_slowdown=0.3, late_handover=0.5)] * 2
-    found = summary(ranks, training_modes=ways, t_comms=[np.inf, 8.0])
+    found = summary(ranks, modes=ways, t_comms=[np.inf, 8.0])
     assert found.compute_slowdown.value == found.codec_compute_slowdown.value == pytest.approx(0.3)
     assert {name: one.value for name, one in found.late_handovers.items()} == pytest.approx({"ring": 0.5})
 
@@ -329,7 +327,7 @@ def test_ranks_that_wait_for_a_compressed_all_reduce_do_not_say_how_slow_the_com
     """It takes longer than was predicted, so iterations do, too; but not because of the computation."""
     plain, packed = laps(t_comm=8.0, compute_slowdown=0.3), laps(t_comm=7.0, compute_slowdown=0.3)
     ways = training_modes(["ring"], ["int8"])
-    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 6.0])
+    found = summary([[*plain, packed[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 6.0])
     assert found.codec_compute_slowdown.value == pytest.approx(0.3)
 
 

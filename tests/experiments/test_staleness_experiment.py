@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from _refusals import check_refused
 from matplotlib.figure import Figure
 
 from experiments.results import REPOSITORY, RESULTS, Row, load
@@ -24,7 +25,6 @@ from experiments.staleness_runs import (
     plan,
 )
 from pipesgd.cli import parse as parse_training
-from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow
 
@@ -202,11 +202,7 @@ def test_the_figure_has_a_line_for_each_method_that_ends_where_it_diverges() -> 
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match=message) as error:
-        parse(["--quick", "--output", str(tmp_path), *words], by_torchrun=False)
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserInputError, match="without torchrun"):
-        parse([], by_torchrun=True)
+    check_refused(parse, words, message, tmp_path)
 
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
