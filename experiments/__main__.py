@@ -73,6 +73,7 @@ KEEP_RUNS = (
     "fig02_breakdown",
     "fig03_convergence",
     "kill_anywhere",
+    "lateness",
     "local_steps_accuracy",
     "fuzz",
     "staleness",
@@ -125,6 +126,7 @@ EXPERIMENTS = (
     Experiment(name="codec_accuracy", words="codec_accuracy", minutes=90),
     Experiment(name="staleness", words="staleness", minutes=4 * 60),
     Experiment(name="local_steps_accuracy", words="local_steps_accuracy", minutes=190),
+    Experiment(name="lateness", words="lateness", minutes=90),
     Experiment(
         name="compare_mlp_4x200mbit_codecs",
         words="compare --nodes 4 --rate 200mbit --iterations 16 --name compare_mlp_4x200mbit_codecs "

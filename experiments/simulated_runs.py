@@ -77,6 +77,7 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``."""
     begin, commit = time.perf_counter(), code_state()
     arguments, compared = compared_prediction(shlex.split(words))
+    arguments, late = late_layers(arguments)
     config = parse_training(arguments)
     iterations = config.optimization.iterations
     assert iterations is not None
@@ -86,10 +87,10 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     of_ranks = (_batches(config, data, rank, world_size) for rank in range(world_size))
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
     if config.pipeline.in_windows:
-        assert compared is None, "each rank predicts with its own movement"
+        assert compared is late is None, "each rank predicts with its own movement, of all weights"
         training = _train_by_windows(config, model, batches, iterations, world_size)
     else:
-        training = _train(config, model, batches, iterations, world_size, compared)
+        training = _train(config, model, batches, iterations, world_size, compared, late)
     losses: list[float] = []
     try:
         for loss in training:
@@ -120,6 +121,41 @@ def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Predictio
     return arguments, None
 
 
+def late_layers(arguments: list[str]) -> tuple[list[str], list[str] | None]:
+    """Return the arguments without a ``--late``, which ``pipesgd.train`` does not have, and the layers that it names.
+
+    Gradients of the other layers are not late, at any width; without ``--late``, all are.
+    """
+    if "--late" not in arguments:
+        return arguments, None
+    number = arguments.index("--late")
+    return arguments[:number] + arguments[number + 2 :], arguments[number + 1].split(",")
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """Return the names of the layers that have parameters, in the model's order; of a ``Sequential``, those in it.
+
+    >>> layers_of(nn.ModuleDict({"first": nn.Linear(1, 1), "rest": nn.Sequential(nn.ReLU(), nn.Linear(1, 1))}))
+    ['first', 'rest.1']
+    """
+    found = []
+    for name, child in model.named_children():
+        inside = layers_of(child) if isinstance(child, nn.Sequential) else []
+        found += [f"{name}.{one}" for one in inside] or [name] * any(True for _ in child.parameters())
+    return found
+
+
+def not_in(layers: Sequence[str], model: nn.Module) -> set[int]:
+    """Return the ids of the model's parameters that are in none of these layers."""
+    unknown = set(layers) - set(layers_of(model))
+    assert not unknown, f"no such layers: {unknown}"
+    return {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if not any(name.startswith(f"{layer}.") for layer in layers)
+    }
+
+
 _Batches = Iterator[tuple[tuple[Tensor, Tensor], ...]]
 """Batches of all ranks, by iteration."""
 
@@ -131,6 +167,7 @@ def _train(
     iterations: int,
     world_size: int,
     compared: type[Prediction] | None,
+    late: list[str] | None,
 ) -> Iterator[float]:
     """Train ``model`` by exchanges of gradients, and yield the mean loss of each iteration."""
     pipeline = config.pipeline
@@ -145,6 +182,7 @@ def _train(
         prediction=compared or pipeline.prediction,
         guard=pipeline.guard,
         codec=config.compression.codec,
+        fresh=() if late is None else not_in(late, model),
     )
     for of_ranks in batches:
         yield float(np.mean(ranks.iterate(_loss, of_ranks)))

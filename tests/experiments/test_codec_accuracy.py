@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from _refusals import check_refused
+from _kept_runs import check_refused
 from matplotlib.figure import Figure
 from rich.console import Console
 

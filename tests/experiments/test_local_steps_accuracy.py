@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from _refusals import check_refused
+from _kept_runs import check_refused, ran
 from _runs import succeed
 from matplotlib.figure import Figure
 
@@ -55,18 +55,6 @@ def accuracy_of(way: Way, seed: int) -> float | None:
     if way.method == ACCUMULATION:
         return {1.0: 0.85, 2.0: 0.86, 4.0: None}[way.multiple]
     return ACCURACIES[way[:4]][seed]
-
-
-def ran(accuracy: float | None, loss: float = 0.5) -> Run:
-    diverged = accuracy is None
-    return Run(
-        commit="c0ffee",
-        seconds=9.0,
-        diverged_at=7 if diverged else None,
-        train_loss=None if diverged else loss,
-        test_loss=None if diverged else loss,
-        test_accuracy=accuracy,
-    )
 
 
 def rows_of(planned: Sequence[Planned], run_of: Callable[[Planned], Run]) -> list[Row]:

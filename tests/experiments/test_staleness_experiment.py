@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from _refusals import check_refused
+from _kept_runs import check_refused, ran
 from matplotlib.figure import Figure
 
 from experiments.results import REPOSITORY, RESULTS, Row, load
-from experiments.simulated_runs import Run, compared_prediction
+from experiments.simulated_runs import compared_prediction
 from experiments.staleness import parse, stability, summarize, tabulate
 from experiments.staleness_figure import plot
 from experiments.staleness_runs import (
@@ -34,19 +34,6 @@ ACCURACIES = {
     "eager, width 3": {0.5: (0.87, 0.88), 1.0: (0.87, 0.88), 2.0: (0.8, 0.79)},
     "stale": {0.5: (0.86, 0.87), 1.0: (0.85, None), 2.0: (0.8, 0.8)},
 }
-
-
-def ran(accuracy: float | None) -> Run:
-    diverged = accuracy is None
-    loss = None if diverged else 0.5
-    return Run(
-        commit="c0ffee",
-        seconds=9.0,
-        diverged_at=7 if diverged else None,
-        train_loss=loss,
-        test_loss=loss,
-        test_accuracy=accuracy,
-    )
 
 
 def rows() -> list[Row]:

@@ -1,4 +1,4 @@
-"""What experiments with kept runs refuse, each in one line."""
+"""For experiments with kept runs on simulated ranks: results that are known, and what all of them refuse."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ from typing import Any
 
 import pytest
 
+from experiments.simulated_runs import Run
 from pipesgd.errors import UserInputError
+
+
+def ran(accuracy: float | None, loss: float = 0.5) -> Run:
+    """Return a run that came to this accuracy and loss; with None, one that diverged."""
+    diverged = accuracy is None
+    return Run(
+        commit="c0ffee",
+        seconds=9.0,
+        diverged_at=7 if diverged else None,
+        train_loss=None if diverged else loss,
+        test_loss=None if diverged else loss,
+        test_accuracy=accuracy,
+    )
 
 
 def check_refused(parse: Callable[..., Any], words: Sequence[str], message: str, output: Path) -> None:
