@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 NAME = "lateness"
 SYNCHRONOUS, ALONE, ONWARDS = "none", "one layer", "it and all after it"
-"""What is late."""
+"""Layers that may be late: none, one alone, or one and the rest."""
+NO_LAYER = "-"
 MOST_LOST = (0.3, 1.0)
 """Points of accuracy, and percent of the loss, that late gradients may cost."""
 
@@ -98,7 +99,7 @@ class Planned(simulated_runs.Planned):
     """One of ``SYNCHRONOUS``, ``ALONE`` and ``ONWARDS``."""
     layer: str
     number: int
-    """Name and number of the layer, from 0; "" and -1 if none is late."""
+    """Name and number of the layer, from 0; ``NO_LAYER`` and -1 if none is late."""
 
     @property
     def name(self) -> str:
@@ -115,7 +116,7 @@ def plan(workloads: Sequence[str], seeds: int, *, quick: bool = False) -> list[P
         iterations = QUICK_ITERATIONS if quick else workload.iterations
         how = f"{OPTIMIZERS[workload.optimizer]} --lr {workload.lr:g} --schedule one-cycle"
         words = f"{workload.words} {how} --iterations {iterations} --seed {seed}"
-        ways = [(SYNCHRONOUS, "", -1, "--width 1")]
+        ways = [(SYNCHRONOUS, NO_LAYER, -1, "--width 1")]
         for number, layer in enumerate(names):
             ways.append((ONWARDS, layer, number, f"--width 2 --late {','.join(names[number:])}"))
             if number + 1 < len(names):  # of the last layer, that would be the same
@@ -163,12 +164,12 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
     """Return a row for every workload and lateness of which no seed is missing, with what it costs in the mean."""
     seeds = {row["seed"] for row in rows}
     found: dict[tuple[str, str, str, int], list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        found.setdefault((row["workload"], row["late"], row["layer"], row["number"]), []).append(row)
+    for run in sorted(rows, key=lambda run: run["seed"]):
+        found.setdefault((run["workload"], run["late"], run["layer"], run["number"]), []).append(run)
     whole = {cell: own for cell, own in found.items() if len(own) == len(seeds)}
     summary = []
     for cell, own in whole.items():
-        base = whole.get((cell[0], SYNCHRONOUS, "", -1))
+        base = whole.get((cell[0], SYNCHRONOUS, NO_LAYER, -1))
         row: Row = dict(zip(("workload", "late", "layer", "number"), cell, strict=True))
         for column, change, name in (
             ("test_accuracy", points, "accuracy_to_sync_points"),
@@ -207,7 +208,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
         line = {row["number"]: cost for row in summary if row["late"] == late and (cost := cost_of(row)) is not None}
         axes.plot(list(line), list(line.values()), color=colour, marker=marker, label=f"late: {late}")
     axes.axhline(MOST_LOST[by_loss], color=style.GREY, linewidth=1, linestyle="--", label="as good up to here")
-    layers = {row["number"]: row["layer"] for row in summary if row["layer"]}
+    layers = {row["number"]: str(row["layer"]) for row in summary if row["late"] != SYNCHRONOUS}
     axes.set_xticks(list(layers), list(layers.values()), rotation=45, ha="right")
     unit = "% of the test loss" if by_loss else "points of test accuracy"
     axes.set(title=workload, xlabel="layer", ylabel=f"cost ({unit}), mean of seeds")

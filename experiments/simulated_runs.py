@@ -87,7 +87,8 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     of_ranks = (_batches(config, data, rank, world_size) for rank in range(world_size))
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
     if config.pipeline.in_windows:
-        assert compared is late is None, "each rank predicts with its own movement, of all weights"
+        assert compared is None, "each rank predicts with its own movement"
+        assert late is None, "windows are late as a whole"
         training = _train_by_windows(config, model, batches, iterations, world_size)
     else:
         training = _train(config, model, batches, iterations, world_size, compared, late)

@@ -186,10 +186,11 @@ def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
     assert "Warning" not in done.stderr
     table = load(tmp_path / "lateness.csv")
     assert [(row["late"], row["layer"]) for row in table] == [
-        (SYNCHRONOUS, ""),
+        (SYNCHRONOUS, "-"),
         (ONWARDS, 1),
         (ALONE, 1),
         (ONWARDS, 3),
     ]
-    assert {row["as_good"] for row in load(tmp_path / "lateness_summary.csv")} <= {"", "yes", "no"}
+    assert {row["as_good"] for row in load(tmp_path / "lateness_summary.csv")} <= {None, "yes", "no"}
     assert (tmp_path / "lateness.png").stat().st_size > 0
+    assert [label.get_text() for label in plot(table, Figure().subplots()).get_xticklabels()] == ["1", "3"]
