@@ -117,7 +117,7 @@ def add_configuration(options: Parser) -> None:
         type=whole(),
         default=1,
         metavar="H",
-        help="iterations that each rank trains by itself before ranks exchange what these moved (1)",
+        help="iterations that each rank trains by itself before the ranks exchange their movements (1)",
     )
     one.add_argument("--codec", default=UNCOMPRESSED, help="codec, one of the profile's (fp32)")
     one.add_argument(
