@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import html
+import inspect
 import itertools
 import pkgutil
 import re
@@ -20,6 +22,8 @@ from pipesgd.calibration.options import CalibrateConfig
 from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
+from pipesgd.run.metrics import SECONDS, IterationMetrics
+from pipesgd.run.summary import summarize
 from timing_model.arguments import Parser
 from timing_model.cli import COMMANDS
 from timing_model.cluster_profile import FORMAT
@@ -140,6 +144,14 @@ def test_options_go_together_unless_their_page_says_otherwise() -> None:
         if is_refused != ({one, other} in expected):
             wrong.append((one, other, is_refused))
     assert wrong == []
+
+
+def test_the_page_of_files_has_every_field() -> None:
+    page = (REPOSITORY / "docs" / "files.md").read_text(encoding="utf-8")
+    line = [*(item.name for item in dataclasses.fields(IterationMetrics)), *(f"seconds.{name}" for name in SECONDS)]
+    summary = re.findall(r'^        "(\w+)": ', inspect.getsource(summarize), re.MULTILINE)
+    assert len(summary) > 15
+    assert [name for name in [*line, *summary] if f"`{name}`" not in page] == []
 
 
 def texts_in_the_code() -> list[str]:
