@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# The one version that the tests run with. pyproject.toml allows a range, so that the package installs beside
+# The one version that the tests run with. pyproject.toml allows a range, so that the package installs next to
 # another build of torch, one for CUDA say; to train with such a build, install it into $(VENV) first.
 TORCH ?= torch==2.13.0
 
@@ -45,7 +45,7 @@ test-integrations: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 figures: $(STAMPS)/test.stamp
 	PYTHONPATH=. $(BIN)/python -m experiments.gallery
 
-# What README and documentation quote of results and code, written into them anew.
+# What README and documentation quote of results and code, written into them again.
 quotes: $(STAMPS)/test.stamp
 	PYTHONPATH=. $(BIN)/python -m experiments.quotes
 
@@ -53,7 +53,7 @@ quotes: $(STAMPS)/test.stamp
 docs: $(STAMPS)/test.stamp
 	$(BIN)/mkdocs build --strict
 
-# Every experiment, again: many hours; the same command goes on where it was stopped. Those on emulated links need root or
+# Every experiment, again: many hours; the same command resumes where it was stopped. Those on emulated links need root or
 # namespaces. ARGUMENTS="--list" says what there is.
 experiments: $(STAMPS)/test.stamp
 	PYTHONPATH=. $(BIN)/python -m experiments $(ARGUMENTS)

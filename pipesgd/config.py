@@ -417,10 +417,10 @@ class PipelineConfig:
     prediction: str = "eager"
     """Weight prediction, which puts an estimate in place of the gradients in flight: local (this rank's own gradients),
     eager (the same, corrected by their past errors and extrapolated further the less they agree with the means), or
-    none. Width 1 has none in flight."""
+    none. Width 1 needs none."""
     local_steps: int = 1
-    """Iterations that each rank trains by itself before ranks exchange what these have moved their weights. A window of
-    this many iterations is then what --width counts, and each rank predicts with its own movement. With easgd-async,
+    """Iterations that each rank trains by itself before the ranks exchange how far these have moved their weights.
+    --width then counts windows of this many iterations, and each rank predicts with its own movement. With easgd-async,
     iterations between two exchanges of a rank with the servers."""
     outer: str | None = None
     """Outer optimizer of local steps, even of a single one: average (of ranks' weights, the default), nesterov (with

@@ -28,9 +28,9 @@ class CodecOptions:
     """Options of the codec that encodes gradients."""
 
     codec: str = "fp32"
-    """Encoding of gradients: fp32 (unchanged), truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign (about 1 bit a
-    value), topk (the largest values of a tensor), powersgd (low-rank factors) or module:function (returns an OwnCodec);
-    auto chooses one (see --cluster)."""
+    """Encoding of gradients: fp32 (unchanged), truncate16, bf16, fp16, int8, int4, ternary (about 2 bits a value),
+    qsgd (4), sign (1), topk (the largest values of a tensor), powersgd (low-rank factors) or module:function (returns
+    an OwnCodec); auto chooses one (see --cluster)."""
     codec_block: int | None = None
     """Number of values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None

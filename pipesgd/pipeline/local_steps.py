@@ -166,12 +166,16 @@ class Elastic(Prediction):
 
 
 class LocalSteps(Strategy):
-    """Exchange of what H iterations moved the weights, by ``Pipelined``; see the module.
+    """Local steps: each rank trains by itself for H iterations, a window, before the ranks exchange their movements.
+
+    A movement is how far a window has moved a rank's weights. With ``outer="average"`` this is Local SGD (Stich, ICLR
+    2019), with "nesterov" DiLoCo (Douillard et al., 2023), and with "elastic" EASGD (Zhang, Choromanska and LeCun,
+    NeurIPS 2015), all of them pipelined at ``width`` 2 and more. docs/semantics.md has the equations.
 
     ``step`` is called in every iteration, as with ``Pipelined``: it steps ``optimizer`` on this rank's own gradients,
     which are divided by the loss scale, checked and clipped before. In every H-th iteration it also exchanges the
-    movement. An iteration of the pipeline underneath is a window, and bears the number of its last iteration, for
-    instance in ``StepReport.applied``.
+    movement, by a ``Pipelined`` of the outer weights. A window bears the number of its last iteration, for instance in
+    ``StepReport.applied``.
 
     In the middle of a window the parameters hold this rank's own weights. The true ones, which are the same on all
     ranks, are the outer weights. The state of ``optimizer`` is each rank's own, and is sent only with
