@@ -75,6 +75,7 @@ KEEP_RUNS = (
     "kill_anywhere",
     "lateness",
     "local_steps_accuracy",
+    "local_steps_time",
     "fuzz",
     "staleness",
     "validate_timing_model",
@@ -126,6 +127,7 @@ EXPERIMENTS = (
     Experiment(name="codec_accuracy", words="codec_accuracy", minutes=90),
     Experiment(name="staleness", words="staleness", minutes=4 * 60),
     Experiment(name="local_steps_accuracy", words="local_steps_accuracy", minutes=190),
+    Experiment(name="local_steps_time", words="local_steps_time", minutes=120),
     Experiment(name="lateness", words="lateness", minutes=90),
     Experiment(
         name="compare_mlp_4x200mbit_codecs",
