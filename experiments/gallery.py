@@ -98,6 +98,7 @@ DRAWN: dict[str, Draw] = {
     "bench_pipelined": panels_by("workload", bench_pipelined.plot),
     "bench_prediction": panels_by("optimizer", bench_prediction.plot),
     "bench_ring": panels_by("p", bench_ring.plot),
+    "bench_torchft": panels_by("title", loops_on_links.plot),
     "codec_accuracy": codec_accuracy.draw,
     "compare_": compared,
     "lateness": lateness.draw,
