@@ -36,9 +36,9 @@ check: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/mypy
 	$(BIN)/pytest $(WORKERS) -m "not slow"
 
-# The doors into other frameworks, with the real packages.
+# The doors into other frameworks, and the peers of comparisons, with the real packages.
 test-integrations: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
-	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning,transformers]" lightning
+	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning,transformers]" lightning torchft==0.2.0
 	$(BIN)/pytest $(WORKERS) tests/integrations
 
 # Every figure, from the results that are there: nothing is measured.

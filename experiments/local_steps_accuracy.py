@@ -74,6 +74,11 @@ class Way(NamedTuple):
     multiple: float = 1.0
     """Multiple of the learning rate."""
 
+    @property
+    def options(self) -> str:
+        """Arguments of ``pipesgd.train`` for it, without those of the workload and the learning rate."""
+        return f"--width {self.width} --codec {self.codec} {self.words}".rstrip()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Planned(simulated_runs.Planned):
@@ -108,18 +113,21 @@ def ways(steps: Sequence[int]) -> list[Way]:
 
 def plan(workloads: Sequence[str], steps: Sequence[int], seeds: int, *, quick: bool = False) -> list[Planned]:
     """Return all runs, seed by seed."""
-    planned = []
-    for seed, name, way in itertools.product(range(seeds), workloads, ways(steps)):
-        workload = WORKLOADS[name]
-        optimizer, rate = next(iter(workload.optimizers.items()))
-        iterations = QUICK_ITERATIONS if quick else workload.iterations
-        updates = max(1, iterations // way.local_steps) if way.method == ACCUMULATION else iterations
-        lr = rate * way.multiple
-        how = f"--width {way.width} --codec {way.codec} {way.words}".rstrip()
-        rest = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle --iterations {updates} --seed {seed}"
-        words = f"{workload.words} {how} {rest}"
-        planned.append(Planned(workload=name, seed=seed, words=words, test_every=workload.test_every, way=way, lr=lr))
-    return planned
+    return [
+        planned_run(name, way, seed, QUICK_ITERATIONS if quick else WORKLOADS[name].iterations)
+        for seed, name, way in itertools.product(range(seeds), workloads, ways(steps))
+    ]
+
+
+def planned_run(name: str, way: Way, seed: int, iterations: int) -> Planned:
+    """Return the run of a workload that sees the samples of this many iterations."""
+    workload = WORKLOADS[name]
+    optimizer, rate = next(iter(workload.optimizers.items()))
+    updates = max(1, iterations // way.local_steps) if way.method == ACCUMULATION else iterations
+    lr = rate * way.multiple
+    rest = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle --iterations {updates} --seed {seed}"
+    words = f"{workload.words} {way.options} {rest}"
+    return Planned(workload=name, seed=seed, words=words, test_every=workload.test_every, way=way, lr=lr)
 
 
 def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -51,6 +51,9 @@ class Run:
     """Training loss, the mean over ranks and the last tenth of the iterations."""
     test_loss: float | None = None
     test_accuracy: float | None = None
+    points: list[list[float]] = field(default_factory=list)
+    """Numbers of iterations, and the test accuracy after them, if ``--evaluate-iterations`` is among the arguments: at
+    every evaluation, and at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +95,22 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
         training = _train_by_windows(config, model, batches, iterations, world_size)
     else:
         training = _train(config, model, batches, iterations, world_size, compared, late)
+    every = config.run.evaluate_iterations
+    assert not every or every % config.pipeline.local_steps == 0, "evaluations within windows are not simulated"
     losses: list[float] = []
+    points: list[list[float]] = []
     try:
         for loss in training:
             losses.append(loss)
             if not loss <= DIVERGED_LOSS:
                 return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
+            if every and len(losses) % every == 0 and len(losses) < iterations:
+                points.append([len(losses), _accuracy(_evaluated(model, data, test_every))])
     except NonFiniteGradientError as error:
         return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=error.iteration)
-    parts = evaluation.sums(
-        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every), torch.device("cpu")
-    )
-    worth = evaluation.mean([parts])
+    worth = _evaluated(model, data, test_every)
+    if every:
+        points.append([iterations, _accuracy(worth)])
     return Run(
         commit=commit,
         seconds=time.perf_counter() - begin,
@@ -111,7 +118,18 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
         train_loss=float(np.mean(losses[-max(1, iterations // 10) :])),
         test_loss=worth.loss,
         test_accuracy=worth.accuracy,
+        points=points,
     )
+
+
+def _evaluated(model: nn.Module, data: DataSplits, test_every: int) -> evaluation.Evaluation:
+    batches = evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every)
+    return evaluation.mean([evaluation.sums(model, batches, torch.device("cpu"))])
+
+
+def _accuracy(worth: evaluation.Evaluation) -> float:
+    assert worth.accuracy is not None, "cross-entropy has one"
+    return worth.accuracy
 
 
 def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
