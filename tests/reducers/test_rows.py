@@ -176,6 +176,26 @@ def test_embeddings_are_found_unless_another_layer_shares_their_weights() -> Non
     assert len(embeddings(alike)) == 1
 
 
+class Scaled(nn.Embedding):
+    """An embedding with a parameter in addition to its table."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        return self.scale * super().forward(symbols)
+
+
+@pytest.mark.parametrize("reduce", ["rows", "auto"])
+def test_other_parameters_of_an_embeddings_class_are_exchanged_whole(reduce: str) -> None:
+    model = nn.Sequential(Scaled(), nn.Linear(2, 1))
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce=reduce) as pipeline:
+        model(torch.tensor([1])).sum().backward()
+        assert pipeline.step().applied == (0,)
+        assert list(pipeline.embedding_exchanges) == ["0.weight"]
+
+
 def test_more_rows_than_an_index_can_name_are_refused() -> None:
     model = nn.Embedding(2**31, 1, device="meta")
     with pytest.raises(UserInputError, match=r"embeddings must have at most 2\*\*31 - 1 rows with .*; got 2147483648"):
