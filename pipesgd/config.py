@@ -705,8 +705,7 @@ class TrainConfig:
         strategy = self.pipeline.strategy
         if strategy == "pipelined":
             self.compression.check_all_reduce(self.pipeline.all_reduce)
-            if self.pipeline.outer == "elastic":
-                self.compression.check_elastic()
+            self.compression.check_outer(self.pipeline.outer or "average")
             check_buckets(self.pipeline.buckets, self.compression.codec)
             check_fragments(self.pipeline.fragments, self.compression.codec)
             check_reduce(self.pipeline.reduce, self.compression.codec, self.pipeline.all_reduce, self.run.device)

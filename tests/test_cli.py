@@ -122,6 +122,10 @@ from timing_model.schedules import ALL_REDUCES
             "one; got on",
         ),
         (
+            "--outer nesterov --codec topk --momentum-correction 0.5 --optimizer adam",
+            "momentum-correction must be 0 with --outer nesterov, whose momentum it would replace; got 0.5",
+        ),
+        (
             "--local-steps 2 --width auto",
             "local-steps must be 1 with --width auto, which is chosen for an exchange in every iteration; got 2",
         ),

@@ -280,8 +280,7 @@ class LocalSteps(Strategy):
         check_timeout(timeout)
         chosen_codec = codec_options(codec)
         check_fragments(fragments, chosen_codec.codec)
-        if outer == "elastic":
-            chosen_codec.check_elastic()
+        chosen_codec.check_outer(outer)
         clip = Clipping(norm=clip_norm, value=clip_value)
         self.module = model
         self.replicated = True
