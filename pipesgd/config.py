@@ -729,6 +729,10 @@ class TrainConfig:
             raise UserInputError(
                 f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"
             )
+        if self.pipeline.average_state and optimization.optimizer == "sgd" and optimization.momentum == 0:
+            raise UserInputError(
+                "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without; got 0"
+            )
         if optimization.optimizer == "muon" and strategy in GRADIENT_SERVERS:
             raise UserInputError(
                 f"optimizer must update each element on its own with --strategy {strategy}, whose servers may cut "
