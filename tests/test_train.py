@@ -177,6 +177,18 @@ def test_rows_of_a_model_without_embeddings_are_refused_before_anything_is_writt
     assert not (tmp_path / "run").exists()
 
 
+def _train_on_a_node_each(ranks: Ranks, words: list[str]) -> tuple[str, str, str]:
+    ranks.local_rank = 0
+    return train_as_a_rank(ranks, words)
+
+
+def test_nodes_without_a_second_rank_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    words = [*f"{SHORT} --all-reduce hierarchical".split(), "--output", str(tmp_path / "run")]
+    for error, _, _ in run_ranks(2, _train_on_a_node_each, words, process_group=False):
+        assert error.startswith("UserInputError: all-reduce must not be hierarchical with one rank on each node")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_codecs_bytes_are_counted(tmp_path: Path) -> None:
     """64-20-10 has 1510 parameters, of which each of two ranks sends half twice: 755, in three blocks of up to 256."""
     result = succeed(2, f"{SHORT} --codec int4 --width 2", tmp_path)
