@@ -32,6 +32,7 @@ form. At larger widths the centre follows the ranks' weights of K-1 windows befo
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import time
@@ -394,13 +395,13 @@ class LocalSteps(Strategy):
         self._pipeline.combine_buffers(how)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the pipeline, of both optimizers and of the window so far, after waiting for movements in
-        flight."""
+        """Return copies of the state of the pipeline, of both optimizers and of the window so far, after waiting for
+        movements in flight."""
         return {
             "iteration": self.iteration,
             "pipeline": self._pipeline.state_dict(),
-            "outer": self._outer.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "outer": copy.deepcopy(self._outer.state_dict()),
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
             "loss_scale": self._inner.loss_scale.state_dict(),
             "window": self._window.state_dict(),
         }
@@ -408,8 +409,9 @@ class LocalSteps(Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped."""
         self._error = None
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._outer.load_state_dict(state["outer"])
+        # Copies: torch's optimizers continue with the very tensors that they load.
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._outer.load_state_dict(copy.deepcopy(state["outer"]))
         self._inner.loss_scale.load_state_dict(state["loss_scale"])
         self._pipeline.load_state_dict(state["pipeline"])
         self._window.load_state_dict(state["window"])

@@ -500,6 +500,25 @@ def test_a_checkpoint_has_the_state_of_the_optimizer_once_and_by_rank() -> None:
         assert repr(optimizer.state_dict()) == before
 
 
+def test_a_state_dict_is_a_copy_and_can_be_loaded_again_and_again() -> None:
+    model = nn.Linear(2, 1)
+    with LocalSteps(model, _adamw(model.parameters()), local_steps=2, width=1, outer="nesterov") as strategy:
+
+        def train() -> None:
+            for _ in range(3):
+                model(torch.ones(4, 2)).sum().backward()
+                strategy.step()
+
+        train()
+        state = strategy.state_dict()
+        seen = [repr((state["optimizer"], state["outer"]))]
+        for _ in range(2):
+            train()
+            seen.append(repr((state["optimizer"], state["outer"])))
+            strategy.load_state_dict(state)
+        assert seen == [seen[0]] * 3
+
+
 def _evaluate_now_and_then(ranks: Ranks, width: int, evaluates: bool) -> tuple[str, bool]:
     model, batches = small_problem(3, [4, 5, 2], ITERATIONS, ranks.world_size)
     same = True
