@@ -288,6 +288,7 @@ class LocalSteps(Strategy):
         self.owns_optimizer = True
         self._optimizer = optimizer
         self._local_steps = local_steps
+        self._fragments = fragments
         self._warmup_iterations = warmup_iterations
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
         check_parts(fragments, len(self._inner.parameters))
@@ -407,7 +408,13 @@ class LocalSteps(Strategy):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped."""
+        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
+
+        Raises:
+            UserInputError: ``state`` is of another number of fragments.
+        """
+        if (before := state["pipeline"]["buckets"]) != str(self._fragments):
+            raise UserInputError(f"fragments must be {before}, as in the state that is loaded; got {self._fragments}")
         self._error = None
         # Copies: torch's optimizers continue with the very tensors that they load.
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

@@ -519,6 +519,20 @@ def test_a_state_dict_is_a_copy_and_can_be_loaded_again_and_again() -> None:
         assert seen == [seen[0]] * 3
 
 
+def test_a_state_of_other_fragments_is_refused_and_nothing_is_lost() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = _adamw(model.parameters())
+    with LocalSteps(model, optimizer, local_steps=2, fragments=2) as strategy:
+        state = strategy.state_dict()
+    with LocalSteps(model, optimizer, local_steps=2) as strategy:
+        model(torch.ones(4, 2)).sum().backward()
+        strategy.step()
+        before = repr(optimizer.state_dict())
+        with pytest.raises(UserInputError, match="fragments must be 2, as in the state that is loaded; got 1"):
+            strategy.load_state_dict(state)
+        assert repr(optimizer.state_dict()) == before
+
+
 def _evaluate_now_and_then(ranks: Ranks, width: int, evaluates: bool) -> tuple[str, bool]:
     model, batches = small_problem(3, [4, 5, 2], ITERATIONS, ranks.world_size)
     same = True
