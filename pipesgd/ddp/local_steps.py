@@ -134,8 +134,11 @@ class AttachedLocalSteps(LocalSteps):
         self._computed = False
         own = StepReport(skipped=(self.iteration,), nonfinite_ranks=(self._ranks.rank,)) if skipped else StepReport()
         with self._noting_errors(), set_aside_gradients(self._optimizer):
-            self._window.work()
-            self._window.worked()
+            self._pipeline.check_usable()
+            with self._pipeline.whole(f"the end of iteration {self.iteration}"):
+                self._window.work()
+                self._window.worked()
+                self._pipeline.iteration += 1
             self.report = self._finish(own)
 
     def before_forward(self, module: nn.Module, inputs: Any) -> None:

@@ -355,6 +355,7 @@ class LocalSteps(Strategy):
             iteration = self.iteration
             with self._pipeline.whole(f"the local step of iteration {iteration}"):
                 report = self._window.step(functools.partial(self._inner.apply, iteration))
+                self._pipeline.iteration += 1
             report = dataclasses.replace(
                 report, applied=(), nonfinite_ranks=(self._ranks.rank,) * len(report.skipped), schedule_steps=1
             )
@@ -373,7 +374,6 @@ class LocalSteps(Strategy):
             self._pipeline.check_usable()
             report = StepReport()
             for _ in range(self._pipeline.turns if self._window.has_begun else 0):
-                self._pipeline.iteration -= 1  # a window bears the number of its last iteration
                 report = _joined(report, self._exchange())
             return _joined(report, self._pipeline.flush())
 
@@ -454,16 +454,16 @@ class LocalSteps(Strategy):
         return self
 
     def _finish(self, report: StepReport) -> StepReport:
-        """End an iteration, of which ``report`` is, and with it the window if that is long enough."""
-        if self._window.steps < (1 if self.iteration < self._warmup_iterations else self._local_steps):
-            self._pipeline.iteration += 1
+        """End the window, after an iteration of which ``report`` is, if it is long enough."""
+        if self._window.steps < (1 if self.iteration <= self._warmup_iterations else self._local_steps):
             return report
         return _joined(report, self._exchange())
 
     def _exchange(self) -> StepReport:
-        with self._pipeline.whole(f"the movement that ends with iteration {self.iteration}"):
+        with self._pipeline.whole(f"the movement that ends with iteration {self.iteration - 1}"):
+            self._pipeline.iteration -= 1  # a window bears the number of its last iteration
             self._window.end(self._pipeline.next_summed)
-        report = self._pipeline.step()
+            report = self._pipeline.exchange()
         if self._averaged:
             report = _joined(report, self._average())
         self._window.begin()

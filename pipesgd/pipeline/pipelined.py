@@ -434,6 +434,10 @@ class Pipelined(Strategy):
         signal) all gradients that were not applied are still in flight, also in ``state_dict``.
         """
         self.check_usable()
+        return self.exchange()
+
+    def exchange(self) -> StepReport:
+        """Do what ``step`` does, also within ``whole``: what that does is done once the gradients are handed over."""
         self._leaving.check_taken()
         self._follow_parameters()
         self._check_dense(range(len(self._parameters)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipesgd import LocalSteps, Pipelined
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import PipelineConfig
-from pipesgd.errors import DisagreementError, NonFiniteGradientError, UserInputError
+from pipesgd.errors import DisagreementError, NonFiniteGradientError, RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.state import RunState
@@ -636,6 +636,37 @@ def test_a_rank_that_fails_in_a_window_ends_all_and_says_what_is_dropped() -> No
     assert "gradients in flight are dropped (iterations 3)" in said_0
     assert true_0
     assert true_1
+
+
+@pytest.mark.parametrize("call", ["step", "flush"])
+def test_a_movement_that_an_interruption_keeps_from_leaving_is_no_gradient_of_the_next_step(call: str) -> None:
+    model = nn.Linear(2, 1)
+    with LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1) as strategy:
+
+        def step() -> None:
+            model(torch.ones(4, 2)).sum().backward()
+            strategy.step()
+
+        saved = copy.deepcopy((model.state_dict(), strategy.state_dict()))
+        step()
+        if call == "step":
+            model(torch.ones(4, 2)).sum().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(strategy._pipeline, "_follow_parameters", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(strategy, call)()
+        number = 1 if call == "step" else 0
+        with pytest.raises(RunError, match=f"the movement that ends with iteration {number} was interrupted halfway"):
+            step()
+        for part, state in zip((model, strategy), saved, strict=True):
+            part.load_state_dict(state)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        step()
+        assert strategy.flush().applied == (0,)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def _differ(ranks: Ranks) -> str:
