@@ -753,6 +753,7 @@ class Pipelined(Strategy):
     def _begin_buckets(self, old: Sequence[Sequence[Tensor]]) -> None:
         """Exchange the present buckets from now on, where those of ``old`` were whole. Nothing is in flight."""
         self._reducer.rearrange(old, self._whole_buckets)
+        self._connections.begin_buckets(len(self._indices))
         self._leaving.remove()
         self._leaving = self._watch()
         self._pool.clear()
