@@ -379,6 +379,39 @@ def test_a_resumed_program_continues_bit_for_bit(stop: int, options: dict[str, A
         assert whole == resumed
 
 
+def _interrupted_update(ranks: Ranks) -> list[float]:
+    """Interrupt a step of the optimizer, load what was before the first one; return the learning rates of steps."""
+    ddp_model = DistributedDataParallel(make_model())
+    optimizer = make_optimizer("sgd", ddp_model)
+    schedule = falling(optimizer)
+    parts = ddp_model.module, optimizer, schedule, attach(ddp_model, optimizer, width=1)
+    saved = [pickled(part.state_dict()) for part in parts]
+    rates = []
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for number, batch in enumerate(batches(ranks.rank, ranks.world_size)):
+        if number == 3:
+            hook = optimizer.register_step_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                train(ddp_model, optimizer, batch)
+            hook.remove()
+            for part, state in zip(parts, saved, strict=True):
+                part.load_state_dict(state)
+        else:
+            train(ddp_model, optimizer, batch)
+            rates.append(optimizer.param_groups[0]["lr"])
+            schedule.step()
+    parts[-1].close()
+    return rates
+
+
+def test_options_from_before_an_interrupted_step_do_not_come_back() -> None:
+    for rates in run_ranks(2, _interrupted_update):
+        assert rates == pytest.approx([0.05 * 0.9**number for number in (0, 1, 2, 0, 1, 2, 3)])
+
+
 # ---- attach: errors
 
 
