@@ -69,6 +69,7 @@ from pipesgd.pipeline.prediction import (
     Prediction,
     Unapplied,
     compare,
+    share_memory,
 )
 from pipesgd.pipeline.sameness import check_same_settings, describe_parameters, optimizer_settings
 from pipesgd.pipeline.window import Window
@@ -223,8 +224,8 @@ class LocalSteps(Strategy):
             ``in_turns``.
 
     Raises:
-        UserInputError: a value out of range, an optimizer without a parameter to train, or ``average_state`` with an
-            optimizer that keeps no such state.
+        UserInputError: a value out of range, an optimizer without a parameter to train, parameters that share memory,
+            or ``average_state`` with an optimizer that keeps no such state.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -292,6 +293,11 @@ class LocalSteps(Strategy):
         self._warmup_iterations = warmup_iterations
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
         check_parts(fragments, len(self._inner.parameters))
+        if share_memory(self._inner.parameters):
+            raise UserInputError(
+                "parameters must not share memory with local steps (tie them by assigning the Parameter itself, "
+                "b.weight = a.weight); got some that do"
+            )
         self._averaged = _tensors_of_state(optimizer, self._inner.parameters) if average_state else []
         """Tensors of the optimizer's state that are averaged, as parameters and names, alike on all ranks."""
         if fragments > 1:

@@ -724,6 +724,15 @@ def test_a_moving_rate_must_leave_the_centre_on_its_way() -> None:
         config.workers(5)
 
 
+@pytest.mark.parametrize("outer", ["average", "elastic"])
+def test_parameters_that_share_memory_are_refused(outer: str) -> None:
+    """Ranks' own weights have storage of their own, in which such parameters would be two."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(UserInputError, match="parameters must not share memory with local steps"):
+        LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1, outer=outer)
+
+
 def test_parameters_that_are_frozen_later_are_refused() -> None:
     model = nn.Linear(2, 1)
     with LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1) as strategy:
