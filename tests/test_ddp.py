@@ -76,10 +76,18 @@ def batches(rank: int, world_size: int, iterations: int = ITERATIONS) -> Iterato
         yield inputs[rank::world_size], targets[rank::world_size]
 
 
+class Derived(torch.optim.SGD):
+    """An optimizer of whose steps torch calls the hooks twice."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "adam":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    kind = Derived if name == "derived" else torch.optim.SGD
+    return kind(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -410,6 +418,16 @@ def _interrupted_update(ranks: Ranks) -> list[float]:
 def test_options_from_before_an_interrupted_step_do_not_come_back() -> None:
     for rates in run_ranks(2, _interrupted_update):
         assert rates == pytest.approx([0.05 * 0.9**number for number in (0, 1, 2, 0, 1, 2, 3)])
+
+
+def derived(ranks: Ranks, options: dict[str, Any]) -> tuple[Weights, Weights]:
+    return by_attached(ranks, "sgd", **options), by_attached(ranks, "derived", **options)
+
+
+@pytest.mark.parametrize("options", [{"width": 2}, {"closure": True}, {"local_steps": 2}])
+def test_an_optimizer_whose_step_calls_that_of_its_base_class_steps_once(options: dict[str, Any]) -> None:
+    for by_sgd, by_derived in run_ranks(2, derived, options):
+        assert same(by_sgd, by_derived)
 
 
 # ---- attach: errors
