@@ -610,6 +610,18 @@ def test_clipping_and_the_loss_scale_act_on_this_ranks_own_gradient() -> None:
     torch.testing.assert_close(start - model.weight.detach(), 2 * 0.5 * torch.tensor([[0.6, 0.8]]))
 
 
+def test_a_sparse_gradient_that_is_not_finite_is_skipped() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalSteps(model, optimizer, local_steps=2, width=1, on_nonfinite="skip") as strategy:
+        skipped = []
+        for factor in (float("inf"), 1.0):
+            (factor * model(torch.tensor([1])).sum()).backward()
+            skipped.append(strategy.step().skipped)
+        assert skipped == [(0,), ()]
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def _one_rank_fails(ranks: Ranks) -> tuple[str, str, bool]:
     model, batches = small_problem(3, [4, 5, 2], 6, ranks.world_size)
     strategy = LocalSteps(model, _sgd(model.parameters()), local_steps=4, width=1, ranks=ranks)
