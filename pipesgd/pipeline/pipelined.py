@@ -53,7 +53,13 @@ from pipesgd.flat_buffer import (
 )
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
-from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
+from pipesgd.optim.step import (
+    drop_gradients_of_frozen,
+    held_parameters,
+    set_aside_gradients,
+    trainable_identities,
+    trainable_parameters,
+)
 from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied
@@ -558,7 +564,7 @@ class Pipelined(Strategy):
             "iteration": self.iteration,
             "buckets": self._cut,
             "reduce": self._reduce_by,
-            "choices": [self._choices.get(id(parameter)) for parameter in self._parameters],
+            "choices": [self._choices.get(id(parameter)) for parameter in held_parameters(self._optimizer)],
             "turn": self._turn,
             "in_flight": in_flight,
             "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
@@ -598,7 +604,7 @@ class Pipelined(Strategy):
             self._pool.append(self._in_flight.popleft().buffer)
         if self._reduce_by == "auto":
             whole = self._whole_buckets
-            chosen = zip(self._parameters, state["choices"], strict=True)
+            chosen = zip(held_parameters(self._optimizer), state["choices"], strict=True)
             self._choices = {id(parameter): by_rows for parameter, by_rows in chosen if by_rows is not None}
             _, _, self._indices = self._present_buckets()
             self._begin_buckets(whole)

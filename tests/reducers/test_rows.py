@@ -574,6 +574,25 @@ def test_no_choice_is_made_before_the_first_step_and_a_state_brings_its_own() ->
         assert pipeline.embedding_exchanges == {}
 
 
+def test_the_choice_of_an_embedding_that_is_frozen_is_part_of_a_state() -> None:
+    """One rank would choose matrices when the embedding is unfrozen."""
+    model = nn.Sequential(nn.Embedding(6, 2), nn.Linear(2, 1))
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="auto") as pipeline:
+
+        def step(*, trained: bool) -> None:
+            model[0].requires_grad_(trained)
+            model(torch.tensor([1])).sum().backward()
+            pipeline.step()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pipesgd.pipeline.pipelined.sends_less", lambda *_: True)
+            step(trained=True)
+        step(trained=False)
+        pipeline.load_state_dict(pipeline.state_dict())
+        step(trained=True)
+        assert pipeline.embedding_exchanges == {"0.weight": "rows"}
+
+
 def test_buckets_must_be_enough_whatever_is_chosen() -> None:
     model = _tagger()
     with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 3; got 4"):
