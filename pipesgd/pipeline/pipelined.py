@@ -284,8 +284,6 @@ class Pipelined(Strategy):
         check_reduce(reduce, options.codec, name, device.type)
         if reduce == "rows":
             check_embeddings(model, self._parameters)
-        if reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
-            bucket_indices(model, self._parameters, self._cut, self._embeddings)
         self._codec_options = options
         self._in_turns = in_turns
         self._turn = 0
@@ -771,6 +769,9 @@ class Pipelined(Strategy):
         the indices of the parameters of each bucket; those by rows are the last one."""
         parameters = trainable_parameters(self._optimizer)
         found = frozenset(map(id, embeddings(self.module))) if self._reduce_by != "matrix" else frozenset[int]()
+        if self._reduce_by == "auto":  # refuse buckets that would be too many, whatever is chosen
+            possible = frozenset(one for one in found if self._choices.get(one, True))
+            bucket_indices(self.module, parameters, self._cut, possible)
         by_rows = frozenset(filter(self._goes_by_rows, found))
         return parameters, found, bucket_indices(self.module, parameters, self._cut, by_rows)
 

@@ -599,6 +599,26 @@ def test_buckets_must_be_enough_whatever_is_chosen() -> None:
         Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce="auto", buckets=4)
 
 
+def test_buckets_must_be_enough_whatever_is_chosen_of_embeddings_that_are_unfrozen_later() -> None:
+    model = nn.ModuleList([nn.Embedding(6, 2), nn.Embedding(6, 2), nn.Linear(2, 1, bias=False), nn.Linear(1, 1)])
+    model[:2].requires_grad_(False)
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="auto", buckets=2) as pipeline:
+
+        def backward() -> None:
+            symbol = torch.tensor([1])
+            model[3](model[2](model[0](symbol) + model[1](symbol))).sum().backward()
+
+        backward()
+        pipeline.step()
+        model[:2].requires_grad_(True)
+        model[3].requires_grad_(False)
+        backward()
+        with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 1; got 2"):
+            pipeline.step()
+        model[3].requires_grad_(True)
+        assert pipeline.step().applied == (1,)
+
+
 @given(
     rows=st.integers(0, 60),
     columns=st.integers(0, 8),
