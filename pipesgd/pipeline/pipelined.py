@@ -438,12 +438,15 @@ class Pipelined(Strategy):
         signal) all gradients that were not applied are still in flight, also in ``state_dict``.
         """
         self.check_usable()
+        self._leaving.check_taken()
+        self._follow_parameters()
         return self.exchange()
 
     def exchange(self) -> StepReport:
-        """Do what ``step`` does, also within ``whole``: what that does is done once the gradients are handed over."""
-        self._leaving.check_taken()
-        self._follow_parameters()
+        """Do what ``step`` does, with the parameters of the step before.
+
+        It may be called within ``whole``: what that does is done once the gradients are handed over.
+        """
         self._check_dense(range(len(self._parameters)))
         self._choose_exchanges()
         self._ranks.iteration = self.iteration

@@ -664,7 +664,7 @@ def test_a_movement_that_an_interruption_keeps_from_leaving_is_no_gradient_of_th
         if call == "step":
             model(torch.ones(4, 2)).sum().backward()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(strategy._pipeline, "_follow_parameters", _interrupt)
+            patch.setattr(strategy._pipeline, "_choose_exchanges", _interrupt)
             with pytest.raises(KeyboardInterrupt):
                 getattr(strategy, call)()
         number = 1 if call == "step" else 0
@@ -734,6 +734,23 @@ def test_a_moving_rate_must_leave_the_centre_on_its_way() -> None:
     assert config.workers(4) == 4
     with pytest.raises(UserInputError, match="at most 1/5 with 5 ranks, whose mean the centre would move beyond; got"):
         config.workers(5)
+
+
+def _frozen_in_a_window(ranks: Ranks, frozen: bool) -> str:
+    model, batches = small_problem(3, [4, 5, 2], 3, ranks.world_size)
+    with LocalSteps(model, _sgd(model.parameters()), local_steps=4, width=1, ranks=ranks) as strategy:
+        for of_ranks in batches:
+            regress(model, of_ranks[ranks.rank]).backward()
+            strategy.step()
+        for parameter in [*model.parameters()][: 2 * frozen]:
+            parameter.requires_grad_(False)
+    return weights_sha256(model)
+
+
+@pytest.mark.slow
+def test_a_window_ends_with_all_parameters_although_some_were_frozen_in_it() -> None:
+    """Frozen parameters kept each rank's own weights, and the others got rank 0's and the mean movement in addition."""
+    assert len({*run_ranks(2, _frozen_in_a_window, True), *run_ranks(2, _frozen_in_a_window, False)}) == 1
 
 
 @pytest.mark.parametrize("outer", ["average", "elastic"])
