@@ -362,9 +362,8 @@ class LocalSteps(Strategy):
             with self._pipeline.whole(f"the local step of iteration {iteration}"):
                 report = self._window.step(functools.partial(self._inner.apply, iteration))
                 self._pipeline.iteration += 1
-            report = dataclasses.replace(
-                report, applied=(), nonfinite_ranks=(self._ranks.rank,) * len(report.skipped), schedule_steps=1
-            )
+            culprits = (self._ranks.number(self._ranks.rank),) * len(report.skipped)
+            report = dataclasses.replace(report, applied=(), nonfinite_ranks=culprits, schedule_steps=1)
             return self._finish(report)
 
     def flush(self) -> StepReport:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from _ranks import run_ranks
 from _reference import elastic_averaging, local_steps, weight_streaming
 from _small_problem import assert_same_weights, regress, small_problem
@@ -608,6 +609,15 @@ def test_clipping_and_the_loss_scale_act_on_this_ranks_own_gradient() -> None:
             assert report.nonfinite_ranks == ((0,) if factor == float("inf") else ())
     assert scaler.get_scale() == 4.0
     torch.testing.assert_close(start - model.weight.detach(), 2 * 0.5 * torch.tensor([[0.6, 0.8]]))
+
+
+def test_a_report_names_a_rank_of_a_group_by_its_number_in_the_job() -> None:
+    model = nn.Linear(2, 1)
+    ranks = Ranks(rank=0, world_size=1, store=dist.HashStore(), numbers=(5,))
+    options: dict[str, Any] = {"local_steps": 2, "width": 1, "on_nonfinite": "skip", "ranks": ranks}
+    with LocalSteps(model, _sgd(model.parameters()), **options) as strategy:
+        (model(torch.ones(1, 2)).sum() * float("inf")).backward()
+        assert strategy.step().nonfinite_ranks == (5,)
 
 
 def test_a_sparse_gradient_that_is_not_finite_is_skipped() -> None:
