@@ -78,7 +78,7 @@ def summarize(
     """Return the content of summary.json; ``lines`` are those of metrics.jsonl."""
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
-    window = lines[-pipeline.local_steps :]  # has one exchange
+    window = lines[-pipeline.local_steps * pipeline.fragments :]  # has one exchange of everything
     if pipeline.reduce != "matrix":  # rows differ in number, and are counted from the first arrival on
         window = lines[pipeline.width - 1 :]
     prediction = pipeline.prediction
