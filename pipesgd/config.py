@@ -705,8 +705,7 @@ class TrainConfig:
         strategy = self.pipeline.strategy
         if strategy == "pipelined":
             self.compression.check_all_reduce(self.pipeline.all_reduce)
-            if self.pipeline.outer == "elastic":
-                self.compression.check_elastic()
+            self.compression.check_outer(self.pipeline.outer or "average")
             check_buckets(self.pipeline.buckets, self.compression.codec)
             check_fragments(self.pipeline.fragments, self.compression.codec)
             check_reduce(self.pipeline.reduce, self.compression.codec, self.pipeline.all_reduce, self.run.device)
@@ -729,6 +728,10 @@ class TrainConfig:
         if correction > 0 and optimization.optimizer == "sgd" and optimization.momentum > 0:
             raise UserInputError(
                 f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"
+            )
+        if self.pipeline.average_state and optimization.optimizer == "sgd" and optimization.momentum == 0:
+            raise UserInputError(
+                "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without; got 0"
             )
         if optimization.optimizer == "muon" and strategy in GRADIENT_SERVERS:
             raise UserInputError(

@@ -196,4 +196,5 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     A sum is one fast pass, and it is not finite if any value is not. Every value is looked at only if the sum is not
     finite, which large finite values can cause too.
     """
-    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
+    every = (tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors)
+    return all(bool(values.sum().isfinite()) or bool(values.isfinite().all()) for values in every)

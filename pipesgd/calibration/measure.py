@@ -175,13 +175,12 @@ def measure(
         bits = {name: codec_speeds.bits_of(name) for name in (UNCOMPRESSED, *codecs) if name != TOPK}
         t_comm = sizes.largest_seconds * FLOAT_BYTES * values / largest_bytes
         trial = [TrainingMode(SYNCHRONOUS, RING, min(bits, key=bits.__getitem__))]
-        with contextlib.closing(Training(config, model, batches, prediction, trial, ranks)) as trained_on_trial:
+        with Training(config, model, batches, prediction, trial, ranks) as trained_on_trial:
             passes = trained_on_trial.pace()
         modes = training_modes(names, codecs)
         if least_iterations(modes) * max(passes, t_comm) > planned[TRAINING]:
             modes = brief_training_modes(RING, bits, t_comm, passes)
-        training = Training(config, model, batches, prediction, modes, ranks)
-        stack.callback(training.close)
+        training = stack.enter_context(Training(config, model, batches, prediction, modes, ranks))
         trained: list[int] = []
 
         def between(lap: float) -> None:

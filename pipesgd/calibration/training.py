@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -67,7 +69,10 @@ def _untimed(width: int) -> int:
 
 
 class Training:
-    """A model that all ranks train in several ways. All ranks create it, and call it, together."""
+    """A model that all ranks train in several ways. All ranks create it, and call it, together.
+
+    As a context manager it ends the communication at the end of the block; after an error, it waits for no other rank.
+    """
 
     def __init__(
         self,
@@ -135,10 +140,16 @@ class Training:
             self.laps[number].append(times[_untimed(strategy.width) :])
         return True
 
-    def close(self) -> None:
-        """Stop the communication threads."""
-        for strategy in self._strategies:
-            strategy.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the pipeline was closed after an error")  # nobody misses this training
+            for strategy in self._strategies:
+                strategy.__exit__(kind, error, trace)
 
     def _train(self, strategy: Pipelined, iterations: int) -> list[list[float]]:
         times = []

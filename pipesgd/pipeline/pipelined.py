@@ -53,7 +53,13 @@ from pipesgd.flat_buffer import (
 )
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
-from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
+from pipesgd.optim.step import (
+    drop_gradients_of_frozen,
+    held_parameters,
+    set_aside_gradients,
+    trainable_identities,
+    trainable_parameters,
+)
 from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied
@@ -278,8 +284,6 @@ class Pipelined(Strategy):
         check_reduce(reduce, options.codec, name, device.type)
         if reduce == "rows":
             check_embeddings(model, self._parameters)
-        if reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
-            bucket_indices(model, self._parameters, self._cut, self._embeddings)
         self._codec_options = options
         self._in_turns = in_turns
         self._turn = 0
@@ -436,6 +440,13 @@ class Pipelined(Strategy):
         self.check_usable()
         self._leaving.check_taken()
         self._follow_parameters()
+        return self.exchange()
+
+    def exchange(self) -> StepReport:
+        """Do what ``step`` does, with the parameters of the step before.
+
+        It may be called within ``whole``: what that does is done once the gradients are handed over.
+        """
         self._check_dense(range(len(self._parameters)))
         self._choose_exchanges()
         self._ranks.iteration = self.iteration
@@ -554,7 +565,7 @@ class Pipelined(Strategy):
             "iteration": self.iteration,
             "buckets": self._cut,
             "reduce": self._reduce_by,
-            "choices": [self._choices.get(id(parameter)) for parameter in self._parameters],
+            "choices": [self._choices.get(id(parameter)) for parameter in held_parameters(self._optimizer)],
             "turn": self._turn,
             "in_flight": in_flight,
             "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
@@ -594,7 +605,7 @@ class Pipelined(Strategy):
             self._pool.append(self._in_flight.popleft().buffer)
         if self._reduce_by == "auto":
             whole = self._whole_buckets
-            chosen = zip(self._parameters, state["choices"], strict=True)
+            chosen = zip(held_parameters(self._optimizer), state["choices"], strict=True)
             self._choices = {id(parameter): by_rows for parameter, by_rows in chosen if by_rows is not None}
             _, _, self._indices = self._present_buckets()
             self._begin_buckets(whole)
@@ -749,6 +760,7 @@ class Pipelined(Strategy):
     def _begin_buckets(self, old: Sequence[Sequence[Tensor]]) -> None:
         """Exchange the present buckets from now on, where those of ``old`` were whole. Nothing is in flight."""
         self._reducer.rearrange(old, self._whole_buckets)
+        self._connections.begin_buckets(len(self._indices))
         self._leaving.remove()
         self._leaving = self._watch()
         self._pool.clear()
@@ -760,6 +772,9 @@ class Pipelined(Strategy):
         the indices of the parameters of each bucket; those by rows are the last one."""
         parameters = trainable_parameters(self._optimizer)
         found = frozenset(map(id, embeddings(self.module))) if self._reduce_by != "matrix" else frozenset[int]()
+        if self._reduce_by == "auto":  # refuse buckets that would be too many, whatever is chosen
+            possible = frozenset(one for one in found if self._choices.get(one, True))
+            bucket_indices(self.module, parameters, self._cut, possible)
         by_rows = frozenset(filter(self._goes_by_rows, found))
         return parameters, found, bucket_indices(self.module, parameters, self._cut, by_rows)
 

@@ -407,9 +407,14 @@ def make_prediction(
     return kind(parameters, optimizer, prepare)
 
 
-def _check_apart(parameters: Sequence[Tensor], kind: type[Prediction]) -> None:
+def share_memory(parameters: Sequence[Tensor]) -> bool:
+    """Return True if two of ``parameters`` are in the same place, from which swapping weights would separate them."""
     places = [(p.untyped_storage()._cdata, p.storage_offset()) for p in parameters if p.numel()]
-    if len(set(places)) < len(places):
+    return len(set(places)) < len(places)
+
+
+def _check_apart(parameters: Sequence[Tensor], kind: type[Prediction]) -> None:
+    if share_memory(parameters):
         raise UserInputError(
             "prediction must be none where parameters share memory (tie them by assigning the Parameter itself, "
             f"b.weight = a.weight); got {kind.__name__.lower()}"

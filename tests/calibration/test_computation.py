@@ -409,13 +409,16 @@ def test_few_laps_are_cut_in_halves_for_their_intervals() -> None:
     assert narrow.high - narrow.low < wide.high - wide.low < 6 * (narrow.high - narrow.low)
 
 
-def _lap(ranks: Ranks, seconds: float) -> tuple[list[bool], list[int], list[int], float]:
-    """Return if each of four laps trained, the numbers of laps, those of their iterations, and the pace."""
+def _training(ranks: Ranks) -> Training:
     config = parse(["--dataset", "digits", "--hidden-sizes", "8", "--batch-size", "4"])
     _, batches, model, _ = load(config, ranks)
     modes = brief_training_modes("ring", {"fp32": 32.0, "int4": 4.0}, t_comm=1.0, t_compute=1.0)
-    training = Training(config, model, batches, "eager", modes, ranks)
-    with contextlib.closing(training):
+    return Training(config, model, batches, "eager", modes, ranks)
+
+
+def _lap(ranks: Ranks, seconds: float) -> tuple[list[bool], list[int], list[int], float]:
+    """Return if each of four laps trained, the numbers of laps, those of their iterations, and the pace."""
+    with _training(ranks) as training:
         pace = training.pace()
         done = [training.lap(seconds) for _ in range(4)]
     return done, [len(one) for one in training.laps], [len(lap) for one in training.laps for lap in one], pace
@@ -432,3 +435,19 @@ def test_training_goes_on_after_two_laps_only_once_there_is_time_for_it() -> Non
         assert done == [True] * 4
         assert laps_of_ways == [4, 4]
         assert min(iterations[1:4]) > LEAST_ITERATIONS
+
+
+def _fail(ranks: Ranks) -> None:
+    """Fail on rank 0; the other rank waits within its training until rank 0 has left its own."""
+    with contextlib.suppress(KeyError), _training(ranks) as training:
+        training.pace()
+        if ranks.rank == 1:
+            ranks.all_gather_object("rank 0 has left", None)
+        raise KeyError("the measurement failed")
+    if ranks.rank == 0:
+        ranks.all_gather_object("rank 0 has left", None)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_leaves_its_training_without_the_others() -> None:
+    run_ranks(2, _fail)
