@@ -201,7 +201,7 @@ def test_a_codecs_bytes_are_counted(tmp_path: Path) -> None:
 
 
 def test_the_bytes_of_an_iteration_are_a_mean_over_all_fragments(tmp_path: Path) -> None:
-    """Of 1510 parameters, each of two ranks sends half twice in a turn of 4 windows of 2 iterations."""
+    """Each of two ranks sends half of 1510 parameters twice in 4 windows of 2 iterations."""
     result = succeed(2, f"{SHORT} --local-steps 2 --fragments 4", tmp_path)
     assert result["wire_bytes_per_iteration"] == 4 * 1510 // (4 * 2)
 
