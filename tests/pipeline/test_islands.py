@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from pipesgd import NonFiniteGradientError, Pipelined
+from pipesgd import NonFiniteGradientError, Pipelined, RunError
 from pipesgd.optim.muon import MuonWithAdamW
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.run.shard_file import ShardFile
 
 pytestmark = pytest.mark.slow
 
@@ -211,6 +213,40 @@ def _evaluate_in_between(ranks: Ranks, shape: tuple[int, int, int]) -> tuple[lis
 def test_evaluating_and_saving_use_true_weights_and_change_nothing(shape: tuple[int, int, int]) -> None:
     for quiet, disturbed in run_ranks(4, _evaluate_in_between, shape):
         assert quiet == disturbed
+
+
+def _resume(ranks: Ranks, shape: tuple[int, int, int], folder: Path) -> tuple[Any, Any, str]:
+    options = case("adamw", width=2, codec="int4")
+    whole, resumed = Member(shape, options), Member(shape, options)
+    for number in range(ITERATIONS):
+        if number == 3:
+            ShardFile(folder, whole.pipeline, whole.optimizer).save()
+        whole.iterate(number)
+    file = ShardFile(folder, resumed.pipeline, resumed.optimizer)
+    file.load()
+    for number in range(3, ITERATIONS):
+        resumed.iterate(number)
+    for member in (whole, resumed):
+        member.pipeline.flush()
+    hashes = whole.hashed(), resumed.hashed()
+    if ranks.rank == 3:
+        file.path.unlink()
+    ranks.all_gather_object("one file less", None)
+    try:
+        file.load()
+    except RunError as error:
+        said = str(error)
+    for member in (whole, resumed):
+        member.pipeline.close()
+    return *hashes, said
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 1)], ids=["tensors", "data"])
+def test_a_run_resumes_bit_for_bit_from_a_file_for_each_shard(shape: tuple[int, int, int], tmp_path: Path) -> None:
+    missing = f"{tmp_path}/part-1-1.pt is not whole (part-1-1.pt is missing)"
+    for whole, resumed, said in run_ranks(4, _resume, shape, tmp_path):
+        assert whole == resumed
+        assert said == f"a checkpoint must have the part of each rank; {missing}"
 
 
 def _not_finite(ranks: Ranks, on_nonfinite: str) -> Any:
