@@ -1,4 +1,4 @@
-"""Memory that this process takes, and bytes that it sends, as Linux counts them: the same for every way to train."""
+"""Memory that this process takes, as Linux counts it: the same for every way to train."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import re
 from pathlib import Path
 
-STATUS, CLEAR_REFS, INTERFACES = Path("/proc/self/status"), Path("/proc/self/clear_refs"), Path("/proc/self/net/dev")
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """Value that makes the kernel begin a new peak of the resident memory, as proc(5) says."""
 
@@ -33,16 +33,3 @@ def _status_bytes(name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB$", STATUS.read_text(encoding="ascii"), re.MULTILINE)
     assert found is not None, f"Linux has no {name} in {STATUS}"
     return 1024 * int(found[1])
-
-
-def sent_bytes() -> int:
-    """Return the bytes that have left this process's network namespace so far, with the headers of their packets.
-
-    Those that ranks of one machine send each other do not leave it.
-    """
-    sent = 0
-    for line in INTERFACES.read_text(encoding="ascii").splitlines()[2:]:  # two lines of heads
-        name, _, counters = line.partition(":")
-        if name.strip() != "lo":
-            sent += int(counters.split()[8])  # eight counters of what was received come first
-    return sent

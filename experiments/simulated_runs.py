@@ -9,7 +9,7 @@ import shlex
 import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from experiments import command
 from experiments.kept_runs import KeptRuns
+from experiments.late_layers import late_layers, not_in
 from experiments.predictions import COMPARED
 from experiments.results import code_state
 from experiments.simulation import SimulatedLocalSteps, SimulatedRanks
@@ -31,7 +32,6 @@ from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.prediction import Prediction
 from pipesgd.run import evaluation
 from pipesgd.run.console import say
-from pipesgd.run.evaluation import Evaluation
 
 WORLD_SIZE = 4
 SEEDS, QUICK_SEEDS, QUICK_ITERATIONS = 3, 1, 20
@@ -52,9 +52,9 @@ class Run:
     """Training loss, the mean over ranks and the last tenth of the iterations."""
     test_loss: float | None = None
     test_accuracy: float | None = None
-    points: list[tuple[int, float]] = field(default_factory=list)
-    """Iterations, and the test accuracy after them, with ``--evaluate-iterations``: at the first exchange from each
-    multiple on, since weights change nowhere else."""
+    points: list[list[float]] = field(default_factory=list)
+    """Numbers of iterations, and the test accuracy after them, if ``--evaluate-iterations`` is among the arguments: at
+    every evaluation, and at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +81,7 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``."""
     begin, commit = time.perf_counter(), code_state()
     arguments, compared = compared_prediction(shlex.split(words))
+    arguments, late = late_layers(arguments)
     config = parse_training(arguments)
     iterations = config.optimization.iterations
     assert iterations is not None
@@ -89,23 +90,28 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     torch.manual_seed(config.optimization.seed * world_size)
     of_ranks = (batches_of(config, data, rank, world_size) for rank in range(world_size))
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
-    train = _train_by_windows if config.pipeline.in_windows else _train
-    losses: list[float] = []
-    points: list[tuple[int, float]] = []
+    if config.pipeline.in_windows:
+        assert compared is None, "each rank predicts with its own movement"
+        assert late is None, "windows are late as a whole"
+        training = _train_by_windows(config, model, batches, iterations, world_size)
+    else:
+        training = _train(config, model, batches, iterations, world_size, compared, late)
     every = config.run.evaluate_iterations
+    assert not every or every % config.pipeline.local_steps == 0, "evaluations within windows are not simulated"
+    losses: list[float] = []
+    points: list[list[float]] = []
     try:
-        for of_exchange in train(config, model, batches, iterations, world_size, compared):
-            for loss in of_exchange:
-                losses.append(loss)
-                if not loss <= DIVERGED_LOSS:
-                    return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
-            if every is not None and len(losses) // every > (len(losses) - len(of_exchange)) // every:
-                accuracy = tested(model, data, test_every).accuracy
-                assert accuracy is not None, "cross-entropy measures it"
-                points.append((len(losses), accuracy))
+        for loss in training:
+            losses.append(loss)
+            if not loss <= DIVERGED_LOSS:
+                return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
+            if every and len(losses) % every == 0 and len(losses) < iterations:
+                points.append([len(losses), accuracy_of(evaluated(model, data, test_every))])
     except NonFiniteGradientError as error:
         return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=error.iteration)
-    worth = tested(model, data, test_every)
+    worth = evaluated(model, data, test_every)
+    if every:
+        points.append([iterations, accuracy_of(worth)])
     return Run(
         commit=commit,
         seconds=time.perf_counter() - begin,
@@ -117,10 +123,16 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     )
 
 
-def tested(model: nn.Module, data: DataSplits, test_every: int) -> Evaluation:
+def evaluated(model: nn.Module, data: DataSplits, test_every: int) -> evaluation.Evaluation:
     """Return the evaluation of the weights that ``model`` holds on one sample of the test set in ``test_every``."""
     batches = evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every)
     return evaluation.mean([evaluation.sums(model, batches, torch.device("cpu"))])
+
+
+def accuracy_of(worth: evaluation.Evaluation) -> float:
+    """Return the accuracy, which every training on cross-entropy has."""
+    assert worth.accuracy is not None, "cross-entropy has one"
+    return worth.accuracy
 
 
 def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
@@ -142,7 +154,8 @@ def _train(
     iterations: int,
     world_size: int,
     compared: type[Prediction] | None,
-) -> Iterator[list[float]]:
+    late: list[str] | None,
+) -> Iterator[float]:
     """Train ``model`` by exchanges of gradients, and yield the mean loss of each iteration."""
     pipeline = config.pipeline
     optimizer = build_optimizer(config.optimization, model)
@@ -156,9 +169,10 @@ def _train(
         prediction=compared or pipeline.prediction,
         guard=pipeline.guard,
         codec=config.compression.codec,
+        fresh=() if late is None else not_in(late, model),
     )
     for of_ranks in batches:
-        yield [float(np.mean(ranks.iterate(loss_of, of_ranks)))]
+        yield float(np.mean(ranks.iterate(loss_of, of_ranks)))
         schedule.step()
     ranks.flush()
 
@@ -169,11 +183,9 @@ def _train_by_windows(
     batches: _Batches,
     iterations: int,
     world_size: int,
-    compared: type[Prediction] | None,
-) -> Iterator[list[float]]:
-    """Train ``model`` by local steps, and yield the mean losses of the iterations of each window."""
+) -> Iterator[float]:
+    """Train ``model`` by local steps, and yield the mean loss of each iteration after its window."""
     pipeline = config.pipeline
-    assert compared is None, "each rank predicts with its own movement"
     assert (pipeline.warmup_iterations, pipeline.fragments, pipeline.average_state) == (0, 1, False), "not simulated"
     optimizers = [build_optimizer(config.optimization, model) for _ in range(world_size)]
     schedules = [build_schedule(config.optimization, optimizer, iterations) for optimizer in optimizers]
@@ -193,7 +205,8 @@ def _train_by_windows(
             schedules[rank].step()
 
     while window := list(itertools.islice(batches, pipeline.local_steps)):
-        yield [float(np.mean(losses)) for losses in ranks.run_window(loss_of, window, set_lr)]
+        for losses in ranks.run_window(loss_of, window, set_lr):
+            yield float(np.mean(losses))
     ranks.flush()
 
 
@@ -283,26 +296,3 @@ def make_runs(
 
 def _start_worker() -> None:
     torch.set_num_threads(1)
-
-
-def mean_of_all(values: Sequence[float | None]) -> float | None:
-    """Return the mean, rounded for values at a target's edge; None if one is missing, since survivors would flatter."""
-    known = [value for value in values if value is not None]
-    return round(float(np.mean(known)), 6) if len(known) == len(values) else None
-
-
-def mean_change(
-    values: Sequence[float | None], base: Sequence[float | None], change: Callable[[float, float], float]
-) -> float | None:
-    """Return the mean of ``change(value, base)`` over the seeds; None if a value is missing."""
-    return mean_of_all([None if a is None or b is None else change(a, b) for a, b in zip(values, base, strict=True)])
-
-
-def points(value: float, base: float) -> float:
-    """Return by how many percentage points an accuracy is above another one."""
-    return 100 * (value - base)
-
-
-def percent(value: float, base: float) -> float:
-    """Return by how many percent a loss is above another one."""
-    return 100 * (value / base - 1)

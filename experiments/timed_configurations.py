@@ -3,15 +3,15 @@
     torchrun ... -m experiments.timed_configurations PLAN.json TIMES.json
 
 PLAN.json is a list of passes, each a list of {"words": arguments of pipesgd.train, "iterations": number to time}, in
-any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "sent_bytes": most that a
-rank's machine sends in one, headers included, "hidden_share": of the communication, left out if there is none,
-"memory_bytes": most that a rank takes beyond what it had before, "product_seconds": mean time of a fixed product of
-matrices before and after, which shows how fast the machine was just then, "stolen": the share of the cores' time that a
-hypervisor gave to others meanwhile, "cpu_share": the share that the ranks used}. A configuration that lost too much
-time is measured again at the end of its pass. All have the data, model and batch size of the first one, and loader
-workers of their own. Starting a job takes longer than measuring a configuration, and a machine's speed drifts, so the
-configurations share a job, which returns to each of them in every pass. None keeps its process groups in between: an
-idle one's threads take 0.2 % of a core in every rank.
+any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "communication_seconds" and
+"exposed_seconds": those of an iteration's communication, and of waits for it, the mean of ranks, "wire_bytes": bytes of
+an iteration that the reports of all ranks have, "memory_bytes": most that a rank takes beyond what it had before,
+"product_seconds": mean time of a fixed product of matrices before and after, which shows how fast the machine was just
+then, "stolen": the share of the cores' time that a hypervisor gave to others meanwhile, "cpu_share": the share that the
+ranks used}. A configuration that lost too much time is measured again at the end of its pass. All have the data, model
+and batch size of the first one, and loader workers of their own. Starting a job takes longer than measuring a
+configuration, and a machine's speed drifts, so the configurations share a job, which returns to each of them in every
+pass. None keeps its process groups in between: an idle one's threads take 0.2 % of a core in every rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import nn
 
 from experiments import command
 from experiments.cpu_time import CpuTime
-from experiments.footprint import PeakMemory, sent_bytes
+from experiments.footprint import PeakMemory
 from pipesgd.calibration.machines import DISTURBED, StolenTime, product_seconds
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig
@@ -43,7 +43,7 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.workload import load
 from pipesgd.strategies import make_strategy
-from pipesgd.strategy import Span, hidden_share
+from pipesgd.strategy import StepReport
 
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -51,39 +51,41 @@ SCALER = torch.amp.GradScaler("cpu", enabled=False)
 def mean_iteration(
     config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
 ) -> dict[str, float]:
-    """Return the figures of the mean of this many steady iterations on a copy of the model. Collective.
+    """Return the means of this many steady iterations on a copy of the model. Collective.
 
-    Before those, two iterations fill the memory and make the connections, and others fill the pipeline. With local
-    steps, windows do that, and ``iterations`` are whole windows. The seconds are the median of ranks; bytes and memory
-    are those of the rank with the most.
+    The seconds are the median of ranks, and the memory is that of the rank with the most. Before those iterations, two
+    fill the memory and make the connections, and others fill the pipeline. With local steps, windows do that, and
+    ``iterations`` are whole windows.
     """
     memory = PeakMemory()
     ranks.start_process_group("cpu", config.run.timeout)
     model, untimed = copy.deepcopy(model).train(), (config.pipeline.width + 2) * config.pipeline.local_steps
+    reports: list[StepReport] = []
     strategy = make_strategy(config, model, build_optimizer(config.optimization, model), SCALER, ranks)
-    spans: list[Span] = []
     with contextlib.closing(strategy), contextlib.closing(batches.from_iteration(0)) as samples:
         for iteration in range(untimed + iterations):
             if iteration == untimed:
-                begin, sent_before = time.perf_counter(), sent_bytes()
-                spans.clear()
+                begin = time.perf_counter()
             forward_backward(strategy, samples, config, SCALER, iteration)
-            spans += strategy.step().spans
-        seconds, sent = time.perf_counter() - begin, sent_bytes() - sent_before
+            reports.append(strategy.step())
+        seconds = (time.perf_counter() - begin) / iterations
         strategy.flush()
         peak = memory.nbytes()
-    communication, exposed = (
-        sum(span.seconds for span in spans if span.what == what) for what in ("communication", "wait")
+    steady = reports[untimed:]
+    own = (
+        seconds,
+        *(sum(report.seconds(what) for report in steady) / iterations for what in ("communication", "wait")),
+        sum(report.wire_bytes for report in steady) / iterations,
+        peak,
     )
-    own = [seconds / iterations, sent / iterations, float(communication), float(exposed), float(peak)]
-    of_ranks = np.array(ranks.all_gather_object("figures", own))  # (ranks, figures)
+    of_ranks = np.array(ranks.all_gather_object("times", own))  # (ranks, 5)
     ranks.leave()
-    share = hidden_share(of_ranks[:, 2].sum(), of_ranks[:, 3].sum())
     return {
         "seconds": float(np.median(of_ranks[:, 0])),
-        "sent_bytes": float(of_ranks[:, 1].max()),
+        "communication_seconds": float(of_ranks[:, 1].mean()),
+        "exposed_seconds": float(of_ranks[:, 2].mean()),
+        "wire_bytes": float(of_ranks[:, 3].sum()),
         "memory_bytes": float(of_ranks[:, 4].max()),
-        **({} if share is None else {"hidden_share": float(share)}),
     }
 
 
@@ -92,9 +94,10 @@ def timed(
 ) -> dict[str, float]:
     """Measure one configuration in a pass. Collective."""
     before, stolen_time, cpu_time = product_seconds(ranks), StolenTime(), CpuTime()
-    figures = mean_iteration(config, model, batches, ranks, iterations)
+    means = mean_iteration(config, model, batches, ranks, iterations)
     stolen, cpu_share = stolen_time.share(ranks), cpu_time.used(ranks).share
-    return figures | {
+    return {
+        **means,
         "product_seconds": (before + product_seconds(ranks)) / 2,
         "stolen": stolen,
         "cpu_share": cpu_share,

@@ -6,9 +6,9 @@
 A system is a file NAME.toml in this folder, also for pipesgd.train --config; its head says what was substituted.
 
 - Iterations are timed on four emulated nodes at 200 Mbit/s and 1 Gbit/s, with an emulated accelerator on each, in
-  interleaved rounds of one job (times.py): seconds, bytes that the busiest node sends, headers included, the share of
-  the communication that the computation hid, and the memory that a rank takes beyond data and model. The timing model
-  has predicted the seconds before, from a calibration.
+  interleaved rounds of one job (times.py): seconds, bytes that all ranks report to send, the share of the
+  communication that the computation hid, and the memory that a rank takes beyond data and model. The timing model has
+  predicted the seconds before, from a calibration.
 - Accuracy is that after the same number of samples, of three seeds, on simulated or real ranks (accuracy.py).
 - Time to accuracy is calculated, not measured: iterations to the target times the time of an iteration. The target is
   one point below the accuracy that d-sync ends with.

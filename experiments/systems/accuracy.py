@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shlex
 import subprocess
 import tempfile
@@ -37,7 +38,7 @@ from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
 SEEDS, QUICK_SEEDS = 3, 1
 EVALUATIONS = 24
-"""Evaluations during a run, between two of which the crossing of a target is interpolated."""
+"""Most evaluations of a run, between two of which the crossing of a target is interpolated."""
 DEADLINE = 3600.0
 SIMULATED_FIELDS = (
     *("width", "prediction", "local_steps"),
@@ -91,12 +92,15 @@ def plan(
     workloads: Mapping[str, Workload], words_of_systems: Mapping[str, str], seeds: int
 ) -> dict[tuple[str, str, int], Planned]:
     """Return the training of each workload, system and seed; systems with the same words share theirs."""
+    window_of = {  # after which all ranks have the same weights
+        words: parse_training(shlex.split(words)).pipeline.local_steps for words in words_of_systems.values()
+    }
     planned: dict[tuple[str, str, int], Planned] = {}
     by_words: dict[str, Planned] = {}
     for seed, (workload, one), (system, words) in itertools.product(
         range(seeds), workloads.items(), words_of_systems.items()
     ):
-        every = max(1, one.iterations // EVALUATIONS)
+        every = window_of[words] * math.ceil(one.iterations / EVALUATIONS / window_of[words])
         length = f"--iterations {one.iterations} --evaluate-iterations {every} --seed {seed}"
         # The program of its own gets the same arguments as a plain d-sync, but is not the same training.
         key = f"{HOGWILD} " * (system == HOGWILD) + f"{one.trained} {words} {length}"
@@ -125,20 +129,17 @@ def curves(
     ]
     kept = KeptRuns(folder / f"{name}.simulated.runs.json", Run)
     runs = make_runs(simulated, kept, f"{name}, simulated ranks", console, processes=processes)
-    found = {one.words: _curve(runs[one.words], one) for one in simulated}
+    found = {words: _curve(run) for words, run in runs.items()}
     really = [one for words, one in unique.items() if words not in found]
     kept_really = KeptRuns(folder / f"{name}.real.runs.json", Trained)
     found |= _train_all(really, kept_really, f"{name}, real ranks", console, world_size)
     return {key: found[one.words] for key, one in planned.items()}
 
 
-def _curve(run: Run, planned: Planned) -> Curve:
+def _curve(run: Run) -> Curve:
     if run.test_accuracy is None:
         return Curve(how="simulated", failure=f"diverged in iteration {run.diverged_at}", points=[])
-    last = parse_training(shlex.split(planned.words)).optimization.iterations
-    assert last is not None
-    points = [[float(at), accuracy] for at, accuracy in run.points if at < last]
-    return Curve(how="simulated", failure=None, points=[*points, [float(last), run.test_accuracy]])
+    return Curve(how="simulated", failure=None, points=run.points)
 
 
 def _train_all(

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import multiprocessing, nn
+from torch import multiprocessing
 
 from experiments import command
-from experiments.simulated_runs import WORLD_SIZE, batches_of, loss_of, tested
+from experiments.simulated_runs import WORLD_SIZE, accuracy_of, batches_of, evaluated, loss_of
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig, differing_options
 from pipesgd.data import make_workload
@@ -116,16 +116,10 @@ def _train_rank(
         if done == iterations or (every is not None and done % every == 0):
             meeting.wait()
             if rank == 0:
-                points.append((done, _accuracy(model, data)))
+                points.append((done, accuracy_of(evaluated(model, data, test_every=1))))
             meeting.wait()
     if rank == 0:
         results.put(Outcome(iteration_s=seconds / iterations, points=points))
-
-
-def _accuracy(model: nn.Module, data: Any) -> float:
-    accuracy = tested(model, data, 1).accuracy
-    assert accuracy is not None, "cross-entropy measures it"
-    return accuracy
 
 
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:

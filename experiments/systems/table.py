@@ -11,9 +11,11 @@ from experiments import command
 from experiments.accuracies import seconds_to
 from experiments.paired import median, paired_ratio
 from experiments.results import Row
+from experiments.simulated_tables import mean_of_all
 from experiments.systems.accuracy import Curve
 from experiments.systems.catalogue import HOGWILD
 from experiments.systems.times import Cell
+from pipesgd.strategy import hidden_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,7 +77,15 @@ def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
         return median(known) if known else None
 
     seconds = [one["seconds"] for one in rounds]
-    figures = {name: over(name) for name in ("sent_bytes", *NOT_MEASURED)}
+    communication, exposed = (
+        float(np.mean([one[f"{name}_seconds"] for one in rounds])) for name in ("communication", "exposed")
+    )
+    figures = {
+        "wire_bytes": over("wire_bytes"),
+        "hidden_share": hidden_share(communication, exposed),
+        "memory_bytes": over("memory_bytes"),
+        "cpu_share": over("cpu_share"),
+    }
     return {
         "iteration_s": median(seconds),
         "iteration_lowest_s": min(seconds),
@@ -131,7 +141,7 @@ def accuracy_of(curves: Sequence[Curve], target: float | None) -> Row:
     return {
         "seeds": len(curves),
         "trained_on": curves[0].how,
-        "accuracy_mean": float(np.mean(ends)) if len(ends) == len(curves) else None,
+        "accuracy_mean": mean_of_all([curve.points[-1][1] if curve.failure is None else None for curve in curves]),
         "accuracy_lowest": min(ends, default=None),
         "accuracy_highest": max(ends, default=None),
         "failures": failures,
@@ -160,9 +170,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 def show(rows: Sequence[Row], title: str) -> None:
     """Print the rows of one workload and link."""
 
-    def text(row: Row, name: str, form: str, factor: float = 1.0) -> str:
-        return "-" if row[name] is None else format(factor * row[name], form)
-
+    text = command.text_of
     command.show(
         title,
         [
@@ -171,7 +179,7 @@ def show(rows: Sequence[Row], title: str) -> None:
                 "ms": text(row, "iteration_s", ".1f", 1e3),
                 "predicted": text(row, "predicted_s", ".1f", 1e3),
                 "times DDP": text(row, "times_as_fast_as_ddp", ".2f"),
-                "MB sent": text(row, "sent_bytes", ".2f", 1e-6),
+                "MB sent": text(row, "wire_bytes", ".2f", 1e-6),
                 "hidden": text(row, "hidden_share", ".0%"),
                 "MB taken": text(row, "memory_bytes", ".0f", 1e-6),
                 "accuracy %": text(row, "accuracy_mean", ".2f", 100),

@@ -1,8 +1,8 @@
 """Iteration times of all systems on the links of a testbed, measured in turns in one job, and predicted before.
 
 Every node has an emulated accelerator, which leaves the cores of this machine to the network. A round has some
-iterations of each system, in rotated order. The links, the computation and the codecs are calibrated first, as
-pipesgd.calibrate does it for anybody, and the predictions are made from that alone.
+iterations of each system; every second one is in reverse order. The links, the computation and the codecs are
+calibrated first, as pipesgd.calibrate does it for anybody, and the predictions are made from that alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rich.console import Console
 
 from experiments import command
 from experiments.kept_runs import KeptRuns
-from experiments.paired import turns
 from experiments.results import code_state
 from experiments.systems import hogwild
 from experiments.systems.catalogue import HOGWILD
@@ -35,7 +34,7 @@ from experiments.systems.workloads import (
     Workload,
 )
 from experiments.testbed import Link, Testbed, parse_rate
-from experiments.validation_runs import ask, calibrate, run
+from experiments.validation_runs import ask, calibrate, time_in_passes
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import PlanningConfig, TrainConfig
 from pipesgd.errors import UserInputError
@@ -125,7 +124,6 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
     configs = {words: parse_training(shlex.split(f"{base} {words}")) for words in words_of_systems}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        plan_file, times_file = folder / "plan.json", folder / "times.json"
         with setting.testbed() as testbed:
             seconds = QUICK_SECONDS if quick else SECONDS
             codecs = " ".join(CODECS)
@@ -134,21 +132,14 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
         plan: list[dict[str, Any]] = [
             {"words": f"{base} {words}", "iterations": block_of(one, quick)} for words, one in configs.items()
         ]
-        passes = [turns(plan, number) for number in range(rounds)]
-        plan_file.write_text(json.dumps(passes), encoding="utf-8")
         with setting.testbed() as testbed:
-            line = f"experiments.timed_configurations {plan_file} {times_file}"
-            run(testbed, line, folder, deadline=DEADLINE)
-        times = json.loads(times_file.read_text(encoding="utf-8"))
-    by_words = [
-        {one["words"].removeprefix(f"{base} "): figures for one, figures in zip(of_pass, found, strict=True)}
-        for of_pass, found in zip(passes, times, strict=True)
-    ]
-    of_systems = {words: [of_pass[words] for of_pass in by_words] for words in configs}
+            times = time_in_passes(testbed, plan, rounds, folder, deadline=DEADLINE)
+    of_systems = {words: list(of_rounds) for words, of_rounds in zip(configs, times, strict=True)}
     if own_program:
         length = f"--iterations {QUICK_BLOCK if quick else ROUNDS * BLOCK}"
         outcome = hogwild.train(f"{base} {length}", setting.nodes)
-        of_systems[HOGWILD] = [{"seconds": outcome.iteration_s, "sent_bytes": 0.0}]
+        nothing = dict.fromkeys(("communication_seconds", "exposed_seconds", "wire_bytes"), 0.0)
+        of_systems[HOGWILD] = [{"seconds": outcome.iteration_s} | nothing]
         predictions[HOGWILD] = {"reason": "the timing model has no shared memory"}
     return Cell(commit=code_state(), rounds=of_systems, predictions=predictions)
 

@@ -143,6 +143,21 @@ def test_it_begins_after_the_warm_up_and_before_it_the_plan_counts() -> None:
     assert found.decision_at == 30 + 2 * TURN
 
 
+def test_a_run_that_continues_before_its_first_audition_trains_as_it_began() -> None:
+    found = audition(0.13, 0.12, begin=30)
+    planned = dataclasses.replace(prediction(), choices=THREE, audition=found)
+    over = found.decided(seconds(found, {1: 0.3, 2: 0.12}), again=False)
+    again = over.decided({}, again=True)
+    both = again.decided(seconds(again, {1: 0.1, 2: 0.3}), again=False)
+    for auditions in ([over], [over, again, both]):
+        heard = planned
+        for one in auditions:
+            heard = heard.heard(one)
+        continued = Planned.from_json(json.loads(json.dumps(heard.as_json())))
+        assert [continued.at(iteration) for iteration in (29, 30)] == [THREE, ONE]
+        assert continued.choices == continued.at(10_000) == auditions[-1].chosen[0]
+
+
 def test_a_short_run_has_fewer_candidates_or_none() -> None:
     found = Audition.of([ONE, TWO, THREE], [0.13, 0.12, 0.125], iterations=1000, begin=0)
     assert found is not None

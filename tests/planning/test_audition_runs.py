@@ -64,19 +64,19 @@ def widths(planned: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(tmp_path: Path) -> None:
-    words = f"{WORDS} --codec auto --iterations 110"
+    words = f"{WORDS} --codec auto --iterations 110 --warmup-iterations 6"
     result, text = run(tmp_path, f"{words} --check-replicas 10")
     planned = result["planned"]
     turns = widths(planned)
     assert [width for _, width in turns[:3]] == [1, 2, 3]
-    assert [iteration for iteration, _ in turns[:4]] == [0, TURN, 2 * TURN, 3 * TURN]
+    assert [iteration for iteration, _ in turns[:4]] == [6 + number * TURN for number in range(4)]
     assert planned["audition"]["passes"] == 0
     assert planned["choices"] == planned["audition"]["turns"][-1][1]
     assert (result["width"], result["codec"]) == (planned["choices"]["width"], planned["choices"]["codec"])
     assert planned["support"] == "measured"
     assert [pace[3] >= TURN - 2 - 2 for pace in planned["audition"]["paces"]] == [True] * 3
     assert result["replicas_identical"]
-    assert "train in turns of 12 iterations from iteration 0 on, and the fastest stays\n" in text
+    assert "train in turns of 12 iterations from iteration 6 on, and the fastest stays\n" in text
     assert text.count("audition, time of an iteration: ") == 1
     assert f"; --width {result['width']}" in text
     assert " in the audition: " in text
@@ -84,8 +84,9 @@ def test_a_run_auditions_keeps_the_winner_and_resumes_bit_for_bit_from_anywhere(
     assert described["planned"]["audition"] == planned["audition"]
     assert described["options"]["width"] == result["width"]
 
-    # In the middle of a turn, at its end (the checkpoint is of the pipeline before the change), and after the decision.
-    for iteration in (5, 20, 25, 60, 100):
+    # Before the first turn, in the middle of a turn, at its end (the checkpoint is of the pipeline before the change),
+    # and after the decision.
+    for iteration in (5, 20, 30, 60, 100):
         back_to(tmp_path, iteration)
         resumed, text = run(tmp_path, f"{words} --resume")
         assert f"continuing after iteration {iteration} of 110" in text
