@@ -39,6 +39,7 @@ READ = frozenset({
     "embedding", "optimizer", "lr", "momentum", "weight-decay", "schedule", "iterations", "seed", "evaluate-iterations",
 })  # fmt: skip
 """Options of ``pipesgd.train`` that this program has a use for."""
+START_METHOD = "forkserver"  # a fork would copy the state of torch's threads
 MEETING_SECONDS = 600.0
 """Seconds after which a rank that does not come to an evaluation counts as lost."""
 
@@ -78,11 +79,13 @@ def train(words: str, world_size: int = WORLD_SIZE) -> Outcome:
     config = parse(shlex.split(words))
     torch.manual_seed(config.optimization.seed)
     _, model = make_workload(config, world_size=world_size)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START_METHOD)
     meeting, results = context.Barrier(world_size, timeout=MEETING_SECONDS), context.SimpleQueue()
     weights = [parameter.detach().share_memory_() for parameter in model.parameters()]
     try:
-        multiprocessing.spawn(_train_rank, (world_size, words, weights, meeting, results), nprocs=world_size)
+        multiprocessing.start_processes(
+            _train_rank, (world_size, words, weights, meeting, results), nprocs=world_size, start_method=START_METHOD
+        )
     except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as failure:
         raise RunError(f"hogwild failed: {str(failure).strip().splitlines()[-1]}") from None
     outcome: Outcome = results.get()
