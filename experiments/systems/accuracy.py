@@ -165,22 +165,28 @@ def train(words: str, world_size: int) -> Trained:
     commit = code_state()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
-        job = command.torchrun(world_size, "-m", "pipesgd.train", *shlex.split(words), "--output", str(folder))
-        try:
-            done = subprocess.run(
-                [*job, "--checkpoint-iterations", str(NEVER)],
-                cwd=REPOSITORY,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=DEADLINE,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return Trained(commit=commit, failure=f"did not end within {DEADLINE:.0f} s", points=[])
-        if done.returncode:
-            return Trained(commit=commit, failure=last_words(done.stdout), points=[])
-        return Trained(commit=commit, failure=None, points=read_points(folder))
+        own = [*shlex.split(words), "--checkpoint-iterations", str(NEVER), "--output", str(folder)]
+        failure = run_training(own, world_size)
+        points = read_points(folder) if failure is None else []
+    return Trained(commit=commit, failure=failure, points=points)
+
+
+def run_training(words: Sequence[str], world_size: int) -> str | None:
+    """Run pipesgd.train on this machine; return the reason if it failed, else None."""
+    job = command.torchrun(world_size, "-m", "pipesgd.train", *words)
+    try:
+        done = subprocess.run(
+            job,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not end within {DEADLINE:.0f} s"
+    return last_words(done.stdout) if done.returncode else None
 
 
 def train_own_program(words: str, world_size: int) -> Trained:
