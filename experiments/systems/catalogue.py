@@ -17,8 +17,8 @@ FOLDER = Path(__file__).parent
 HOGWILD = "caffe-hogwild"
 """Name of the system that has a program of its own (hogwild.py): it is no strategy of the trainer."""
 NOT_HERE = {
-    "cuda-convnet2-model": "layers that are split over devices need groups of ranks that hold one model together; here "
-    "every rank holds the whole model",
+    "cuda-convnet2-model": "its layers are split over devices, and pipesgd.train gives every rank the whole model; in "
+    "a loop of one's own, islands of ranks hold one together (docs/islands.md)",
     "cuda-convnet2-hybrid": "its linear layers are split over devices, as those of cuda-convnet2-model",
 }
 """Systems without a row, and the reason."""
