@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import re
 import shlex
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _ranks import run_ranks
+import torch.distributed as dist
+from _ranks import TIMEOUT, run_ranks
 from conftest import REPOSITORY
 
 from experiments.command import torchrun
 from pipesgd.errors import RunError, UserInputError
-from pipesgd.ranks import Ranks
+from pipesgd.ranks import Ranks, Standing
 from pipesgd.run.console import screen
 from pipesgd.run.output import TAKEN
 from pipesgd.train import train
@@ -38,6 +40,23 @@ def train_as_a_rank(ranks: Ranks, words: list[str], restart_count: int = 0) -> t
         except (UserInputError, RunError) as failure:
             error = f"{type(failure).__name__}: {failure}"
     return error, out.getvalue(), err.getvalue()
+
+
+def train_each_as_a_rank(ranks: Ranks, runs: dict[str, list[str]]) -> dict[str, str]:
+    """Run the command once for each of ``runs``, with connections of its own; return the kinds and texts of errors."""
+    multiprocessing.current_process().daemon = False  # a daemon may have no loader workers
+    errors = {}
+    for name, words in runs.items():
+        own = Ranks(
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            store=dist.PrefixStore(name, ranks.store),
+            local_rank=ranks.rank,
+            standing=Standing(TIMEOUT),
+        )
+        errors[name], _, _ = train_as_a_rank(own, words)
+        own.leave()
+    return errors
 
 
 def run(world_size: int, words: str, output: Path, restart_count: int = 0) -> list[tuple[str, str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import queue
 import re
 import shlex
@@ -16,9 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from _ranks import TIMEOUT, run_ranks
-from _runs import train_as_a_rank
+from _ranks import run_ranks
+from _runs import train_as_a_rank, train_each_as_a_rank
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -37,8 +35,7 @@ from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig, differing_options
 from pipesgd.data import make_workload
 from pipesgd.errors import UserInputError
-from pipesgd.membership.heartbeat import Standing
-from pipesgd.ranks import Ranks, alone
+from pipesgd.ranks import alone
 from tests.experiments.test_simulation import CASES, WINDOWS
 from tests.timing_model._profiles import PROFILE
 from timing_model.cli import main as main_of_timing_model
@@ -129,26 +126,12 @@ def test_a_system_is_refused_in_one_line_where_it_cannot_run(name: str) -> None:
 # ---- Runs
 
 
-def _train_all(ranks: Ranks, folder: str) -> dict[str, str]:
-    """Train every system from the command line, one after the other; return the errors by name."""
-    multiprocessing.current_process().daemon = False  # a daemon may have no loader workers
-    errors = {}
-    for name in SYSTEMS:
-        own = Ranks(
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            store=dist.PrefixStore(name, ranks.store),
-            local_rank=ranks.rank,
-            standing=Standing(TIMEOUT),
-        )
-        words = ["--config", str(FOLDER / f"{name}.toml"), *SHORT.split(), "--output", f"{folder}/{name}"]
-        errors[name], _, _ = train_as_a_rank(own, words)
-        own.leave()
-    return errors
-
-
 def test_every_system_runs_from_the_command_line(tmp_path: Path) -> None:
-    for errors in run_ranks(2, _train_all, str(tmp_path), process_group=False, deadline=120.0):
+    words = {
+        name: ["--config", str(FOLDER / f"{name}.toml"), *SHORT.split(), "--output", str(tmp_path / name)]
+        for name in SYSTEMS
+    }
+    for errors in run_ranks(2, train_each_as_a_rank, words, process_group=False, deadline=120.0):
         assert errors == dict.fromkeys(SYSTEMS, "")
     for name in SYSTEMS:
         summary = json.loads((tmp_path / name / "summary.json").read_text(encoding="utf-8"))
@@ -471,13 +454,9 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
         parse([], by_torchrun=True)
 
 
-def _time(ranks: Ranks, words: list[str]) -> None:
-    timed_configurations.main(words, ranks, Console())
-
-
 def _run_on_forked_ranks(testbed: object, words: list[str], log: Path, *, deadline: float) -> None:
     assert words[:2] == ["-m", "experiments.timed_configurations"]
-    run_ranks(QUICK_NODES, _time, words[2:], process_group=False)
+    run_ranks(QUICK_NODES, functools.partial(timed_configurations.main, words[2:]), None, process_group=False)
 
 
 def _train_on_forked_ranks(words: list[str], world_size: int) -> str | None:
