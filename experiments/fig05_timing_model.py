@@ -27,8 +27,8 @@ from timing_model.cluster_profile import Profile
 from timing_model.costs import costs_of, iteration_time
 from timing_model.jitter import steady_state_period
 from timing_model.job import Job
-from timing_model.measured import ComputeProfile, LinkProfile
-from timing_model.options import LAYERS, NOTHING
+from timing_model.measured import LinkProfile
+from timing_model.options import NOTHING, computation_of
 from timing_model.params import LinkParams, Noise
 from timing_model.presets import MODELS, NETWORKS, PAYLOAD_SHARE
 from timing_model.simulate import simulate_iterations
@@ -75,11 +75,9 @@ BY_WIDTH, BY_RANKS, BY_BANDWIDTH, BY_LATENCY, BORDER, MEASURED = (
 
 def seconds(method: str, *, world_size: int, link: LinkParams = NETWORKS[NETWORK], compute: float = COMPUTE) -> float:
     """Return the seconds of an iteration of the job, by the formulas."""
-    parameters = MODELS[MODEL]
-    tensors = tuple(parameters // LAYERS + (layer < parameters % LAYERS) for layer in range(LAYERS))
     job = Job(
         cluster=Profile(calibrated=NOTHING, link=LinkProfile.exact(link)),
-        compute=ComputeProfile.exact(model=MODEL, batch_size=0, tensors=tensors, compute=compute, update=0.0),
+        compute=computation_of(MODEL, MODELS[MODEL], compute),
         world_size=world_size,
         **METHODS[method],
     )

@@ -26,8 +26,8 @@ from timing_model.alternatives import MOST_LOCAL_STEPS, hiding_steps
 from timing_model.choices import Space
 from timing_model.cluster_profile import Profile
 from timing_model.job import Job
-from timing_model.measured import ComputeProfile, LinkProfile
-from timing_model.options import LAYERS, NOTHING
+from timing_model.measured import LinkProfile
+from timing_model.options import NOTHING, computation_of
 from timing_model.plan import plan
 from timing_model.predict import predict
 from timing_model.presets import MODELS, ethernet
@@ -48,9 +48,7 @@ WINDOWS, QUICK_WINDOWS = 100, 5
 def question(model: str, uplink: str, members: int) -> Job:
     """Return the job of this many members, without local steps."""
     seconds, batch_size = WORKLOADS[model]
-    numel = MODELS[model]
-    tensors = tuple(numel // LAYERS + (layer < numel % LAYERS) for layer in range(LAYERS))
-    times = ComputeProfile.exact(model=model, batch_size=batch_size, tensors=tensors, compute=seconds, update=0.0)
+    times = computation_of(model, MODELS[model], seconds, batch_size=batch_size)
     link = LinkProfile.exact(ethernet(parse_bandwidth("uplink", uplink), LATENCY))
     cluster = Profile(calibrated=NOTHING, link=link)
     return Job(cluster=cluster, compute=dataclasses.replace(times, cv=CV), world_size=members)

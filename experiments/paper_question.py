@@ -29,8 +29,8 @@ from timing_model import Noise, simulate_iterations, steady_state_period
 from timing_model.cluster_profile import Profile
 from timing_model.costs import collective_time, costs_of, iteration_time
 from timing_model.job import Job
-from timing_model.measured import ComputeProfile, LinkProfile
-from timing_model.options import LAYERS, NOTHING
+from timing_model.measured import LinkProfile
+from timing_model.options import NOTHING, computation_of
 from timing_model.presets import MODELS, NETWORKS
 
 if TYPE_CHECKING:
@@ -141,9 +141,7 @@ def compute_jitter(ratios: Sequence[float], iterations: int, console: Console) -
 
 
 def _question(cluster: Profile, workload: str, seconds: float, **options: Any) -> Job:
-    numel = MODELS[workload]
-    tensors = tuple(numel // LAYERS + (layer < numel % LAYERS) for layer in range(LAYERS))
-    times = ComputeProfile.exact(model=workload, batch_size=0, tensors=tensors, compute=seconds, update=0.0)
+    times = computation_of(workload, MODELS[workload], seconds)
     return Job(cluster=cluster, compute=times, **{"world_size": NODES, **options})
 
 

@@ -245,15 +245,39 @@ def _by_hand(given: Namespace) -> ComputeProfile:
     parameters = round(MODELS[given.model] if given.parameters is None else given.parameters)
     if not 1 <= parameters <= 1e13:
         raise ValueError(f"parameters must be from 1 to 1e13; got {parameters}")
-    layers = min(LAYERS, parameters)
-    compute = ComputeProfile.exact(
-        model=given.model or "given",
+    compute = computation_of(
+        given.model or "given",
+        parameters,
+        given.compute,
         batch_size=given.batch_size or 0,
-        tensors=tuple(parameters // layers + (layer < parameters % layers) for layer in range(layers)),
-        compute=given.compute,
         update=given.update or 0.0,
     )
     return _changed(given, compute)
+
+
+def computation_of(
+    model: str, parameters: int, seconds: float, *, batch_size: int = 0, update: float = 0.0
+) -> ComputeProfile:
+    """Return the computation of a model of which only size and times are known, in at most ``LAYERS`` equal layers.
+
+    Args:
+        model: name of the model.
+        parameters: number of its parameters.
+        seconds: time of a forward and a backward pass, in s.
+        batch_size: samples of an iteration of a rank; 0 if not known.
+        update: time of an update, in s.
+
+    >>> computation_of("model", 3, 1.0).tensors
+    (1, 1, 1)
+    """
+    layers = min(LAYERS, parameters)
+    return ComputeProfile.exact(
+        model=model,
+        batch_size=batch_size,
+        tensors=tuple(parameters // layers + (layer < parameters % layers) for layer in range(layers)),
+        compute=seconds,
+        update=update,
+    )
 
 
 def _changed(given: Namespace, compute: ComputeProfile) -> ComputeProfile:
