@@ -1,6 +1,7 @@
 """All systems in one table, each by its own name: time of an iteration, bytes, memory, accuracy, time to accuracy.
 
     python -m experiments.systems                        systems.csv, systems.png: all of them, about eight hours
+    python -m experiments.systems --finished             the same files, from what is finished
     python -m experiments.systems --only ddp pipesgd-int4 caffe-hogwild --output DIR
 
 A system is a file NAME.toml in this folder, also for pipesgd.train --config; its head says what was substituted.
@@ -14,12 +15,12 @@ A system is a file NAME.toml in this folder, also for pipesgd.train --config; it
   one point below the accuracy that d-sync ends with.
 
 Finished parts are kept in systems.*.runs.json in the output folder: the same command makes those that are missing, and
-writes the table only when all are there.
+writes the table only when all are there. With --finished, the table has the workloads and links of which nothing is
+missing. experiments.systems.headlines scales its cells to the clusters of the systems' authors.
 """
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -27,28 +28,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments import command
-from experiments.kept_runs import KeptRuns
+from experiments import command, simulated_runs
 from experiments.results import Row, save, save_panels
 from experiments.systems import accuracy, table
-from experiments.systems.catalogue import HOGWILD, NOT_HERE, systems
-from experiments.systems.times import Cell, all_cells
+from experiments.systems.catalogue import HOGWILD, NAME, NOT_HERE, systems
+from experiments.systems.times import finished_cells
 from experiments.systems.workloads import ACCELERATOR, NODES, QUICK, QUICK_ACCELERATOR, QUICK_NODES, WORKLOADS
 from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 
-NAME = "systems"
 HOGWILD_TITLE = "HogWild of Caffe's pull request 1148: ranks of one host share the weights, without locks."
 
 
 def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
     """Return the options; raises ``UserInputError``."""
     options = command.parser(NAME, __doc__)
-    add = options.add_argument
-    add("--only", nargs="+", metavar="NAME", help="some of the systems; needs --output")
-    add("--processes", type=command.at_least(1), default=os.cpu_count(), help="simulated runs at a time (all cores)")
-    add("--fresh", action="store_true", help="forget the finished parts in the output folder")
+    options.add_argument("--only", nargs="+", metavar="NAME", help="some of the systems; needs --output")
+    simulated_runs.add_options(options)
     arguments = command.parse(options, words)
     command.check_each_once(arguments, {"only": [*systems(), HOGWILD]})
     if arguments.only == [HOGWILD]:
@@ -58,36 +55,25 @@ def parse(words: Sequence[str], by_torchrun: bool) -> Namespace:
 
 
 def compute(arguments: Namespace, console: Console) -> list[Row]:
-    """Return all rows; what is missing of them is measured and trained now.
+    """Return all rows; what is missing of them is measured and trained now, unless only finished ones are wanted.
 
     Raises:
-        UserInputError: no testbed can be made here.
+        UserInputError: no testbed can be made here; or only finished rows are wanted, and there is none.
         RunError: a job failed whose times are needed.
     """
     workloads, known = QUICK if arguments.quick else WORKLOADS, systems()
     chosen = arguments.only or sorted([*known, HOGWILD])
     titles = {name: HOGWILD_TITLE if name == HOGWILD else known[name].title for name in chosen}
     keys = {name: HOGWILD if name == HOGWILD else known[name].words for name in chosen}
-    kept = KeptRuns(arguments.output / f"{NAME}.times.runs.json", Cell)
-    times = all_cells(
-        workloads,
-        [words for name, words in keys.items() if name != HOGWILD],
-        HOGWILD in chosen,
-        kept,
-        console,
-        quick=arguments.quick,
-    )
+    cells = finished_cells(workloads, keys, arguments, console)
     trained = {name: "" if name == HOGWILD else known[name].trained_words for name in chosen}
-    planned = accuracy.plan(workloads, trained, accuracy.QUICK_SEEDS if arguments.quick else accuracy.SEEDS)
-    curves = accuracy.curves(
-        planned,
-        arguments.output,
-        NAME,
-        console,
-        processes=arguments.processes,
-        world_size=QUICK_NODES if arguments.quick else NODES,
-    )
-    return table.rows_of(titles, times, keys, curves)
+    planned = accuracy.plan(workloads, trained, simulated_runs.seeds_of(arguments))
+    curves = accuracy.finished_curves(planned, arguments, console, world_size=QUICK_NODES if arguments.quick else NODES)
+    incomplete = {workload for workload, system, seed in planned.keys() - curves.keys()}
+    whole = {(workload, rate): cell for (workload, rate), cell in cells.items() if workload not in incomplete}
+    if not whole:
+        raise UserInputError("--finished must find the times and all trainings of a workload; there is none yet")
+    return table.rows_of(titles, whole, keys, curves)
 
 
 def draw(name: str, rows: list[Row], folder: Path) -> Path:
@@ -103,9 +89,6 @@ def draw(name: str, rows: list[Row], folder: Path) -> Path:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.by_torchrun))
-    if arguments.fresh:
-        for path in arguments.output.glob(f"{NAME}.*.runs.json"):
-            path.unlink()
     rows = compute(arguments, console)
     extra = {
         "accelerator": QUICK_ACCELERATOR if arguments.quick else ACCELERATOR,
@@ -122,7 +105,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     for workload, rate in dict.fromkeys((row["workload"], row["rate"]) for row in rows):
         own = [row for row in rows if (row["workload"], row["rate"]) == (workload, rate)]
         table.show(own, f"{workload}, {rate}; emulated links and accelerators")
-    say(console, *(f"{name} is not here: {reason}" for name, reason in NOT_HERE.items()), f"wrote {path}")
+    not_here = (f"{name} is not here: {reason}" for name, reason in NOT_HERE.items())
+    say(console, *table.reasons(rows), *not_here, f"wrote {path}")
 
 
 if __name__ == "__main__":

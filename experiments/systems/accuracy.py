@@ -14,6 +14,7 @@ import math
 import shlex
 import subprocess
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,9 @@ from experiments import command, simulated_runs
 from experiments.contenders import NEVER
 from experiments.kept_runs import KeptRuns
 from experiments.results import REPOSITORY, code_state
-from experiments.simulated_runs import WORLD_SIZE, Run, make_runs
+from experiments.simulated_runs import Run
 from experiments.systems import hogwild
-from experiments.systems.catalogue import HOGWILD
+from experiments.systems.catalogue import HOGWILD, NAME
 from experiments.systems.workloads import Workload
 from experiments.testbed_jobs import last_words
 from pipesgd.cli import parse as parse_training
@@ -36,7 +37,6 @@ from pipesgd.errors import RunError
 from pipesgd.run.metrics import read_metrics
 from pipesgd.run.output import METRICS_FILE, SUMMARY_FILE
 
-SEEDS, QUICK_SEEDS = 3, 1
 EVALUATIONS = 24
 """Most evaluations of a run, between two of which the crossing of a target is interpolated."""
 DEADLINE = 3600.0
@@ -109,31 +109,27 @@ def plan(
     return planned
 
 
-def curves(
-    planned: Mapping[tuple[str, str, int], Planned],
-    folder: Path,
-    name: str,
-    console: Console,
-    *,
-    processes: int,
-    world_size: int = WORLD_SIZE,
+def finished_curves(
+    planned: Mapping[tuple[str, str, int], Planned], arguments: Namespace, console: Console, *, world_size: int
 ) -> dict[tuple[str, str, int], Curve]:
-    """Return the curve of each planned training; those that are missing are made now, and kept in ``folder``.
+    """Return the curves of planned trainings, as the options of ``simulated_runs.add_options`` ask for.
 
-    Simulated runs are made ``processes`` at a time; there are ``world_size`` real ranks, and four simulated ones.
+    They are kept in the output folder. Those that are missing are made now, unless only finished ones are wanted.
+    There are ``world_size`` real ranks, and four simulated ones.
     """
     unique = {one.words: one for one in planned.values()}
-    is_own = {words: words.startswith(HOGWILD) for words in unique}
     simulated = [
-        one for words, one in unique.items() if not is_own[words] and is_simulated(parse_training(shlex.split(words)))
+        one
+        for words, one in unique.items()
+        if not words.startswith(HOGWILD) and is_simulated(parse_training(shlex.split(words)))
     ]
-    kept = KeptRuns(folder / f"{name}.simulated.runs.json", Run)
-    runs = make_runs(simulated, kept, f"{name}, simulated ranks", console, processes=processes)
-    found = {words: _curve(run) for words, run in runs.items()}
-    really = [one for words, one in unique.items() if words not in found]
-    kept_really = KeptRuns(folder / f"{name}.real.runs.json", Trained)
-    found |= _train_all(really, kept_really, f"{name}, real ranks", console, world_size)
-    return {key: found[one.words] for key, one in planned.items()}
+    runs = simulated_runs.finished_runs(simulated, arguments, f"{NAME}.simulated", console)
+    names = {one.words for one in simulated}
+    really = _really_trained([one for one in unique.values() if one.words not in names], arguments, console, world_size)
+    found = {words: _curve(run) for words, run in runs.items()} | {
+        words: Curve(how="real", failure=one.failure, points=one.points) for words, one in really.items()
+    }
+    return {key: found[one.words] for key, one in planned.items() if one.words in found}
 
 
 def _curve(run: Run) -> Curve:
@@ -142,22 +138,25 @@ def _curve(run: Run) -> Curve:
     return Curve(how="simulated", failure=None, points=run.points)
 
 
-def _train_all(
-    planned: Sequence[Planned], kept: KeptRuns[Trained], name: str, console: Console, world_size: int
-) -> dict[str, Curve]:
-    """Return the curves of these trainings on real ranks, by their words; the missing ones are made now."""
+def _really_trained(
+    planned: Sequence[Planned], arguments: Namespace, console: Console, world_size: int
+) -> dict[str, Trained]:
+    """Return these trainings on real ranks by their words; the missing ones are made now, if they are wanted."""
+    name = f"{NAME}.real"
+    kept = KeptRuns(arguments.output / f"{name}.runs.json", Trained)
+    if arguments.fresh:
+        kept.forget()
     done = kept.load()
     missing = [one for one in planned if one.words not in done]
     command.say_kept(console, len(planned), len(missing))
-    with command.progress(console, name, len(missing)) as advance:
-        for one in missing:
-            run = train_own_program if one.words.startswith(HOGWILD) else train
-            done[one.words] = run(one.words, world_size)
-            kept.add(one.words, done[one.words])
-            advance(1, one.name + (f" failed: {done[one.words].failure}" if done[one.words].failure else ""))
-    return {
-        one.words: Curve(how="real", failure=done[one.words].failure, points=done[one.words].points) for one in planned
-    }
+    if not arguments.finished:
+        with command.progress(console, name, len(missing)) as advance:
+            for one in missing:
+                run = train_own_program if one.words.startswith(HOGWILD) else train
+                found = done[one.words] = run(one.words, world_size)
+                kept.add(one.words, found)
+                advance(1, one.name + (f" failed: {found.failure}" if found.failure else ""))
+    return {one.words: done[one.words] for one in planned if one.words in done}
 
 
 def train(words: str, world_size: int) -> Trained:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+NAME = "systems"
+"""Name of the table."""
 HOGWILD = "caffe-hogwild"
 """Name of the system that has a program of its own (hogwild.py): it is no strategy of the trainer."""
 NOT_HERE = {

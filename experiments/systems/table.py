@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,7 @@ NOT_MEASURED = {
     "hidden_share": "hidden share: nothing is exchanged",
     "memory_bytes": "memory: the ranks share it",
     "cpu_share": "share of the cores: a program of its own",
+    "times_as_fast_as_ddp": "times as fast as DDP: no rounds with DDP",
 }
 """Reasons for figures that a system does not have."""
 
@@ -65,6 +66,7 @@ def rows_of(
             }
             reached = row["iterations_to_target"]
             row["time_to_target_s"] = None if reached is None else reached * row["iteration_s"]
+            row["not_measured"] = "; ".join(why for column, why in NOT_MEASURED.items() if row[column] is None)
             rows.append(row)
     return rows
 
@@ -80,19 +82,15 @@ def _time(rounds: Sequence[Mapping[str, float]]) -> Row:
     communication, exposed = (
         float(np.mean([one[f"{name}_seconds"] for one in rounds])) for name in ("communication", "exposed")
     )
-    figures = {
-        "wire_bytes": over("wire_bytes"),
-        "hidden_share": hidden_share(communication, exposed),
-        "memory_bytes": over("memory_bytes"),
-        "cpu_share": over("cpu_share"),
-    }
     return {
         "iteration_s": median(seconds),
         "iteration_lowest_s": min(seconds),
         "iteration_highest_s": max(seconds),
         "rounds": len(seconds),
-        **figures,
-        "not_measured": "; ".join(why for name, why in NOT_MEASURED.items() if figures[name] is None),
+        "wire_bytes": over("wire_bytes"),
+        "hidden_share": hidden_share(communication, exposed),
+        "memory_bytes": over("memory_bytes"),
+        "cpu_share": over("cpu_share"),
     }
 
 
@@ -169,23 +167,37 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 def show(rows: Sequence[Row], title: str) -> None:
     """Print the rows of one workload and link."""
-
-    text = command.text_of
+    text, target = command.text_of, rows[0]["target_accuracy"]
     command.show(
-        title,
+        title if target is None else f"{title}; target accuracy {target:.2%}",
         [
             {
                 "system": row["system"],
-                "ms": text(row, "iteration_s", ".1f", 1e3),
+                "ms an iteration": text(row, "iteration_s", ".1f", 1e3),
                 "predicted": text(row, "predicted_s", ".1f", 1e3),
-                "times DDP": text(row, "times_as_fast_as_ddp", ".2f"),
-                "MB sent": text(row, "wire_bytes", ".2f", 1e-6),
+                "as fast as DDP": text(row, "times_as_fast_as_ddp", ".2f"),
+                "MB, all ranks": text(row, "wire_bytes", ".2f", 1e-6),
                 "hidden": text(row, "hidden_share", ".0%"),
-                "MB taken": text(row, "memory_bytes", ".0f", 1e-6),
+                "MB of memory": text(row, "memory_bytes", ".0f", 1e-6),
                 "accuracy %": text(row, "accuracy_mean", ".2f", 100),
                 "iterations to target": text(row, "iterations_to_target", ".0f"),
-                "x time, s": text(row, "time_to_target_s", ".1f"),
+                "s to target, calculated": text(row, "time_to_target_s", ".1f"),
             }
             for row in rows
         ],
     )
+
+
+def reasons(rows: Iterable[Row]) -> list[str]:
+    """Return the reasons for cells without a figure, one a line and each once."""
+    lines = []
+    for row in rows:
+        trained = f"{row['workload']}, {row['system']}"
+        for name, why in (
+            (row["system"], row["not_predicted"] and f"not predicted, since {row['not_predicted']}"),
+            (row["system"], row["not_measured"]),
+            (trained, row["failures"]),
+            (trained, row["not_reached"]),
+        ):
+            lines += [f"{name}: {why}"] if why else []
+    return list(dict.fromkeys(lines))

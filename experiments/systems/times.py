@@ -13,7 +13,8 @@ import json
 import math
 import shlex
 import tempfile
-from collections.abc import Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from experiments import command
 from experiments.kept_runs import KeptRuns
 from experiments.results import code_state
 from experiments.systems import hogwild
-from experiments.systems.catalogue import HOGWILD
+from experiments.systems.catalogue import HOGWILD, NAME
 from experiments.systems.workloads import (
     ACCELERATOR,
     NODES,
@@ -34,7 +35,7 @@ from experiments.systems.workloads import (
     Workload,
 )
 from experiments.testbed import Link, Testbed, parse_rate
-from experiments.validation_runs import ask, calibrate, time_in_passes
+from experiments.validation_runs import ask, calibrate, public, time_in_passes
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import PlanningConfig, TrainConfig
 from pipesgd.errors import UserInputError
@@ -49,6 +50,8 @@ CODECS = ("truncate16", "fp16", "int8", "int4")
 CALIBRATED = "--all-reduces ring native all-to-all --servers"
 """Arguments of pipesgd.calibrate that measure what the systems need."""
 SECONDS, QUICK_SECONDS = 60.0, 2.0
+KEPT = f"{NAME}.times.runs.json"
+"""File of the finished cells, in the output folder."""
 DEADLINE = 3 * 3600.0
 """Seconds after which the job of a cell counts as hung."""
 
@@ -81,6 +84,10 @@ class Cell:
     """Times of all systems in one setting."""
 
     commit: str | None
+    workload: str
+    rate: str
+    profile: str
+    """Text of the cluster.toml behind the predictions, as far as ``validation_runs.public`` keeps it."""
     rounds: dict[str, list[dict[str, float]]]
     """Figures of each round (``timed_configurations``), by the arguments of a system."""
     predictions: dict[str, dict[str, Any]]
@@ -128,6 +135,7 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
             seconds = QUICK_SECONDS if quick else SECONDS
             codecs = " ".join(CODECS)
             profile = calibrate(testbed, f"--seconds {seconds} --codecs {codecs} {CALIBRATED} {base}", folder)
+        kept_profile = public(profile, folder / "public.toml")
         predictions = {words: predicted(one, words, profile, setting.nodes) for words, one in configs.items()}
         plan: list[dict[str, Any]] = [
             {"words": f"{base} {words}", "iterations": block_of(one, quick)} for words, one in configs.items()
@@ -141,33 +149,49 @@ def measure(setting: Setting, workload: Workload, words_of_systems: Iterable[str
         nothing = dict.fromkeys(("communication_seconds", "exposed_seconds", "wire_bytes"), 0.0)
         of_systems[HOGWILD] = [{"seconds": outcome.iteration_s} | nothing]
         predictions[HOGWILD] = {"reason": "the timing model has no shared memory"}
-    return Cell(commit=code_state(), rounds=of_systems, predictions=predictions)
+    return Cell(
+        commit=code_state(),
+        workload=setting.workload,
+        rate=setting.rate,
+        profile=kept_profile,
+        rounds=of_systems,
+        predictions=predictions,
+    )
 
 
-def all_cells(
-    workloads: dict[str, Workload],
-    words_of_systems: Sequence[str],
-    own_program: bool,
-    kept: KeptRuns[Cell],
-    console: Console,
-    *,
-    quick: bool,
+def finished_cells(
+    workloads: Mapping[str, Workload], keys: Mapping[str, str], arguments: Namespace, console: Console
 ) -> dict[tuple[str, str], Cell]:
-    """Return the cell of every workload and rate; those that are missing are measured now."""
+    """Return the cells by workload and rate, as the options of ``simulated_runs.add_options`` ask for.
+
+    They are kept in the output folder. Those that are missing are measured now, unless only finished ones are wanted.
+
+    Args:
+        workloads: workloads by name.
+        keys: key of each system in a cell: its arguments, or ``HOGWILD``.
+        arguments: options of the command.
+        console: where progress is shown.
+    """
+    quick: bool = arguments.quick
     settings = [
         Setting(workload=name, rate=rate, quick=quick) for name in workloads for rate in (RATES[:1] if quick else RATES)
     ]
     # Systems take turns, so a cell is of these systems and no others.
-    words = sorted(set(words_of_systems))
+    words = sorted(set(keys.values()) - {HOGWILD})
+    own_program = HOGWILD in keys
     text = json.dumps([words, own_program, {name: one.words for name, one in workloads.items()}])
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    keys = {one: f"{one.name}, systems {digest}" for one in settings}
+    names = {one: f"{one.name}, systems {digest}" for one in settings}
+    kept = KeptRuns(arguments.output / KEPT, Cell)
+    if arguments.fresh:
+        kept.forget()
     done = kept.load()
-    missing = [one for one in settings if keys[one] not in done]
+    missing = [one for one in settings if names[one] not in done]
     command.say_kept(console, len(settings), len(missing))
-    with command.progress(console, "iteration times", len(missing)) as advance:
-        for one in missing:
-            cell = done[keys[one]] = measure(one, workloads[one.workload], words, own_program)
-            kept.add(keys[one], cell)
-            advance(1, one.name)
-    return {(one.workload, one.rate): done[keys[one]] for one in settings}
+    if not arguments.finished:
+        with command.progress(console, "iteration times", len(missing)) as advance:
+            for one in missing:
+                cell = done[names[one]] = measure(one, workloads[one.workload], words, own_program)
+                kept.add(names[one], cell)
+                advance(1, one.name)
+    return {(one.workload, one.rate): done[name] for one, name in names.items() if name in done}

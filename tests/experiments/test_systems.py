@@ -8,6 +8,7 @@ import queue
 import re
 import shlex
 import threading
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from _kept_runs import check_refused
 from _ranks import run_ranks
 from _runs import train_as_a_rank, train_each_as_a_rank
 from matplotlib.figure import Figure
@@ -26,10 +28,10 @@ from experiments.results import REPOSITORY, RESULTS, load
 from experiments.simulated_runs import Run, batches_of, loss_of, simulate
 from experiments.systems import accuracy, hogwild, table, times
 from experiments.systems.__main__ import compute, main, parse
-from experiments.systems.accuracy import Curve, is_simulated, read_points
+from experiments.systems.accuracy import Curve, Trained, finished_curves, is_simulated, read_points
 from experiments.systems.catalogue import FOLDER, HOGWILD, NOT_HERE, WITHOUT_EFFECT, systems
 from experiments.systems.catalogue import load as load_system
-from experiments.systems.times import BLOCK, Cell, Setting, block_of, measure, predicted
+from experiments.systems.times import BLOCK, KEPT, Cell, Setting, block_of, finished_cells, measure, predicted
 from experiments.systems.workloads import QUICK, QUICK_NODES, WORKLOADS
 from pipesgd.cli import parse as parse_training
 from pipesgd.config import TrainConfig, differing_options
@@ -270,6 +272,9 @@ def cell() -> Cell:
 
     return Cell(
         commit=None,
+        workload="mlp",
+        rate="1gbit",
+        profile="",
         rounds={
             KEYS["d-sync"]: rounds(0.2, 0.3, 0.25, communication=0.1, exposed=0.09),
             KEYS["ddp"]: rounds(0.4, 0.3, 0.5, communication=0.5, exposed=0.3),
@@ -329,18 +334,30 @@ def test_the_target_is_below_what_synchronous_training_ends_with_and_every_seed_
 
 
 def test_no_cell_is_empty_without_a_reason() -> None:
+    ratios = {f"times_as_fast_as_ddp{end}" for end in ("", "_low", "_high")}
     for name, row in rows().items():
         empty = {column for column, value in row.items() if value is None}
         for columns, reason in (
             ({"predicted_s", "predicted_low_s", "predicted_high_s", "prediction_error"}, "not_predicted"),
-            ({"hidden_share", "memory_bytes", "cpu_share"}, "not_measured"),
+            ({"hidden_share", "memory_bytes", "cpu_share"} | ratios, "not_measured"),
             ({"accuracy_mean"}, "failures"),
             ({"iterations_to_target", "time_to_target_s"}, "not_reached"),
         ):
             assert bool(empty & columns) == bool(row[reason]), (name, reason)
             empty -= columns
-        ratios = {f"times_as_fast_as_ddp{end}" for end in ("", "_low", "_high")}
-        assert empty == (ratios if name == HOGWILD else set()), "one host, no rounds with DDP"
+        assert empty == set()
+    assert rows()[HOGWILD]["times_as_fast_as_ddp"] is None
+    assert rows()[HOGWILD]["not_measured"].endswith("no rounds with DDP"), "one host"
+
+
+def test_reasons_are_said_once() -> None:
+    lines = table.reasons([*rows().values(), *rows().values()])
+    assert len(set(lines)) == len(lines)
+    assert "local: hidden share: nothing is exchanged" in lines
+    assert "theano-easgd: not predicted, since none" in lines
+    assert "mlp, theano-easgd: seed 0: diverged in iteration 3" in lines
+    assert "mlp, ddp: seen to cross in 1 of 2 seeds" in lines
+    assert not any(line.startswith("ddp: ") for line in lines)
 
 
 def test_a_target_needs_synchronous_training() -> None:
@@ -421,6 +438,12 @@ def test_every_question_of_the_page_is_asked() -> None:
     assert len(QUESTIONS) == PAGE.count("`timing-model plan ") > 4
 
 
+def test_the_page_explains_columns_of_the_table() -> None:
+    columns = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert len(columns) > 5
+    assert set(columns) <= rows()["ddp"].keys()
+
+
 @pytest.mark.parametrize(("question", "answer", "name"), QUESTIONS)
 def test_the_planner_gives_the_answers_of_the_page(
     question: str, answer: str, name: str, capsys: pytest.CaptureFixture[str]
@@ -444,14 +467,11 @@ def test_the_planner_gives_the_answers_of_the_page(
         (["--only", HOGWILD], "--only must name a system of pipesgd.train, too; got caffe-hogwild alone"),
         (["--only", "ddp", "--output", str(RESULTS)], "--output must name another folder"),
         (["--processes", "0"], "--processes: must be a whole number of at least 1; got '0'"),
+        (["--fresh", "--finished"], "--finished: not allowed with argument --fresh"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match=message) as error:
-        parse(["--quick", "--output", str(tmp_path), *words], by_torchrun=False)
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserInputError, match="without torchrun"):
-        parse([], by_torchrun=True)
+    check_refused(parse, words, message, tmp_path)
 
 
 def _run_on_forked_ranks(testbed: object, words: list[str], log: Path, *, deadline: float) -> None:
@@ -494,7 +514,20 @@ def test_some_systems_are_measured_trained_kept_and_written(
     assert manifest["workloads"] == {"digits": f"{QUICK['digits'].trained} --iterations 20"}
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.runs.json")}
     assert len(kept) == 3
-    again = compute(parse(words, by_torchrun=False), console)
-    assert [row["system"] for row in again] == names
-    assert capsys.readouterr().out.count("runs are there") == 4, "one simulated run was there before the first command"
+    for option in ([], ["--finished"]):
+        again = compute(parse([*words, *option], by_torchrun=False), console)
+        assert [row["system"] for row in again] == names
+    assert capsys.readouterr().out.count("1 of 1 runs are there") == 5, "times twice, the simulated run all three times"
+    for missing in (["--only", "ddp"], ["--seeds", "2"]):
+        with pytest.raises(UserInputError, match="--finished must find the times and all trainings of a workload"):
+            compute(parse([*words, *missing, "--finished"], by_torchrun=False), console)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
+
+
+def test_fresh_forgets_what_was_kept(tmp_path: Path) -> None:
+    KeptRuns(tmp_path / KEPT, Cell).add("a cell", cell())
+    KeptRuns(tmp_path / "systems.real.runs.json", Trained).add("a run", Trained(commit=None, failure=None, points=[]))
+    arguments = Namespace(quick=True, fresh=True, finished=True, output=tmp_path)
+    assert finished_cells(QUICK, KEYS, arguments, Console()) == {}
+    assert finished_curves({}, arguments, Console(), world_size=2) == {}
+    assert list(tmp_path.iterdir()) == []
