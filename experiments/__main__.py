@@ -183,6 +183,7 @@ EXPERIMENTS = (
         for rate, minutes in (("100mbit", 20.0), ("200mbit", 15.0), ("1gbit", 10.0))
     ),
     Experiment(name="systems", words="systems", minutes=8 * 60),
+    Experiment(name="systems_headlines", words="systems.headlines", minutes=0.2),
     Experiment(name="validate_timing_model", words="validate_timing_model", minutes=90),
     Experiment(name="validate_local_steps", words="validate_local_steps", minutes=27),
     Experiment(name="paper_question", words="paper_question", minutes=1),

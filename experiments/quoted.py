@@ -18,6 +18,7 @@ from experiments.quoted_reliability import RELIABILITY
 from experiments.quoted_staleness import accuracies, short_accuracies
 from experiments.results import RESULTS, Row, command_of, load
 from experiments.style import TITLES
+from experiments.systems.headlines import ours_in_words
 from experiments.validate_timing_model import accuracy
 from experiments.validation_runs import EXTRAPOLATED, HELD_OUT, SHARED
 
@@ -351,6 +352,16 @@ def output(step: str, first: str = "") -> str:
     return "\n".join(["```text", *lines[begins[0] :], "```"])
 
 
+def headlines() -> str:
+    """Return the speed-ups that authors of other systems reported, next to the timing model's."""
+    rows = [row for row in load(RESULTS / "systems_headlines.csv") if row["cell"] is None]
+    lines = [
+        [row["headline"], row["claim"], row["network"], f"`{row['system']}`", ours_in_words(row), row["substituted"]]
+        for row in rows
+    ]
+    return table(["system", "reported", "network here", "system here", "times as fast", "substituted"], lines)
+
+
 QUOTES: dict[str, Callable[..., str]] = {
     quote.__name__: quote
     for quote in (
@@ -372,6 +383,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         third_width,
         equation,
         output,
+        headlines,
         *RELIABILITY,
     )
 }

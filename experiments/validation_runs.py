@@ -172,23 +172,26 @@ def mean_of(cell: dict[str, Any]) -> float:
     return float(cell["half_0_s"] + cell["half_1_s"]) / 2
 
 
-def ask(profile: Profile, compute: ComputeProfile, nodes: int, words: str) -> Answer:
-    """Return the model's answer about a configuration, given by its arguments, on this many nodes."""
+def job_of(profile: Profile, compute: ComputeProfile, nodes: int, words: str) -> Job:
+    """Return the job of a configuration, given by its arguments, on this many nodes."""
     config = parse_training(["--dataset", "digits", *shlex.split(words)])
     strategy = config.pipeline.strategy
     pipelined, hook = strategy == "pipelined", config.pipeline.ddp_hook
-    return predict(
-        Job(
-            cluster=profile,
-            compute=compute,
-            world_size=nodes,
-            strategy=strategy,
-            width=config.pipeline.width if pipelined else 1,
-            codec=config.compression.codec if hook == "none" else hook,
-            all_reduce=config.pipeline.all_reduce if pipelined else OWN_ALL_REDUCE[strategy],
-        ),
-        extrapolate=True,
+    return Job(
+        cluster=profile,
+        compute=compute,
+        world_size=nodes,
+        strategy=strategy,
+        width=config.pipeline.width if pipelined else 1,
+        codec=config.compression.codec if hook == "none" else hook,
+        all_reduce=config.pipeline.all_reduce if pipelined else OWN_ALL_REDUCE[strategy],
+        buckets=config.pipeline.buckets,
     )
+
+
+def ask(profile: Profile, compute: ComputeProfile, nodes: int, words: str) -> Answer:
+    """Return the model's answer about a configuration, given by its arguments, on this many nodes."""
+    return predict(job_of(profile, compute, nodes, words), extrapolate=True)
 
 
 def known_of(profile: Profile, setting: Setting) -> ComputeProfile:
