@@ -512,7 +512,7 @@ def test_the_pipeline_follows_embeddings_and_others_that_are_frozen() -> None:
 
 
 def _chosen(ranks: Ranks, reduce: str, buckets: int) -> tuple[dict[str, str], list[str], int, int]:
-    """Train with first gradients of 5 rows of one table, on rank 1 of 4, and of all rows of another."""
+    """Train with first gradients of few rows of one table; of another, rank 0 has one row, and rank 1 has all."""
     model = _tagger(sparse=True)
     hashes, counted = [], 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -522,8 +522,9 @@ def _chosen(ranks: Ranks, reduce: str, buckets: int) -> tuple[dict[str, str], li
         for iteration in range(4):
             _backward(model, ranks.rank, iteration)
             if iteration == 0:
-                table, bag = torch.zeros(40, 6), torch.ones(8, 6)
+                table, bag = torch.zeros(40, 6), torch.zeros(8, 6)
                 table[: 5 - ranks.rank] = 1.0
+                bag[: 8 if ranks.rank else 1] = 1.0
                 model.symbols.weight.grad, model.places.weight.grad = table, bag
             elif reduce == "matrix" and model.symbols.weight.grad is not None:
                 model.symbols.weight.grad = model.symbols.weight.grad.to_dense()
