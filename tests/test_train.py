@@ -16,7 +16,8 @@ import pytest
 import torch
 from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
-from _runs import run, succeed, summary, train_as_a_rank
+from _runs import command_in, run, succeed, succeed_in, summary, train_as_a_rank
+from conftest import REPOSITORY
 
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
@@ -171,6 +172,18 @@ def test_embeddings_exchanged_by_rows_train_and_resume_as_if_exchanged_whole(tmp
         chosen = {"symbols.weight": "rows", "positions.weight": "matrix"}
         assert recorded.get("embedding_exchanges") == (chosen if reduce == "auto" else None)
     assert sent["auto"] < sent["rows"] < sent["matrix"], "positions are all used, and the symbols of few bytes"
+
+
+def test_an_example_with_a_large_embedding_sends_its_few_rows(tmp_path: Path) -> None:
+    examples = REPOSITORY / "examples"
+    words = command_in((examples / "hashed_words.py").read_text(encoding="utf-8"))
+    start = words.index("pipesgd.train") + 1
+    found = succeed_in(examples, int(words[1]), shlex.join(words[start:]), tmp_path / "run")
+    assert found["final"]["test_accuracy"] > 0.9
+    assert found["replicas_identical"]
+    others = 4 * (16 * 2 + 2)  # of two ranks, each sends half of them twice
+    in_a_batch = 32 * 8
+    assert found["wire_bytes_per_iteration"] < others + 4 + in_a_batch * (4 + 4 * 16), "a table has 6.4 MB"
 
 
 def test_rows_of_a_model_without_embeddings_are_refused_before_anything_is_written(tmp_path: Path) -> None:
