@@ -78,7 +78,11 @@ def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Eff
         loop.close()
     if ranks.rank == 0:
         found = {
-            name: {"seconds": list(times), "cpu_share": median(blocks[name].shares[1:])}
+            name: {
+                "seconds": list(times),
+                "cpu_share": median(blocks[name].shares[1:]),
+                "wire_bytes": loops[name].wire_bytes,
+            }
             for name, times in seconds.items()
         }
         (folder / TIMES_FILE).write_text(json.dumps(found), encoding="utf-8")
@@ -87,8 +91,8 @@ def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Eff
 def on_testbed(module: str, words: Sequence[str], *, nodes: int, link: Link) -> dict[str, dict[str, Any]]:
     """Run ``module`` with ``words`` and a folder as ``--output`` on every node.
 
-    Returns, for each loop, "seconds": those of an iteration in every round, and "cpu_share": the median share of the
-    cores' time that all ranks used.
+    Returns, for each loop, "seconds": those of an iteration in every round, "cpu_share": the median share of the cores'
+    time that all ranks used, and "wire_bytes": those that rank 0 sent in the last iteration, if the loop knows.
 
     Raises:
         RunError: it failed.
@@ -155,7 +159,7 @@ def plot(rows: list[Row], axes: Axes) -> Axes:
 
 
 def show(rows: Sequence[Row], **columns: str) -> None:
-    """Print the rows; ``columns`` are further ones in seconds, by name, and their heads."""
+    """Print the rows; ``columns`` are further ones in seconds, which need not be known, by name, and their heads."""
     command.show(
         rows[0]["title"],
         [
@@ -163,7 +167,7 @@ def show(rows: Sequence[Row], **columns: str) -> None:
                 "contender": row["contender"],
                 "ms": f"{row['median_s'] * 1e3:.1f}",
                 "IQR ms": f"{row['iqr_s'] * 1e3:.1f}",
-                **{head: f"{row[name] * 1e3:.1f}" for name, head in columns.items()},
+                **{head: "" if row[name] is None else f"{row[name] * 1e3:.1f}" for name, head in columns.items()},
                 "times as fast as DDP": f"{row['times_as_fast_as_ddp']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
                 "cores used": f"{row['cpu_share']:.0%}",
             }

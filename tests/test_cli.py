@@ -329,7 +329,7 @@ from timing_model.schedules import ALL_REDUCES
             "buckets must be left out with --local-steps, since a movement is complete only when its window ends; "
             "got 1MiB",
         ),
-        ("--reduce row", "reduce must be one of matrix, rows, auto; got 'row' (did you mean rows?)"),
+        ("--reduce row", "reduce must be one of matrix, rows, factors, auto; got 'row' (did you mean rows?)"),
         (
             "--reduce rows --codec topk",
             "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
@@ -350,11 +350,16 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--reduce rows --local-steps 2",
-            "reduce must be left out with --local-steps, since a movement has the rows of a whole window; got 'rows'",
+            "reduce must be left out with --local-steps, since a movement is that of a whole window, and no gradient; "
+            "got 'rows'",
+        ),
+        (
+            "--reduce factors --codec powersgd",
+            "reduce must be matrix with --codec powersgd, which compresses the gradient as a whole; got factors",
         ),
         (
             "--reduce rows --width auto",
-            "reduce must be matrix with --width auto, since the timing model does not cover rows; got rows",
+            "reduce must be matrix with --width auto, since the timing model covers no other exchange; got rows",
         ),
         (
             "--all-reduce native --connections 2",

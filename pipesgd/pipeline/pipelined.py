@@ -62,10 +62,13 @@ from pipesgd.optim.step import (
 )
 from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
+from pipesgd.pipeline.exchanges import CANNOT, Exchanges
+from pipesgd.pipeline.factor_hooks import FactorHooks
 from pipesgd.pipeline.islands import Replica, replica_of
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied
 from pipesgd.pipeline.sameness import (
     check_same_bits,
+    check_same_products,
     check_same_settings,
     describe_buffers,
     describe_parameters,
@@ -75,8 +78,9 @@ from pipesgd.pipeline.sameness import (
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.ranks import Ranks, current
 from pipesgd.reducers.base import as_real, mean_over_ranks
-from pipesgd.reducers.make import check_reducer, make_reducer, make_rows_reducer
-from pipesgd.reducers.rows import check_embeddings, embeddings, rows_of, sends_less
+from pipesgd.reducers.factors import NOT_THE_PRODUCT, Factors, FactorsReducer, checked_rows
+from pipesgd.reducers.make import GATHERING, check_eligible, check_reducer, make_gathering_reducer, make_reducer
+from pipesgd.reducers.rows import rows_of
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
 from pipesgd.strategy import Comparison, Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
@@ -95,8 +99,8 @@ class _Reduction:
     comparison: Comparison | None
     norm: float | None
     """Norm of the mean if that is finite; with a guard, the same bits on all ranks, whatever processors they have."""
-    row_bytes: int
-    """Bytes that this rank has sent for rows."""
+    gathered_bytes: int
+    """Bytes that this rank has sent to gather what gradients are made of."""
 
 
 @dataclass
@@ -116,8 +120,10 @@ class Outgoing:
     """Finiteness of each bucket of this rank's own gradient, if the communication thread looks."""
     norms: list[float | None] = field(default_factory=list)
     """Norms of the parts of the mean; None for those that are not finite."""
-    row_bytes: int = 0
-    """Bytes that this rank has sent for rows."""
+    factors: list[Factors] = field(default_factory=list)
+    """Factors of the gradients of the bucket that is exchanged by factors."""
+    gathered_bytes: int = 0
+    """Bytes that this rank has sent to gather what gradients are made of."""
 
     @contextlib.contextmanager
     def summing(self) -> Iterator[None]:
@@ -213,10 +219,13 @@ class Pipelined(Strategy):
         buckets: number of buckets of about equal size in which the gradient leaves while the backward pass runs, or the
             largest size of one, such as "1MiB". By default 1: the whole gradient leaves in ``step``. With more, every
             backward pass outside of ``accumulating`` must be followed by a ``step``; topk and powersgd are refused.
-        reduce: exchange of the gradients of embeddings: "matrix" sums them whole, as all others; "rows" gathers the
-            rows that are not zero, uncompressed (``pipesgd.reducers.rows``); "auto" chooses for each embedding, by the
-            rows of the first gradients, what sends fewer bytes (``embedding_exchanges``). With both, embeddings may be
-            sparse, and topk, powersgd, all-reduce native and GPUs are refused.
+        reduce: exchange of gradients: "matrix" sums them whole. "rows" gathers, of embeddings' gradients, the rows that
+            are not zero (``pipesgd.reducers.rows``). "factors" gathers, for linear layers' weights, the inputs and the
+            output gradients of the batch, and multiplies those of all ranks (``pipesgd.reducers.factors``). Such a
+            weight may be used nowhere else, and nothing but a backward pass may change its ``.grad``. Both are exact
+            and uncompressed, and all other gradients are summed whole. "auto" chooses for each embedding and linear
+            layer, by the first gradients, what sends fewer bytes (``exchanges``). With "rows" and "auto", embeddings
+            may be sparse. Topk, powersgd, all-reduce native and GPUs are refused, except with "matrix".
         in_turns: whether a step sums one bucket alone, in turns, in which case no other parameter may have a gradient;
             only ``LocalSteps`` has a use for that.
         seed: seed of the random numbers of stochastic rounding, and of those that powersgd begins with.
@@ -286,15 +295,12 @@ class Pipelined(Strategy):
         check_timeout(timeout)
         self.module = model
         self._optimizer = optimizer
-        self._cut, self._reduce_by = str(buckets), reduce
-        self._choices: dict[int, bool] = {}
-        """Choices of ``reduce="auto"``: True for embeddings, by their ids, that are exchanged by rows."""
-        self._parameters, self._embeddings, self._indices = self._present_buckets()
+        self._cut = str(buckets)
+        self._exchanges = Exchanges(model, reduce)
+        self._parameters, self._exchanges, self._indices = self._present_buckets()
         self._identities = trainable_identities(optimizer)
         device = self._parameters[0].device
         check_reduce(reduce, options.codec, name, device.type)
-        if reduce == "rows":
-            check_embeddings(model, self._parameters)
         self._replica = replica_of(
             mesh,
             model,
@@ -307,6 +313,7 @@ class Pipelined(Strategy):
                 "ranks or process_group": ranks is not None or process_group is not None,
             },
         )
+        check_eligible(reduce, model, self._parameters)
         self._codec_options = options
         self._in_turns = in_turns
         self._turn = 0
@@ -327,6 +334,7 @@ class Pipelined(Strategy):
         self.replicated = True
         self._agreement = Agreement()
         self._loss_scale = LossScale(scaler, self._parameters)
+        self._factor_hooks = FactorHooks(model, self._loss_scale)
         self._skip_nonfinite = on_nonfinite == "skip" or self._loss_scale.skips
         self._in_flight: collections.deque[InFlight] = collections.deque()
         self._outgoing: Outgoing | None = None
@@ -345,6 +353,7 @@ class Pipelined(Strategy):
         self._closed = False
         self._hooks: TrueWeightsHooks | None = None
         self._leaving = BackwardHooks([], self._leave)
+        multiplies = reduce in ("factors", "auto")
         self._settings = {
             "width": width,
             "warmup_iterations": warmup_iterations,
@@ -360,6 +369,7 @@ class Pipelined(Strategy):
             "rate_limit": rate_limit,
             "buckets": self._cut,
             "reduce": reduce,
+            "number of torch's threads": torch.get_num_threads() if multiplies and not allow_drift else None,
             "in_turns": in_turns,
             "seed": seed,
             "init_sync": init_sync,
@@ -372,6 +382,8 @@ class Pipelined(Strategy):
         self._replica.join(self._ranks)
         self._check_same_on_all_ranks()
         bits = [check_same_bits(of, optimizer, clip, allow_drift=allow_drift) for of in self.all_ranks]
+        if multiplies:
+            bits.append(check_same_products(self._ranks, device, allow_drift=allow_drift))
         self.drifts = not all(bits)
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
         self._connections = Connections(
@@ -392,7 +404,9 @@ class Pipelined(Strategy):
             self._replica.connect()
             self._exact = self._connections.all_reduce()
             self._reducer = make_reducer(options, self._connections, device=device.type, seed=seed)
-            self._rows = make_rows_reducer(self._connections) if reduce != "matrix" else None
+            self._gathering = {
+                kind: make_gathering_reducer(kind, self._connections) for kind in GATHERING if reduce in (kind, "auto")
+            }
             if init_sync:
                 self._replica.share(model)
                 sum_over_ranks = functools.partial(self._sum_over_ranks, "Pipelined")
@@ -402,6 +416,7 @@ class Pipelined(Strategy):
             raise
         if self._updates.predicts:
             self._hooks = TrueWeightsHooks(model, self._updates)
+        self._factor_hooks.follow(self._exchanges.by_factors())
         self._leaving = self._watch()
 
     @property
@@ -430,12 +445,10 @@ class Pipelined(Strategy):
         return [[self._parameters[index] for index in bucket] for bucket in self._indices]
 
     @property
-    def embedding_exchanges(self) -> dict[str, str]:
-        """Exchange, "rows" or "matrix", of each embedding that is trained, by its name; empty with ``reduce="matrix"``,
-        and with "auto" before the first step."""
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        trained = [] if self._undecided else [one for one in map(id, self._parameters) if one in self._embeddings]
-        return {names[one]: "rows" if self._goes_by_rows(one) else "matrix" for one in trained}
+    def exchanges(self) -> dict[str, str]:
+        """Exchange, "matrix", "rows" or "factors", of each trained weight for which there is a choice, by its name;
+        empty with ``reduce="matrix"``, and with "auto" before the first step."""
+        return self._exchanges.named(self._parameters)
 
     @property
     def closed(self) -> bool:
@@ -484,6 +497,7 @@ class Pipelined(Strategy):
             outgoing = self._next_outgoing()
             for number in range(self._leaving.left, len(self._indices)):
                 self._pack(outgoing, number)
+            self._factor_hooks.forget()
             self._left_out = ()
             # 2. Hand over.
             summed: Sequence[int] = [self._turn] if self._in_turns else range(len(self._indices))
@@ -495,7 +509,7 @@ class Pipelined(Strategy):
         wire_bytes = report.wire_bytes + sum(
             self._reducer.wire_bytes(outgoing.buffer.buckets[number], outgoing.iteration)
             for number in summed
-            if not self._is_by_rows(number)
+            if self._exchange_of(number) == "matrix"
         )
         return dataclasses.replace(report, spans=(*outgoing.packs, *report.spans), wire_bytes=wire_bytes)
 
@@ -581,7 +595,7 @@ class Pipelined(Strategy):
                 "hyperparameters": list(gradient.unapplied.hyperparameters),
                 "finite": gradient.reduction.result().finite,
                 "norm": gradient.reduction.result().norm,
-                "row_bytes": gradient.reduction.result().row_bytes,
+                "gathered_bytes": gradient.reduction.result().gathered_bytes,
                 "comparison": list(gradient.reduction.result().comparison or ()),
                 "flats": [flat.clone() for flat in gradient.buffer.flats],
                 "scale": gradient.scale,
@@ -594,8 +608,8 @@ class Pipelined(Strategy):
         return {
             "iteration": self.iteration,
             "buckets": self._cut,
-            "reduce": self._reduce_by,
-            "choices": [self._choices.get(id(parameter)) for parameter in held_parameters(self._optimizer)],
+            "reduce": self._exchanges.reduce,
+            "choices": [self._exchanges.choices.get(id(one)) for one in held_parameters(self._optimizer)],
             "turn": self._turn,
             "in_flight": in_flight,
             "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
@@ -618,13 +632,16 @@ class Pipelined(Strategy):
         self._thread.check()
         if self._half_done is None:
             self._check_whole("load_state_dict")
-        if (before := state.get("reduce", "matrix")) != self._reduce_by:  # earlier versions had none
-            raise UserInputError(f"reduce must be {before}, as in the state that is loaded; got {self._reduce_by}")
+        if (before := state.get("reduce", "matrix")) != self._exchanges.reduce:  # earlier versions had none
+            raise UserInputError(
+                f"reduce must be {before}, as in the state that is loaded; got {self._exchanges.reduce}"
+            )
         if (before := state.get("buckets", "1")) != self._cut:  # earlier versions had none
             raise UserInputError(f"buckets must be {before}, as in the state that is loaded; got {self._cut}")
         self._thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
         if self._half_done is not None:
             give_gradients(self._parameters, [None] * len(self._parameters))
+            self._factor_hooks.forget()
         self._error = self._half_done = self._meeting = None
         self._updates.weights.adopt()
         self._leaving.begin_iteration()
@@ -633,10 +650,11 @@ class Pipelined(Strategy):
             self._outgoing = None
         while self._in_flight:
             self._pool.append(self._in_flight.popleft().buffer)
-        if self._reduce_by == "auto":
+        if self._exchanges.reduce == "auto":
             whole = self._whole_buckets
             chosen = zip(held_parameters(self._optimizer), state["choices"], strict=True)
-            self._choices = {id(parameter): by_rows for parameter, by_rows in chosen if by_rows is not None}
+            choices = {id(parameter): exchange for parameter, exchange in chosen if exchange is not None}
+            self._exchanges = Exchanges(self.module, "auto", choices)
             _, _, self._indices = self._present_buckets()
             self._begin_buckets(whole)
         self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
@@ -652,8 +670,8 @@ class Pipelined(Strategy):
             span = Span("communication", entry["iteration"], now, now)
             arrived: Future[_Reduction] = Future()
             comparison = Comparison(*entry["comparison"]) if entry["comparison"] else None
-            row_bytes = entry.get("row_bytes", 0)  # earlier versions had none
-            arrived.set_result(_Reduction(entry["finite"], [span], comparison, entry["norm"], row_bytes))
+            gathered_bytes = entry.get("gathered_bytes", 0)  # earlier versions had none
+            arrived.set_result(_Reduction(entry["finite"], [span], comparison, entry["norm"], gathered_bytes))
             unapplied = Unapplied(on_device(entry["kept"], device), entry["hyperparameters"])
             own_is_finite = functools.partial(bool, entry["own_is_finite"])
             self._in_flight.append(
@@ -691,7 +709,7 @@ class Pipelined(Strategy):
             self._closed = True
             self._stop_watching()
             self._drop_in_flight()
-            for hooks in (self._hooks, self._leaving):
+            for hooks in (self._hooks, self._factor_hooks, self._leaving):
                 if hooks is not None:
                     hooks.remove()
             # Peers may still read what this rank has sent them: the connections end when all have come to this point.
@@ -780,10 +798,10 @@ class Pipelined(Strategy):
                 "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
             )
         self._meet("change of parameters", lambda: None).result()
-        new, found, indices = self._ranks.raise_together("buckets", self._present_buckets)
+        new, exchanges, indices = self._ranks.raise_together("buckets", self._present_buckets)
         try:
             old = self._whole_buckets
-            self._parameters, self._embeddings, self._indices = new, found, indices
+            self._parameters, self._exchanges, self._indices = new, exchanges, indices
             self._identities = identities
             self._check_same_on_all_ranks()
             self._updates.follow(new)
@@ -801,61 +819,57 @@ class Pipelined(Strategy):
         """Exchange the present buckets from now on, where those of ``old`` were whole. Nothing is in flight."""
         self._reducer.rearrange(old, self._whole_buckets)
         self._connections.begin_buckets(len(self._indices))
+        self._factor_hooks.follow(self._exchanges.by_factors())  # before the hooks that let buckets leave
         self._leaving.remove()
         self._leaving = self._watch()
         self._pool.clear()
         self._outgoing = None
         self.buffers_allocated = 0
 
-    def _present_buckets(self) -> tuple[list[Tensor], frozenset[int], list[list[int]]]:
-        """Return the parameters that the optimizer trains now, the ids of embeddings that may be exchanged by rows, and
-        the indices of the parameters of each bucket; those by rows are the last one."""
-        parameters = trainable_parameters(self._optimizer)
-        found = frozenset(map(id, embeddings(self.module))) if self._reduce_by != "matrix" else frozenset[int]()
-        if self._reduce_by == "auto":  # refuse buckets that would be too many, whatever is chosen
-            possible = frozenset(one for one in found if self._choices.get(one, True))
-            bucket_indices(self.module, parameters, self._cut, possible)
-        by_rows = frozenset(filter(self._goes_by_rows, found))
-        return parameters, found, bucket_indices(self.module, parameters, self._cut, by_rows)
-
-    def _goes_by_rows(self, embedding: int) -> bool:
-        """Return True if the embedding with this id is exchanged by rows."""
-        return self._choices.get(embedding, self._reduce_by == "rows")
-
-    @property
-    def _undecided(self) -> list[Tensor]:
-        """Embeddings that are trained, and whose exchange is still to be chosen."""
-        if self._reduce_by != "auto":
-            return []
-        return [one for one in self._parameters if id(one) in self._embeddings and id(one) not in self._choices]
+    def _present_buckets(self) -> tuple[list[Tensor], Exchanges, list[list[int]]]:
+        """Return the parameters that the optimizer trains now, their exchanges, and the indices of the parameters of
+        each bucket."""
+        parameters, exchanges = trainable_parameters(self._optimizer), self._exchanges.again()
+        if exchanges.reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
+            bucket_indices(self.module, parameters, self._cut, [exchanges.possible()])
+        return parameters, exchanges, bucket_indices(self.module, parameters, self._cut, exchanges.apart())
 
     def _choose_exchanges(self) -> None:
-        """Choose, by the gradients in ``.grad``, how embeddings are exchanged. Collective if one is undecided."""
-        undecided = self._undecided
+        """Choose, by the gradients in ``.grad``, how those are exchanged that are undecided. Collective if one is."""
+        undecided = self._exchanges.undecided(self._parameters)
         if not undecided:
             return
-        own = [0 if one.grad is None else len(rows_of(one.grad.to_dense())) for one in undecided]
-        most = map(max, zip(*self._ranks.all_gather_object("rows of embeddings", own), strict=True))
+        of_ranks = self._ranks.all_gather_object("sizes of gradients", [self._pieces(one) for one in undecided])
         old, codec = self._whole_buckets, make_codec(self._codec_options)
-        for embedding, rows in zip(undecided, most, strict=True):
-            self._choices[id(embedding)] = sends_less(rows, embedding, codec, self._ranks.world_size)
-        _, _, self._indices = self._present_buckets()
+        for parameter, counts in zip(undecided, zip(*of_ranks, strict=True), strict=True):
+            self._exchanges.choose(parameter, counts, codec, self._ranks.world_size)
+        _, self._exchanges, self._indices = self._present_buckets()
         self._begin_buckets(old)
+
+    def _pieces(self, parameter: Tensor) -> int:
+        """Return the number of rows, or of rows of factors, of the gradient in ``.grad``, or ``CANNOT``."""
+        gradient = parameter.grad
+        if gradient is None:
+            return 0
+        if self._exchanges.kinds[id(parameter)] == "rows":
+            return len(rows_of(gradient.to_dense()))
+        factors = self._factor_hooks.look(parameter)
+        checked = checked_rows(gradient, factors, self._loss_scale.scale)
+        return CANNOT if checked == NOT_THE_PRODUCT else len(factors)
 
     def _check_dense(self, indices: Sequence[int]) -> None:
         """Refuse sparse gradients of these parameters, except of embeddings that may be exchanged by rows."""
         parameters = [self._parameters[index] for index in indices]
-        check_dense([parameter for parameter in parameters if id(parameter) not in self._embeddings])
+        check_dense([one for one in parameters if self._exchanges.kinds.get(id(one)) != "rows"])
 
-    def _is_by_rows(self, number: int) -> bool:
-        """Return True if the gradients of this bucket are exchanged by rows."""
-        first = id(self._parameters[self._indices[number][0]])
-        return first in self._embeddings and self._goes_by_rows(first)
+    def _exchange_of(self, number: int) -> str:
+        """Return how the gradients of this bucket are exchanged."""
+        return self._exchanges.of(self._parameters[self._indices[number][0]])
 
     @property
     def _whole_buckets(self) -> list[list[Tensor]]:
         """Parameters of the buckets whose gradients are exchanged whole."""
-        return [bucket for number, bucket in enumerate(self.buckets) if not self._is_by_rows(number)]
+        return [bucket for number, bucket in enumerate(self.buckets) if self._exchange_of(number) == "matrix"]
 
     def _watch(self) -> BackwardHooks:
         """Return hooks that let buckets leave during the backward pass, if the user has asked for buckets."""
@@ -886,7 +900,9 @@ class Pipelined(Strategy):
         self.check_usable()
         # Only the first bucket asks: parameters do not change between the buckets of one backward pass.
         first = not self._leaving.left
-        if first and (self._undecided or trainable_identities(self._optimizer) != self._identities):
+        if first and (
+            self._exchanges.undecided(self._parameters) or trainable_identities(self._optimizer) != self._identities
+        ):
             return False
         self._check_dense(self._indices[self._leaving.left])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
@@ -903,6 +919,8 @@ class Pipelined(Strategy):
         parameters = [self._parameters[index] for index in indices]
         make_dense(parameters)
         outgoing.scale = self._loss_scale.divide(parameters)
+        if self._exchange_of(number) == "factors":
+            outgoing.factors = [self._factor_hooks.look(parameter) for parameter in parameters]
         for index, gradient in zip(indices, pack_gradients(parameters, bucket), strict=True):
             outgoing.local[index] = gradient
         for flat, left_out in zip(bucket.flats, self._left_out[bucket.first :], strict=False):
@@ -951,7 +969,7 @@ class Pipelined(Strategy):
             self._replica.begin(outgoing.iteration)
             finite, norm = self._replica.finite_norm(len(of_finite) == len(outgoing.norms), own_norm, views)
             comparison = self._updates.compare(views, unapplied)
-        return _Reduction(finite, outgoing.sums, comparison, norm, outgoing.row_bytes)
+        return _Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
 
     def _take_mean(self, outgoing: Outgoing, number: int) -> None:
         bucket = outgoing.buffer.buckets[number]
@@ -961,11 +979,12 @@ class Pipelined(Strategy):
         def look(part: Tensor) -> None:
             outgoing.norms.append(finite_norm(part))
 
-        if self._rows is not None and self._is_by_rows(number):
-            mean_over_ranks(self._rows, bucket, outgoing.iteration, self._ranks.world_size, look)
-            outgoing.row_bytes += self._rows.bytes_sent
-        else:
-            mean_over_ranks(self._reducer, bucket, outgoing.iteration, self._ranks.world_size, look)
+        gathering = self._gathering.get(self._exchange_of(number))
+        if isinstance(gathering, FactorsReducer):
+            gathering.factors = outgoing.factors
+        mean_over_ranks(gathering or self._reducer, bucket, outgoing.iteration, self._ranks.world_size, look)
+        if gathering is not None:
+            outgoing.gathered_bytes += gathering.bytes_sent
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
@@ -1027,7 +1046,7 @@ class Pipelined(Strategy):
             skipped=() if reduction.finite else (gradient.iteration,),
             nonfinite_ranks=culprits,
             spans=(*reduction.spans, wait),
-            wire_bytes=reduction.row_bytes,
+            wire_bytes=reduction.gathered_bytes,
             gradient_norm=reduction.norm if reduction.finite else None,
             comparison=reduction.comparison,
         )
