@@ -19,24 +19,18 @@ import itertools
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from experiments import command, figures, simulated_runs, style
-from experiments.results import Row, save, save_figure
-from experiments.simulated_runs import (
-    QUICK_ITERATIONS,
-    WORLD_SIZE,
-    Run,
-    layers_of,
-    mean_change,
-    mean_of_all,
-    percent,
-    points,
-)
-from experiments.staleness_runs import OPTIMIZERS
+from experiments import command, figures, simulated_runs, simulated_tables, style
+from experiments.late_layers import layers_of
+from experiments.results import Row, save_figure
+from experiments.simulated_runs import QUICK_ITERATIONS, Run
+from experiments.simulated_tables import changes, column, mean_of_all
+from experiments.staleness_runs import OPTIMIZERS, Workload
 from pipesgd.cli import parse as parse_training
 from pipesgd.data import make_workload
 from pipesgd.errors import UserInputError
@@ -53,38 +47,23 @@ MOST_LOST = (0.3, 1.0)
 """Points of accuracy, and percent of the loss, that late gradients may cost."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A training."""
-
-    words: str
-    """Arguments of ``pipesgd.train`` that it has at any lateness."""
-    optimizer: str
-    lr: float
-    iterations: int
-    test_every: int = 1
-    """Distance between the samples of the test set that are tested; 1 tests all."""
-    judged_by_loss: bool = False
-
-
 TEXT = "--dataset python-stdlib --model transformer --embedding 64 --batch-size 8"
 WORKLOADS = {
-    "transformer-2": Workload(words=TEXT, optimizer="adamw", lr=0.008, iterations=200, judged_by_loss=True),
+    "transformer-2": Workload(words=TEXT, optimizers={"adamw": 0.008}, iterations=200, judged_by_loss=True),
     "transformer-6": Workload(
-        words=f"{TEXT} --layers 6", optimizer="adamw", lr=0.004, iterations=200, judged_by_loss=True
+        words=f"{TEXT} --layers 6", optimizers={"adamw": 0.004}, iterations=200, judged_by_loss=True
     ),
-    "transformer-2, muon": Workload(words=TEXT, optimizer="muon", lr=0.032, iterations=200, judged_by_loss=True),
+    "transformer-2, muon": Workload(words=TEXT, optimizers={"muon": 0.032}, iterations=200, judged_by_loss=True),
     "mlp, adagrad": Workload(
         words="--dataset fashion-mnist --model mlp --hidden-sizes 200 200 200 200 --batch-size 32",
-        optimizer="adagrad",
-        lr=0.04,
+        optimizers={"adagrad": 0.04},
         iterations=468,
     ),
     "convnet, adamw": Workload(
-        words="--dataset fashion-mnist --model convnet --batch-size 16", optimizer="adamw", lr=0.008, iterations=200
+        words="--dataset fashion-mnist --model convnet --batch-size 16", optimizers={"adamw": 0.008}, iterations=200
     ),
     "digits": Workload(
-        words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", optimizer="sgd", lr=0.1, iterations=100
+        words="--dataset digits --model mlp --hidden-sizes 64 --batch-size 16", optimizers={"sgd": 0.1}, iterations=100
     ),
 }
 """Workloads, at learning rates where ``eager`` loses something; the last is for trying out."""
@@ -114,7 +93,8 @@ def plan(workloads: Sequence[str], seeds: int, *, quick: bool = False) -> list[P
     for seed, name in itertools.product(range(seeds), workloads):
         workload, names = WORKLOADS[name], layers[name]
         iterations = QUICK_ITERATIONS if quick else workload.iterations
-        how = f"{OPTIMIZERS[workload.optimizer]} --lr {workload.lr:g} --schedule one-cycle"
+        [(optimizer, lr)] = workload.optimizers.items()
+        how = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle"
         words = f"{workload.words} {how} --iterations {iterations} --seed {seed}"
         ways = [(SYNCHRONOUS, NO_LAYER, -1, "--width 1")]
         for number, layer in enumerate(names):
@@ -170,15 +150,14 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
     summary = []
     for cell, own in whole.items():
         base = whole.get((cell[0], SYNCHRONOUS, NO_LAYER, -1))
-        row: Row = dict(zip(("workload", "late", "layer", "number"), cell, strict=True))
-        for column, change, name in (
-            ("test_accuracy", points, "accuracy_to_sync_points"),
-            ("test_loss", percent, "loss_to_sync_percent"),
-        ):
-            values = [one[column] for one in own]
-            row |= {f"{column}_mean": mean_of_all(values)}
-            row |= {name: base and mean_change(values, [one[column] for one in base], change)}
-        row |= {"seeds": len(own), "diverged": sum(one["diverged_at"] is not None for one in own)}
+        row: Row = {
+            **dict(zip(("workload", "late", "layer", "number"), cell, strict=True)),
+            "accuracy_mean": mean_of_all(column(own, "test_accuracy")),
+            "test_loss_mean": mean_of_all(column(own, "test_loss")),
+            **changes(own, base, "sync"),
+            "seeds": len(own),
+            "diverged": sum(one["diverged_at"] is not None for one in own),
+        }
         cost = cost_of(row)
         row["as_good"] = "" if base is None or cell[1] == SYNCHRONOUS else _judge(cell[0], cost)
         summary.append(row)
@@ -223,28 +202,17 @@ def draw(name: str, rows: list[Row], folder: Path) -> Path:
 
 def publish(rows: list[Row], summary: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
     """Save the rows, their summary and their figure, and print the summary."""
-    extra = {
-        "world_size": WORLD_SIZE,
-        "simulated": True,
-        "as_good_up_to": MOST_LOST,
-        "runs": len(runs),
-        "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
-    }
-    save(NAME, rows, extra=extra, folder=folder)
-    save(f"{NAME}_summary", summary, extra=extra, folder=folder)
-    draw(NAME, rows, folder)
+    simulated_tables.publish(NAME, rows, summary, runs, {"as_good_up_to": MOST_LOST}, folder, draw)
     command.show("Cost of late gradients, means over seeds", [_texts(row) for row in summary])
 
 
 def _texts(row: Row) -> dict[str, str]:
-    def text(name: str, form: str, factor: float = 1.0) -> str:
-        return "-" if row[name] is None else format(factor * row[name], form)
-
+    text = partial(command.text_of, row)
     return {
         "workload": row["workload"],
         "late": row["late"],
         "layer": row["layer"],
-        "accuracy %": text("test_accuracy_mean", ".2f", 100),
+        "accuracy %": text("accuracy_mean", ".2f", 100),
         "to sync": text("accuracy_to_sync_points", "+.2f"),
         "loss": text("test_loss_mean", ".4f"),
         "to sync %": text("loss_to_sync_percent", "+.2f"),

@@ -35,6 +35,7 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,7 +48,8 @@ from experiments.kept_runs import KeptRuns
 from experiments.local_steps_accuracy import DILOCO, LOCAL_STEPS, STEPS, Planned, Way, planned_run, ways
 from experiments.paired import median, paired_ratio
 from experiments.results import Row, code_state, save, save_figure
-from experiments.simulated_runs import QUICK_ITERATIONS, WORLD_SIZE, Run, mean_of_all
+from experiments.simulated_runs import QUICK_ITERATIONS, WORLD_SIZE, Run
+from experiments.simulated_tables import mean_of_all
 from experiments.staleness_runs import OPTIMIZERS, WORKLOADS
 from experiments.validate_local_steps import CALIBRATION_SECONDS, PASSES, QUICK_CALIBRATION_SECONDS, WINDOWS, ask
 from experiments.validation_runs import Setting, calibrate, time_in_passes
@@ -436,9 +438,7 @@ def publish(
 
 
 def _texts(row: Row) -> dict[str, str]:
-    def text(name: str, form: str, factor: float = 1.0) -> str:
-        return "-" if row[name] is None else format(factor * row[name], form)
-
+    text = partial(command.text_of, row)
     steps = f", H {row['local_steps']}" if row["local_steps"] > 1 else ""
     return {
         "Mbit/s": f"{row['mbit_per_s']:g}",

@@ -9,7 +9,7 @@ import shlex
 import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from experiments import command
 from experiments.kept_runs import KeptRuns
+from experiments.late_layers import late_layers, not_in
 from experiments.predictions import COMPARED
 from experiments.results import code_state
 from experiments.simulation import SimulatedLocalSteps, SimulatedRanks
@@ -138,41 +139,6 @@ def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Predictio
         if option == "--prediction" and name in COMPARED:
             return arguments[:number] + arguments[number + 2 :], COMPARED[name]
     return arguments, None
-
-
-def late_layers(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the arguments without a ``--late``, which ``pipesgd.train`` does not have, and the layers that it names.
-
-    Gradients of the other layers are not late, at any width; without ``--late``, all are.
-    """
-    if "--late" not in arguments:
-        return arguments, None
-    number = arguments.index("--late")
-    return arguments[:number] + arguments[number + 2 :], arguments[number + 1].split(",")
-
-
-def layers_of(model: nn.Module) -> list[str]:
-    """Return the names of the layers that have parameters, in the model's order; of a ``Sequential``, those in it.
-
-    >>> layers_of(nn.ModuleDict({"first": nn.Linear(1, 1), "rest": nn.Sequential(nn.ReLU(), nn.Linear(1, 1))}))
-    ['first', 'rest.1']
-    """
-    found = []
-    for name, child in model.named_children():
-        inside = layers_of(child) if isinstance(child, nn.Sequential) else []
-        found += [f"{name}.{one}" for one in inside] or [name] * any(True for _ in child.parameters())
-    return found
-
-
-def not_in(layers: Sequence[str], model: nn.Module) -> set[int]:
-    """Return the ids of the model's parameters that are in none of these layers."""
-    unknown = set(layers) - set(layers_of(model))
-    assert not unknown, f"no such layers: {unknown}"
-    return {
-        id(parameter)
-        for name, parameter in model.named_parameters()
-        if not any(name.startswith(f"{layer}.") for layer in layers)
-    }
 
 
 _Batches = Iterator[tuple[tuple[Tensor, Tensor], ...]]
@@ -327,26 +293,3 @@ def make_runs(
 
 def _start_worker() -> None:
     torch.set_num_threads(1)
-
-
-def mean_of_all(values: Sequence[float | None]) -> float | None:
-    """Return the mean, rounded for values at a target's edge; None if one is missing, since survivors would flatter."""
-    known = [value for value in values if value is not None]
-    return round(float(np.mean(known)), 6) if len(known) == len(values) else None
-
-
-def mean_change(
-    values: Sequence[float | None], base: Sequence[float | None], change: Callable[[float, float], float]
-) -> float | None:
-    """Return the mean of ``change(value, base)`` over the seeds; None if a value is missing."""
-    return mean_of_all([None if a is None or b is None else change(a, b) for a, b in zip(values, base, strict=True)])
-
-
-def points(value: float, base: float) -> float:
-    """Return by how many percentage points an accuracy is above another one."""
-    return 100 * (value - base)
-
-
-def percent(value: float, base: float) -> float:
-    """Return by how many percent a loss is above another one."""
-    return 100 * (value / base - 1)

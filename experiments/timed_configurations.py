@@ -8,10 +8,9 @@ any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an 
 an iteration that the reports of all ranks have, "product_seconds": mean time of a fixed product of matrices before and
 after, which shows how fast the machine was just then, "stolen": the share of the cores' time that a hypervisor gave to
 others meanwhile, "cpu_share": the share that the ranks used}. A configuration that lost too much time is measured again
-at the end of its pass. All have the data, model and batch size of the first
-one. Starting a job takes longer than measuring a configuration, and a machine's speed drifts, so the configurations
-share a job, which returns to each of them in every pass. None keeps its process groups in between: an idle one's
-threads take 0.2 % of a core in every rank.
+at the end of its pass. All have the data, model and batch size of the first one. Starting a job takes longer than
+measuring a configuration, and a machine's speed drifts, so the configurations share a job, which returns to each of
+them in every pass. None keeps its process groups in between: an idle one's threads take 0.2 % of a core in every rank.
 """
 
 from __future__ import annotations

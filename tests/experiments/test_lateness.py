@@ -13,9 +13,10 @@ from _kept_runs import check_refused, ran
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from experiments.late_layers import late_layers, layers_of, not_in
 from experiments.lateness import ALONE, MEASURED, ONWARDS, SYNCHRONOUS, Planned, parse, plan, plot, summarize, tabulate
 from experiments.results import REPOSITORY, RESULTS, Row, load
-from experiments.simulated_runs import late_layers, layers_of, not_in, simulate
+from experiments.simulated_runs import simulate
 from experiments.simulation import SimulatedRanks
 from pipesgd.cli import parse as parse_training
 
