@@ -71,9 +71,13 @@ class Exchanges:
             return {}
         return {names[id(one)]: self.of(one) for one in parameters if id(one) in self.kinds}
 
-    def choose(self, parameter: Tensor, counts: Sequence[int], codec: Codec, world_size: int) -> None:
-        """Choose for a parameter by ``counts``, the pieces of its gradient on each rank, or ``CANNOT``."""
+    def choose(self, parameter: Tensor, counts: Sequence[int | None], codec: Codec, world_size: int) -> None:
+        """Choose for a parameter by ``counts``: each rank's pieces of the gradient, ``CANNOT``, or None without one.
+
+        What has a gradient on no rank is exchanged whole: nothing is known of it.
+        """
         kind = self.kinds[id(parameter)]
-        part_bytes = GATHERING[kind].part_bytes(max(counts), parameter)
-        gathers = CANNOT not in counts and sends_less(part_bytes, parameter, codec, world_size)
+        known = [count for count in counts if count is not None]
+        part_bytes = GATHERING[kind].part_bytes(max(known, default=0), parameter)
+        gathers = known and CANNOT not in known and sends_less(part_bytes, parameter, codec, world_size)
         self.choices[id(parameter)] = kind if gathers else "matrix"

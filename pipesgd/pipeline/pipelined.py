@@ -846,11 +846,11 @@ class Pipelined(Strategy):
         _, self._exchanges, self._indices = self._present_buckets()
         self._begin_buckets(old)
 
-    def _pieces(self, parameter: Tensor) -> int:
-        """Return the number of rows, or of rows of factors, of the gradient in ``.grad``, or ``CANNOT``."""
+    def _pieces(self, parameter: Tensor) -> int | None:
+        """Return the number of rows, or of rows of factors, of the gradient in ``.grad`` if any, or ``CANNOT``."""
         gradient = parameter.grad
         if gradient is None:
-            return 0
+            return None
         if self._exchanges.kinds[id(parameter)] == "rows":
             return len(rows_of(gradient.to_dense()))
         factors = self._factor_hooks.look(parameter)

@@ -204,7 +204,7 @@ def checked_rows(gradient: Tensor, factors: Factors, scale: float = 1.0) -> int:
     relative += _gamma(roundings, factors.unit) * (1 + relative)
     own = _gamma(4 * (columns + rows), torch.finfo(torch.float64).eps / 2) * float(torch.linalg.vector_norm(direction))
     smallest = (rows * torch.finfo(torch.float32).tiny + roundings * factors.smallest) * math.sqrt(columns)
-    bound = (DEVIATIONS * relative + own) * sizes + DEVIATIONS * smallest
+    bound = torch.where(sizes > 0, (DEVIATIONS * relative + own) * sizes, 0.0) + DEVIATIONS * smallest
     return rows if bool(((found - expected).abs() <= bound).all()) else NOT_THE_PRODUCT
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -345,13 +346,15 @@ def test_the_choice_is_by_the_bytes_of_both(rows: int, columns: int, count: int,
     encoded = {"fp32": 4 * rows * columns, "int8": rows * columns + 4 * -(-rows * columns // 1024)}[codec]
     gathered = (world_size - 1) * (4 + 4 * count * (rows + columns))
     exchanges = Exchanges(layer, "auto")
-    exchanges.choose(layer.weight, [count, 0], make_codec(CodecOptions(codec=codec)), world_size)
+    exchanges.choose(layer.weight, [count, None], make_codec(CodecOptions(codec=codec)), world_size)
     fewer = gathered * world_size < 2 * (world_size - 1) * encoded
     assert exchanges.of(layer.weight) == ("factors" if fewer else "matrix")
     part_bytes = FactorsReducer.part_bytes(count, layer.weight)
     assert sends_less(part_bytes, layer.weight, make_codec(CodecOptions(codec=codec)), world_size) == fewer
     exchanges.choose(layer.weight, [0, -1], make_codec(CodecOptions()), world_size)
     assert exchanges.of(layer.weight) == "matrix", "its gradient is not the product of its factors on some rank"
+    exchanges.choose(layer.weight, [None] * world_size, make_codec(CodecOptions()), world_size)
+    assert exchanges.of(layer.weight) == "matrix", "it has no gradient on any rank"
 
 
 # --- The hooks --------------------------------------------------------------------------------------------------------
@@ -403,22 +406,110 @@ def test_calls_whose_gradient_does_not_arrive_do_not_count() -> None:
     assert _check(model, hooks) == [20, 25, 5]
 
 
-def test_a_gradient_of_something_else_and_factors_that_are_forgotten_leave_nothing() -> None:
+def _pending(hooks: FactorHooks) -> int:
+    return sum(len(factors) for kept in hooks._kept.values() for factors in kept.pending.values())
+
+
+def test_a_gradient_of_something_else_leaves_nothing() -> None:
+    """Adversarial examples, for one, need the gradient of the input, of a pass through the layers, too."""
     model = _mixed()
     hooks = _hooked(model)
+    x = X.clone().requires_grad_(True)
+    (of_input,) = torch.autograd.grad(model(x).sum(), x)
     torch.autograd.grad(model(X).sum(), list(model.parameters()))
-    hooks.forget()
+    assert _pending(hooks) == 0, "memory grows if no step follows"
+    model(X + of_input.sign()).square().sum().backward()
+    assert _check(model, hooks) == [20, 25, 5]
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_after_its_gradients_are_dropped() -> None:
+    """It fails between two calls of a layer, when the gradient of one has arrived."""
+    model = _mixed()
+    hooks = _hooked(model)
+    y = model.twice(model.first(X))
+    y.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.twice(y).sum().backward()
+    model.zero_grad()
     model(X).square().sum().backward()
     assert _check(model, hooks) == [20, 25, 5]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_of_activations_counts_once(reentrant: bool) -> None:
+    """The same layers are called outside of it, too, in the pass within which a reentrant one runs another."""
     model = _mixed()
     hooks = _hooked(model)
     x = X.clone().requires_grad_(True)
-    checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
-    assert _check(model, hooks) == [20, 25, 5]
+    inner = checkpoint(model, x, use_reentrant=reentrant)
+    (inner.square().sum() + model(x).square().sum()).backward()
+    assert _check(model, hooks) == [40, 50, 10]
+    assert _pending(hooks) == 0
+
+
+class _NoGradient(torch.autograd.Function):
+    """A function whose input gets no gradient, which torch passes on as None."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def test_output_gradients_that_others_change_or_leave_out_are_those_that_reach_the_layer() -> None:
+    model = _mixed()
+    hooks = _hooked(model)
+    y = model.last(torch.randn(4, 8))
+    y.register_hook(lambda gradient: gradient / 2)
+    (y.sum() + _NoGradient.apply(model.last(torch.randn(3, 8))).sum()).backward()
+    _NoGradient.apply(model.twice(torch.randn(3, 8))).sum().backward()
+    assert _check(model, hooks) == [0, 0, 4]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors is a no-op")
+def test_inputs_of_any_shape_and_layout_are_rows() -> None:
+    for shape in [(6,), (0, 6), (3, 6), (2, 1, 3, 6)]:
+        model = _mixed()
+        hooks = _hooked(model)
+        for x in (torch.randn(shape[::-1]).permute(*range(len(shape))[::-1]), torch.randn(6).expand(shape)):
+            model.last(model.first(x)).sum().backward()
+        rows = 2 * (math.prod(shape) // 6)
+        assert _check(model, hooks) == [rows, 0, rows]
+    for layer in (nn.Linear(0, 2), nn.Linear(2, 0)):
+        hooks = _hooked(layer)
+        layer(torch.ones(4, layer.in_features)).sum().backward()
+        assert _check(layer, hooks) == [4]
+
+
+def test_many_calls_in_few_bits_pass_although_some_values_have_no_gradient() -> None:
+    """Rounding may add up to any size after 125 calls, but what is not computed with is not rounded."""
+    layer = nn.Linear(3, 2).bfloat16()
+    hooks = _hooked(layer)
+    for _ in range(125):
+        layer(torch.randn(2, 3, dtype=torch.bfloat16))[:, 0].sum().backward()
+    assert _check(layer, hooks) == [250]
+    assert layer.weight.grad is not None
+    layer.weight.grad[1, 1] = 1e-3
+    assert _check(layer, hooks) == [NOT_THE_PRODUCT]
+
+
+@pytest.mark.parametrize("reduce", ["factors", "auto"])
+def test_a_layer_that_is_frozen_at_first_is_followed_once_it_is_trained(reduce: str) -> None:
+    model = _mixed()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Pipelined(model, optimizer, width=1, reduce=reduce) as pipeline:
+        for trained in (False, True):
+            assert not model.first.weight.requires_grad, "it stays frozen"
+            model.first.requires_grad_(trained)
+            before = model.first.weight.detach().clone()
+            model(X).square().mean().backward()
+            assert pipeline.step().applied
+            assert torch.equal(before, model.first.weight) != trained
+        assert list(pipeline.exchanges) == ["first.weight", "twice.weight", "last.weight"]
 
 
 def test_other_gradients_of_the_weight_are_noticed() -> None:
