@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from pipesgd.optim.loss_scale import LossScale
-from pipesgd.pipeline.true_weights_hooks import Hook
+from pipesgd.pipeline.true_weights_hooks import OutsideOfGraphs
 from pipesgd.reducers.factors import Factors, is_linear, smallest_error, unit_roundoff
 
 
@@ -76,7 +76,7 @@ class FactorHooks:
             kept.weight.requires_grad_(trained)
         for module in self._model.modules():
             if is_linear(module) and (of_module := new.get(id(module.weight))) is not None:
-                called = Hook(partial(self._called, of_module))
+                called = OutsideOfGraphs(partial(self._called, of_module))
                 of_module.handles.append(module.register_forward_hook(called, prepend=True, with_kwargs=True))
         self._kept |= new
 

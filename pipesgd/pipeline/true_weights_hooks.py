@@ -44,8 +44,8 @@ class TrueWeightsHooks:
         self._saving: nn.Module | None = None
         """Part of the model whose ``state_dict`` is being made of the true weights."""
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(_OutsideOfGraphs(self._before_whole), prepend=True),
-            model.register_forward_hook(_OutsideOfGraphs(self._after_whole), always_call=True),
+            model.register_forward_pre_hook(OutsideOfGraphs(self._before_whole), prepend=True),
+            model.register_forward_hook(OutsideOfGraphs(self._after_whole), always_call=True),
         ]
         for module in model.modules():
             if module is not model:
@@ -125,7 +125,7 @@ class Hook:
         return type(self), (_do_nothing,)
 
 
-class _OutsideOfGraphs(Hook):
+class OutsideOfGraphs(Hook):
     """A hook that is called in every forward pass of a compiled model, whose graphs do not contain it."""
 
     @torch._disable_dynamo  # as torch.compiler.disable, but imports the compiler, which takes a second, when called

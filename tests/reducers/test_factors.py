@@ -28,7 +28,7 @@ from pipesgd.optim.loss_scale import LossScale
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.pipeline.exchanges import Exchanges
 from pipesgd.pipeline.factor_hooks import FactorHooks
-from pipesgd.pipeline.true_weights_hooks import Hook
+from pipesgd.pipeline.true_weights_hooks import OutsideOfGraphs
 from pipesgd.ranks import Ranks
 from pipesgd.reducers.factors import (
     NOT_FINITE,
@@ -562,7 +562,7 @@ def test_hooks_follow_weights_are_not_copied_and_end() -> None:
     for one in copies:
         one(X).square().sum().backward()
         kept = [hook for module in one.modules() for hook in module._forward_hooks.values()]
-        assert [type(hook) for hook in kept] == [Hook] * 3, "those of copies do nothing"
+        assert [type(hook) for hook in kept] == [OutsideOfGraphs] * 3, "those of copies do nothing"
     assert _check(model, hooks) == [0, 0, 0]
     hooks.follow([model.first.weight])
     model(X).square().sum().backward()
@@ -692,6 +692,30 @@ def test_replicas_are_identical_and_training_is_that_by_matrices_up_to_rounding(
             _, whole, _ = of_ranks[0][number - 1]
             largest = whole.abs().max().item()
             assert (found[0][1] - whole).abs().max().item() < 50 * torch.finfo(dtype).eps * largest
+
+
+def _compiled(how: str | None) -> list[str]:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    torch.manual_seed(0)
+    for layer in (model[0], model[2]):
+        nn.init.normal_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    called = model if how is None else torch.compile(model, backend=how)
+    with Pipelined(called, torch.optim.SGD(model.parameters(), lr=0.1), width=2, reduce="factors") as pipeline:
+        hashes = []
+        for iteration in range(3):
+            called(X[iteration]).square().mean().backward()
+            pipeline.step()
+            hashes.append(weights_sha256(model))
+    return hashes
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch, between graphs
+def test_a_compiled_model_trains_by_factors_as_one_that_is_not() -> None:
+    whole, compiled = _compiled(None), _compiled("aot_eager")
+    assert whole == compiled
+    assert len(set(whole)) == 3
 
 
 def _with_codecs(ranks: Ranks, cases: list[dict[str, Any]]) -> list[tuple[bool, str]]:
