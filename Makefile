@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# The one version that the tests run with. pyproject.toml allows a range, so that the package installs beside
+# The one version that the tests run with. pyproject.toml allows a range, so that the package installs next to
 # another build of torch, one for CUDA say; to train with such a build, install it into $(VENV) first.
 TORCH ?= torch==2.13.0
 
@@ -36,16 +36,16 @@ check: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
 	$(BIN)/mypy
 	$(BIN)/pytest $(WORKERS) -m "not slow"
 
-# The doors into other frameworks, with the real packages.
+# The doors into other frameworks, and the peers of comparisons, with the real packages.
 test-integrations: $(STAMPS)/test.stamp $(STAMPS)/wheel.stamp
-	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning,transformers]" lightning
+	$(BIN)/pip install --quiet "$$(ls dist/pipesgd-*.whl)[lightning,transformers]" lightning torchft==0.2.0
 	$(BIN)/pytest $(WORKERS) tests/integrations
 
 # Every figure, from the results that are there: nothing is measured.
 figures: $(STAMPS)/test.stamp
 	PYTHONPATH=. $(BIN)/python -m experiments.gallery
 
-# What README and documentation quote of results and code, written into them anew.
+# What README and documentation quote of results and code, written into them again.
 quotes: $(STAMPS)/test.stamp
 	PYTHONPATH=. $(BIN)/python -m experiments.quotes
 
@@ -53,7 +53,7 @@ quotes: $(STAMPS)/test.stamp
 docs: $(STAMPS)/test.stamp
 	$(BIN)/mkdocs build --strict
 
-# Every experiment, again: many hours; the same command goes on where it was stopped. Those on emulated links need root or
+# Every experiment, again: many hours; the same command resumes where it was stopped. Those on emulated links need root or
 # namespaces. ARGUMENTS="--list" says what there is.
 experiments: $(STAMPS)/test.stamp
 	PYTHONPATH=. $(BIN)/python -m experiments $(ARGUMENTS)

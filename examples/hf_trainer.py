@@ -9,7 +9,7 @@ from pipesgd.transformers import PipesgdCallback
 
 def main() -> None:
     torch.manual_seed(0)
-    # Numbers that count up, from a random one on.
+    # Sequences that count up from a random number.
     begins = torch.randint(0, 48, (512, 1))
     samples = [{"input_ids": row, "labels": row} for row in begins + torch.arange(16)]
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=64, n_layer=2, n_head=2))

@@ -73,7 +73,9 @@ KEEP_RUNS = (
     "fig02_breakdown",
     "fig03_convergence",
     "kill_anywhere",
+    "lateness",
     "local_steps_accuracy",
+    "local_steps_time",
     "fuzz",
     "staleness",
     "validate_timing_model",
@@ -100,6 +102,7 @@ EXPERIMENTS = (
     Experiment(name="bench_loading", words="bench_loading", minutes=3, ranks=2),
     Experiment(name="bench_doors", words="bench_doors", minutes=4),
     Experiment(name="bench_accelerators", words="bench_accelerators", minutes=7),
+    Experiment(name="bench_torchft", words="bench_torchft", minutes=7),
     Experiment(name="compare_commits", words="compare_commits --baseline c7f0a3b", minutes=85),
     Experiment(name="kill_and_resume", words="kill_and_resume", minutes=15),
     Experiment(name="faults", words="faults", minutes=20),
@@ -125,6 +128,8 @@ EXPERIMENTS = (
     Experiment(name="codec_accuracy", words="codec_accuracy", minutes=90),
     Experiment(name="staleness", words="staleness", minutes=4 * 60),
     Experiment(name="local_steps_accuracy", words="local_steps_accuracy", minutes=190),
+    Experiment(name="local_steps_time", words="local_steps_time", minutes=120),
+    Experiment(name="lateness", words="lateness", minutes=90),
     Experiment(
         name="compare_mlp_4x200mbit_codecs",
         words="compare --nodes 4 --rate 200mbit --iterations 16 --name compare_mlp_4x200mbit_codecs "

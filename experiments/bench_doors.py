@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments import command
 from experiments.bench_pipelined import Workload
 from experiments.loops import Loop, Piped, Plain
-from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, summarize
-from experiments.paired import paired_ratio
+from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, show_verdicts, summarize, verdicts
 from experiments.results import save, save_figure
 from experiments.testbed import Link, rate_name
 from pipesgd.backend import BackendOptions
@@ -57,22 +56,6 @@ def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:
     }
 
 
-def verdicts(seconds: dict[str, list[float]]) -> dict[str, dict[str, float | str]]:
-    """Return the ratio of every target with its 95 % interval, and whether the interval reaches the bound."""
-    found: dict[str, dict[str, float | str]] = {}
-    for (one, other), (side, bound) in TARGETS.items():
-        ratio = paired_ratio(seconds[one], seconds[other])
-        reached = ratio.low <= bound if side == "at most" else ratio.high >= bound
-        found[f"{one} / {other}"] = {
-            "median": ratio.median,
-            "low": ratio.low,
-            "high": ratio.high,
-            "target": f"{side} {bound}",
-            "verdict": "met" if reached else "MISSED",
-        }
-    return found
-
-
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command: on a testbed, or, started by torchrun, as one of its ranks."""
     options = command.parser("bench_doors", __doc__)
@@ -85,22 +68,11 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     found = on_testbed("bench_doors", ["--quick"] * arguments.quick, nodes=NODES, link=link)
     title = f"{WORKLOAD.name}, {NODES} nodes at {rate_name(link.rate)} (emulated)"
     rows = summarize(found, title, DDP)
-    targets = verdicts({name: one["seconds"] for name, one in found.items()})
+    targets = verdicts({name: one["seconds"] for name, one in found.items()}, TARGETS)
     save("bench_doors", rows, extra={"targets": targets, "block": effort.block}, folder=arguments.output)
     save_figure("bench_doors", rows, by="title", plot=plot, folder=arguments.output)
     show(rows)
-    command.show(
-        "Targets",
-        [
-            {
-                "ratio": name,
-                "found": f"{one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f})",
-                "target": str(one["target"]),
-                "verdict": str(one["verdict"]),
-            }
-            for name, one in targets.items()
-        ],
-    )
+    show_verdicts(targets)
 
 
 if __name__ == "__main__":

@@ -110,20 +110,31 @@ def compute(ranks: Ranks, effort: Effort, data: DataSplits, console: Console) ->
     return rows
 
 
-def make_blocks(loops: Mapping[str, Loop], batches: Sequence[Batch]) -> dict[str, Contender]:
-    """Return, for each loop, a function that times a block of its iterations and returns seconds per iteration."""
-    untimed, timed = batches[:UNTIMED_ITERATIONS], batches[UNTIMED_ITERATIONS:]
+def make_blocks(
+    loops: Mapping[str, Loop], batches: Sequence[Batch], *, untimed: int = UNTIMED_ITERATIONS, steady: bool = False
+) -> dict[str, Contender]:
+    """Return, for each loop, a function that times a block of its iterations and returns seconds per iteration.
+
+    The first ``untimed`` batches are not timed. A pipeline is empty when the timed iterations begin and end; in a
+    ``steady`` block it is as full as the untimed iterations have made it.
+    """
+    before, timed = batches[:untimed], batches[untimed:]
 
     def block(loop: Loop) -> float:
-        for batch in untimed:
+        for batch in before:
             loop.iterate(*batch)
-        loop.flush()
-        dist.barrier()
+        if not steady:
+            loop.flush()
+            dist.barrier()
         begin = time.perf_counter()
         for batch in timed:
             loop.iterate(*batch)
-        loop.flush()
-        return (time.perf_counter() - begin) / len(timed)
+        if not steady:
+            loop.flush()
+        seconds = (time.perf_counter() - begin) / len(timed)
+        if steady:
+            loop.flush()
+        return seconds
 
     return {name: partial(block, loop) for name, loop in loops.items()}
 

@@ -284,9 +284,7 @@ def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path, console: Con
 
 
 def _texts(row: Row) -> dict[str, str]:
-    def text(name: str, form: str, factor: float = 1.0) -> str:
-        return "" if row[name] is None else format(factor * row[name], form)
-
+    text = partial(command.text_of, row, missing="")
     return {
         "model": row["model"],
         "codec": row["codec"],

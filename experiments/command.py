@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -166,6 +166,11 @@ def progress(
 
     with bar:
         yield advance
+
+
+def text_of(row: Mapping[str, Any], name: str, form: str, factor: float = 1.0, *, missing: str = "-") -> str:
+    """Return the number in a column of ``row``, times ``factor`` and formatted; ``missing`` for None."""
+    return missing if row[name] is None else format(factor * row[name], form)
 
 
 def show(title: str, rows: Sequence[Mapping[str, str]]) -> None:

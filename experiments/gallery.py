@@ -32,7 +32,9 @@ from experiments import (
     fig08_codecs,
     figures,
     first_screen,
+    lateness,
     local_steps_accuracy,
+    local_steps_time,
     loops_on_links,
     paper_question,
     staleness_figure,
@@ -96,9 +98,12 @@ DRAWN: dict[str, Draw] = {
     "bench_pipelined": panels_by("workload", bench_pipelined.plot),
     "bench_prediction": panels_by("optimizer", bench_prediction.plot),
     "bench_ring": panels_by("p", bench_ring.plot),
+    "bench_torchft": panels_by("title", loops_on_links.plot),
     "codec_accuracy": codec_accuracy.draw,
     "compare_": compared,
+    "lateness": lateness.draw,
     "local_steps_accuracy": local_steps_accuracy.draw,
+    "local_steps_time": local_steps_time.draw,
     "paper_question": of_the_paper,
     "staleness": staleness_figure.draw,
     "theano_mpi": theano_mpi.draw,
@@ -108,8 +113,8 @@ DRAWN: dict[str, Draw] = {
 """Functions that draw a figure, by the beginning of the result's name."""
 WITHOUT = (
     *("bench_import", "bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
-    *("home_uplinks", "jitter", "local_steps_accuracy_summary", "paper_question_jitter", "staleness_summary"),
-    *("torch_ddp_tests", "tutorial"),
+    *("home_uplinks", "jitter", "lateness_summary", "local_steps_accuracy_summary", "paper_question_jitter"),
+    *("staleness_summary", "torch_ddp_tests", "tutorial"),
 )
 """Results that have no figure, by the beginning of their names."""
 

@@ -31,17 +31,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 
-from experiments import command, figures, simulated_runs, style
-from experiments.results import Row, save, save_figure
-from experiments.simulated_runs import (
-    QUICK_ITERATIONS,
-    WORLD_SIZE,
-    Run,
-    mean_change,
-    mean_of_all,
-    percent,
-    points,
-)
+from experiments import command, figures, simulated_runs, simulated_tables, style
+from experiments.results import Row, save_figure
+from experiments.simulated_runs import QUICK_ITERATIONS, Run
+from experiments.simulated_tables import changes, column, mean_of_all
 from experiments.staleness_figure import ACCURACY, LOSS
 from experiments.staleness_runs import OPTIMIZERS, WORKLOADS
 from pipesgd.errors import UserInputError
@@ -73,6 +66,11 @@ class Way(NamedTuple):
     words: str = ""
     multiple: float = 1.0
     """Multiple of the learning rate."""
+
+    @property
+    def options(self) -> str:
+        """Arguments of ``pipesgd.train`` for it, without those of the workload and the learning rate."""
+        return f"--width {self.width} --codec {self.codec} {self.words}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +106,21 @@ def ways(steps: Sequence[int]) -> list[Way]:
 
 def plan(workloads: Sequence[str], steps: Sequence[int], seeds: int, *, quick: bool = False) -> list[Planned]:
     """Return all runs, seed by seed."""
-    planned = []
-    for seed, name, way in itertools.product(range(seeds), workloads, ways(steps)):
-        workload = WORKLOADS[name]
-        optimizer, rate = next(iter(workload.optimizers.items()))
-        iterations = QUICK_ITERATIONS if quick else workload.iterations
-        updates = max(1, iterations // way.local_steps) if way.method == ACCUMULATION else iterations
-        lr = rate * way.multiple
-        how = f"--width {way.width} --codec {way.codec} {way.words}".rstrip()
-        rest = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle --iterations {updates} --seed {seed}"
-        words = f"{workload.words} {how} {rest}"
-        planned.append(Planned(workload=name, seed=seed, words=words, test_every=workload.test_every, way=way, lr=lr))
-    return planned
+    return [
+        planned_run(name, way, seed, QUICK_ITERATIONS if quick else WORKLOADS[name].iterations)
+        for seed, name, way in itertools.product(range(seeds), workloads, ways(steps))
+    ]
+
+
+def planned_run(name: str, way: Way, seed: int, iterations: int) -> Planned:
+    """Return the run of a workload that sees the samples of this many iterations."""
+    workload = WORKLOADS[name]
+    optimizer, rate = next(iter(workload.optimizers.items()))
+    updates = max(1, iterations // way.local_steps) if way.method == ACCUMULATION else iterations
+    lr = rate * way.multiple
+    rest = f"{OPTIMIZERS[optimizer]} --lr {lr:g} --schedule one-cycle --iterations {updates} --seed {seed}"
+    words = f"{workload.words} {way.options} {rest}"
+    return Planned(workload=name, seed=seed, words=words, test_every=workload.test_every, way=way, lr=lr)
 
 
 def tabulate(planned: Sequence[Planned], runs: Mapping[str, Run]) -> list[Row]:
@@ -178,33 +179,20 @@ def _summary(cell: Cell, best: Mapping[Cell, list[Row]]) -> Row:
         **dict(zip(("workload", "method", "local_steps", "width", "codec"), cell, strict=True)),
         "lr": own[0]["lr"],
         "seeds": len(own),
-        "accuracy_mean": mean_of_all(_column(own, "test_accuracy")),
-        "test_loss_mean": mean_of_all(_column(own, "test_loss")),
+        "accuracy_mean": mean_of_all(column(own, "test_accuracy")),
+        "test_loss_mean": mean_of_all(column(own, "test_loss")),
         "diverged": sum(row["diverged_at"] is not None for row in own),
-        **_changes(own, best.get((workload, SYNCHRONOUS, 1, 1, "fp32")), "sync"),
+        **changes(own, best.get((workload, SYNCHRONOUS, 1, 1, "fp32")), "sync"),
         "cost_of": kind,
-        **_changes(own, base, "base"),
+        **changes(own, base, "base"),
     }
     judged = width > 1 and steps <= JUDGED_UP_TO and base is not None
     return row | {"target": verdict(workload, kind, row) if judged else ""}
 
 
-def _changes(own: Sequence[Row], base: Sequence[Row] | None, name: str) -> Row:
-    """Return how far a cell is from another one, in the mean over seeds; None where it has none, or a seed diverged."""
-    accuracy = loss = None
-    if base is not None:
-        accuracy = mean_change(_column(own, "test_accuracy"), _column(base, "test_accuracy"), points)
-        loss = mean_change(_column(own, "test_loss"), _column(base, "test_loss"), percent)
-    return {f"accuracy_to_{name}_points": accuracy, f"loss_to_{name}_percent": loss}
-
-
-def _column(rows: Sequence[Row], name: str) -> list[float | None]:
-    return [row[name] for row in rows]
-
-
 def _badness(workload: str, rows: Sequence[Row]) -> float:
     by_loss = WORKLOADS[workload].judged_by_loss
-    mean = mean_of_all(_column(rows, "test_loss" if by_loss else "test_accuracy"))
+    mean = mean_of_all(column(rows, "test_loss" if by_loss else "test_accuracy"))
     return math.inf if mean is None else mean if by_loss else -mean
 
 
@@ -257,23 +245,13 @@ def draw(name: str, rows: list[Row], folder: Path) -> Path:
 
 def publish(rows: list[Row], summary: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
     """Save the rows, their summary and their figure, and print the summary."""
-    extra = {
-        "world_size": WORLD_SIZE,
-        "simulated": True,
-        "target": {"lost_at_most": MOST_LOST, "local_steps_at_most": JUDGED_UP_TO},
-        "runs": len(runs),
-        "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
-    }
-    save(NAME, rows, extra=extra, folder=folder)
-    save(f"{NAME}_summary", summary, extra=extra, folder=folder)
-    draw(NAME, rows, folder)
+    target = {"lost_at_most": MOST_LOST, "local_steps_at_most": JUDGED_UP_TO}
+    simulated_tables.publish(NAME, rows, summary, runs, {"target": target}, folder, draw)
     command.show("Means over seeds, and targets", [_texts(row) for row in summary])
 
 
 def _texts(row: Row) -> dict[str, str]:
-    def text(name: str, form: str, factor: float = 1.0) -> str:
-        return "-" if row[name] is None else format(factor * row[name], form)
-
+    text = partial(command.text_of, row)
     return {
         "workload": row["workload"],
         "method": label_of(row["method"], row["width"], row["codec"]),

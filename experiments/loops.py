@@ -1,9 +1,10 @@
-"""Training loops that bench_pipelined and bench_doors compare, each with its own model and optimizer."""
+"""Training loops that the benches compare, each with its own model and optimizer."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from pipesgd import Pipelined
+from pipesgd import LocalSteps, Pipelined
 from pipesgd.ddp import AttachedPipeline
 from pipesgd.ranks import Ranks
 
@@ -67,11 +68,12 @@ class Plain:
 
 
 class Piped:
-    """The training loop with ``Pipelined`` and these options of it."""
+    """The training loop with ``Pipelined``, or ``LocalSteps`` if there are several, and these options of it."""
 
-    def __init__(self, model: nn.Module, ranks: Ranks, **options: Any):
+    def __init__(self, model: nn.Module, ranks: Ranks, *, local_steps: int = 1, **options: Any):
         self.model = model
-        self._pipeline = Pipelined(model, sgd(model), ranks=ranks, **options)
+        kind: Any = Pipelined if local_steps == 1 else partial(LocalSteps, local_steps=local_steps)
+        self._pipeline = kind(model, sgd(model), ranks=ranks, **options)
 
     def iterate(self, images: Tensor, labels: Tensor) -> None:
         cross_entropy(self.model(images), labels).backward()

@@ -2,7 +2,7 @@
 
 An experiment is one module that starts itself by torchrun on every node; its ranks call ``measure``. A round has a
 block of iterations of each loop, in rotated order. Pipelines are empty when a block begins, and are emptied again
-within the timed region. The time of a block is that of the slowest rank.
+within the timed region, unless the block is steady. The time of a block is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ TIMES_FILE = "times.json"
 
 @dataclass(frozen=True)
 class Effort:
-    """Iterations of a block, and rounds."""
+    """Iterations of a block, those before it, and rounds."""
 
     block: int
     rounds: int
+    untimed: int = UNTIMED_ITERATIONS
+    steady: bool = False
+    """True if pipelines are full when a block begins and when it ends, False if they are empty."""
 
 
 class WithCpuTime:
@@ -67,8 +70,9 @@ def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Eff
     data = ranks.raise_together("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     loops = make_loops(workload.build(data), ranks)
-    batches = workload.batches(data, ranks, UNTIMED_ITERATIONS + effort.block)
-    blocks = {name: WithCpuTime(block, ranks) for name, block in make_blocks(loops, batches).items()}
+    batches = workload.batches(data, ranks, effort.untimed + effort.block)
+    made = make_blocks(loops, batches, untimed=effort.untimed, steady=effort.steady)
+    blocks = {name: WithCpuTime(block, ranks) for name, block in made.items()}
     seconds = paired.interleave(blocks, effort.rounds, warm_up=1)
     for loop in loops.values():
         loop.close()
@@ -118,6 +122,27 @@ def summarize(found: Mapping[str, Mapping[str, Any]], title: str, baseline: str)
     return rows
 
 
+def verdicts(
+    seconds: Mapping[str, Sequence[float]], targets: Mapping[tuple[str, str], tuple[str, float]]
+) -> dict[str, dict[str, float | str]]:
+    """Return the ratio of every target with its 95 % interval, and whether the interval reaches the bound.
+
+    A target is the bound, "at most" or "at least" a number, of the ratio of the first loop's time to the second's.
+    """
+    found: dict[str, dict[str, float | str]] = {}
+    for (one, other), (side, bound) in targets.items():
+        ratio = paired_ratio(seconds[one], seconds[other])
+        reached = ratio.low <= bound if side == "at most" else ratio.high >= bound
+        found[f"{one} / {other}"] = {
+            "median": ratio.median,
+            "low": ratio.low,
+            "high": ratio.high,
+            "target": f"{side} {bound}",
+            "verdict": "met" if reached else "MISSED",
+        }
+    return found
+
+
 def plot(rows: list[Row], axes: Axes) -> Axes:
     """Draw a bar for every loop: the median, with a whisker as long as the interquartile range."""
     names = [row["contender"] for row in rows][::-1]
@@ -143,5 +168,21 @@ def show(rows: Sequence[Row], **columns: str) -> None:
                 "cores used": f"{row['cpu_share']:.0%}",
             }
             for row in rows
+        ],
+    )
+
+
+def show_verdicts(found: Mapping[str, Mapping[str, float | str]]) -> None:
+    """Print what ``verdicts`` returned."""
+    command.show(
+        "Targets",
+        [
+            {
+                "ratio": name,
+                "found": f"{one['median']:.3f} ({one['low']:.3f} to {one['high']:.3f})",
+                "target": str(one["target"]),
+                "verdict": str(one["verdict"]),
+            }
+            for name, one in found.items()
         ],
     )

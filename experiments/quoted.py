@@ -240,7 +240,8 @@ def third_width() -> str:
     for title, least in (("all pairs", -100.0), ("predicted to gain more than 3 %", 3.0)):
         own = [pair for pair in gains if pair[0] > least]
         found = sum(measured > 3 for _, measured in own)
-        lines.append([title, str(len(own)), *(f"{mean(side):.1f}" for side in zip(*own, strict=True)), str(found)])
+        means = [f"{mean(side):.1f}" for side in zip(*own, strict=True)] or ["-", "-"]
+        lines.append([title, str(len(own)), *means, str(found)])
     heads = ["width 3 over width 2", "pairs", "predicted gain, %", "measured gain, %", "that gained more than 3 %"]
     return table(heads, lines)
 

@@ -9,9 +9,9 @@ import shlex
 import time
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from experiments import command
 from experiments.kept_runs import KeptRuns
+from experiments.late_layers import late_layers, not_in
 from experiments.predictions import COMPARED
 from experiments.results import code_state
 from experiments.simulation import SimulatedLocalSteps, SimulatedRanks
@@ -51,6 +52,9 @@ class Run:
     """Training loss, the mean over ranks and the last tenth of the iterations."""
     test_loss: float | None = None
     test_accuracy: float | None = None
+    points: list[list[float]] = field(default_factory=list)
+    """Numbers of iterations, and the test accuracy after them, if ``--evaluate-iterations`` is among the arguments: at
+    every evaluation, and at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,7 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     """Return the result of ``pipesgd.train words`` on ``world_size`` ranks, tested on one sample in ``test_every``."""
     begin, commit = time.perf_counter(), code_state()
     arguments, compared = compared_prediction(shlex.split(words))
+    arguments, late = late_layers(arguments)
     config = parse_training(arguments)
     iterations = config.optimization.iterations
     assert iterations is not None
@@ -85,19 +90,28 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
     torch.manual_seed(config.optimization.seed * world_size)
     of_ranks = (_batches(config, data, rank, world_size) for rank in range(world_size))
     batches = itertools.islice(zip(*of_ranks, strict=True), iterations)
-    train = _train_by_windows if config.pipeline.in_windows else _train
+    if config.pipeline.in_windows:
+        assert compared is None, "each rank predicts with its own movement"
+        assert late is None, "windows are late as a whole"
+        training = _train_by_windows(config, model, batches, iterations, world_size)
+    else:
+        training = _train(config, model, batches, iterations, world_size, compared, late)
+    every = config.run.evaluate_iterations
+    assert not every or every % config.pipeline.local_steps == 0, "evaluations within windows are not simulated"
     losses: list[float] = []
+    points: list[list[float]] = []
     try:
-        for loss in train(config, model, batches, iterations, world_size, compared):
+        for loss in training:
             losses.append(loss)
             if not loss <= DIVERGED_LOSS:
                 return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=len(losses) - 1)
+            if every and len(losses) % every == 0 and len(losses) < iterations:
+                points.append([len(losses), _accuracy(_evaluated(model, data, test_every))])
     except NonFiniteGradientError as error:
         return Run(commit=commit, seconds=time.perf_counter() - begin, diverged_at=error.iteration)
-    parts = evaluation.sums(
-        model, evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every), torch.device("cpu")
-    )
-    worth = evaluation.mean([parts])
+    worth = _evaluated(model, data, test_every)
+    if every:
+        points.append([iterations, _accuracy(worth)])
     return Run(
         commit=commit,
         seconds=time.perf_counter() - begin,
@@ -105,7 +119,18 @@ def simulate(words: str, *, world_size: int = WORLD_SIZE, test_every: int = 1) -
         train_loss=float(np.mean(losses[-max(1, iterations // 10) :])),
         test_loss=worth.loss,
         test_accuracy=worth.accuracy,
+        points=points,
     )
+
+
+def _evaluated(model: nn.Module, data: DataSplits, test_every: int) -> evaluation.Evaluation:
+    batches = evaluation_batches(data.test, batch_size=100, rank=0, world_size=test_every)
+    return evaluation.mean([evaluation.sums(model, batches, torch.device("cpu"))])
+
+
+def _accuracy(worth: evaluation.Evaluation) -> float:
+    assert worth.accuracy is not None, "cross-entropy has one"
+    return worth.accuracy
 
 
 def compared_prediction(arguments: list[str]) -> tuple[list[str], type[Prediction] | None]:
@@ -127,6 +152,7 @@ def _train(
     iterations: int,
     world_size: int,
     compared: type[Prediction] | None,
+    late: list[str] | None,
 ) -> Iterator[float]:
     """Train ``model`` by exchanges of gradients, and yield the mean loss of each iteration."""
     pipeline = config.pipeline
@@ -141,6 +167,7 @@ def _train(
         prediction=compared or pipeline.prediction,
         guard=pipeline.guard,
         codec=config.compression.codec,
+        fresh=() if late is None else not_in(late, model),
     )
     for of_ranks in batches:
         yield float(np.mean(ranks.iterate(_loss, of_ranks)))
@@ -154,11 +181,9 @@ def _train_by_windows(
     batches: _Batches,
     iterations: int,
     world_size: int,
-    compared: type[Prediction] | None,
 ) -> Iterator[float]:
     """Train ``model`` by local steps, and yield the mean loss of each iteration after its window."""
     pipeline = config.pipeline
-    assert compared is None, "each rank predicts with its own movement"
     assert (pipeline.warmup_iterations, pipeline.fragments, pipeline.average_state) == (0, 1, False), "not simulated"
     optimizers = [build_optimizer(config.optimization, model) for _ in range(world_size)]
     schedules = [build_schedule(config.optimization, optimizer, iterations) for optimizer in optimizers]
@@ -268,26 +293,3 @@ def make_runs(
 
 def _start_worker() -> None:
     torch.set_num_threads(1)
-
-
-def mean_of_all(values: Sequence[float | None]) -> float | None:
-    """Return the mean, rounded for values at a target's edge; None if one is missing, since survivors would flatter."""
-    known = [value for value in values if value is not None]
-    return round(float(np.mean(known)), 6) if len(known) == len(values) else None
-
-
-def mean_change(
-    values: Sequence[float | None], base: Sequence[float | None], change: Callable[[float, float], float]
-) -> float | None:
-    """Return the mean of ``change(value, base)`` over the seeds; None if a value is missing."""
-    return mean_of_all([None if a is None or b is None else change(a, b) for a, b in zip(values, base, strict=True)])
-
-
-def points(value: float, base: float) -> float:
-    """Return by how many percentage points an accuracy is above another one."""
-    return 100 * (value - base)
-
-
-def percent(value: float, base: float) -> float:
-    """Return by how many percent a loss is above another one."""
-    return 100 * (value / base - 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -39,6 +39,66 @@ class _InFlight:
     """Gradients not yet applied, by rank."""
 
 
+class _Exchange:
+    """Parameters whose gradients are exchanged together, and are equally late.
+
+    Args:
+        optimizer: the optimizer that updates them, among others.
+        parameters: the parameters, all of one dtype.
+        world_size: number of ranks.
+        options: codec of the ring.
+        delay: arguments of ``DelayedUpdate``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[Tensor],
+        world_size: int,
+        options: CodecOptions,
+        **delay: Any,
+    ):
+        self.parameters = parameters
+        self._world_size = world_size
+        # Shared by all ranks. Each rank's own state, how well it agrees and what it missed, is in its Agreement.
+        self.updates = DelayedUpdate(optimizer, parameters, **delay)
+        self._agreements = [Agreement() for _ in range(world_size)]
+        self._in_flight: deque[_InFlight] = deque()
+        self._outgoing: list[Unapplied] = []
+        self._flats = [FlatBuffer(parameters) for _ in range(world_size)]
+        assert len(self._flats[0].flats) == 1
+        self._ring = Ring(make_codec(options), [flat.flats[0] for flat in self._flats], options.gives_back)
+
+    def predict(self, rank: int) -> None:
+        """Let the parameters hold the weights that this rank expects."""
+        self.updates.predict([gradient.unapplied[rank] for gradient in self._in_flight], self._agreements[rank])
+
+    def hand_over(self, rank: int) -> None:
+        """Take this rank's gradients out of ``.grad``."""
+        self._outgoing.append(self.updates.hand_over(pack_gradients(self.parameters, self._flats[rank])))
+
+    def sum(self) -> None:
+        """Take the mean of what all ranks have handed over."""
+        mean = FlatBuffer(self.parameters)
+        self._ring.sum_into(mean.flats[0])
+        take_mean(mean.flats[0], self._world_size)
+        self._in_flight.append(_InFlight(mean, self._outgoing))
+        self._outgoing = []
+
+    def apply_until(self, remaining: int, iteration: int) -> None:
+        """Apply the oldest means until only ``remaining`` are in flight."""
+        while len(self._in_flight) > remaining:
+            gradient = self._in_flight.popleft()
+            mean, norm = gradient.mean.views, None
+            if self.updates.wants_norms:
+                norm = torch.linalg.vector_norm(gradient.mean.flats[0], dtype=torch.float64).item()
+            guessed = [
+                Guessed(unapplied, self.updates.compare(mean, unapplied), agreement)
+                for unapplied, agreement in zip(gradient.unapplied, self._agreements, strict=True)
+            ]
+            self.updates.arrived(mean, guessed, norm=norm, iteration=iteration)
+
+
 class SimulatedRanks:
     """Simulation in one process of ``Pipelined`` on ``world_size`` ranks with a ring.
 
@@ -48,6 +108,8 @@ class SimulatedRanks:
         world_size: number of ranks.
         width, warmup_iterations, prediction, guard, clip_norm, clip_value: as in ``Pipelined``.
         codec: name of a codec that rounds to nearest.
+        fresh: parameters, by their ids, whose gradients are not late at any width; without clipping by norm, which
+            needs all gradients at once. They are exchanged on their own and updated after the late ones.
     """
 
     def __init__(
@@ -63,30 +125,34 @@ class SimulatedRanks:
         clip_norm: float | None = None,
         clip_value: float | None = None,
         codec: str = "fp32",
+        fresh: Collection[int] = (),
     ):
         options = CodecOptions(codec=codec)
         assert codec in DENSE_CODECS
         assert not options.stochastic
+        assert not fresh or clip_norm is None
         self.iteration = 0
         self._model = model
         self._world_size = world_size
-        self._parameters = trainable_parameters(optimizer)
-        # Shared by all ranks. Each rank's own state, how well it agrees and what it missed, is in its Agreement.
-        self._updates = DelayedUpdate(
-            optimizer,
-            self._parameters,
-            width=width,
-            warmup_iterations=warmup_iterations,
-            prediction=prediction,
-            guard=guard,
-            clip=Clipping(norm=clip_norm, value=clip_value),
-        )
-        self._agreements = [Agreement() for _ in range(world_size)]
-        self._in_flight: deque[_InFlight] = deque()
-        self._flats = [FlatBuffer(self._parameters) for _ in range(world_size)]
-        assert len(self._flats[0].flats) == 1
+        parameters = trainable_parameters(optimizer)
+        late, in_time = ([one for one in parameters if (id(one) in fresh) == is_fresh] for is_fresh in (False, True))
+        clip = Clipping(norm=clip_norm, value=clip_value)
+        self._exchanges = [
+            _Exchange(
+                optimizer,
+                own,
+                world_size,
+                options,
+                width=own_width,
+                warmup_iterations=warmup_iterations,
+                prediction=prediction,
+                guard=guard,
+                clip=clip,
+            )
+            for own, own_width in ((late, width), (in_time, 1))
+            if own
+        ]
         self._buffers = [[buffer.clone() for buffer in model.buffers()] for _ in range(world_size)]
-        self._ring = Ring(make_codec(options), [flat.flats[0] for flat in self._flats], options.gives_back)
 
     def iterate(self, loss_of: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> list[float]:
         """Run one iteration on ``batches``, one a rank, and return their losses."""
@@ -104,42 +170,30 @@ class SimulatedRanks:
         Return what it returned, by rank.
         """
         results: list[T] = []
-        unapplied: list[Unapplied] = []
         for rank in range(self._world_size):
-            self._updates.predict([gradient.unapplied[rank] for gradient in self._in_flight], self._agreements[rank])
+            for one in self._exchanges:
+                one.predict(rank)
             self._take_buffers(self._buffers[rank])
             results.append(compute(rank))
             self._keep_buffers(self._buffers[rank])
-            unapplied.append(self._updates.hand_over(pack_gradients(self._parameters, self._flats[rank])))
-            self._updates.weights.restore()
-        mean = FlatBuffer(self._parameters)
-        self._ring.sum_into(mean.flats[0])
-        take_mean(mean.flats[0], self._world_size)
-        self._in_flight.append(_InFlight(mean, unapplied))
+            for one in self._exchanges:
+                one.hand_over(rank)
+                one.updates.weights.restore()
         self.iteration += iterations
-        self._apply_until(self._updates.width_after(self.iteration) - 1)
+        for one in self._exchanges:
+            one.sum()
+            one.apply_until(one.updates.width_after(self.iteration) - 1, self.iteration)
         return results
 
     def flush(self) -> None:
         """Apply the gradients in flight, and replace the model's floating-point buffers by their means over ranks."""
-        self._apply_until(0)
+        for one in self._exchanges:
+            one.apply_until(0, self.iteration)
         means = [
             torch.stack(of_ranks).sum(0) / self._world_size if of_ranks[0].is_floating_point() else of_ranks[0]
             for of_ranks in zip(*self._buffers, strict=True)
         ]
         self._take_buffers(means)
-
-    def _apply_until(self, remaining: int) -> None:
-        while len(self._in_flight) > remaining:
-            gradient = self._in_flight.popleft()
-            mean, norm = gradient.mean.views, None
-            if self._updates.wants_norms:
-                norm = torch.linalg.vector_norm(gradient.mean.flats[0], dtype=torch.float64).item()
-            guessed = [
-                Guessed(unapplied, self._updates.compare(mean, unapplied), agreement)
-                for unapplied, agreement in zip(gradient.unapplied, self._agreements, strict=True)
-            ]
-            self._updates.arrived(mean, guessed, norm=norm, iteration=self.iteration)
 
     def _take_buffers(self, values: Sequence[Tensor]) -> None:
         for buffer, value in zip(self._model.buffers(), values, strict=True):
@@ -189,7 +243,8 @@ class SimulatedLocalSteps(SimulatedRanks):
         self._inner = [
             SynchronousUpdate(optimizer, clip=clip, scaler=None, on_nonfinite="stop") for optimizer in optimizers
         ]
-        self._windows = [Window(parameters, lambda: self._updates.weights, pull) for _ in optimizers]
+        updates = self._exchanges[0].updates  # there is one exchange
+        self._windows = [Window(parameters, lambda: updates.weights, pull) for _ in optimizers]
 
     def run_window(
         self,
@@ -211,7 +266,7 @@ class SimulatedLocalSteps(SimulatedRanks):
                 losses.append(loss.item())
                 before(rank, iteration)
                 window.step(functools.partial(self._inner[rank].apply, iteration))
-            window.end(range(len(self._parameters)))
+            window.end(range(len(self._exchanges[0].parameters)))
             return losses
 
         return [list(of_ranks) for of_ranks in zip(*self._exchange(compute, iterations=len(batches)), strict=True)]

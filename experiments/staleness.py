@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from experiments import command, simulated_runs
-from experiments.results import Row, save
-from experiments.simulated_runs import WORLD_SIZE, Run, mean_change, mean_of_all, percent, points
+from experiments import command, simulated_runs, simulated_tables
+from experiments.results import Row
+from experiments.simulated_runs import Run
+from experiments.simulated_tables import mean_change, mean_of_all, percent, points
 from experiments.staleness_figure import draw
 from experiments.staleness_runs import BASELINE, METHODS, OPTIMIZERS, WORKLOADS, Planned, plan
 from pipesgd.errors import UserInputError
@@ -158,27 +159,17 @@ def stability(method: str, limit: float | None, sync_limit: float | None) -> str
 def publish(rows: list[Row], runs: Mapping[str, Run], folder: Path) -> None:
     """Save the rows, their summary and their figure, and print the summary."""
     summary = summarize(rows)
-    extra = {
-        "world_size": WORLD_SIZE,
-        "simulated": True,
-        "target": {
-            "points_of_accuracy_lost_at_most": MOST_LOST,
-            "percent_of_loss_for_a_point": LOSS_PERCENT_PER_POINT,
-            "stable_up_to_share_of_sync": STABILITY,
-        },
-        "runs": len(runs),
-        "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
+    target = {
+        "points_of_accuracy_lost_at_most": MOST_LOST,
+        "percent_of_loss_for_a_point": LOSS_PERCENT_PER_POINT,
+        "stable_up_to_share_of_sync": STABILITY,
     }
-    save("staleness", rows, extra=extra, folder=folder)
-    save("staleness_summary", summary, extra=extra, folder=folder)
-    draw("staleness", rows, folder)
+    simulated_tables.publish("staleness", rows, summary, runs, {"target": target}, folder, draw)
     command.show("At the best learning rate of synchronous training", [_texts(row) for row in summary])
 
 
 def _texts(row: Row) -> dict[str, str]:
-    def text(name: str, form: str, factor: float = 1.0) -> str:
-        return "-" if row[name] is None else format(factor * row[name], form)
-
+    text = partial(command.text_of, row)
     return {
         "workload": f"{row['workload']}, {row['optimizer']}",
         "method": row["method"],

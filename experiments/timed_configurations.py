@@ -3,13 +3,14 @@
     torchrun ... -m experiments.timed_configurations PLAN.json TIMES.json
 
 PLAN.json is a list of passes, each a list of {"words": arguments of pipesgd.train, "iterations": number to time}, in
-any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "product_seconds": mean time
-of a fixed product of matrices before and after, which shows how fast the machine was just then, "stolen": the share of
-the cores' time that a hypervisor gave to others meanwhile, "cpu_share": the share that the ranks used}. A configuration
-that lost too much time is measured again at the end of its pass. All have the data, model and batch size of the first
-one. Starting a job takes longer than measuring a configuration, and a machine's speed drifts, so the configurations
-share a job, which returns to each of them in every pass. None keeps its process groups in between: an idle one's
-threads take 0.2 % of a core in every rank.
+any order. Rank 0 writes TIMES.json: for every pass a list of {"seconds": of an iteration, "communication_seconds" and
+"exposed_seconds": those of an iteration's communication, and of waits for it, the mean of ranks, "wire_bytes": bytes of
+an iteration that the reports of all ranks have, "product_seconds": mean time of a fixed product of matrices before and
+after, which shows how fast the machine was just then, "stolen": the share of the cores' time that a hypervisor gave to
+others meanwhile, "cpu_share": the share that the ranks used}. A configuration that lost too much time is measured again
+at the end of its pass. All have the data, model and batch size of the first one. Starting a job takes longer than
+measuring a configuration, and a machine's speed drifts, so the configurations share a job, which returns to each of
+them in every pass. None keeps its process groups in between: an idle one's threads take 0.2 % of a core in every rank.
 """
 
 from __future__ import annotations
@@ -40,32 +41,45 @@ from pipesgd.ranks import Ranks
 from pipesgd.run.forward_backward import forward_backward
 from pipesgd.run.workload import load
 from pipesgd.strategies import make_strategy
+from pipesgd.strategy import StepReport
 
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 
 
 def mean_iteration(
     config: TrainConfig, model: nn.Module, batches: ShardedBatches, ranks: Ranks, iterations: int
-) -> float:
-    """Return the mean seconds of this many steady iterations on a copy of the model, the median of ranks. Collective.
+) -> dict[str, float]:
+    """Return the means of this many steady iterations on a copy of the model. Collective.
 
-    Before those, two iterations fill the memory and make the connections, and others fill the pipeline. With local
-    steps, windows do that, and ``iterations`` are whole windows.
+    The seconds are the median of ranks. Before those iterations, two fill the memory and make the connections, and
+    others fill the pipeline. With local steps, windows do that, and ``iterations`` are whole windows.
     """
     ranks.start_process_group("cpu", config.run.timeout)
     model, untimed = copy.deepcopy(model).train(), (config.pipeline.width + 2) * config.pipeline.local_steps
+    reports: list[StepReport] = []
     strategy = make_strategy(config, model, build_optimizer(config.optimization, model), SCALER, ranks)
     with contextlib.closing(strategy), contextlib.closing(batches.from_iteration(0)) as samples:
         for iteration in range(untimed + iterations):
             if iteration == untimed:
                 begin = time.perf_counter()
             forward_backward(strategy, samples, config, SCALER, iteration)
-            strategy.step()
+            reports.append(strategy.step())
         seconds = (time.perf_counter() - begin) / iterations
         strategy.flush()
-    everybody = ranks.all_gather_object("seconds", seconds)
+    steady = reports[untimed:]
+    own = (
+        seconds,
+        *(sum(report.seconds(what) for report in steady) / iterations for what in ("communication", "wait")),
+        sum(report.wire_bytes for report in steady) / iterations,
+    )
+    of_ranks = np.array(ranks.all_gather_object("times", own))  # (ranks, 4)
     ranks.leave()
-    return float(np.median(everybody))
+    return {
+        "seconds": float(np.median(of_ranks[:, 0])),
+        "communication_seconds": float(of_ranks[:, 1].mean()),
+        "exposed_seconds": float(of_ranks[:, 2].mean()),
+        "wire_bytes": float(of_ranks[:, 3].sum()),
+    }
 
 
 def timed(
@@ -73,10 +87,10 @@ def timed(
 ) -> dict[str, float]:
     """Measure one configuration in a pass. Collective."""
     before, stolen_time, cpu_time = product_seconds(ranks), StolenTime(), CpuTime()
-    seconds = mean_iteration(config, model, batches, ranks, iterations)
+    means = mean_iteration(config, model, batches, ranks, iterations)
     stolen, cpu_share = stolen_time.share(ranks), cpu_time.used(ranks).share
     return {
-        "seconds": seconds,
+        **means,
         "product_seconds": (before + product_seconds(ranks)) / 2,
         "stolen": stolen,
         "cpu_share": cpu_share,

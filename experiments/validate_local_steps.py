@@ -10,7 +10,6 @@ in reverse order, of which the median counts. One setting limits the rate of ran
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 
 from experiments import command
 from experiments.results import Row, save
-from experiments.validation_runs import Setting, calibrate, run
+from experiments.validation_runs import Setting, calibrate, time_in_passes
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import say
 from timing_model.cluster_profile import Profile
@@ -81,7 +80,6 @@ def measure(setting: Setting, rate_limit: str | None, folder: Path, *, quick: bo
     Raises:
         RunError: a job failed.
     """
-    plan_file, times_file = folder / "plan.json", folder / "times.json"
     seconds = QUICK_CALIBRATION_SECONDS if quick else CALIBRATION_SECONDS
     words = f"--seconds {seconds} --codecs {' '.join(CODECS)} --all-reduces ring {setting.words}"
     with setting.testbed() as testbed:
@@ -94,15 +92,10 @@ def measure(setting: Setting, rate_limit: str | None, folder: Path, *, quick: bo
         }
         for one, _ in found
     ]
-    plan_file.write_text(json.dumps([cells if number % 2 == 0 else cells[::-1] for number in range(PASSES)]), "utf-8")
     with setting.testbed() as testbed:
-        run(testbed, f"experiments.timed_configurations {plan_file} {times_file}", folder)
-    passes = [
-        of_pass if number % 2 == 0 else of_pass[::-1]
-        for number, of_pass in enumerate(json.loads(times_file.read_text("utf-8")))
-    ]
+        times = time_in_passes(testbed, cells, PASSES, folder)
     rows: list[Row] = []
-    for (one, answer), of_cell in zip(found, zip(*passes, strict=True), strict=True):
+    for (one, answer), of_cell in zip(found, times, strict=True):
         measured = [timed["seconds"] for timed in of_cell]
         rows.append(
             {

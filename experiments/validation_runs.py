@@ -8,6 +8,7 @@ import json
 import shlex
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -308,21 +309,32 @@ def time_all(
         iterations = int(np.clip(seconds / one["predicted_s"], LEAST_ITERATIONS, MOST_ITERATIONS))
         plan.append({"words": f"{setting.words} {words}", "iterations": iterations})
     passes = QUICK_PASSES if quick else PASSES
-    plan_file, times_file = folder / "plan.json", folder / "times.json"
-    plan_file.write_text(json.dumps([plan[:: _direction(number)] for number in range(len(passes))]), encoding="utf-8")
     with setting.testbed() as testbed:
-        run(testbed, f"experiments.timed_configurations {plan_file} {times_file}", folder)
-    times = [
-        of_pass[:: _direction(number)]
-        for number, of_pass in enumerate(json.loads(times_file.read_text(encoding="utf-8")))
-    ]
+        times = time_in_passes(testbed, plan, len(passes), folder)
     found = {}
-    for words, of_cell in zip(predictions, zip(*times, strict=True), strict=True):
+    for words, of_cell in zip(predictions, times, strict=True):
         found[words] = {"cpu_share": float(np.mean([timed["cpu_share"] for timed in of_cell]))}
         for half in (0, 1):
             own = [timed["seconds"] for timed, count_for in zip(of_cell, passes, strict=True) if count_for == half]
             found[words][f"half_{half}_s"] = float(np.mean(own))
     return found
+
+
+def time_in_passes(
+    testbed: Testbed, plan: Sequence[dict[str, Any]], passes: int, folder: Path
+) -> list[tuple[dict[str, float], ...]]:
+    """Measure everything in ``plan``, a pass of ``timed_configurations``, on all nodes in this many passes.
+
+    Every second pass is in reverse order. Returns the passes of each configuration, in the order of ``plan``.
+
+    Raises:
+        RunError: the job failed.
+    """
+    plan_file, times_file = folder / "plan.json", folder / "times.json"
+    plan_file.write_text(json.dumps([plan[:: _direction(number)] for number in range(passes)]), encoding="utf-8")
+    run(testbed, f"experiments.timed_configurations {plan_file} {times_file}", folder)
+    times = json.loads(times_file.read_text(encoding="utf-8"))
+    return list(zip(*[of_pass[:: _direction(number)] for number, of_pass in enumerate(times)], strict=True))
 
 
 def _direction(number: int) -> int:

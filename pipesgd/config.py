@@ -417,10 +417,10 @@ class PipelineConfig:
     prediction: str = "eager"
     """Weight prediction, which puts an estimate in place of the gradients in flight: local (this rank's own gradients),
     eager (the same, corrected by their past errors and extrapolated further the less they agree with the means), or
-    none. Width 1 has none in flight."""
+    none. Width 1 needs none."""
     local_steps: int = 1
-    """Iterations that each rank trains by itself before ranks exchange what these have moved their weights. A window of
-    this many iterations is then what --width counts, and each rank predicts with its own movement. With easgd-async,
+    """Iterations that each rank trains by itself before the ranks exchange how far these have moved their weights.
+    --width then counts windows of this many iterations, and each rank predicts with its own movement. With easgd-async,
     iterations between two exchanges of a rank with the servers."""
     outer: str | None = None
     """Outer optimizer of local steps, even of a single one: average (of ranks' weights, the default), nesterov (with
@@ -705,8 +705,7 @@ class TrainConfig:
         strategy = self.pipeline.strategy
         if strategy == "pipelined":
             self.compression.check_all_reduce(self.pipeline.all_reduce)
-            if self.pipeline.outer == "elastic":
-                self.compression.check_elastic()
+            self.compression.check_outer(self.pipeline.outer or "average")
             check_buckets(self.pipeline.buckets, self.compression.codec)
             check_fragments(self.pipeline.fragments, self.compression.codec)
             check_reduce(self.pipeline.reduce, self.compression.codec, self.pipeline.all_reduce, self.run.device)
@@ -729,6 +728,10 @@ class TrainConfig:
         if correction > 0 and optimization.optimizer == "sgd" and optimization.momentum > 0:
             raise UserInputError(
                 f"momentum must be 0 with --momentum-correction, which replaces it; got {optimization.momentum}"
+            )
+        if self.pipeline.average_state and optimization.optimizer == "sgd" and optimization.momentum == 0:
+            raise UserInputError(
+                "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without; got 0"
             )
         if optimization.optimizer == "muon" and strategy in GRADIENT_SERVERS:
             raise UserInputError(

@@ -174,7 +174,7 @@ class NonFiniteGradientError(RunError, ArithmeticError):
         if self.ranks is None or self.world_size == 1:
             return "lower --lr, or leave such gradients out with --on-nonfinite skip"
         if not self.ranks:
-            return "every rank's own gradient is finite, so their sum overflows: lower --lr, or take a codec of float32"
+            return "every rank's own gradient is finite, so their sum overflows: lower --lr, or use --codec bf16"
         if len(self.ranks) == self.world_size:
             return "so does every rank's own gradient, so training has diverged: lower --lr, or try --clip-norm"
         return (

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from pipesgd.errors import UserInputError
+from pipesgd.shards import Sharding, like, local, local_gradient, sharding
+
+Kind = tuple[torch.dtype, torch.device, Sharding]
+"""Kind of tensors that share a flat one."""
 
 
 class FlatBuffer:
     """Contiguous memory for values shaped like some tensors, so that they can be reduced as one.
 
-    There is one flat tensor for each (dtype, device) among the tensors, which is one for most models.
+    There is one flat tensor for each (dtype, device) among the tensors, which is one for most models. It holds this
+    rank's parts of DTensors, and one more flat tensor holds what is not sharded: ranks with the same values of it then
+    encode and round them alike, whatever shards they have next to them.
 
     Attributes:
         flats: the flat tensors, each (numel,).
@@ -26,16 +32,17 @@ class FlatBuffer:
     first = 0
 
     def __init__(self, tensors: Sequence[Tensor]):
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        kinds: dict[Kind, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
+            kinds.setdefault(_kind(tensor), []).append(index)
         views: dict[int, Tensor] = {}
         self.flats: list[Tensor] = []
-        for (dtype, device), indices in kinds.items():
-            sizes = [tensors[index].numel() for index in indices]
+        for (dtype, device, _), indices in kinds.items():
+            parts = [local(tensors[index]) for index in indices]
+            sizes = [part.numel() for part in parts]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            for index, part in zip(indices, flat.split(sizes), strict=True):
-                views[index] = part.view(tensors[index].shape)
+            for index, part, view in zip(indices, parts, flat.split(sizes), strict=True):
+                views[index] = view.view(part.shape)
             self.flats.append(flat)
         self.views = [views[index] for index in range(len(tensors))]
 
@@ -46,12 +53,12 @@ class FlatBuffer:
     def fill_from(self, tensors: Sequence[Tensor]) -> None:
         """Copy in the values of ``tensors``, which match the constructor's in number, order and shape."""
         if tensors:
-            torch._foreach_copy_(self.views, list(tensors))
+            torch._foreach_copy_(self.views, [local(tensor) for tensor in tensors])
 
     def copy_to(self, tensors: Sequence[Tensor]) -> None:
         """Copy the values out to ``tensors``."""
         if tensors:
-            torch._foreach_copy_(list(tensors), self.views)
+            torch._foreach_copy_([local(tensor) for tensor in tensors], self.views)
 
 
 class BucketedBuffer(FlatBuffer):
@@ -99,15 +106,19 @@ def _places(buckets: Sequence[Sequence[Tensor]]) -> list[tuple[int, int, int, in
     stops: list[int] = []
     places = []
     for bucket in buckets:
-        kinds: dict[tuple[torch.dtype, torch.device], int] = {}
+        kinds: dict[Kind, int] = {}
         for tensor in bucket:
-            number = kinds.setdefault((tensor.dtype, tensor.device), len(stops))
+            number = kinds.setdefault(_kind(tensor), len(stops))
             if number == len(stops):
                 stops.append(0)
             start = stops[number]
-            stops[number] += tensor.numel() * (2 if tensor.is_complex() else 1)
+            stops[number] += local(tensor).numel() * (2 if tensor.is_complex() else 1)
             places.append((id(tensor), number, start, stops[number]))
     return places
+
+
+def _kind(tensor: Tensor) -> Kind:
+    return tensor.dtype, tensor.device, sharding(tensor)
 
 
 def check_dense(parameters: Sequence[Tensor]) -> None:
@@ -129,9 +140,10 @@ def make_dense(parameters: Sequence[Tensor]) -> None:
 def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Tensor | None]:
     """Copy every parameter's ``.grad``, which is dense, into ``buffer``; a parameter without one counts as zero.
 
-    Leaves ``.grad`` None, so that the next backward pass makes new gradients, and returns the present ones.
+    Leaves ``.grad`` None, so that the next backward pass makes new gradients, and returns the present ones, of
+    DTensors this rank's parts.
     """
-    present = [(parameter.grad, view) for parameter, view in zip(parameters, buffer.views, strict=True)]
+    present = [(local_gradient(parameter), view) for parameter, view in zip(parameters, buffer.views, strict=True)]
     absent = [view for gradient, view in present if gradient is None]
     if absent:
         torch._foreach_zero_(absent)
@@ -144,9 +156,9 @@ def pack_gradients(parameters: Sequence[Tensor], buffer: FlatBuffer) -> list[Ten
 
 
 def give_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Make ``gradients`` the parameters' ``.grad`` without copying."""
+    """Make ``gradients`` the parameters' ``.grad`` without copying; those of DTensors may be this rank's part alone."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
+        parameter.grad = None if gradient is None else like(parameter, gradient)
 
 
 def on_device(state: Any, device: torch.device) -> Any:
@@ -196,4 +208,5 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     A sum is one fast pass, and it is not finite if any value is not. Every value is looked at only if the sum is not
     finite, which large finite values can cause too.
     """
-    return all(bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all()) for tensor in tensors)
+    every = (tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors)
+    return all(bool(values.sum().isfinite()) or bool(values.isfinite().all()) for values in every)

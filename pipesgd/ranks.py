@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -534,6 +534,32 @@ def current(timeout: float, process_group: dist.ProcessGroup | None = None) -> R
         local_rank=close_by.index(dist.get_rank()) if by_torchrun else 0,
         local_world_size=len(close_by) if by_torchrun else 1,
         numbers=() if group is everybody else tuple(numbers),
+    )
+
+
+def among(numbers: Sequence[int], standing: Standing) -> Ranks:
+    """Return the ranks of torch's default group that have these ``numbers``, of which this rank's is one.
+
+    All of them call this together, and no other rank does. They need no process group of torch.distributed.
+
+    Args:
+        numbers: numbers of the ranks in the default group, in the order in which the ranks are counted from now on.
+        standing: what this rank is doing, as it is known already to other ranks.
+
+    Raises:
+        CommunicationError: not every rank could be reached.
+    """
+    store = dist.distributed_c10d._get_process_group_store(dist.distributed_c10d._get_default_group())
+    store = dist.PrefixStore(f"pipesgd among {','.join(map(str, numbers))}", store)
+    rank = list(numbers).index(dist.get_rank())
+    session = _open_session(store, rank, len(numbers), standing.timeout, numbers.__getitem__)
+    return Ranks(
+        rank=rank,
+        world_size=len(numbers),
+        store=session,
+        job_store=store,
+        standing=standing,
+        numbers=tuple(numbers),
     )
 
 

@@ -14,15 +14,19 @@ from pipesgd.config import BUFFERS
 from pipesgd.errors import ReplicasDivergedError
 from pipesgd.flat_buffer import FlatBuffer, take_mean
 from pipesgd.ranks import Ranks
+from pipesgd.shards import local
 
 SumOverRanks = Callable[[FlatBuffer], None]
 """Function that replaces a buffer's values by their sum over the ranks. Collective."""
 
 
 def share_rank_0s_values(model: nn.Module, also: Sequence[Tensor], rank: int, sum_over_ranks: SumOverRanks) -> None:
-    """Give all ranks rank 0's parameters and buffers, and its values of the tensors in ``also``. Collective."""
+    """Give all ranks rank 0's parameters and buffers, and its values of the tensors in ``also``. Collective.
+
+    Of DTensors they get rank 0's parts.
+    """
     tensors = [*model.parameters(), *model.buffers(), *also]
-    tensors = list({id(tensor): tensor.detach() for tensor in tensors}.values())
+    tensors = list({id(tensor): local(tensor).detach() for tensor in tensors}.values())
     # Booleans and 8-bit floats have no addition, so they are sent as bytes.
     tensors = [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]
     flat = FlatBuffer(tensors)
@@ -61,10 +65,13 @@ def combine_buffers(model: nn.Module, how: str, rank: int, world_size: int, sum_
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """Return the SHA-256 of the bytes of all parameters, in the model's order, in hexadecimal."""
+    """Return the SHA-256 of the bytes of all parameters, in the model's order, in hexadecimal.
+
+    Of DTensors it has the bytes of this rank's parts.
+    """
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        values = parameter.detach().cpu().contiguous().reshape(-1)
+        values = local(parameter).detach().cpu().contiguous().reshape(-1)
         digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

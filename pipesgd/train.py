@@ -41,7 +41,7 @@ from pipesgd.cli import as_toml, parse
 from pipesgd.config import FREE_BETWEEN_RANKS, TrainConfig
 from pipesgd.data import DataSplits, ShardedBatches, find_loss
 from pipesgd.data.loading import Batches
-from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySignal, named
+from pipesgd.errors import CommunicationError, PeerFailed, RunError, StoppedBySignal, named, warn
 from pipesgd.exit import reason_of, run_and_exit
 from pipesgd.optim.build import build_optimizer, build_schedule
 from pipesgd.pipeline.divergence_guard import SYNCHRONOUS_ITERATIONS
@@ -345,9 +345,13 @@ class Run:
         for _ in range(report.schedule_steps):
             job.schedule.step()
         self.losses.append(loss)
+        self.state.nonfinite += report.nonfinite_ranks.count(ranks.rank)
         if (new := set(report.nonfinite_ranks) - self._blamed) and not self.scaler.is_enabled():
             self._blamed |= new
-            job.say(LEFT_OUT.format(iteration=report.skipped[0], ranks=named(sorted(new))))
+            line = LEFT_OUT.format(iteration=report.skipped[0], ranks=named(sorted(new)))
+            job.say(line)
+            if ranks.rank in new and ranks.rank > 0 and self.strategy.owns_optimizer:  # rank 0 does not know
+                warn(line.removeprefix("warning: "))
         if report.fell_back:
             job.say(FELL_BACK.format(iteration=iteration))
         if self.trace is not None:
@@ -480,6 +484,7 @@ class Run:
             iteration_seconds=workers.all_gather_object("pace", statistics(self._paces)["median"]),
             compute_seconds=workers.all_gather_object("pace of computing", statistics(self._computing)["median"]),
             exposed_loading=[None if one is None else ExposedLoading(*one) for one in exposed],
+            nonfinite=workers.all_gather_object("gradients that are not finite", self.state.nonfinite),
             weights_sha256=hashes[0],
             replicas_identical=len(set(hashes)) == 1,
         )

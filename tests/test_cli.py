@@ -122,6 +122,14 @@ from timing_model.schedules import ALL_REDUCES
             "one; got on",
         ),
         (
+            "--local-steps 2 --width 1 --average-state --momentum 0",
+            "momentum must be above 0 with --average-state and --optimizer sgd, which keeps no state without; got 0",
+        ),
+        (
+            "--outer nesterov --codec topk --momentum-correction 0.5 --optimizer adam",
+            "momentum-correction must be 0 with --outer nesterov, whose momentum it would replace; got 0.5",
+        ),
+        (
             "--local-steps 2 --width auto",
             "local-steps must be 1 with --width auto, which is chosen for an exchange in every iteration; got 2",
         ),

@@ -76,10 +76,18 @@ def batches(rank: int, world_size: int, iterations: int = ITERATIONS) -> Iterato
         yield inputs[rank::world_size], targets[rank::world_size]
 
 
+class Derived(torch.optim.SGD):
+    """An optimizer of whose steps torch calls the hooks twice."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "adam":
         return torch.optim.AdamW(model.parameters(), lr=0.01)
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    kind = Derived if name == "derived" else torch.optim.SGD
+    return kind(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
 
 
 def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -377,6 +385,49 @@ def pickled(state: Any) -> Any:
 def test_a_resumed_program_continues_bit_for_bit(stop: int, options: dict[str, Any]) -> None:
     for whole, resumed in run_ranks(2, _resumes, stop, options):
         assert whole == resumed
+
+
+def _interrupted_update(ranks: Ranks) -> list[float]:
+    """Interrupt a step of the optimizer, load what was before the first one; return the learning rates of steps."""
+    ddp_model = DistributedDataParallel(make_model())
+    optimizer = make_optimizer("sgd", ddp_model)
+    schedule = falling(optimizer)
+    parts = ddp_model.module, optimizer, schedule, attach(ddp_model, optimizer, width=1)
+    saved = [pickled(part.state_dict()) for part in parts]
+    rates = []
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for number, batch in enumerate(batches(ranks.rank, ranks.world_size)):
+        if number == 3:
+            hook = optimizer.register_step_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                train(ddp_model, optimizer, batch)
+            hook.remove()
+            for part, state in zip(parts, saved, strict=True):
+                part.load_state_dict(state)
+        else:
+            train(ddp_model, optimizer, batch)
+            rates.append(optimizer.param_groups[0]["lr"])
+            schedule.step()
+    parts[-1].close()
+    return rates
+
+
+def test_options_from_before_an_interrupted_step_do_not_come_back() -> None:
+    for rates in run_ranks(2, _interrupted_update):
+        assert rates == pytest.approx([0.05 * 0.9**number for number in (0, 1, 2, 0, 1, 2, 3)])
+
+
+def derived(ranks: Ranks, options: dict[str, Any]) -> tuple[Weights, Weights]:
+    return by_attached(ranks, "sgd", **options), by_attached(ranks, "derived", **options)
+
+
+@pytest.mark.parametrize("options", [{"width": 2}, {"closure": True}, {"local_steps": 2}])
+def test_an_optimizer_whose_step_calls_that_of_its_base_class_steps_once(options: dict[str, Any]) -> None:
+    for by_sgd, by_derived in run_ranks(2, derived, options):
+        assert same(by_sgd, by_derived)
 
 
 # ---- attach: errors

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import html
+import inspect
+import itertools
 import pkgutil
 import re
 import subprocess
@@ -16,7 +19,11 @@ import pytest
 import pipesgd.ddp
 from experiments.quotes import QUOTE
 from pipesgd.calibration.options import CalibrateConfig
+from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
+from pipesgd.errors import UserInputError
+from pipesgd.run.metrics import SECONDS, IterationMetrics
+from pipesgd.run.summary import summarize
 from timing_model.arguments import Parser
 from timing_model.cli import COMMANDS
 from timing_model.cluster_profile import FORMAT
@@ -112,6 +119,50 @@ def test_options_that_are_spoken_of_are_there() -> None:
     texts = {page.name: re.sub(r"<!--.*?-->", "", QUOTE.sub("", page.read_text(encoding="utf-8"))) for page in pages}
     spoken = {(name, option) for name, text in texts.items() for option in re.findall(r"(?<!-)--([a-z][a-z-]*)", text)}
     assert sorted((name, option) for name, option in spoken if option not in known) == []
+
+
+def together(*configs: TrainConfig) -> TrainConfig:
+    """Return the configuration with what each of ``configs`` has other than by default."""
+    default, sections = TrainConfig(), {}
+    for name in [item.name for item in dataclasses.fields(default)]:
+        usual = getattr(default, name)
+        fields = [item.name for item in dataclasses.fields(usual)]
+        given = [(field, getattr(getattr(config, name), field)) for config in configs for field in fields]
+        changed = {field: value for field, value in given if value != getattr(usual, field)}
+        sections[name] = dataclasses.replace(usual, **changed)
+    return TrainConfig(**sections)
+
+
+def test_options_go_together_unless_their_page_says_otherwise() -> None:
+    page = (REPOSITORY / "docs" / "options.md").read_text(encoding="utf-8")
+    table = page.partition("| option | use it when |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    refused = {row[0].strip("`"): re.findall(r"`(--[^`]+)`", row[-1]) for row in rows}
+    assert len(refused) > 10
+    expected = {frozenset((one, other)) for one, others in refused.items() for other in others}
+    pairs = {frozenset(pair) for pair in itertools.combinations(refused, 2)} | expected
+    alone = {words: parse(words.split()) for words in set().union(*pairs)}  # alone, each is accepted
+    wrong = []
+    for one, other in sorted(map(sorted, pairs)):
+        if one.split()[0] == other.split()[0]:  # two values of one option
+            assert {one, other} not in expected
+            continue
+        try:
+            together(alone[one], alone[other])
+            is_refused = False
+        except UserInputError:
+            is_refused = True
+        if is_refused != ({one, other} in expected):
+            wrong.append((one, other, is_refused))
+    assert wrong == []
+
+
+def test_the_page_of_files_has_every_field() -> None:
+    page = (REPOSITORY / "docs" / "files.md").read_text(encoding="utf-8")
+    line = [*(item.name for item in dataclasses.fields(IterationMetrics)), *(f"seconds.{name}" for name in SECONDS)]
+    summary = re.findall(r'^        "(\w+)": ', inspect.getsource(summarize), re.MULTILINE)
+    assert len(summary) > 15
+    assert [name for name in [*line, *summary] if f"`{name}`" not in page] == []
 
 
 def texts_in_the_code() -> list[str]:

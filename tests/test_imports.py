@@ -22,7 +22,7 @@ TESTBED = REPOSITORY / "experiments" / "testbed"
 
 FLOORS = [
     {"errors", "checks", "process", "functions"},
-    {"config", "codecs", "membership", "ranks", "comm", "flat_buffer", "replicas", "data"},
+    {"config", "codecs", "membership", "ranks", "comm", "shards", "flat_buffer", "replicas", "data"},
     {"strategy", "reducers", "optim"},
     {"pipeline", "baselines"},
     {"strategies", "run", "calibration", "planning"},

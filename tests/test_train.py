@@ -22,6 +22,8 @@ from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
+from pipesgd.run.forward_backward import forward_backward
+from pipesgd.strategy import Strategy
 from pipesgd.train import train
 
 pytestmark = pytest.mark.slow
@@ -177,6 +179,18 @@ def test_rows_of_a_model_without_embeddings_are_refused_before_anything_is_writt
     assert not (tmp_path / "run").exists()
 
 
+def _train_on_a_node_each(ranks: Ranks, words: list[str]) -> tuple[str, str, str]:
+    ranks.local_rank = 0
+    return train_as_a_rank(ranks, words)
+
+
+def test_nodes_without_a_second_rank_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    words = [*f"{SHORT} --all-reduce hierarchical".split(), "--output", str(tmp_path / "run")]
+    for error, _, _ in run_ranks(2, _train_on_a_node_each, words, process_group=False):
+        assert error.startswith("UserInputError: all-reduce must not be hierarchical with one rank on each node")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_codecs_bytes_are_counted(tmp_path: Path) -> None:
     """64-20-10 has 1510 parameters, of which each of two ranks sends half twice: 755, in three blocks of up to 256."""
     result = succeed(2, f"{SHORT} --codec int4 --width 2", tmp_path)
@@ -184,6 +198,12 @@ def test_a_codecs_bytes_are_counted(tmp_path: Path) -> None:
     assert result["wire_bytes_per_iteration"] == 2 * (3 * 4 + 128 + 128 + 122)
     assert result["final"]["test_accuracy"] > 0.3
     assert result["replicas_identical"]
+
+
+def test_the_bytes_of_an_iteration_are_a_mean_over_all_fragments(tmp_path: Path) -> None:
+    """Each of two ranks sends half of 1510 parameters twice in 4 windows of 2 iterations."""
+    result = succeed(2, f"{SHORT} --local-steps 2 --fragments 4", tmp_path)
+    assert result["wire_bytes_per_iteration"] == 4 * 1510 // (4 * 2)
 
 
 def test_one_rank_is_the_same_path(tmp_path: Path) -> None:
@@ -468,6 +488,33 @@ def test_a_diverging_run_can_skip(tmp_path: Path) -> None:
     assert result["final"]["train_loss"] is None or math.isfinite(result["final"]["train_loss"])
     assert result["final"]["test_loss"] is None or math.isfinite(result["final"]["test_loss"])
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+
+
+def _train_with_infinities(ranks: Ranks, words: list[str]) -> tuple[str, str, str]:
+    """Train with gradients that are not finite on rank 1 in iterations 2 and 5."""
+
+    def poisoned(strategy: Strategy, *others: Any) -> Any:
+        result = forward_backward(strategy, *others)
+        gradient = next(strategy.module.parameters()).grad
+        if ranks.rank == 1 and others[-1] in (2, 5):
+            assert gradient is not None
+            gradient.fill_(math.inf)
+        return result
+
+    pytest.MonkeyPatch().setattr("pipesgd.train.forward_backward", poisoned)
+    return train_as_a_rank(ranks, words)
+
+
+@pytest.mark.parametrize("way", ["--width 2", "--local-steps 3"])
+def test_gradients_that_are_not_finite_are_counted_and_said_although_only_their_rank_knows(
+    tmp_path: Path, way: str
+) -> None:
+    words = [*f"{SHORT} {way} --on-nonfinite skip".split(), "--output", str(tmp_path)]
+    results = run_ranks(2, _train_with_infinities, words, process_group=False)
+    assert [error for error, _, _ in results] == ["", ""]
+    assert summary(tmp_path)["nonfinite_gradients_of_ranks"] == {"1": 2}
+    said = "".join(out + err for _, out, err in results)
+    assert said.count("warning: the gradient of iteration 2 is not finite on rank 1") == 1
 
 
 def _train_with_a_faulty_ring(ranks: Ranks, output: str) -> str:

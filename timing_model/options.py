@@ -85,19 +85,21 @@ def add_job(options: Parser) -> None:
         "--price", type=quantity(parse_price, "price"), metavar="1.20/h", help="price of a rank, in any currency"
     )
     group.add_argument(
-        "--cv", type=number_of(0), help="spread of a rank's computation: standard deviation divided by mean"
+        "--cv",
+        type=number_of(0),
+        help="spread of a rank's computation: standard deviation divided by mean (0, or as measured)",
     )
     group.add_argument(
         "--persistence",
         type=number_of(0, below=1),
         metavar="R",
-        help="correlation of a rank's deviation with that of its iteration before (0)",
+        help="correlation of a rank's deviation with that of its iteration before (0, or as measured)",
     )
     group.add_argument(
         "--comm-cv",
         type=number_of(0),
         metavar="CV",
-        help="spread of an all-reduce's time between iterations: standard deviation divided by mean (0)",
+        help="spread of an all-reduce's time between iterations: its cv, as above (0, or as measured)",
     )
     group.add_argument(
         "--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="slowdown factors of ranks that are always slow"
@@ -117,7 +119,7 @@ def add_configuration(options: Parser) -> None:
         type=whole(),
         default=1,
         metavar="H",
-        help="iterations that each rank trains by itself before ranks exchange what these moved (1)",
+        help="iterations that each rank trains by itself before the ranks exchange their movements (1)",
     )
     one.add_argument("--codec", default=UNCOMPRESSED, help="codec, one of the profile's (fp32)")
     one.add_argument(

@@ -91,15 +91,15 @@ def summarize(name: str, everybody: Sequence[Times]) -> CodecSpeed:
         memory[operation] = median_of(rate)
         calls.append(median_of(np.maximum(small - SMALL_NUMEL * memory[operation].value, 0.0)))
     return CodecSpeed(
-        bits=bits_of([name])[name],
+        bits=bits_of(name),
         call=Estimate(*(float(one) for one in np.median([astuple(one) for one in calls], axis=0))),
         memory=memory,
     )
 
 
-def bits_of(names: Sequence[str]) -> dict[str, float]:
-    """Return the bits of a value on the wire, scales included, with each of these dense codecs."""
-    return {name: 8 * make_codec(CodecOptions(codec=name)).wire_bytes(MEMORY_NUMEL) / MEMORY_NUMEL for name in names}
+def bits_of(name: str) -> float:
+    """Return the bits of a value on the wire, scales included, with this dense codec."""
+    return 8 * make_codec(CodecOptions(codec=name)).wire_bytes(MEMORY_NUMEL) / MEMORY_NUMEL
 
 
 def sum_seconds(everybody: Sequence[Mapping[str, Times]], world_size: int) -> Estimate:

@@ -1,48 +1,35 @@
-"""Computation times of a model where it is trained: after collectives, and while they run.
-
-Timed alone, the model would be too fast: a processor that waited is slower for a while, one that sends and receives
-while it computes is slower all the time, and ranks that share cores take turns. So the model is trained with its
-all-reduces, in many short laps spread over the calibration, since the machine's speed drifts, too.
-"""
+"""Computation times of a model, from laps in which it was trained: after collectives, and while they run."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from pipesgd.calibration.options import TYPICAL_CODEC, UNCOMPRESSED
+from pipesgd.calibration.options import UNCOMPRESSED
 from pipesgd.calibration.robust_fit import Floats
-from pipesgd.config import TrainConfig
-from pipesgd.data import ShardedBatches
-from pipesgd.optim.build import build_optimizer
-from pipesgd.pipeline.pipelined import Pipelined
-from pipesgd.ranks import Ranks
-from pipesgd.run.forward_backward import forward_backward
+from pipesgd.calibration.training import (
+    BACKWARD,
+    COMMUNICATION,
+    CPU,
+    FORWARD,
+    UPDATE,
+    WAIT,
+    Laps,
+    TrainingMode,
+)
 from timing_model.jitter import variance_of_mean
 from timing_model.measured import MOST_PERSISTENCE, Estimate
 from timing_model.params import Noise
 
-SYNCHRONOUS, LATE = 1, 2
-"""Widths that are trained. Any width above 1 adds to 2 only a prediction for each further gradient in flight."""
-UNTIMED = 2
-"""Iterations at the start of a lap, after those that fill the pipeline, that do not count: idle connections start
-slowly, and the caches still hold earlier data."""
-LEAST_ITERATIONS, MOST_ITERATIONS = 4, 100
-"""Fewest iterations that count in a lap, and most iterations that a lap is planned with."""
-LEAST_LAPS, LEAST_GROUPS = 2, 4
-"""Fewest laps, whatever they take, and fewest groups of iterations in a jackknife; fewer laps are cut in halves."""
+LEAST_GROUPS = 4
+"""Fewest groups of iterations in a jackknife; fewer laps are cut in halves."""
 SLOW_RANK, STRETCHES = 1.1, 4
 """Multiple of the median rank's time, and number of stretches: a rank above it in every stretch is always slow."""
 INTERRUPTED = 3.0
@@ -61,17 +48,8 @@ fewer."""
 T90 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
 """Standard errors to the ends of a 90 % interval, with 1, 2, ... degrees of freedom (Student)."""
 PARTS = ("forward", "backward", "update", "late_update", "loading", "handover")
-FORWARD, BACKWARD, UPDATE, WAIT, COMMUNICATION, CPU, DATA, LOADING = range(8)
-"""Indices of an iteration's seconds. The first four add up to the iteration; then come the all-reduce that ended in it,
-the time for which this thread had a core in the passes, the part of the first in which the rank waited for its batch,
-and the time in which a process loaded that batch."""
 EXPOSED = 0.05
 """Share of an iteration: if every rank waits for longer, all-reduces follow each other without a pause."""
-SURELY_WAIT = 1.25
-"""Multiple of the computation's time: if an all-reduce is estimated to take longer, ranks wait for it."""
-
-Laps = list[list[list[float]]]
-"""One rank's times: laps, iterations, seconds."""
 Lap = NDArray[np.float64]
 """Seconds of one lap: (ranks, iterations, 8)."""
 
@@ -99,14 +77,6 @@ class Computation:
     """Time by which each all-reduce is longer in a pipeline than outside of training, in s, by name."""
 
 
-class TrainingMode(NamedTuple):
-    """One way of training a model to time it."""
-
-    width: int
-    all_reduce: str
-    codec: str
-
-
 class LateIteration(Protocol):
     """A late iteration, in which the ranks wait for each other, too."""
 
@@ -114,155 +84,10 @@ class LateIteration(Protocol):
         """Return the time of the all-reduce, in s, given those of the whole iteration and of its computation."""
 
 
-def least_iterations(modes: Iterable[TrainingMode]) -> int:
-    """Return the fewest iterations of a training in these ways."""
-    return LEAST_LAPS * sum(_least_of_lap(way.width) for way in modes)
-
-
-def _least_of_lap(width: int) -> int:
-    return _untimed(width) + LEAST_ITERATIONS
-
-
-def _untimed(width: int) -> int:
-    return width - 1 + UNTIMED
-
-
-class Training:
-    """A model that all ranks train in several ways. All ranks create it, and call it, together."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        model: nn.Module,
-        batches: ShardedBatches,
-        prediction: str,
-        training_modes: Sequence[TrainingMode],
-        ranks: Ranks,
-    ):
-        self._config = config
-        self._batches = batches
-        self._ranks = ranks
-        self._scaler = torch.amp.GradScaler(
-            "cpu", init_scale=config.optimization.loss_scale, enabled=config.optimization.precision == "fp16"
-        )
-        self._strategies = []
-        for way in training_modes:
-            own = copy.deepcopy(model).train()
-            optimizer = build_optimizer(config.optimization, own)
-            self._strategies.append(
-                Pipelined(
-                    own,
-                    optimizer,
-                    width=way.width,
-                    prediction=prediction,
-                    scaler=self._scaler,
-                    codec=way.codec,
-                    all_reduce=way.all_reduce,
-                    ranks=ranks,
-                )
-            )
-        self._paces = [0.0] * len(self._strategies)
-        """Seconds of an iteration in each way, as of the last lap."""
-        self._due = 0.0
-        """Seconds that may be trained and were not yet."""
-        self.laps: list[Laps] = [[] for _ in self._strategies]
-        """Timed laps of each way."""
-
-    def pace(self) -> float:
-        """Return about how long forward and backward passes take, in s, on the slowest rank. Collective."""
-        *_, times = self._train(self._strategies[0], UNTIMED)
-        paces: list[float] = self._ranks.all_gather_object("time of the passes", sum(times[: BACKWARD + 1]))
-        return max(paces)
-
-    def lap(self, seconds: float) -> bool:
-        """Train in each way, for about this many seconds together, and keep the times; return True.
-
-        If that is too short for the fewest iterations, the seconds are added to those of the next lap, once there are
-        ``LEAST_LAPS`` laps; then return False.
-        """
-        self._ranks.all_gather_object("computation", None)  # all begin together
-        self._due += seconds
-        share = self._due / len(self._strategies)
-        asked = [min(share / pace, MOST_ITERATIONS) if pace else 0.0 for pace in self._paces]
-        agreed = np.min(self._ranks.all_gather_object("iterations of a lap", asked), axis=0)
-        least = [_least_of_lap(strategy.width) for strategy in self._strategies]
-        if len(self.laps[0]) >= LEAST_LAPS and any(agreed < least):
-            return False
-        self._due = 0.0
-        for number, strategy in enumerate(self._strategies):
-            begin = time.perf_counter()
-            times = self._train(strategy, max(least[number], int(agreed[number])))
-            self._paces[number] = (time.perf_counter() - begin) / len(times)
-            self.laps[number].append(times[_untimed(strategy.width) :])
-        return True
-
-    def close(self) -> None:
-        """Stop the communication threads."""
-        for strategy in self._strategies:
-            strategy.close()
-
-    def _train(self, strategy: Pipelined, iterations: int) -> list[list[float]]:
-        times = []
-        with contextlib.closing(self._batches.from_iteration(strategy.iteration)) as samples:
-            for number in range(iterations):
-                cpu, begin = time.thread_time(), time.perf_counter()
-                _, spans = forward_backward(strategy, samples, self._config, self._scaler, number)
-                computed, cpu = time.perf_counter(), time.thread_time() - cpu
-                report = strategy.step()
-                wait = report.seconds("wait")
-                update = time.perf_counter() - computed - wait
-                backward = sum(span.seconds for span in spans if span.what == "backward")
-                forward = computed - begin - backward
-                data = sum(span.seconds for span in spans if span.what == "data")
-                communication = report.seconds("communication")
-                times.append([forward, backward, update, wait, communication, cpu, data, samples.last.seconds])
-        strategy.flush()
-        return times
-
-
-def training_modes(all_reduces: Sequence[str], codecs: Sequence[str]) -> list[TrainingMode]:
-    """Return the ways to train: synchronous with the first all-reduce, late with each, and late with the first one and
-    a codec, if any is measured: next to that the computation is the limit more often.
-
-    >>> [tuple(way) for way in training_modes(["ring", "native"], ["bf16", "int8"])]
-    [(1, 'ring', 'fp32'), (2, 'ring', 'fp32'), (2, 'native', 'fp32'), (2, 'ring', 'int8')]
-    """
-    compressed = [TYPICAL_CODEC] if TYPICAL_CODEC in codecs else codecs[:1]
-    return [
-        TrainingMode(SYNCHRONOUS, all_reduces[0], UNCOMPRESSED),
-        *(TrainingMode(LATE, name, UNCOMPRESSED) for name in all_reduces),
-        *(TrainingMode(LATE, all_reduces[0], name) for name in compressed),
-    ]
-
-
-def brief_training_modes(
-    all_reduce: str, bits: Mapping[str, float], t_comm: float, t_compute: float
-) -> list[TrainingMode]:
-    """Return ways to train where collectives take too long for ``training_modes``: synchronous and late with the codec
-    that has the fewest bits, and late with that of the fewest bits for which ranks wait, if that is another one.
-
-    Args:
-        all_reduce: name of the all-reduce.
-        bits: bits of a value with each codec, fp32 among them.
-        t_comm: approximate time of an uncompressed all-reduce, in s.
-        t_compute: approximate time of the computation, in s.
-
-    >>> bits = {"fp32": 32.0, "bf16": 16.0, "int4": 4.0}
-    >>> [tuple(way) for way in brief_training_modes("ring", bits, t_comm=0.2, t_compute=0.05)]
-    [(1, 'ring', 'int4'), (2, 'ring', 'int4'), (2, 'ring', 'bf16')]
-    >>> [tuple(way) for way in brief_training_modes("ring", bits, t_comm=0.2, t_compute=0.01)]
-    [(1, 'ring', 'int4'), (2, 'ring', 'int4')]
-    """
-    fewest = min(bits, key=lambda name: bits[name])
-    waited = [name for name in bits if t_comm * bits[name] / bits[UNCOMPRESSED] >= SURELY_WAIT * t_compute]
-    late = {fewest: None, min(waited, key=lambda name: bits[name], default=fewest): None}
-    return [TrainingMode(SYNCHRONOUS, all_reduce, fewest), *(TrainingMode(LATE, all_reduce, name) for name in late)]
-
-
 def summarize(
     everybody: Sequence[Sequence[Laps]],
     *,
-    training_modes: Sequence[TrainingMode],
+    modes: Sequence[TrainingMode],
     t_comms: Sequence[float],
     late_iteration: Callable[[int, Noise], LateIteration],
     ranks_per_core: float = 1.0,
@@ -272,8 +97,8 @@ def summarize(
     Ranks that keep shared cores busy are compared by CPU time: chance decides which of them waits longest for a core.
 
     Args:
-        everybody: each rank's laps, in each of ``training_modes``.
-        training_modes: the synchronous way first, then late ones.
+        everybody: each rank's laps, in each of ``modes``.
+        modes: the synchronous way first, then late ones.
         t_comms: seconds that each way's all-reduce of the gradient takes outside of training.
         late_iteration: a ``LateIteration``, given the number of ranks and their noise.
         ranks_per_core: number of ranks over that of cores.
@@ -305,11 +130,11 @@ def summarize(
     persistence, comm_cv = _estimates(of_noise, count)
     noise = Noise(cv=cv, persistence=persistence.value, comm_cv=comm_cv.value, slow_ranks=tuple(slow.values()))
     model = late_iteration(len(everybody), noise)
-    names = list(dict.fromkeys(way.all_reduce for way in training_modes[1:]))
+    names = list(dict.fromkeys(way.all_reduce for way in modes[1:]))
 
     def values(laps: list[int]) -> Floats:
         alone, *beside = (np.concatenate([way[lap] for lap in laps], axis=1) for way in (synchronous, *late))
-        return _values(alone, beside, others, training_modes[1:], t_comms, model, names)
+        return _values(alone, beside, others, modes[1:], t_comms, model, names)
 
     found = _estimates(values, count)
     compute_slowdown, codec_compute_slowdown, *late_handovers = found[len(PARTS) :]
@@ -361,11 +186,11 @@ def _values(
     # where they do not.
     all_reduces = np.array([_all_reduce(way, others, model) for way in late])
     waited = [_all_wait(way) for way in late]
+    everything = range(len(ways))
     late_handovers = []
     for name in names:
-        own = [number for number, way in enumerate(ways) if way.all_reduce == name]
-        own = [number for number in own if waited[number]] or own
-        longer = [all_reduces[number] - t_comms[1 + number] for number in own]
+        own = [number for number in everything if ways[number].all_reduce == name]
+        longer = [all_reduces[number] - t_comms[1 + number] for number in _if_any(own, waited)]
         late_handovers.append(max(0.0, float(np.mean(longer))))
 
     # 2. Share that the processor loses in the passes, which follow the update, while an all-reduce runs.
@@ -375,21 +200,22 @@ def _values(
     )
     idle = max(0.0, forward + backward - cpu)
 
-    def slowdown(own: Sequence[int]) -> float:
-        """Return it over all of these ways, since one alone is noise."""
+    def slowdown(*, compressed: bool) -> float:
+        """Return it over all ways with a codec or without, since one alone is noise."""
+        own = _if_any(everything, [(way.codec != UNCOMPRESSED) == compressed for way in ways])
         busy = np.maximum(passes[own] - idle, LEAST_BUSY * passes[own])
         beside = np.clip(all_reduces[own] - updates[own], LEAST_OVERLAP * busy, busy)
         lost = float(np.clip((passes[own] - forward - backward).sum() / beside.sum(), 0.0, MOST_SLOWED))
         return lost / (1 - lost)
 
-    everything = range(len(ways))
-    plain, compressed = (
-        [number for number in everything if (ways[number].codec != UNCOMPRESSED) == packed] or list(everything)
-        for packed in (False, True)
-    )
-    free = [number for number in everything if not waited[number]] or list(everything)
+    free = _if_any(everything, [not waits for waits in waited])
     parts = [forward - data, backward, update, updates[free].mean(), loading, handover]
-    return np.array([*parts, slowdown(plain), slowdown(compressed), *late_handovers])
+    return np.array([*parts, slowdown(compressed=False), slowdown(compressed=True), *late_handovers])
+
+
+def _if_any(numbers: Sequence[int], holds: Sequence[bool]) -> list[int]:
+    """Return those of ``numbers`` for which it ``holds``; all if it does for none."""
+    return [number for number in numbers if holds[number]] or list(numbers)
 
 
 def _processor_share(lap: Lap) -> float:

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipesgd.calibration.codec_speeds import OPERATIONS, CodecSpeed
-from pipesgd.calibration.computation import LATE, Computation
+from pipesgd.calibration.computation import Computation
 from pipesgd.calibration.links import Probes
 from pipesgd.calibration.options import RING
 from pipesgd.calibration.robust_fit import LEAST_SPREAD, Fit, Floats, Prior, fit, spread
 from pipesgd.calibration.sweep import Cell
+from pipesgd.calibration.training import LATE
 from pipesgd.errors import UserInputError
 from timing_model import CollectiveTime, LinkParams, Noise, all_reduce_time
 from timing_model.all_reduce import gather_time

@@ -16,22 +16,22 @@ from torch import nn
 from pipesgd.calibration import codec_speeds, fit_cluster, interfaces, links, machines, report
 from pipesgd.calibration import servers as server_rounds
 from pipesgd.calibration.codec_speeds import TOPK, CodecSpeed
-from pipesgd.calibration.computation import (
-    LEAST_LAPS,
-    Computation,
-    Training,
-    TrainingMode,
-    brief_training_modes,
-    least_iterations,
-    summarize,
-    training_modes,
-)
+from pipesgd.calibration.computation import Computation, summarize
 from pipesgd.calibration.fit_cluster import CollectiveFit
 from pipesgd.calibration.groups import groups_to_measure, places_of
 from pipesgd.calibration.machines import Machine
 from pipesgd.calibration.options import RING, UNCOMPRESSED
 from pipesgd.calibration.progress import Phases
 from pipesgd.calibration.sweep import Cell, Sweep
+from pipesgd.calibration.training import (
+    LEAST_LAPS,
+    SYNCHRONOUS,
+    Training,
+    TrainingMode,
+    brief_training_modes,
+    least_iterations,
+    training_modes,
+)
 from pipesgd.comm.transport import TorchTransport, communication_group
 from pipesgd.config import TrainConfig
 from pipesgd.data import ShardedBatches
@@ -172,16 +172,15 @@ def measure(
         end = time.perf_counter() + planned[TRAINING]
         sizes = sweep.choose_sizes(largest_bytes // 4 * 4, planned[TRAINING] / (1 + TRAINED))
         values = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        bits = {UNCOMPRESSED: 8.0 * FLOAT_BYTES} | codec_speeds.bits_of([name for name in codecs if name != TOPK])
+        bits = {name: codec_speeds.bits_of(name) for name in (UNCOMPRESSED, *codecs) if name != TOPK}
         t_comm = sizes.largest_seconds * FLOAT_BYTES * values / largest_bytes
-        trial = brief_training_modes(RING, bits, t_comm, 0.0)[:1]
-        with contextlib.closing(Training(config, model, batches, prediction, trial, ranks)) as trained_on_trial:
+        trial = [TrainingMode(SYNCHRONOUS, RING, min(bits, key=bits.__getitem__))]
+        with Training(config, model, batches, prediction, trial, ranks) as trained_on_trial:
             passes = trained_on_trial.pace()
         modes = training_modes(names, codecs)
         if least_iterations(modes) * max(passes, t_comm) > planned[TRAINING]:
             modes = brief_training_modes(RING, bits, t_comm, passes)
-        training = Training(config, model, batches, prediction, modes, ranks)
-        stack.callback(training.close)
+        training = stack.enter_context(Training(config, model, batches, prediction, modes, ranks))
         trained: list[int] = []
 
         def between(lap: float) -> None:
@@ -220,7 +219,7 @@ def measure(
 
     computation = summarize(
         every_lap,
-        training_modes=modes,
+        modes=modes,
         t_comms=[seconds_of(way) for way in modes],
         late_iteration=fit_cluster.LateIteration,
         ranks_per_core=shared,

@@ -28,9 +28,9 @@ class CodecOptions:
     """Options of the codec that encodes gradients."""
 
     codec: str = "fp32"
-    """Encoding of gradients: fp32 (unchanged), truncate16, bf16, fp16, int8, int4, ternary, qsgd, sign (about 1 bit a
-    value), topk (the largest values of a tensor), powersgd (low-rank factors) or module:function (returns an OwnCodec);
-    auto chooses one (see --cluster)."""
+    """Encoding of gradients: fp32 (unchanged), truncate16, bf16, fp16, int8, int4, ternary (about 2 bits a value),
+    qsgd (4), sign (1), topk (the largest values of a tensor), powersgd (low-rank factors) or module:function (returns
+    an OwnCodec); auto chooses one (see --cluster)."""
     codec_block: int | None = None
     """Number of values that share a scale: 1024 by default for int8, ternary and sign, 256 for int4, 64 for qsgd."""
     rounding: str | None = None
@@ -118,12 +118,20 @@ class CodecOptions:
                 f"all-reduce must be ring with --codec topk, whose values are gathered around it; got {all_reduce}"
             )
 
-    def check_elastic(self) -> None:
-        """Raise ``UserInputError`` unless the codec can send differences from a centre, which it keeps no residual of.
+    def check_outer(self, outer: str) -> None:
+        """Raise ``UserInputError`` unless the codec works with this outer optimizer of local steps.
 
-        What an encoding leaves out of a difference is still in the next one, since the centre has not moved by it. A
-        residual would add it a second time, and again in every window in which the value is left out.
+        Elastic averaging needs a codec that keeps no residual. What an encoding leaves out of a difference from the
+        centre is still in the next one, since the centre has not moved by it. A residual would add it a second time,
+        and again in every window in which the value is left out.
         """
+        if outer == "nesterov" and self.momentum_correction > 0:
+            raise UserInputError(
+                "momentum-correction must be 0 with --outer nesterov, whose momentum it would replace; got "
+                f"{self.momentum_correction}"
+            )
+        if outer != "elastic":
+            return
         if self.codec in ("topk", "powersgd"):
             raise UserInputError(
                 "codec must keep no residual with --outer elastic, whose next difference has what was left out of this "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -78,7 +79,9 @@ class Connections:
         self._timeout = timeout
         self._segment_bytes = paced_segment_bytes(segment_bytes, rate_limit)
         self._rate_limit = rate_limit
-        self._most_plans = MOST_PLANS * buckets
+        self._buckets = buckets
+        self._made = weakref.WeakSet[ScheduledAllReduce]()
+        """Collectives that run over these connections, as long as somebody holds them."""
         ranks_per_node = ranks.per_node() if all_reduce == "hierarchical" else 1
         backend = None if all_reduce == "native" else "gloo"
         self._groups = [communication_group(ranks, timeout, backend) for _ in range(connections)]
@@ -149,6 +152,12 @@ class Connections:
         self._groups.clear()  # transports and collectives share this list, so nobody holds a group any more
         self._control.clear()
 
+    def begin_buckets(self, buckets: int) -> None:
+        """Reduce this number of other buckets again and again from now on. No sum may be running."""
+        self._buckets = buckets
+        for one in self._made:
+            one.forget_plans(MOST_PLANS * buckets)
+
     def all_reduce(self, codec: Codec | None = None) -> AllReduce:
         """Return the all-reduce with this codec on the wire; exact without one.
 
@@ -168,14 +177,16 @@ class Connections:
 
     def _scheduled(self, schedule: Schedule, codec: Codec) -> AllReduce:
         check_block(codec, self._rate_limit)
-        return ScheduledAllReduce(
+        made = ScheduledAllReduce(
             self.transport,
             schedule,
             codec,
             segment_bytes=self._segment_bytes,
-            most_plans=self._most_plans,
+            most_plans=MOST_PLANS * self._buckets,
             paced=self._rate_limit < math.inf,
         )
+        self._made.add(made)
+        return made
 
 
 def check_block(codec: Codec, rate_limit: float) -> None:

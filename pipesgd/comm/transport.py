@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 Group = dist.ProcessGroup
 """Type that ``communication_group`` returns, for annotations elsewhere."""
 
+Mesh = dist.DeviceMesh
+"""Type of meshes of devices, for annotations elsewhere."""
+
 
 class Pending(Protocol):
     """A message under way. The tensor must not be touched before ``wait`` has returned."""

@@ -176,6 +176,10 @@ class AttachedPipeline(Pipelined):
         """Continue from ``state``; see ``Pipelined.load_state_dict``."""
         self._due = None
         self._copies.clear()
+        options = [dict(group) for group in self._optimizer.param_groups]
+        self._update.close()  # that of a step that was interrupted, which puts back the options from before it
+        for group, present in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(present)
         super().load_state_dict(state)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any, Protocol
@@ -106,6 +107,22 @@ def check_no_scaler(frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""Code with which torch calls an optimizer's step between its hooks."""
+
+
+def is_of_base_class(optimizer: torch.optim.Optimizer, frame: FrameType | None) -> bool:
+    """Return True in hooks of a step that another step of ``optimizer`` calls, that of a class derived from its class.
+
+    torch calls the hooks for both.
+    """
+    steps = 0
+    while frame is not None:
+        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps > 1
+
+
 class InLoop(Protocol):
     """Pipeline that is attached to a loop, and does its part before and after the steps of the loop's optimizer."""
 
@@ -131,9 +148,17 @@ class LoopHooks:
     """Hooks that call a pipeline attached to a loop; it is ended if torch refuses the communication hook."""
 
     def __init__(self, attached: InLoop, ddp_model: DistributedDataParallel, optimizer: torch.optim.Optimizer):
+        def before_step(stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            nested = is_of_base_class(stepping, sys._getframe())
+            return None if nested else attached.before_step(stepping, args, kwargs)
+
+        def after_step(stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if not is_of_base_class(stepping, sys._getframe()):
+                attached.after_step(stepping, args, kwargs)
+
         self._handles = [
-            optimizer.register_step_pre_hook(attached.before_step),
-            optimizer.register_step_post_hook(attached.after_step),
+            optimizer.register_step_pre_hook(before_step),
+            optimizer.register_step_post_hook(after_step),
             ddp_model.register_forward_pre_hook(attached.before_forward),
         ]
         try:

@@ -132,10 +132,14 @@ class AttachedLocalSteps(LocalSteps):
 
     def _finish_iteration(self, *, skipped: bool) -> None:
         self._computed = False
-        own = StepReport(skipped=(self.iteration,), nonfinite_ranks=(self._ranks.rank,)) if skipped else StepReport()
+        culprit = self._ranks.number(self._ranks.rank)
+        own = StepReport(skipped=(self.iteration,), nonfinite_ranks=(culprit,)) if skipped else StepReport()
         with self._noting_errors(), set_aside_gradients(self._optimizer):
-            self._window.work()
-            self._window.worked()
+            self._pipeline.check_usable()
+            with self._pipeline.whole(f"the end of iteration {self.iteration}"):
+                self._window.work()
+                self._window.worked()
+                self._pipeline.iteration += 1
             self.report = self._finish(own)
 
     def before_forward(self, module: nn.Module, inputs: Any) -> None:

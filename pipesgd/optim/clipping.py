@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from pipesgd.config import check_clipping
 
 EPSILON = 1e-6
 """Term that torch adds to the norm in ``clip_grad_norm_``."""
+
+TotalNorm = Callable[[list[Tensor]], Tensor]
+"""Function that returns the norm of some gradients together, a tensor of one number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,8 @@ class Clipping:
     """Largest norm of all gradients together, to which longer ones are scaled down."""
     value: float | None = None
     """Largest magnitude of a single value. It is applied first."""
+    total_norm: TotalNorm = torch.nn.utils.get_total_norm
+    """Function that returns the norm of all gradients together."""
 
     def __post_init__(self) -> None:
         check_clipping(self.norm, self.value)
@@ -39,5 +44,5 @@ class Clipping:
             torch._foreach_clamp_min_(tensors, -self.value)
             torch._foreach_clamp_max_(tensors, self.value)
         if self.norm is not None:
-            total = torch.nn.utils.get_total_norm(tensors)
+            total = self.total_norm(tensors)
             torch._foreach_mul_(tensors, torch.clamp(self.norm / (total + EPSILON), max=1.0))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipesgd.errors import UserInputError
+from pipesgd.shards import local
 
 
 class LossScale:
@@ -94,6 +95,6 @@ class LossScale:
 
 
 def _divide(parameters: Sequence[Tensor], divisor: float) -> None:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_div_(gradients, divisor)

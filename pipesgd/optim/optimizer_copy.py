@@ -12,6 +12,7 @@ from torch import Tensor
 from pipesgd.errors import UserInputError
 from pipesgd.optim.hyperparameters import Hyperparameters, current, set_to
 from pipesgd.optim.step import set_aside_gradients
+from pipesgd.shards import local
 
 
 class OptimizerCopy:
@@ -54,8 +55,8 @@ class OptimizerCopy:
             for name, value in values.items():
                 target = kept.get(name)
                 if isinstance(value, Tensor) and isinstance(target, Tensor) and target.shape == value.shape:
-                    targets.append(target)
-                    sources.append(value)
+                    targets.append(local(target))
+                    sources.append(local(value))
                 else:
                     kept[name] = copy.deepcopy(value)
             for name in kept.keys() - values.keys():
@@ -74,7 +75,7 @@ class OptimizerCopy:
         tensors = (
             value for values in self._copy.state.values() if isinstance(values, dict) for value in values.values()
         )
-        return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
+        return sum(local(value).nbytes for value in tensors if isinstance(value, Tensor))
 
     def begin(self, lr: float) -> None:
         """Forget all state, as before the first step, and set this learning rate, since schedules may begin at 0."""

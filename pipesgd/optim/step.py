@@ -36,6 +36,11 @@ def trainable_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return list(parameters.values())
 
 
+def held_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters that ``optimizer`` holds, frozen ones, too, each once, in the order of its groups."""
+    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
+
+
 def trainable_identities(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return the ids of the parameters that ``optimizer`` updates: in microseconds they show if these have changed."""
     return [

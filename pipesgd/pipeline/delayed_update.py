@@ -14,6 +14,7 @@ from pipesgd.optim import hyperparameters
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.step import count_as_stepped
 from pipesgd.pipeline.divergence_guard import Guard
+from pipesgd.pipeline.islands import Replica
 from pipesgd.pipeline.prediction import Agreement, NoPrediction, Prediction, SwappedWeights, Unapplied, make_prediction
 from pipesgd.strategy import Comparison
 
@@ -42,6 +43,7 @@ class DelayedUpdate:
         prediction: a name or a class; not used at width 1, unless it is a class that says so (``at_width_1``).
         guard: whether to fall back to width 1 when gradients blow up; not used at width 1.
         clip: clipping of averaged gradients, and of the guesses in their place in a prediction.
+        replica: the replica that the weights are of; by default this rank holds it alone.
 
     Raises:
         UserInputError: there is no such prediction, or the optimizer cannot be copied for it.
@@ -57,16 +59,17 @@ class DelayedUpdate:
         prediction: str | type[Prediction],
         guard: bool,
         clip: Clipping,
+        replica: Replica | None = None,
     ):
         self.width = width
         self.warmup_iterations = warmup_iterations
         used = width > 1 or (isinstance(prediction, type) and prediction.at_width_1)
         self._kind = prediction if used else "none"
-        self._prediction = make_prediction(self._kind, parameters, optimizer, clip)
         self._guard = Guard() if guard and width > 1 else None
         self._optimizer = optimizer
-        self._parameters = parameters
         self._clip = clip
+        self._replica = replica or Replica()
+        self.follow(parameters)
 
     @property
     def weights(self) -> SwappedWeights:
@@ -100,6 +103,8 @@ class DelayedUpdate:
             UserInputError: the optimizer cannot be copied for the prediction.
         """
         self._prediction = make_prediction(self._kind, parameters, self._optimizer, self._clip)
+        self._prediction.add_up = self._replica.add_up
+        self._prediction.weights.exchanged = self._replica.gather_again
         self._parameters = parameters
 
     def width_after(self, iterations: int) -> int:
@@ -116,7 +121,7 @@ class DelayedUpdate:
 
     def compare(self, mean: Sequence[Tensor], unapplied: Unapplied) -> Comparison | None:
         """Compare ``mean`` with its guess; None if there was none. Any thread may call this, before ``arrived``."""
-        return self._prediction.compare(mean, unapplied.kept)
+        return self._prediction.compare(self._replica.counted(mean), self._replica.counted(unapplied.kept))
 
     def arrived(
         self,

@@ -32,6 +32,7 @@ form. At larger widths the centre follows the ranks' weights of K-1 windows befo
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import time
@@ -69,6 +70,7 @@ from pipesgd.pipeline.prediction import (
     Prediction,
     Unapplied,
     compare,
+    share_memory,
 )
 from pipesgd.pipeline.sameness import check_same_settings, describe_parameters, optimizer_settings
 from pipesgd.pipeline.window import Window
@@ -168,12 +170,16 @@ class Elastic(Prediction):
 
 
 class LocalSteps(Strategy):
-    """Exchange of what H iterations moved the weights, by ``Pipelined``; see the module.
+    """Local steps: each rank trains by itself for H iterations, a window, before the ranks exchange their movements.
+
+    A movement is how far a window has moved a rank's weights. With ``outer="average"`` this is Local SGD (Stich, ICLR
+    2019), with "nesterov" DiLoCo (Douillard et al., 2023), and with "elastic" EASGD (Zhang, Choromanska and LeCun,
+    NeurIPS 2015), all of them pipelined at ``width`` 2 and more. docs/semantics.md has the equations.
 
     ``step`` is called in every iteration, as with ``Pipelined``: it steps ``optimizer`` on this rank's own gradients,
     which are divided by the loss scale, checked and clipped before. In every H-th iteration it also exchanges the
-    movement. An iteration of the pipeline underneath is a window, and bears the number of its last iteration, for
-    instance in ``StepReport.applied``.
+    movement, by a ``Pipelined`` of the outer weights. A window bears the number of its last iteration, for instance in
+    ``StepReport.applied``.
 
     In the middle of a window the parameters hold this rank's own weights. The true ones, which are the same on all
     ranks, are the outer weights. The state of ``optimizer`` is each rank's own, and is sent only with
@@ -220,8 +226,8 @@ class LocalSteps(Strategy):
             ``in_turns``.
 
     Raises:
-        UserInputError: a value out of range, an optimizer without a parameter to train, or ``average_state`` with an
-            optimizer that keeps no such state.
+        UserInputError: a value out of range, an optimizer without a parameter to train, parameters that share memory,
+            or ``average_state`` with an optimizer that keeps no such state.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -278,17 +284,22 @@ class LocalSteps(Strategy):
         check_timeout(timeout)
         chosen_codec = codec_options(codec)
         check_fragments(fragments, chosen_codec.codec)
-        if outer == "elastic":
-            chosen_codec.check_elastic()
+        chosen_codec.check_outer(outer)
         clip = Clipping(norm=clip_norm, value=clip_value)
         self.module = model
         self.replicated = True
         self.owns_optimizer = True
         self._optimizer = optimizer
         self._local_steps = local_steps
+        self._fragments = fragments
         self._warmup_iterations = warmup_iterations
         self._inner = SynchronousUpdate(optimizer, clip=clip, scaler=scaler, on_nonfinite=on_nonfinite)
         check_parts(fragments, len(self._inner.parameters))
+        if share_memory(self._inner.parameters):
+            raise UserInputError(
+                "parameters must not share memory with local steps (tie them by assigning the Parameter itself, "
+                "b.weight = a.weight); got some that do"
+            )
         self._averaged = _tensors_of_state(optimizer, self._inner.parameters) if average_state else []
         """Tensors of the optimizer's state that are averaged, as parameters and names, alike on all ranks."""
         if fragments > 1:
@@ -352,9 +363,9 @@ class LocalSteps(Strategy):
             iteration = self.iteration
             with self._pipeline.whole(f"the local step of iteration {iteration}"):
                 report = self._window.step(functools.partial(self._inner.apply, iteration))
-            report = dataclasses.replace(
-                report, applied=(), nonfinite_ranks=(self._ranks.rank,) * len(report.skipped), schedule_steps=1
-            )
+                self._pipeline.iteration += 1
+            culprits = (self._ranks.number(self._ranks.rank),) * len(report.skipped)
+            report = dataclasses.replace(report, applied=(), nonfinite_ranks=culprits, schedule_steps=1)
             return self._finish(report)
 
     def flush(self) -> StepReport:
@@ -370,7 +381,6 @@ class LocalSteps(Strategy):
             self._pipeline.check_usable()
             report = StepReport()
             for _ in range(self._pipeline.turns if self._window.has_begun else 0):
-                self._pipeline.iteration -= 1  # a window bears the number of its last iteration
                 report = _joined(report, self._exchange())
             return _joined(report, self._pipeline.flush())
 
@@ -393,22 +403,29 @@ class LocalSteps(Strategy):
         self._pipeline.combine_buffers(how)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the pipeline, of both optimizers and of the window so far, after waiting for movements in
-        flight."""
+        """Return copies of the state of the pipeline, of both optimizers and of the window so far, after waiting for
+        movements in flight."""
         return {
             "iteration": self.iteration,
             "pipeline": self._pipeline.state_dict(),
-            "outer": self._outer.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "outer": copy.deepcopy(self._outer.state_dict()),
+            "optimizer": copy.deepcopy(self._optimizer.state_dict()),
             "loss_scale": self._inner.loss_scale.state_dict(),
             "window": self._window.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped."""
+        """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
+
+        Raises:
+            UserInputError: ``state`` is of another number of fragments.
+        """
+        if (before := state["pipeline"]["buckets"]) != str(self._fragments):
+            raise UserInputError(f"fragments must be {before}, as in the state that is loaded; got {self._fragments}")
         self._error = None
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._outer.load_state_dict(state["outer"])
+        # Copies: torch's optimizers continue with the very tensors that they load.
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self._outer.load_state_dict(copy.deepcopy(state["outer"]))
         self._inner.loss_scale.load_state_dict(state["loss_scale"])
         self._pipeline.load_state_dict(state["pipeline"])
         self._window.load_state_dict(state["window"])
@@ -444,16 +461,16 @@ class LocalSteps(Strategy):
         return self
 
     def _finish(self, report: StepReport) -> StepReport:
-        """End an iteration, of which ``report`` is, and with it the window if that is long enough."""
-        if self._window.steps < (1 if self.iteration < self._warmup_iterations else self._local_steps):
-            self._pipeline.iteration += 1
+        """End the window, after an iteration of which ``report`` is, if it is long enough."""
+        if self._window.steps < (1 if self.iteration <= self._warmup_iterations else self._local_steps):
             return report
         return _joined(report, self._exchange())
 
     def _exchange(self) -> StepReport:
-        with self._pipeline.whole(f"the movement that ends with iteration {self.iteration}"):
+        with self._pipeline.whole(f"the movement that ends with iteration {self.iteration - 1}"):
+            self._pipeline.iteration -= 1  # a window bears the number of its last iteration
             self._window.end(self._pipeline.next_summed)
-        report = self._pipeline.step()
+            report = self._pipeline.exchange()
         if self._averaged:
             report = _joined(report, self._average())
         self._window.begin()

@@ -26,7 +26,7 @@ from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
 from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
-from pipesgd.comm.transport import Group
+from pipesgd.comm.transport import Group, Mesh
 from pipesgd.config import (
     DEFAULT_TIMEOUT,
     ON_NONFINITE,
@@ -53,9 +53,16 @@ from pipesgd.flat_buffer import (
 )
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.loss_scale import LossScale
-from pipesgd.optim.step import drop_gradients_of_frozen, set_aside_gradients, trainable_identities, trainable_parameters
+from pipesgd.optim.step import (
+    drop_gradients_of_frozen,
+    held_parameters,
+    set_aside_gradients,
+    trainable_identities,
+    trainable_parameters,
+)
 from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
+from pipesgd.pipeline.islands import Replica, replica_of
 from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied
 from pipesgd.pipeline.sameness import (
     check_same_bits,
@@ -145,6 +152,11 @@ def given_ranks(ranks: Ranks | None, process_group: Group | None, timeout: float
     return ranks or current(timeout, process_group)
 
 
+def _close(connections: Connections, replica: Replica) -> None:
+    connections.close()
+    replica.close()
+
+
 class Pipelined(Strategy):
     """Pipe-SGD of width K (Li et al., NeurIPS 2018): staleness is exactly K-1, on every rank, always.
 
@@ -217,6 +229,10 @@ class Pipelined(Strategy):
         process_group: the group of torch.distributed whose ranks train this model together; the job's other ranks may
             train another one at the same time. By default torch's default group, which is started from torchrun's
             variables if there is none yet. Messages name ranks by their numbers in the default group.
+        mesh: a device mesh of torch.distributed whose first dimension is the one between islands; the parameters are
+            DTensors, split over the other dimensions. Each rank exchanges its shards with the ranks that have the same
+            place in other islands (``pipesgd.pipeline.islands``). topk, powersgd, rows, ``allow_drift``, ``ranks``,
+            ``process_group`` and optimizers that need whole matrices are refused.
 
     Raises:
         UserInputError: a value out of range, an optimizer without a parameter to train, or a ``process_group`` without
@@ -257,6 +273,7 @@ class Pipelined(Strategy):
         allow_drift: bool = False,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
+        mesh: Mesh | None = None,
     ):
         check_width(width, warmup_iterations)
         name = all_reduce_name(all_reduce)
@@ -278,8 +295,18 @@ class Pipelined(Strategy):
         check_reduce(reduce, options.codec, name, device.type)
         if reduce == "rows":
             check_embeddings(model, self._parameters)
-        if reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
-            bucket_indices(model, self._parameters, self._cut, self._embeddings)
+        self._replica = replica_of(
+            mesh,
+            model,
+            self._parameters,
+            optimizer,
+            refused={
+                f"codec {options.codec}": options.codec in ("topk", "powersgd"),
+                f"reduce {reduce}": reduce != "matrix",
+                "allow_drift": allow_drift,
+                "ranks or process_group": ranks is not None or process_group is not None,
+            },
+        )
         self._codec_options = options
         self._in_turns = in_turns
         self._turn = 0
@@ -292,7 +319,8 @@ class Pipelined(Strategy):
             warmup_iterations=warmup_iterations,
             prediction=prediction,
             guard=guard,
-            clip=clip,
+            clip=dataclasses.replace(clip, total_norm=self._replica.total_norm),
+            replica=self._replica,
         )
         check_reducer(options, optimizer, self._parameters, seed)
         self.iteration = 0
@@ -337,11 +365,14 @@ class Pipelined(Strategy):
             "init_sync": init_sync,
             "allow_drift": allow_drift,
             "device": device.type,
+            "mesh": plain(self._replica.shape),
             **{"codec" if name == "codec" else f"codec's {name}": value for name, value in plain(options).items()},
         }
-        self._ranks = given_ranks(ranks, process_group, timeout)
+        self._ranks = given_ranks(ranks, process_group or self._replica.between, timeout)
+        self._replica.join(self._ranks)
         self._check_same_on_all_ranks()
-        self.drifts = not check_same_bits(self._ranks, optimizer, clip, allow_drift=allow_drift)
+        bits = [check_same_bits(of, optimizer, clip, allow_drift=allow_drift) for of in self.all_ranks]
+        self.drifts = not all(bits)
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
         self._connections = Connections(
             all_reduce,
@@ -358,10 +389,12 @@ class Pipelined(Strategy):
         try:
             # Watch before making the reducer, in which a rank may wait long for others that compile a codec.
             self._stop_watching = self._ranks.watch(self._thread.fail)
+            self._replica.connect()
             self._exact = self._connections.all_reduce()
             self._reducer = make_reducer(options, self._connections, device=device.type, seed=seed)
             self._rows = make_rows_reducer(self._connections) if reduce != "matrix" else None
             if init_sync:
+                self._replica.share(model)
                 sum_over_ranks = functools.partial(self._sum_over_ranks, "Pipelined")
                 share_rank_0s_values(model, self._parameters, self._ranks.rank, sum_over_ranks)
         except BaseException as error:
@@ -436,6 +469,13 @@ class Pipelined(Strategy):
         self.check_usable()
         self._leaving.check_taken()
         self._follow_parameters()
+        return self.exchange()
+
+    def exchange(self) -> StepReport:
+        """Do what ``step`` does, with the parameters of the step before.
+
+        It may be called within ``whole``: what that does is done once the gradients are handed over.
+        """
         self._check_dense(range(len(self._parameters)))
         self._choose_exchanges()
         self._ranks.iteration = self.iteration
@@ -518,6 +558,7 @@ class Pipelined(Strategy):
         self._check_whole("combine_buffers")
         sum_over_ranks = functools.partial(self._sum_over_ranks, "combine_buffers")
         combine_buffers(self.module, how, self._ranks.rank, self._ranks.world_size, sum_over_ranks)
+        self._replica.combine_buffers(self.module, how)
 
     def average(self, tensors: Sequence[Tensor]) -> int:
         """Give all ranks the means of ``tensors`` over the ranks, and return the number of bytes sent. Collective."""
@@ -554,7 +595,7 @@ class Pipelined(Strategy):
             "iteration": self.iteration,
             "buckets": self._cut,
             "reduce": self._reduce_by,
-            "choices": [self._choices.get(id(parameter)) for parameter in self._parameters],
+            "choices": [self._choices.get(id(parameter)) for parameter in held_parameters(self._optimizer)],
             "turn": self._turn,
             "in_flight": in_flight,
             "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
@@ -594,7 +635,7 @@ class Pipelined(Strategy):
             self._pool.append(self._in_flight.popleft().buffer)
         if self._reduce_by == "auto":
             whole = self._whole_buckets
-            chosen = zip(self._parameters, state["choices"], strict=True)
+            chosen = zip(held_parameters(self._optimizer), state["choices"], strict=True)
             self._choices = {id(parameter): by_rows for parameter, by_rows in chosen if by_rows is not None}
             _, _, self._indices = self._present_buckets()
             self._begin_buckets(whole)
@@ -644,7 +685,7 @@ class Pipelined(Strategy):
                 if self._in_flight:
                     self.flush()
                 # Another rank may come much later, and a process that exits while gloo waits for that rank is aborted.
-                failure = self._meet("close", self._connections.wait_for_all).exception()
+                failure = self._meet("close", self._wait_for_all).exception()
                 together = failure is None
         finally:
             self._closed = True
@@ -654,7 +695,9 @@ class Pipelined(Strategy):
                 if hooks is not None:
                     hooks.remove()
             # Peers may still read what this rank has sent them: the connections end when all have come to this point.
-            self._thread.close(at_the_end=self._connections.close, within=None if together else CLOSE_SECONDS)
+            # Not a method: the thread, which this pipeline refers to, would keep the pipeline alive.
+            disconnect = functools.partial(_close, self._connections, self._replica)
+            self._thread.close(at_the_end=disconnect, within=None if together else CLOSE_SECONDS)
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
 
@@ -666,6 +709,10 @@ class Pipelined(Strategy):
     ) -> None:
         self._error = self._error or error
         self.close()
+
+    def _wait_for_all(self) -> None:
+        self._connections.wait_for_all()
+        self._replica.wait_for_all()
 
     def _drop_in_flight(self) -> None:
         self._updates.weights.restore()
@@ -708,16 +755,19 @@ class Pipelined(Strategy):
             raise
         self._half_done = None
 
+    @property
+    def all_ranks(self) -> list[Ranks]:
+        """The ranks that exchange gradients and, with islands, the members of this rank's island."""
+        return [self._ranks, *self._replica.members]
+
     def _check_same_on_all_ranks(self) -> None:
-        check_same_settings(
-            self._ranks,
-            self._settings | optimizer_settings(self._optimizer),
-            {
-                "parameters": describe_parameters(self.module, trainable_parameters(self._optimizer)),
-                "buffers": describe_buffers(self.module),
-                "bucket": [f"parameters {indices}" for indices in self._indices],
-            },
-        )
+        described = {
+            "parameters": describe_parameters(self.module, trainable_parameters(self._optimizer)),
+            "buffers": describe_buffers(self.module),
+            "bucket": [f"parameters {indices}" for indices in self._indices],
+        }
+        for ranks in self.all_ranks:
+            check_same_settings(ranks, self._settings | optimizer_settings(self._optimizer), described)
 
     def _follow_parameters(self) -> None:
         """Train the optimizer's present parameters, if some were frozen, unfrozen or added. Collective in that case."""
@@ -737,6 +787,7 @@ class Pipelined(Strategy):
             self._identities = identities
             self._check_same_on_all_ranks()
             self._updates.follow(new)
+            self._replica.follow(new)
             self._agreement.missed = []
             self._begin_buckets(old)
             drop_gradients_of_frozen(self._optimizer)
@@ -749,6 +800,7 @@ class Pipelined(Strategy):
     def _begin_buckets(self, old: Sequence[Sequence[Tensor]]) -> None:
         """Exchange the present buckets from now on, where those of ``old`` were whole. Nothing is in flight."""
         self._reducer.rearrange(old, self._whole_buckets)
+        self._connections.begin_buckets(len(self._indices))
         self._leaving.remove()
         self._leaving = self._watch()
         self._pool.clear()
@@ -760,6 +812,9 @@ class Pipelined(Strategy):
         the indices of the parameters of each bucket; those by rows are the last one."""
         parameters = trainable_parameters(self._optimizer)
         found = frozenset(map(id, embeddings(self.module))) if self._reduce_by != "matrix" else frozenset[int]()
+        if self._reduce_by == "auto":  # refuse buckets that would be too many, whatever is chosen
+            possible = frozenset(one for one in found if self._choices.get(one, True))
+            bucket_indices(self.module, parameters, self._cut, possible)
         by_rows = frozenset(filter(self._goes_by_rows, found))
         return parameters, found, bucket_indices(self.module, parameters, self._cut, by_rows)
 
@@ -859,7 +914,7 @@ class Pipelined(Strategy):
         unapplied = self._updates.hand_over(outgoing.local)
         own = [gradient for gradient in outgoing.local if gradient is not None]
         own_is_finite = functools.partial(are_finite, own) if self._keeps_own else lambda: all(outgoing.own_finite)
-        if self._skip_nonfinite and unapplied.kept and not are_finite(own):
+        if self._skip_nonfinite and unapplied.kept and not self._replica.is_so(are_finite(own)):
             unapplied = dataclasses.replace(unapplied, kept=[])  # it will cause no update
             own_is_finite = functools.partial(bool, False)
         outgoing.local = []
@@ -891,9 +946,11 @@ class Pipelined(Strategy):
             self._take_mean(outgoing, number)
             # Parts arrive in another order on every rank.
             of_finite = sorted(norm for norm in outgoing.norms if norm is not None)
-            norm = self._agreed_norm(outgoing.buffer) if self._updates.wants_norms else math.hypot(*of_finite)
-            comparison = self._updates.compare(outgoing.buffer.views, unapplied)
-        finite = len(of_finite) == len(outgoing.norms)
+            agreed, views = functools.partial(self._agreed_norm, outgoing.buffer), outgoing.buffer.views
+            own_norm = agreed if self._updates.wants_norms else functools.partial(math.hypot, *of_finite)
+            self._replica.begin(outgoing.iteration)
+            finite, norm = self._replica.finite_norm(len(of_finite) == len(outgoing.norms), own_norm, views)
+            comparison = self._updates.compare(views, unapplied)
         return _Reduction(finite, outgoing.sums, comparison, norm, outgoing.row_bytes)
 
     def _take_mean(self, outgoing: Outgoing, number: int) -> None:
@@ -987,7 +1044,8 @@ class Pipelined(Strategy):
 
     def _who_is_not_finite(self, gradient: InFlight) -> tuple[int, ...]:
         """Return the ranks whose own gradients made a mean not finite. Collective, in the same step on all ranks."""
-        finite = self._ranks.all_gather_object("finite gradients", gradient.own_is_finite())
+        own = self._replica.is_so(gradient.own_is_finite())
+        finite = self._ranks.all_gather_object("finite gradients", own)
         return tuple(self._ranks.number(rank) for rank, own in enumerate(finite) if not own)
 
     def _agreed_norm(self, buffer: BucketedBuffer) -> float:

@@ -37,10 +37,13 @@ from pipesgd.optim.blockwise import Steps, in_blocks, pieces, steps_by_itself, s
 from pipesgd.optim.clipping import Clipping
 from pipesgd.optim.hyperparameters import Hyperparameters
 from pipesgd.optim.optimizer_copy import OptimizerCopy
+from pipesgd.shards import give, kept, local
 from pipesgd.strategy import Comparison
 
 Prepare = Callable[[Sequence[Tensor]], None]
 """Function that changes gradients in place before the optimizer sees them: clipping."""
+AddUp = Callable[[Sequence[float]], Sequence[float]]
+"""Function that adds up numbers over the ranks that hold one replica of the model together."""
 
 SHRINKAGE, REACH, CARRIED = 1 / 3, 1.0, 0.7
 """Coefficients of ``Eager``: shrinkage of its guesses and extra look-ahead per unit of disagreement between ranks, and
@@ -95,15 +98,15 @@ class Agreement:
         self.missed = [tensor.clone() for tensor in state["missed"]]
 
 
-def compare(mean: Sequence[Tensor], guess: Sequence[Tensor]) -> Comparison:
-    """Compare ``guess``, of real numbers, with the ``mean`` that it predicted."""
+def compare(mean: Sequence[Tensor], guess: Sequence[Tensor], add_up: AddUp = list) -> Comparison:
+    """Compare ``guess``, of real numbers, with the ``mean`` that it predicted; this rank may hold a part of both."""
     dots = [
         torch.dot(_wide(one), _wide(other))
         for a, b in ((mean, guess), (mean, mean), (guess, guess))
         for one, other in zip(a, b, strict=True)
     ]
     # They leave the device all at once, and Python adds them up in float64.
-    both, means, guesses = (sum(of_tensors) for of_tensors in torch.stack(dots).view(3, -1).tolist())
+    both, means, guesses = add_up([sum(of_tensors) for of_tensors in torch.stack(dots).view(3, -1).tolist()])
     if not (math.isfinite(means + guesses) and means > 0 and guesses > 0):
         return Comparison(cosine=None, relative_error=None)
     squared_error = round((means + guesses - 2 * both) / means, COMPARED_DIGITS)
@@ -122,7 +125,7 @@ def _wide(tensor: Tensor) -> Tensor:
 class SwappedWeights:
     """Two sets of storage that the parameters switch between: one of the true weights, one of predicted weights.
 
-    The parameters exchange their storage, so nothing is copied back.
+    The parameters exchange their storage, so nothing is copied back, except of DTensors (``pipesgd.shards.give``).
     """
 
     def __init__(self, parameters: Sequence[Tensor]):
@@ -134,6 +137,8 @@ class SwappedWeights:
         self._hidden = False
         """True if the parameters hold the true weights although the predicted ones are still valid."""
         self._holds = 0
+        self.exchanged: Callable[[], None] = lambda: None
+        """Function that is called when the parameters have been given other weights."""
 
     @property
     def are_predicted(self) -> bool:
@@ -158,7 +163,7 @@ class SwappedWeights:
     def room(self) -> list[Tensor]:
         """Return the storage of predicted weights, to be filled while the parameters hold the true ones."""
         if not self.predicted:
-            self.predicted = [torch.empty_like(parameter.data) for parameter in self._parameters]
+            self.predicted = [torch.empty_like(data) for data in _data(self._parameters)]
         return self.predicted
 
     def take_room(self) -> None:
@@ -171,7 +176,7 @@ class SwappedWeights:
         if self._hidden:
             self._give_predicted()
         elif not self.true:
-            self.begin([parameter.data for parameter in self._parameters])
+            self.begin(_data(self._parameters))
 
     def restore(self) -> None:
         """Let the parameters hold the true weights from now on; the predicted ones are no longer valid."""
@@ -185,9 +190,12 @@ class SwappedWeights:
         """
         if not self.true:
             return False
+        with torch.inference_mode(False):  # these tensors outlive an evaluation in that mode
+            self.predicted = [kept(*pair) for pair in zip(self._parameters, self.predicted, strict=True)]
         _give_storage(self._parameters, self.true)
         self.true = []
         self._hidden = True
+        self.exchanged()
         if graphs_end:
             torch.autograd.graph.increment_version(self._parameters)
         return True
@@ -218,10 +226,11 @@ class SwappedWeights:
         self._hidden = False
 
     def _give_predicted(self) -> None:
-        with torch.inference_mode(False):  # these tensors outlive an evaluation in that mode
-            self.true = [parameter.data for parameter in self._parameters]
+        with torch.inference_mode(False):
+            self.true = [kept(*pair) for pair in zip(self._parameters, _data(self._parameters), strict=True)]
         _give_storage(self._parameters, self.predicted)
         self._hidden = False
+        self.exchanged()
 
 
 class Prediction(abc.ABC):
@@ -241,6 +250,8 @@ class Prediction(abc.ABC):
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, prepare: Prepare):
         self._parameters = parameters
         self.weights = SwappedWeights(parameters)
+        self.add_up: AddUp = list
+        """Function for sums in ``compare``, of whose arguments this rank may hold a part."""
 
     @abc.abstractmethod
     def predict(self, in_flight: Sequence[Unapplied], agreement: Agreement) -> None:
@@ -455,7 +466,7 @@ class Replayed(Prediction, abc.ABC):
     ) -> None:
         """Let the parameters hold weights that a copy of the optimizer has stepped."""
         optimizer, gradients = self._copied()
-        self.weights.begin([parameter.data for parameter in self._parameters])
+        self.weights.begin(_data(self._parameters))
         optimizer.follow()
         for order, (guess, number) in enumerate(guesses):
             # A copy, since optimizers (and clipping) may change gradients in place.
@@ -465,14 +476,14 @@ class Replayed(Prediction, abc.ABC):
             give_gradients(self._parameters, gradients)
             optimizer.step(in_flight[number].hyperparameters)
         # An optimizer may have given the parameters other storage.
-        self.weights.predicted = [parameter.data for parameter in self._parameters]
+        self.weights.predicted = _data(self._parameters)
         self._extrapolate(self.weights.predicted, self.weights.true, agreement)
 
     def _copied(self) -> tuple[OptimizerCopy, list[Tensor]]:
         """Return a copy of the optimizer, and space for gradients; made when they are first needed."""
         if self._copy is None:
             self._copy = OptimizerCopy(self._optimizer)
-            self._gradients = [torch.zeros_like(parameter.data) for parameter in self._parameters]
+            self._gradients = [torch.zeros_like(data) for data in _data(self._parameters)]
         return self._copy, self._gradients
 
 
@@ -483,14 +494,14 @@ class OwnGradients(Replayed):
 
     def keep(self, local: Sequence[Tensor | None]) -> list[Tensor]:
         return [
-            torch.zeros_like(parameter.data) if gradient is None else gradient
-            for parameter, gradient in zip(self._parameters, local, strict=True)
+            torch.zeros_like(data) if gradient is None else gradient
+            for data, gradient in zip(_data(self._parameters), local, strict=True)
         ]
 
     def compare(self, mean: Sequence[Tensor], kept: Sequence[Tensor]) -> Comparison | None:
         if not kept or any(tensor.is_complex() for tensor in kept):
             return None
-        return compare(mean, kept)
+        return compare(mean, kept, self.add_up)
 
     def _guess(self, gradient: Unapplied) -> Sequence[Tensor]:
         return gradient.kept
@@ -569,9 +580,14 @@ def make_prediction(
     return kind(parameters, optimizer, prepare)
 
 
+def share_memory(parameters: Sequence[Tensor]) -> bool:
+    """Return True if two of ``parameters`` are in the same place, from which swapping weights would separate them."""
+    places = [(p.untyped_storage()._cdata, p.storage_offset()) for p in map(local, parameters) if p.numel()]
+    return len(set(places)) < len(places)
+
+
 def _check_apart(parameters: Sequence[Tensor], kind: type[Prediction]) -> None:
-    places = [(p.untyped_storage()._cdata, p.storage_offset()) for p in parameters if p.numel()]
-    if len(set(places)) < len(places):
+    if share_memory(parameters):
         raise UserInputError(
             "prediction must be none where parameters share memory (tie them by assigning the Parameter itself, "
             f"b.weight = a.weight); got {kind.__name__.lower()}"
@@ -580,7 +596,12 @@ def _check_apart(parameters: Sequence[Tensor], kind: type[Prediction]) -> None:
 
 def _give_storage(parameters: Sequence[Tensor], storage: Sequence[Tensor]) -> None:
     for parameter, tensor in zip(parameters, storage, strict=True):
-        parameter.data = tensor
+        give(parameter, tensor)
+
+
+def _data(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the storage of each of ``parameters``, or of this rank's part of it."""
+    return [local(parameter).data for parameter in parameters]
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

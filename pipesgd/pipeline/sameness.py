@@ -21,6 +21,7 @@ from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.optimizer_copy import OptimizerCopy
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
+from pipesgd.shards import layout
 
 CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 """Instruction sets of x86-64 that torch knows, each a subset of the next one."""
@@ -104,7 +105,7 @@ def _name_first_difference(ranks: Ranks, name: str, everybody: Sequence[Sequence
 
 def _describe(name: str, tensor: Tensor) -> str:
     shape = "x".join(str(size) for size in tensor.shape) or "scalar"
-    return f"{name} {shape} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{name} {shape} {str(tensor.dtype).removeprefix('torch.')} {layout(tensor)}".rstrip()
 
 
 def _hash(described: Sequence[str]) -> str:

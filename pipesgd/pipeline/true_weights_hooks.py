@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from pipesgd.pipeline.delayed_update import DelayedUpdate
+from pipesgd.shards import is_dtensor
 
 
 class TrueWeightsHooks:
@@ -89,9 +90,12 @@ class TrueWeightsHooks:
         if self._updates.weights.show_true():
             self._saving = module
 
-    def _end_saving(self, module: nn.Module, *details: Any) -> None:
+    def _end_saving(self, module: nn.Module, state: dict[str, Any], *details: Any) -> None:
         if self._saving is module:
             self._saving = None
+            for name, value in state.items():
+                if is_dtensor(value):  # whose memory is about to hold the predicted weights
+                    state[name] = value.detach().clone()
             self._updates.weights.return_to_predicted()
 
     def _begin_loading(self, module: nn.Module, *details: Any) -> None:

@@ -46,6 +46,8 @@ class Planned:
     """Iterations whose mean is compared with the prediction: those of a window of local steps."""
     audition: Audition | None = None
     """The auditions of the run; None if there are none."""
+    began_with: dict[str, Any] | None = None
+    """Choices of the run before its first audition, once one is over; None while these are ``choices``."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
@@ -61,20 +63,22 @@ class Planned:
 
     def at(self, iteration: int) -> dict[str, Any]:
         """Return the values of all ``AUTO_OPTIONS`` in ``iteration``."""
-        return (None if self.audition is None else self.audition.at(iteration)) or self.choices
+        return (None if self.audition is None else self.audition.at(iteration)) or self.began_with or self.choices
 
     def heard(self, audition: Audition) -> Planned:
         """Return the plan after a decision: once the audition is over, with what was measured of the winner."""
         if not audition.over or (self.audition is not None and self.audition.over):
             return dataclasses.replace(self, audition=audition)
         choices, pace = audition.chosen
+        began_with = self.began_with or self.choices
         if pace is None:  # of an audition whose times were lost, the prediction counts
-            return dataclasses.replace(self, audition=audition, choices=choices)
+            return dataclasses.replace(self, audition=audition, choices=choices, began_with=began_with)
         low, high = pace.interval
         return dataclasses.replace(
             self,
             audition=audition,
             choices=choices,
+            began_with=began_with,
             source=f"an audition of {pace.iterations} iterations",
             iteration_seconds=pace.mean,
             low=low,
@@ -173,8 +177,8 @@ def audition_line(audition: Audition) -> str:
     """Announce an audition for the user."""
     names = ", ".join(words(shown(one, audition.candidates)) for one in audition.candidates)
     return (
-        f"audition: {names} train in turns of {audition.turn} iterations from iteration {audition.begin} on, and the "
-        "fastest stays"
+        f"audition: {names} train in turns of {audition.turn} iterations or more from iteration {audition.begin} on, "
+        "and the fastest stays"
     )
 
 

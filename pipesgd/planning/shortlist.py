@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from pipesgd.calibration.computation import WAIT, Training, TrainingMode
+from pipesgd.calibration.training import WAIT, Training, TrainingMode
 from pipesgd.config import AUTO_OPTIONS, PlanningConfig, TrainConfig
 from pipesgd.data import ShardedBatches
 from pipesgd.planning.audition import Pace
@@ -74,12 +74,9 @@ def audition(
         "audition", ranks.raise_together("planning", candidates_of_rank_0)
     )[0]
     modes = [TrainingMode(one["width"], one["all-reduce"], one["codec"]) for one in candidates]
-    training = Training(config, model, batches, prediction, modes, ranks)
-    try:
+    with Training(config, model, batches, prediction, modes, ranks) as training:
         for _ in range(LAPS):
             training.lap(SECONDS / LAPS)
-    finally:
-        training.close()
     if profile is None:
         return None
     paces = [Pace.of([sum(times[: WAIT + 1]) for lap in laps for times in lap]) for laps in training.laps]

@@ -123,11 +123,12 @@ def embeddings(model: nn.Module) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     others: set[int] = set()
     for module in model.modules():
-        own = {id(parameter): parameter for parameter in module.parameters(recurse=False)}
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            found |= own
-        else:
-            others |= own.keys()
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for name, parameter in module.named_parameters(recurse=False):
+            if is_embedding and name == "weight":  # a class derived from it may have other parameters, too
+                found[id(parameter)] = parameter
+            else:
+                others.add(id(parameter))
     weights = [weight for identity, weight in found.items() if identity not in others]
     for weight in weights:
         if len(weight) > MOST_ROWS:

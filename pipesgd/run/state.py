@@ -28,6 +28,8 @@ class RunState:
     """Losses of this rank's last batches, up to an epoch of them."""
     seconds: float = field(default=0.0, init=False)
     """Wall-clock seconds of the run up to the checkpoint that it was resumed from."""
+    nonfinite: int = field(default=0, init=False)
+    """Number of updates that were left out while this rank's own gradient was not finite."""
 
     def snapshot(self, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (state equal on all ranks, state of this rank), after ``seconds`` of wall clock in total."""
@@ -45,6 +47,7 @@ class RunState:
             "strategy": self.strategy.state_dict(),
             "losses": list(self.losses),
             "seconds": seconds,
+            "nonfinite": self.nonfinite,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         }
@@ -105,6 +108,7 @@ class RunState:
         self.strategy.load_state_dict(own["strategy"])
         self.losses.extend(own["losses"])
         self.seconds = own["seconds"]
+        self.nonfinite = own.get("nonfinite", 0)  # earlier versions had none
         torch.set_rng_state(own["rng"])
         if own["cuda_rng"] is not None:
             torch.cuda.set_rng_state(own["cuda_rng"])

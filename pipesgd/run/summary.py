@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import platform
 from dataclasses import dataclass
@@ -36,6 +35,8 @@ class Result:
     """Median duration of the computation in each rank's iterations, without waiting for others."""
     exposed_loading: list[ExposedLoading | None]
     """Each rank's wait for its batches."""
+    nonfinite: list[int]
+    """Number of updates that were left out while a rank's own gradient was not finite, of each rank."""
     weights_sha256: str
     """SHA-256 of rank 0's weights, in hexadecimal."""
     replicas_identical: bool
@@ -78,7 +79,7 @@ def summarize(
     """Return the content of summary.json; ``lines`` are those of metrics.jsonl."""
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
-    window = lines[-pipeline.local_steps :]  # has one exchange
+    window = lines[-pipeline.local_steps * pipeline.fragments :]  # has one exchange of everything
     if pipeline.reduce != "matrix":  # rows differ in number, and are counted from the first arrival on
         window = lines[pipeline.width - 1 :]
     prediction = pipeline.prediction
@@ -104,9 +105,7 @@ def summarize(
             round(sum(line["wire_bytes"] for line in window) / len(window)) if window else None
         ),
         "skipped_updates": sum(line["skipped"] for line in lines),
-        "nonfinite_gradients_of_ranks": dict(
-            collections.Counter(rank for line in lines for rank in line.get("nonfinite_ranks", ()))
-        ),
+        "nonfinite_gradients_of_ranks": {rank: number for rank, number in enumerate(result.nonfinite) if number},
         "final": {
             "train_loss": result.train_loss if math.isfinite(result.train_loss) else None,  # JSON has no NaN
             "test_accuracy": result.test_accuracy,

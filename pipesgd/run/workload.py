@@ -34,8 +34,8 @@ def check_exchange(config: TrainConfig, ranks: Ranks) -> None:
     """Check codec and all-reduce before anything is written, and try those of the user's own. Collective.
 
     Raises:
-        UserInputError: one of them cannot be made, or does not keep to its contract; or the codec's blocks are too
-            large for the rate limit.
+        UserInputError: one of them cannot be made, or does not keep to its contract; the nodes are not those that the
+            all-reduce requires; or the codec's blocks are too large for the rate limit.
         DisagreementError: one of them is not the same on all ranks.
     """
     if kind(config.compression.codec) == OWN:
@@ -43,6 +43,8 @@ def check_exchange(config: TrainConfig, ranks: Ranks) -> None:
         compiled_codec(options, ranks, config.run.device)
     if kind(config.pipeline.all_reduce) == OWN:
         agreed_schedule(config.pipeline.all_reduce, ranks)
+    if config.pipeline.all_reduce == "hierarchical":
+        ranks.per_node()
     if config.pipeline.rate_limit is not None:
         ranks.raise_together("blocks of the codec", functools.partial(_check_blocks, config))
 

@@ -12,7 +12,8 @@ import pytest
 from _ranks import run_ranks
 
 from experiments.accelerators import Accelerator, Jitter
-from pipesgd.calibration.computation import (
+from pipesgd.calibration.computation import PARTS, Computation, summarize
+from pipesgd.calibration.training import (
     BACKWARD,
     COMMUNICATION,
     CPU,
@@ -20,14 +21,11 @@ from pipesgd.calibration.computation import (
     FORWARD,
     LEAST_ITERATIONS,
     LOADING,
-    PARTS,
     UPDATE,
     WAIT,
-    Computation,
     Laps,
     Training,
     brief_training_modes,
-    summarize,
     training_modes,
 )
 from pipesgd.cli import parse
@@ -97,7 +95,7 @@ def laps(
 def summary(ranks: list[list[Laps]], **options: Any) -> Computation:
     """Summarize ranks that wait only for the all-reduce, which takes no time unless ``options`` say otherwise."""
     defaults: dict[str, Any] = {
-        "training_modes": training_modes(["ring"], []),
+        "modes": training_modes(["ring"], []),
         "t_comms": [np.inf, 0.0],  # no handover
         "late_iteration": WithoutWaiting,
     }
@@ -279,7 +277,7 @@ def test_every_all_reduce_has_its_own_handover_and_all_say_how_slow_the_computat
         laps(t_comm=9.0, compute_slowdown=0.5, late_handover=2.0),
     )
     ways = training_modes(["ring", "native"], [])
-    found = summary([[*ring, other[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 9.0])
+    found = summary([[*ring, other[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 9.0])
     assert {name: one.value for name, one in found.late_handovers.items()} == pytest.approx(
         {"ring": 0.8, "native": 2.0}
     )
@@ -289,7 +287,7 @@ def test_every_all_reduce_has_its_own_handover_and_all_say_how_slow_the_computat
 def test_beside_a_codec_the_computation_is_slower() -> None:
     plain, packed = laps(t_comm=8.0, compute_slowdown=0.3), laps(t_comm=3.0, compute_slowdown=0.9)
     ways = training_modes(["ring"], ["int8"])
-    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 3.0])
+    found = summary([[*plain, packed[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 3.0])
     assert found.compute_slowdown.value == pytest.approx(0.3)
     assert found.codec_compute_slowdown.value == pytest.approx(0.9)
     assert [found.parts[name].value for name in PARTS] == pytest.approx(MEANS)
@@ -299,7 +297,7 @@ def test_beside_a_codec_the_computation_is_slower() -> None:
 def test_a_rings_handover_is_the_mean_over_codecs() -> None:
     plain, packed = laps(t_comm=8.0, late_handover=0.4), laps(t_comm=6.0, late_handover=0.8)
     ways = training_modes(["ring"], ["int8"])
-    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 6.0])
+    found = summary([[*plain, packed[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 6.0])
     assert found.late_handovers["ring"].value == pytest.approx(0.6)
 
 
@@ -311,7 +309,7 @@ def test_updates_count_where_no_rank_waits_for_the_all_reduce() -> None:
             iteration[UPDATE] *= 2
             iteration[WAIT] -= MEANS[3]
     ways = training_modes(["ring"], ["int8"])
-    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 2.0])
+    found = summary([[*plain, packed[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 2.0])
     assert found.parts["late_update"].value == pytest.approx(MEANS[3])
     found = summary([plain] * 2, t_comms=[np.inf, 8.0])
     assert found.parts["late_update"].value == pytest.approx(2 * MEANS[3])
@@ -320,7 +318,7 @@ def test_updates_count_where_no_rank_waits_for_the_all_reduce() -> None:
 def test_with_a_codec_alone_both_slowdowns_are_its_own() -> None:
     ways = brief_training_modes("ring", {"fp32": 32.0, "int4": 4.0}, t_comm=80.0, t_compute=1.0)
     ranks = [laps(t_comm=8.0, compute_slowdown=0.3, late_handover=0.5)] * 2
-    found = summary(ranks, training_modes=ways, t_comms=[np.inf, 8.0])
+    found = summary(ranks, modes=ways, t_comms=[np.inf, 8.0])
     assert found.compute_slowdown.value == found.codec_compute_slowdown.value == pytest.approx(0.3)
     assert {name: one.value for name, one in found.late_handovers.items()} == pytest.approx({"ring": 0.5})
 
@@ -329,7 +327,7 @@ def test_ranks_that_wait_for_a_compressed_all_reduce_do_not_say_how_slow_the_com
     """It takes longer than was predicted, so iterations do, too; but not because of the computation."""
     plain, packed = laps(t_comm=8.0, compute_slowdown=0.3), laps(t_comm=7.0, compute_slowdown=0.3)
     ways = training_modes(["ring"], ["int8"])
-    found = summary([[*plain, packed[1]]] * 2, training_modes=ways, t_comms=[np.inf, 8.0, 6.0])
+    found = summary([[*plain, packed[1]]] * 2, modes=ways, t_comms=[np.inf, 8.0, 6.0])
     assert found.codec_compute_slowdown.value == pytest.approx(0.3)
 
 
@@ -411,13 +409,16 @@ def test_few_laps_are_cut_in_halves_for_their_intervals() -> None:
     assert narrow.high - narrow.low < wide.high - wide.low < 6 * (narrow.high - narrow.low)
 
 
-def _lap(ranks: Ranks, seconds: float) -> tuple[list[bool], list[int], list[int], float]:
-    """Return if each of four laps trained, the numbers of laps, those of their iterations, and the pace."""
+def _training(ranks: Ranks) -> Training:
     config = parse(["--dataset", "digits", "--hidden-sizes", "8", "--batch-size", "4"])
     _, batches, model, _ = load(config, ranks)
     modes = brief_training_modes("ring", {"fp32": 32.0, "int4": 4.0}, t_comm=1.0, t_compute=1.0)
-    training = Training(config, model, batches, "eager", modes, ranks)
-    with contextlib.closing(training):
+    return Training(config, model, batches, "eager", modes, ranks)
+
+
+def _lap(ranks: Ranks, seconds: float) -> tuple[list[bool], list[int], list[int], float]:
+    """Return if each of four laps trained, the numbers of laps, those of their iterations, and the pace."""
+    with _training(ranks) as training:
         pace = training.pace()
         done = [training.lap(seconds) for _ in range(4)]
     return done, [len(one) for one in training.laps], [len(lap) for one in training.laps for lap in one], pace
@@ -434,3 +435,19 @@ def test_training_goes_on_after_two_laps_only_once_there_is_time_for_it() -> Non
         assert done == [True] * 4
         assert laps_of_ways == [4, 4]
         assert min(iterations[1:4]) > LEAST_ITERATIONS
+
+
+def _fail(ranks: Ranks) -> None:
+    """Fail on rank 0; the other rank waits within its training until rank 0 has left its own."""
+    with contextlib.suppress(KeyError), _training(ranks) as training:
+        training.pace()
+        if ranks.rank == 1:
+            ranks.all_gather_object("rank 0 has left", None)
+        raise KeyError("the measurement failed")
+    if ranks.rank == 0:
+        ranks.all_gather_object("rank 0 has left", None)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_leaves_its_training_without_the_others() -> None:
+    run_ranks(2, _fail)

@@ -25,6 +25,7 @@ def test_every_result_is_made_by_one_of_them() -> None:
     beside = {
         "compare_commits_benches": "compare_commits",  # some of its kinds of turns alone
         "compare_commits_cell": "compare_commits",
+        "lateness_summary": "lateness",
         "local_steps_accuracy_summary": "local_steps_accuracy",
         "paper_question_jitter": "paper_question",
         "staleness_summary": "staleness",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from _kept_runs import check_refused
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -15,7 +16,6 @@ from experiments.codec_accuracy import APART, CODECS, Run, compute, parse, plan,
 from experiments.contenders import config
 from experiments.results import REPOSITORY, RESULTS, Row, load
 from pipesgd.cli import parse as parse_training
-from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow
 
@@ -136,11 +136,7 @@ def test_the_figure_shows_every_seed_and_the_mean_over_the_bytes() -> None:
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match=message) as error:
-        parse(["--quick", "--output", str(tmp_path), *words], by_torchrun=False)
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserInputError, match="without torchrun"):
-        parse([], by_torchrun=True)
+    check_refused(parse, words, message, tmp_path)
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from _kept_runs import check_refused, ran
 from _runs import succeed
 from matplotlib.figure import Figure
 
@@ -31,7 +32,6 @@ from experiments.results import REPOSITORY, RESULTS, Row, load
 from experiments.simulated_runs import Run, simulate
 from experiments.staleness_runs import WORKLOADS
 from pipesgd.cli import parse as parse_training
-from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow
 
@@ -55,18 +55,6 @@ def accuracy_of(way: Way, seed: int) -> float | None:
     if way.method == ACCUMULATION:
         return {1.0: 0.85, 2.0: 0.86, 4.0: None}[way.multiple]
     return ACCURACIES[way[:4]][seed]
-
-
-def ran(accuracy: float | None, loss: float = 0.5) -> Run:
-    diverged = accuracy is None
-    return Run(
-        commit="c0ffee",
-        seconds=9.0,
-        diverged_at=7 if diverged else None,
-        train_loss=None if diverged else loss,
-        test_loss=None if diverged else loss,
-        test_accuracy=accuracy,
-    )
 
 
 def rows_of(planned: Sequence[Planned], run_of: Callable[[Planned], Run]) -> list[Row]:
@@ -204,11 +192,7 @@ def test_the_figure_has_a_line_for_each_way_to_train() -> None:
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match=message) as error:
-        parse(["--quick", "--output", str(tmp_path), *words], by_torchrun=False)
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserInputError, match="without torchrun"):
-        parse([], by_torchrun=True)
+    check_refused(parse, words, message, tmp_path)
 
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:

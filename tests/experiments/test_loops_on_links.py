@@ -10,14 +10,14 @@ import pytest
 import torch
 from _ranks import run_ranks
 from matplotlib.figure import Figure
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from experiments import bench_accelerators, cpu_time, loops_on_links
-from experiments.bench_pipelined import Workload
+from experiments.bench_pipelined import Workload, make_blocks
 from experiments.cpu_time import CpuTime, Used
-from experiments.loops import Loop, Plain
-from experiments.loops_on_links import Effort, measure, plot, summarize
+from experiments.loops import Loop, Piped, Plain
+from experiments.loops_on_links import Effort, measure, plot, summarize, verdicts
 from experiments.results import Row
 from pipesgd.data import load_dataset
 from pipesgd.ranks import Ranks, alone
@@ -43,6 +43,45 @@ def test_the_figure_shows_a_bar_for_every_loop() -> None:
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([300, 100])
     assert [label.get_text() for label in axes.get_yticklabels()] == ["DDP", "alone"]
     assert axes.get_xlabel() == "time of an iteration, median (ms)"
+
+
+def test_a_verdict_is_of_the_interval_of_the_ratio() -> None:
+    seconds = {name: one["seconds"] for name, one in FOUND.items()}  # DDP takes 2, 2 and 3 times as long
+    found = verdicts(seconds, {("DDP", "alone"): ("at most", 1.9), ("alone", "DDP"): ("at least", 0.45)})
+    assert (found["DDP / alone"]["median"], found["DDP / alone"]["low"]) == (2, 2)
+    assert [one["verdict"] for one in found.values()] == ["MISSED", "met"]
+    assert found["alone / DDP"]["target"] == "at least 0.45"
+
+
+class Recorded:
+    """A loop that writes down what it is asked to do."""
+
+    model = nn.Identity()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def iterate(self, images: Tensor, labels: Tensor) -> None:
+        self.calls.append(f"iterate {int(images)}")
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_pipelines_are_empty_at_both_ends_of_a_block_unless_it_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Recorded()
+    monkeypatch.setattr("torch.distributed.barrier", lambda: loop.calls.append("barrier"))
+    batches = [(torch.tensor(number), torch.tensor(0)) for number in range(4)]
+    [block] = make_blocks({"one": loop}, batches).values()
+    assert block() > 0
+    assert loop.calls == ["iterate 0", "iterate 1", "flush", "barrier", "iterate 2", "iterate 3", "flush"]
+    loop.calls.clear()
+    [block] = make_blocks({"one": loop}, batches, untimed=1, steady=True).values()
+    assert block() > 0
+    assert loop.calls == ["iterate 0", "iterate 1", "iterate 2", "iterate 3", "flush"]
 
 
 def test_cpu_time_is_that_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,6 +123,30 @@ def _trained(ranks: Ranks) -> dict[str, list[float]]:
         loop.close()
     moved = {name: parameters_to_vector(loop.model.parameters()) - before for name, loop in loops.items()}
     return {name: one.tolist() for name, one in moved.items()}
+
+
+def _by_windows(ranks: Ranks) -> dict[str, list[float]]:
+    """Return the weights after a window of two iterations, and those of a rank by itself."""
+    found = {}
+    for name in ("window", "alone"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        loop: Loop = Piped(model, ranks, local_steps=2, width=1) if name == "window" else Plain(model)
+        for _ in range(2):
+            loop.iterate(torch.full((4, 3), 1.0 + ranks.rank), torch.tensor([0, 1, 1, 1]))
+        loop.flush()
+        loop.close()
+        found[name] = parameters_to_vector(model.parameters()).tolist()
+    return found
+
+
+@pytest.mark.slow
+def test_a_loop_with_local_steps_averages_the_weights_of_ranks() -> None:
+    first, second = run_ranks(2, _by_windows)
+    assert first["window"] == second["window"]
+    assert first["alone"] != second["alone"]
+    mean = [(one + other) / 2 for one, other in zip(first["alone"], second["alone"], strict=True)]
+    assert first["window"] == pytest.approx(mean, abs=1e-6)
 
 
 @pytest.mark.slow

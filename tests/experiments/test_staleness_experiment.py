@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from _kept_runs import check_refused, ran
 from matplotlib.figure import Figure
 
 from experiments.results import REPOSITORY, RESULTS, Row, load
-from experiments.simulated_runs import Run, compared_prediction
+from experiments.simulated_runs import compared_prediction
 from experiments.staleness import parse, stability, summarize, tabulate
 from experiments.staleness_figure import plot
 from experiments.staleness_runs import (
@@ -24,7 +25,6 @@ from experiments.staleness_runs import (
     plan,
 )
 from pipesgd.cli import parse as parse_training
-from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow
 
@@ -34,19 +34,6 @@ ACCURACIES = {
     "eager, width 3": {0.5: (0.87, 0.88), 1.0: (0.87, 0.88), 2.0: (0.8, 0.79)},
     "stale": {0.5: (0.86, 0.87), 1.0: (0.85, None), 2.0: (0.8, 0.8)},
 }
-
-
-def ran(accuracy: float | None) -> Run:
-    diverged = accuracy is None
-    loss = None if diverged else 0.5
-    return Run(
-        commit="c0ffee",
-        seconds=9.0,
-        diverged_at=7 if diverged else None,
-        train_loss=loss,
-        test_loss=loss,
-        test_accuracy=accuracy,
-    )
 
 
 def rows() -> list[Row]:
@@ -202,11 +189,7 @@ def test_the_figure_has_a_line_for_each_method_that_ends_where_it_diverges() -> 
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match=message) as error:
-        parse(["--quick", "--output", str(tmp_path), *words], by_torchrun=False)
-    assert "\n" not in str(error.value)
-    with pytest.raises(UserInputError, match="without torchrun"):
-        parse([], by_torchrun=True)
+    check_refused(parse, words, message, tmp_path)
 
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments import validate_local_steps as module
+from experiments import validation_runs
 from experiments.validate_local_steps import (
     LEAST_ITERATIONS,
     PASSES,
@@ -69,7 +70,7 @@ def test_each_row_has_the_times_of_its_own_configuration(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Setting, "testbed", lambda setting: nullcontext())
     monkeypatch.setattr(module, "calibrate", lambda testbed, words, folder: PROFILE)
-    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(validation_runs, "run", run)
     setting, rate_limit = SETTINGS[-1]
     rows = measure(setting, rate_limit, tmp_path, quick=False)
     assert [{name: row[name] for name in one} for one, row in zip(configurations(), rows, strict=True)] == (

@@ -710,3 +710,16 @@ def test_the_plans_of_all_buckets_are_kept() -> None:
             sum(parameter.sum() for parameter in model).backward()
             pipeline.step()
         assert len(pipeline._reducer._all_reduce._plans) == 30  # type: ignore[attr-defined]
+
+
+def test_the_plans_of_all_buckets_are_kept_where_most_parameters_are_unfrozen_later() -> None:
+    model = nn.ParameterList([torch.ones(size) for size in range(1, 31)])
+    for parameter in model[1:]:
+        parameter.requires_grad_(False)
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, buckets="1B") as pipeline:
+        for _ in range(2):
+            sum(parameter.sum() for parameter in model).backward()
+            pipeline.step()
+            for parameter in model:
+                parameter.requires_grad_(True)
+        assert len(pipeline._reducer._all_reduce._plans) == 30  # type: ignore[attr-defined]

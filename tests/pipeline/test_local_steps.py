@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from _ranks import run_ranks
 from _reference import elastic_averaging, local_steps, weight_streaming
 from _small_problem import assert_same_weights, regress, small_problem
 from torch import Tensor, nn
 
 from pipesgd import LocalSteps, Pipelined
+from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import PipelineConfig
-from pipesgd.errors import DisagreementError, NonFiniteGradientError, UserInputError
+from pipesgd.errors import DisagreementError, NonFiniteGradientError, RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.state import RunState
@@ -499,6 +501,39 @@ def test_a_checkpoint_has_the_state_of_the_optimizer_once_and_by_rank() -> None:
         assert repr(optimizer.state_dict()) == before
 
 
+def test_a_state_dict_is_a_copy_and_can_be_loaded_again_and_again() -> None:
+    model = nn.Linear(2, 1)
+    with LocalSteps(model, _adamw(model.parameters()), local_steps=2, width=1, outer="nesterov") as strategy:
+
+        def train() -> None:
+            for _ in range(3):
+                model(torch.ones(4, 2)).sum().backward()
+                strategy.step()
+
+        train()
+        state = strategy.state_dict()
+        seen = [repr((state["optimizer"], state["outer"]))]
+        for _ in range(2):
+            train()
+            seen.append(repr((state["optimizer"], state["outer"])))
+            strategy.load_state_dict(state)
+        assert seen == [seen[0]] * 3
+
+
+def test_a_state_of_other_fragments_is_refused_and_nothing_is_lost() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = _adamw(model.parameters())
+    with LocalSteps(model, optimizer, local_steps=2, fragments=2) as strategy:
+        state = strategy.state_dict()
+    with LocalSteps(model, optimizer, local_steps=2) as strategy:
+        model(torch.ones(4, 2)).sum().backward()
+        strategy.step()
+        before = repr(optimizer.state_dict())
+        with pytest.raises(UserInputError, match="fragments must be 2, as in the state that is loaded; got 1"):
+            strategy.load_state_dict(state)
+        assert repr(optimizer.state_dict()) == before
+
+
 def _evaluate_now_and_then(ranks: Ranks, width: int, evaluates: bool) -> tuple[str, bool]:
     model, batches = small_problem(3, [4, 5, 2], ITERATIONS, ranks.world_size)
     same = True
@@ -576,6 +611,27 @@ def test_clipping_and_the_loss_scale_act_on_this_ranks_own_gradient() -> None:
     torch.testing.assert_close(start - model.weight.detach(), 2 * 0.5 * torch.tensor([[0.6, 0.8]]))
 
 
+def test_a_report_names_a_rank_of_a_group_by_its_number_in_the_job() -> None:
+    model = nn.Linear(2, 1)
+    ranks = Ranks(rank=0, world_size=1, store=dist.HashStore(), numbers=(5,))
+    options: dict[str, Any] = {"local_steps": 2, "width": 1, "on_nonfinite": "skip", "ranks": ranks}
+    with LocalSteps(model, _sgd(model.parameters()), **options) as strategy:
+        (model(torch.ones(1, 2)).sum() * float("inf")).backward()
+        assert strategy.step().nonfinite_ranks == (5,)
+
+
+def test_a_sparse_gradient_that_is_not_finite_is_skipped() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with LocalSteps(model, optimizer, local_steps=2, width=1, on_nonfinite="skip") as strategy:
+        skipped = []
+        for factor in (float("inf"), 1.0):
+            (factor * model(torch.tensor([1])).sum()).backward()
+            skipped.append(strategy.step().skipped)
+        assert skipped == [(0,), ()]
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def _one_rank_fails(ranks: Ranks) -> tuple[str, str, bool]:
     model, batches = small_problem(3, [4, 5, 2], 6, ranks.world_size)
     strategy = LocalSteps(model, _sgd(model.parameters()), local_steps=4, width=1, ranks=ranks)
@@ -602,6 +658,37 @@ def test_a_rank_that_fails_in_a_window_ends_all_and_says_what_is_dropped() -> No
     assert "gradients in flight are dropped (iterations 3)" in said_0
     assert true_0
     assert true_1
+
+
+@pytest.mark.parametrize("call", ["step", "flush"])
+def test_a_movement_that_an_interruption_keeps_from_leaving_is_no_gradient_of_the_next_step(call: str) -> None:
+    model = nn.Linear(2, 1)
+    with LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1) as strategy:
+
+        def step() -> None:
+            model(torch.ones(4, 2)).sum().backward()
+            strategy.step()
+
+        saved = copy.deepcopy((model.state_dict(), strategy.state_dict()))
+        step()
+        if call == "step":
+            model(torch.ones(4, 2)).sum().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(strategy._pipeline, "_choose_exchanges", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(strategy, call)()
+        number = 1 if call == "step" else 0
+        with pytest.raises(RunError, match=f"the movement that ends with iteration {number} was interrupted halfway"):
+            step()
+        for part, state in zip((model, strategy), saved, strict=True):
+            part.load_state_dict(state)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        step()
+        assert strategy.flush().applied == (0,)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def _differ(ranks: Ranks) -> str:
@@ -631,6 +718,10 @@ def test_windows_of_different_lengths_are_named() -> None:
         ({"average_state": True}, "width must be 1 with --average-state, whose averages are never late; got 2"),
         ({"outer": "elastic", "codec": "topk"}, "codec must keep no residual with --outer elastic, .*; got topk"),
         ({"outer": "elastic", "codec": "int4"}, "error-feedback must be off .*; got on, the default of int4"),
+        (
+            {"outer": "nesterov", "codec": CodecOptions(codec="topk", momentum_correction=0.5)},
+            "momentum-correction must be 0 with --outer nesterov, whose momentum it would replace; got 0.5",
+        ),
         ({"prediction": "local"}, "prediction must be left out with local steps; got 'local'"),
         ({"guard": True}, "guard must be left out with local steps; got True"),
         ({"buckets": 2}, "buckets must be left out with local steps; got 2"),
@@ -653,6 +744,32 @@ def test_a_moving_rate_must_leave_the_centre_on_its_way() -> None:
     assert config.workers(4) == 4
     with pytest.raises(UserInputError, match="at most 1/5 with 5 ranks, whose mean the centre would move beyond; got"):
         config.workers(5)
+
+
+def _frozen_in_a_window(ranks: Ranks, frozen: bool) -> str:
+    model, batches = small_problem(3, [4, 5, 2], 3, ranks.world_size)
+    with LocalSteps(model, _sgd(model.parameters()), local_steps=4, width=1, ranks=ranks) as strategy:
+        for of_ranks in batches:
+            regress(model, of_ranks[ranks.rank]).backward()
+            strategy.step()
+        for parameter in [*model.parameters()][: 2 * frozen]:
+            parameter.requires_grad_(False)
+    return weights_sha256(model)
+
+
+@pytest.mark.slow
+def test_a_window_ends_with_all_parameters_although_some_were_frozen_in_it() -> None:
+    """Frozen parameters kept each rank's own weights, and the others got rank 0's and the mean movement in addition."""
+    assert len({*run_ranks(2, _frozen_in_a_window, True), *run_ranks(2, _frozen_in_a_window, False)}) == 1
+
+
+@pytest.mark.parametrize("outer", ["average", "elastic"])
+def test_parameters_that_share_memory_are_refused(outer: str) -> None:
+    """Ranks' own weights have storage of their own, in which such parameters would be two."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(UserInputError, match="parameters must not share memory with local steps"):
+        LocalSteps(model, _sgd(model.parameters()), local_steps=2, width=1, outer=outer)
 
 
 def test_parameters_that_are_frozen_later_are_refused() -> None:

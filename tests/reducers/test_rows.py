@@ -176,6 +176,26 @@ def test_embeddings_are_found_unless_another_layer_shares_their_weights() -> Non
     assert len(embeddings(alike)) == 1
 
 
+class Scaled(nn.Embedding):
+    """An embedding with a parameter in addition to its table."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        return self.scale * super().forward(symbols)
+
+
+@pytest.mark.parametrize("reduce", ["rows", "auto"])
+def test_other_parameters_of_an_embeddings_class_are_exchanged_whole(reduce: str) -> None:
+    model = nn.Sequential(Scaled(), nn.Linear(2, 1))
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce=reduce) as pipeline:
+        model(torch.tensor([1])).sum().backward()
+        assert pipeline.step().applied == (0,)
+        assert list(pipeline.embedding_exchanges) == ["0.weight"]
+
+
 def test_more_rows_than_an_index_can_name_are_refused() -> None:
     model = nn.Embedding(2**31, 1, device="meta")
     with pytest.raises(UserInputError, match=r"embeddings must have at most 2\*\*31 - 1 rows with .*; got 2147483648"):
@@ -554,10 +574,49 @@ def test_no_choice_is_made_before_the_first_step_and_a_state_brings_its_own() ->
         assert pipeline.embedding_exchanges == {}
 
 
+def test_the_choice_of_an_embedding_that_is_frozen_is_part_of_a_state() -> None:
+    """One rank would choose matrices when the embedding is unfrozen."""
+    model = nn.Sequential(nn.Embedding(6, 2), nn.Linear(2, 1))
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="auto") as pipeline:
+
+        def step(*, trained: bool) -> None:
+            model[0].requires_grad_(trained)
+            model(torch.tensor([1])).sum().backward()
+            pipeline.step()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pipesgd.pipeline.pipelined.sends_less", lambda *_: True)
+            step(trained=True)
+        step(trained=False)
+        pipeline.load_state_dict(pipeline.state_dict())
+        step(trained=True)
+        assert pipeline.embedding_exchanges == {"0.weight": "rows"}
+
+
 def test_buckets_must_be_enough_whatever_is_chosen() -> None:
     model = _tagger()
     with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 3; got 4"):
         Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce="auto", buckets=4)
+
+
+def test_buckets_must_be_enough_whatever_is_chosen_of_embeddings_that_are_unfrozen_later() -> None:
+    model = nn.ModuleList([nn.Embedding(6, 2), nn.Embedding(6, 2), nn.Linear(2, 1, bias=False), nn.Linear(1, 1)])
+    model[:2].requires_grad_(False)
+    with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="auto", buckets=2) as pipeline:
+
+        def backward() -> None:
+            symbol = torch.tensor([1])
+            model[3](model[2](model[0](symbol) + model[1](symbol))).sum().backward()
+
+        backward()
+        pipeline.step()
+        model[:2].requires_grad_(True)
+        model[3].requires_grad_(False)
+        backward()
+        with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 1; got 2"):
+            pipeline.step()
+        model[3].requires_grad_(True)
+        assert pipeline.step().applied == (1,)
 
 
 @given(

@@ -1,0 +1,77 @@
+"""Means over the seeds of simulated runs, what they cost, and how they are published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.results import Row, save
+from experiments.simulated_runs import WORLD_SIZE, Run
+
+
+def mean_of_all(values: Sequence[float | None]) -> float | None:
+    """Return the mean, rounded for values at a target's edge; None if one is missing, since survivors would flatter."""
+    known = [value for value in values if value is not None]
+    return round(float(np.mean(known)), 6) if len(known) == len(values) else None
+
+
+def mean_change(
+    values: Sequence[float | None], base: Sequence[float | None], change: Callable[[float, float], float]
+) -> float | None:
+    """Return the mean of ``change(value, base)`` over the seeds; None if a value is missing."""
+    return mean_of_all([None if a is None or b is None else change(a, b) for a, b in zip(values, base, strict=True)])
+
+
+def points(value: float, base: float) -> float:
+    """Return by how many percentage points an accuracy is above another one."""
+    return 100 * (value - base)
+
+
+def percent(value: float, base: float) -> float:
+    """Return by how many percent a loss is above another one."""
+    return 100 * (value / base - 1)
+
+
+def column(rows: Sequence[Row], name: str) -> list[float | None]:
+    """Return a column of ``rows``."""
+    return [row[name] for row in rows]
+
+
+def changes(own: Sequence[Row], base: Sequence[Row] | None, name: str) -> Row:
+    """Return how far a cell is from another one, in the mean over seeds; None where it has none, or a seed diverged.
+
+    Args:
+        own: rows of the cell, one a seed.
+        base: rows of the other cell, of the same seeds.
+        name: name of the other cell in the columns.
+    """
+    accuracy = loss = None
+    if base is not None:
+        accuracy = mean_change(column(own, "test_accuracy"), column(base, "test_accuracy"), points)
+        loss = mean_change(column(own, "test_loss"), column(base, "test_loss"), percent)
+    return {f"accuracy_to_{name}_points": accuracy, f"loss_to_{name}_percent": loss}
+
+
+def publish(
+    name: str,
+    rows: list[Row],
+    summary: list[Row],
+    runs: Mapping[str, Run],
+    facts: Mapping[str, Any],
+    folder: Path,
+    draw: Callable[[str, list[Row], Path], Path],
+) -> None:
+    """Save the rows, their summary and their figure, which ``draw`` writes; ``facts`` go into the manifests."""
+    extra = {
+        "world_size": WORLD_SIZE,
+        "simulated": True,
+        **facts,
+        "runs": len(runs),
+        "runs_made_with": sorted({str(run.commit) for run in runs.values()}),
+    }
+    save(name, rows, extra=extra, folder=folder)
+    save(f"{name}_summary", summary, extra=extra, folder=folder)
+    draw(name, rows, folder)

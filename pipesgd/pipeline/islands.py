@@ -1,0 +1,291 @@
+"""Replicas of the model: those that one rank holds, and islands, of which each of several ranks holds a part.
+
+Inside an island the model is split by torch (``parallelize_module``, ``fully_shard``), over fast links. Ranks that hold
+the same part of every island form a ring of their own, over the slow links between islands. What concerns a replica as
+a whole (norms of gradients, their agreement with means, whether all values are finite) is added up over its members.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipesgd.comm.connections import Connections
+from pipesgd.comm.transport import Group
+from pipesgd.errors import UserInputError, named
+from pipesgd.flat_buffer import FlatBuffer
+from pipesgd.optim.muon import MuonWithAdamW
+from pipesgd.ranks import Ranks, among
+from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
+from pipesgd.shards import gathering_modules, is_dtensor, layout, place, ranks_of, sharded_dimensions
+
+OF_WHOLE_MATRICES = (torch.optim.Muon, MuonWithAdamW, torch.optim.Adafactor)
+"""Optimizers whose update of a value depends on others of its matrix, of which a rank may hold a part."""
+WITH_ISLANDS = "with a mesh of islands"
+
+
+class Replica:
+    """A replica of the model that this rank holds alone, so that what it computes of the replica is of the whole."""
+
+    between: Group | None = None
+    """Group of the ranks that hold the same part of every replica; None if no mesh says so."""
+    members: Sequence[Ranks] = ()
+    """The ranks that hold the replica together; empty if this one does so alone."""
+    shape: Sequence[int] = ()
+    """Shape of the mesh that the replicas are on."""
+
+    def join(self, between: Ranks) -> None:
+        """Find the other members. All ranks call this together, as they do all that follows."""
+
+    def connect(self) -> None:
+        """Connect to the other members."""
+
+    def follow(self, parameters: Sequence[Tensor]) -> None:
+        """Expect gradients of these parameters from now on."""
+
+    def share(self, model: nn.Module) -> None:
+        """Give all members the first one's values of the parameters and buffers that are not sharded."""
+
+    def combine_buffers(self, model: nn.Module, how: str) -> None:
+        """Combine floating-point buffers of the members, as ``replicas.combine_buffers`` does."""
+
+    def counted(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the values that this rank counts, so that all members together count each value once.
+
+        ``gradients`` are those of the parameters, in their order; each that another member counts becomes empty.
+        """
+        return gradients
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of all gradients of the replica, given this rank's part of them."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def is_so(self, flag: bool) -> bool:
+        """Return True if ``flag`` is true on all members."""
+        return flag
+
+    def begin(self, iteration: int) -> None:
+        """Let the communication thread's sums, those of the next two methods, be of ``iteration`` from now on."""
+
+    def add_up(self, numbers: Sequence[float]) -> Sequence[float]:
+        """Return the sums of ``numbers`` over the members."""
+        return numbers
+
+    def finite_norm(self, finite: bool, norm: Callable[[], float], mean: Sequence[Tensor]) -> tuple[bool, float]:
+        """Return whether the whole mean is finite, and its norm, given these for this rank's part, ``mean``."""
+        return finite, norm()
+
+    def gather_again(self) -> None:
+        """Forget weights that were gathered from the members, since they have changed."""
+
+    def wait_for_all(self) -> None:
+        """Return when all members have called this."""
+
+    def close(self) -> None:
+        """End the connections to the members."""
+
+
+class Island(Replica):
+    """A replica of which each member holds shards, and all hold what is not sharded.
+
+    Args:
+        mesh: ranks of all islands; the first dimension is the one between islands.
+        model: the model, of which some parameters are DTensors.
+        parameters: the parameters that are trained.
+        optimizer: the optimizer that updates them, value by value.
+
+    Raises:
+        UserInputError: ``mesh``, a parameter or the optimizer does not fit; the message names it and the rule.
+    """
+
+    def __init__(self, mesh: Any, model: nn.Module, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer):
+        numbers = _members_on(mesh)
+        _check_parameters(model, parameters, optimizer, numbers)
+        self.between = mesh.get_group(0)
+        self.shape = tuple(mesh.shape)
+        self._numbers = numbers
+        self._parameters = parameters
+        self._counts: list[bool] = []
+        """For each parameter, whether this rank counts the values that it holds of it."""
+        self._gathering = gathering_modules(model)
+        self._sums: list[_Sums] = []
+
+    def join(self, between: Ranks) -> None:
+        self._ranks = among(self._numbers, between.standing)
+        self.members = [self._ranks]
+
+    def connect(self) -> None:
+        for _ in range(2):  # one for the main thread, one for the communication thread
+            self._sums.append(_Sums(self._ranks))
+        self._in_main, self._in_thread = self._sums
+        self.follow(self._parameters)
+
+    def follow(self, parameters: Sequence[Tensor]) -> None:
+        own = [place(parameter) for parameter in parameters]
+        before = self._ranks.all_gather_object("places of shards", own)[: self._ranks.rank]
+        self._counts = [all(places[index] != one for places in before) for index, one in enumerate(own)]
+
+    def share(self, model: nn.Module) -> None:
+        same = [tensor for tensor in (*model.parameters(), *model.buffers()) if not sharded_dimensions(tensor)]
+        share_rank_0s_values(nn.Module(), same, self._ranks.rank, self._in_main.sum)
+
+    def combine_buffers(self, model: nn.Module, how: str) -> None:
+        combine_buffers(model, how, self._ranks.rank, self._ranks.world_size, self._in_main.sum)
+
+    def counted(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not gradients:  # none were kept
+            return gradients
+        pairs = zip(gradients, self._counts, strict=True)
+        return [gradient if counts else gradient.reshape(-1)[:0] for gradient, counts in pairs]
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        own = torch.nn.utils.get_total_norm(self.counted(gradients))
+        [squares] = self._in_main([own.item() ** 2])
+        return own.new_tensor(math.sqrt(squares))
+
+    def is_so(self, flag: bool) -> bool:
+        [others] = self._in_main([float(not flag)])
+        return not others
+
+    def begin(self, iteration: int) -> None:
+        self._in_thread.iteration = iteration
+
+    def add_up(self, numbers: Sequence[float]) -> Sequence[float]:
+        return self._in_thread(numbers)
+
+    def finite_norm(self, finite: bool, norm: Callable[[], float], mean: Sequence[Tensor]) -> tuple[bool, float]:
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in self.counted(mean)]
+        own = torch.stack(norms).square().sum().item()
+        squares, not_finite = self._in_thread([own if finite else 0.0, float(not finite)])
+        return not not_finite, math.sqrt(squares)
+
+    def gather_again(self) -> None:
+        for module in self._gathering:
+            module.reshard()
+
+    def wait_for_all(self) -> None:
+        for sums in self._sums:
+            sums.connections.wait_for_all()
+
+    def close(self) -> None:
+        for sums in self._sums:
+            sums.connections.close()
+
+
+class _Sums:
+    """Exact sums over ``ranks``, for one thread."""
+
+    def __init__(self, ranks: Ranks):
+        self.connections = Connections("ring", ranks, timeout=ranks.timeout)
+        self.iteration: int | None = None
+        """Iteration of the sums, which all ranks must be in; None for that of ``ranks``."""
+        self._ranks = ranks
+        self._all_reduce = self.connections.all_reduce()
+
+    def __call__(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of ``numbers``, the same on all ranks."""
+        values = torch.tensor(numbers, dtype=torch.float64)
+        self._run(functools.partial(self._all_reduce, values))
+        return values.tolist()
+
+    def sum(self, buffer: FlatBuffer) -> None:
+        """Replace the buffer's values by their sums."""
+        self._run(functools.partial(sum_buffer, buffer, self._all_reduce))
+
+    def _run(self, job: Callable[[], None]) -> None:
+        iteration = self._ranks.iteration if self.iteration is None else self.iteration
+        self.connections.run("step", iteration or 0, job)
+
+
+def replica_of(
+    mesh: Any,
+    model: nn.Module,
+    parameters: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    refused: Mapping[str, bool],
+) -> Replica:
+    """Return the replica of ``model`` that this rank holds, alone or, with a ``mesh``, as a member of an island.
+
+    Args:
+        mesh: ranks of all islands, the first dimension being the one between islands; None if there are none.
+        model: the model.
+        parameters: the parameters that are trained.
+        optimizer: the optimizer that updates them.
+        refused: options that need whole replicas, and whether each is used.
+
+    Raises:
+        UserInputError: a DTensor without a mesh, or what ``Island`` refuses.
+    """
+    if mesh is None:
+        for parameter in parameters:
+            if is_dtensor(parameter):
+                raise UserInputError(
+                    "mesh must be given where a parameter is a DTensor, with islands along its first dimension; got "
+                    f"none, and {_name(model, parameter)} on {_on(parameter)}"
+                )
+        return Replica()
+    for option, used in refused.items():
+        if used:
+            raise UserInputError(f"{option} must be left out {WITH_ISLANDS}; got both")
+    return Island(mesh, model, parameters, optimizer)
+
+
+def _members_on(mesh: Any) -> list[int]:
+    """Return the ranks of this rank's island on ``mesh``."""
+    if not hasattr(mesh, "get_coordinate"):
+        raise UserInputError(f"mesh must be a DeviceMesh of torch.distributed; got {type(mesh).__name__}")
+    shape = " x ".join(map(str, mesh.shape))
+    if mesh.ndim < 2:
+        raise UserInputError(
+            "mesh must have at least two dimensions, the first one between islands, the others inside; got one of "
+            f"{shape} ranks (give the whole mesh, not a part of it)"
+        )
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise UserInputError(f"mesh must divide the job's ranks into islands; got one of {shape} without this rank")
+    members: list[int] = mesh.mesh[coordinate[0]].flatten().tolist()
+    return members
+
+
+def _check_parameters(
+    model: nn.Module, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer, members: Sequence[int]
+) -> None:
+    """Refuse parameters that are not split inside this rank's island, by ``members``, or not updated value by value."""
+    sharded = [parameter for parameter in parameters if sharded_dimensions(parameter)]
+    if not sharded:
+        raise UserInputError(
+            "mesh must be left out unless the optimizer's parameters are sharded over its inner dimensions (by "
+            "parallelize_module or fully_shard, before the optimizer is made); got none that is"
+        )
+    for parameter in parameters:
+        name = _name(model, parameter)
+        if parameter.is_complex():
+            raise UserInputError(f"parameters must be real {WITH_ISLANDS}; got {name} in {parameter.dtype}")
+        if not is_dtensor(parameter):
+            continue
+        if "Partial" in layout(parameter):
+            raise UserInputError(f"parameters must be sharded or replicated; got {name} on {_on(parameter)}")
+        if not set(ranks_of(parameter)) <= set(members):
+            raise UserInputError(
+                f"parameters must be sharded inside an island, here {named(list(members))}; got {name} on "
+                f"{_on(parameter)}"
+            )
+    if isinstance(optimizer, OF_WHOLE_MATRICES):
+        raise UserInputError(
+            f"optimizer must update value by value {WITH_ISLANDS}; got {type(optimizer).__name__}, which needs the "
+            f"whole of {_name(model, sharded[0])}"
+        )
+
+
+def _on(parameter: Tensor) -> str:
+    return f"{named(list(ranks_of(parameter)))} as {layout(parameter)}"
+
+
+def _name(model: nn.Module, parameter: Tensor) -> str:
+    names = (name for name, one in model.named_parameters() if one is parameter)
+    return next(names, "a parameter that is not the model's")
