@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,8 @@ def _written(ranks: Ranks, folder: str) -> None:
     def loops(model: nn.Module, _: Ranks) -> dict[str, Loop]:
         return {"one": Plain(model), "two": Plain(model)}
 
-    measure(workload, loops, ranks, Effort(block=2, rounds=3), Path(folder))
+    blocks = count(1)
+    measure(workload, loops, ranks, Effort(block=2, rounds=3), Path(folder), {"block": lambda: lambda: next(blocks)})
 
 
 def _trained(ranks: Ranks) -> dict[str, list[float]]:
@@ -163,6 +165,8 @@ def test_rank_0_writes_the_times_of_every_round(tmp_path: Path) -> None:
     assert list(found) == ["one", "two"]
     assert all(len(one["seconds"]) == 3 and min(one["seconds"]) > 0 for one in found.values())
     assert all(one["cpu_share"] > 0 for one in found.values())
+    # The first of four rounds, each of two blocks in another order, warms up.
+    assert sorted(one["block"] for one in found.values()) == [5, 6]
 
 
 @pytest.mark.slow
