@@ -317,9 +317,9 @@ def other_figures() -> str:
     return table(["what", "figure", "made by"], lines)
 
 
-def doors() -> str:
-    """Return a table of the iterations of a DDP program by each door."""
-    rows = load(RESULTS / "bench_doors.csv")
+def timed(name: str) -> str:
+    """Return a table of the iterations of loops that were timed next to DDP (``experiments.loops_on_links``)."""
+    rows = load(RESULTS / f"{name}.csv")
     lines = [
         [
             str(row["contender"]),
@@ -363,7 +363,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         seeds_that_arrived,
         training_times,
         speed_up,
-        doors,
+        timed,
         convergence,
         other_figures,
         paper_question,
