@@ -126,7 +126,8 @@ def on_testbed(
     """Run ``module`` with ``words`` and a folder as ``--output`` on every node, after ``before`` with that folder.
 
     Returns, for each loop, "seconds": those of an iteration in every round, "cpu_share": the median share of the cores'
-    time that all ranks used, "wire_bytes": those that rank 0 sent in the last iteration, if the loop knows, and the median of each meter.
+    time that all ranks used, "wire_bytes": those that rank 0 sent in the last iteration, if the loop knows,
+    and the median of each meter.
 
     Raises:
         RunError: it failed.

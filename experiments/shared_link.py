@@ -4,8 +4,8 @@
 
 Another program on node 0 sends to node 1, by one TCP connection, as much as it can. The table has the time of an
 iteration, and the rate at which the other program's bytes arrive meanwhile; without communication, it has the link for
-itself. Accelerators are synthetic, as in bench_accelerators; loops_on_links.py says how the contenders are timed. "alone"
-is the time of an iteration of the same loops without another program, from a job of its own before.
+itself. Accelerators are synthetic, as in bench_accelerators; loops_on_links.py says how the contenders are timed.
+"alone" is the time of an iteration of the same loops without another program, from a job of its own before.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         for row in summarize(shared, title, DDP)
     ]
     save("shared_link", rows, extra={"accelerator": ACCELERATOR, "block": effort.block}, folder=arguments.output)
-    save_panels("shared_link", [partial(plot, rows), partial(plot_other, rows)], size=(11.0, 3.2), folder=arguments.output)
+    save_panels(
+        "shared_link", [partial(plot, rows), partial(plot_other, rows)], size=(11.0, 3.2), folder=arguments.output
+    )
     show(rows, alone_s="alone, ms")
     command.show(
         "The other program",

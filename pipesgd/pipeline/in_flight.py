@@ -1,4 +1,4 @@
-"""Gradients on their way: whose buckets are leaving, whose mean is awaited, and what is known of a mean that arrived."""
+"""Gradients on their way: those whose buckets are leaving, and those whose mean is awaited."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ from pipesgd.flat_buffer import (
     BucketedBuffer,
     FlatBuffer,
     are_finite,
-    check_dense,
     give_gradients,
     make_dense,
     on_device,
