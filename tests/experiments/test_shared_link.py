@@ -13,9 +13,8 @@ from _ranks import run_ranks
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 
-from experiments import bench_accelerators, shared_link
+from experiments import bench_accelerators, shared_link, testbed
 from experiments.other_traffic import Arrived, make_count, receive, send
-from experiments.testbed import Link, Testbed
 from pipesgd.ranks import Ranks
 
 
@@ -55,8 +54,8 @@ def test_the_sender_ends_with_its_connection() -> None:
 
 @pytest.mark.slow
 def test_the_other_program_runs_between_two_nodes(tmp_path: Path) -> None:
-    with Testbed(nodes=2, link=Link(rate=50e6)) as testbed:
-        shared_link.start_other(testbed, tmp_path)
+    with testbed.Testbed(nodes=2, link=testbed.Link(rate=50e6)) as bed:
+        shared_link.start_other(bed, tmp_path)
         arrived = Arrived(tmp_path / shared_link.COUNT_FILE)
         deadline = time.monotonic() + 20
         while int(arrived) == 0 and time.monotonic() < deadline:
