@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -170,6 +170,9 @@ class Pipelined(Strategy):
         process_group: the group of torch.distributed whose ranks train this model together; the job's other ranks may
             train another one at the same time. By default torch's default group, which is started from torchrun's
             variables if there is none yet. Messages name ranks by their numbers in the default group.
+        successor_of: a pipeline of the same model, optimizer and ranks, which is closed, and whose connections are used
+            on if the all-reduce and its options are the same. What ranks compared for it is not compared again: only
+            auditions, whose options are rank 0's, have a use for that.
         mesh: a device mesh of torch.distributed whose first dimension is the one between islands; the parameters are
             DTensors, split over the other dimensions. Each rank exchanges its shards with the ranks that have the same
             place in other islands (``pipesgd.pipeline.islands``). topk, powersgd, rows, ``allow_drift``, ``ranks``,
@@ -214,6 +217,7 @@ class Pipelined(Strategy):
         allow_drift: bool = False,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
+        successor_of: Pipelined | None = None,
         mesh: Mesh | None = None,
     ):
         check_width(width, warmup_iterations)
@@ -279,7 +283,7 @@ class Pipelined(Strategy):
         """Name of the operation that was interrupted halfway, if any."""
         self._meeting: Future[None] | None = None
         """Meeting of the ranks for a flush that has begun and not ended."""
-        self._closed = False
+        self._closed = self._leaves_connections = False
         self._hooks: TrueWeightsHooks | None = None
         self._leaving = BackwardHooks([], self._leave)
         multiplies = reduce in ("factors", "auto")
@@ -309,22 +313,27 @@ class Pipelined(Strategy):
         }
         self._ranks = given_ranks(ranks, process_group or self._replica.between, timeout)
         self._replica.join(self._ranks)
-        self._check_same_on_all_ranks(self._cut)
-        bits = [check_same_bits(of, optimizer, clip, allow_drift=allow_drift) for of in self.all_ranks]
-        if multiplies:
-            bits.append(check_same_products(self._ranks, device, allow_drift=allow_drift))
-        self.drifts = not all(bits)
+        self.drifts = False
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
-        connected = Connections(
-            all_reduce,
-            self._ranks,
-            timeout=timeout,
-            segment_bytes=segment_bytes,
-            connections=connections,
-            rate_limit=most_bytes,
-            device=device.type,
-            buckets=len(self._cut.indices),
-        )
+        if successor_of is None:
+            self._check_same_on_all_ranks(self._cut)
+            bits = [check_same_bits(of, optimizer, clip, allow_drift=allow_drift) for of in self.all_ranks]
+            if multiplies:
+                bits.append(check_same_products(self._ranks, device, allow_drift=allow_drift))
+            self.drifts = not all(bits)
+        else:
+            self.drifts = successor_of.drifts
+        wanted: dict[str, Any] = {
+            "timeout": timeout,
+            "segment_bytes": segment_bytes,
+            "connections": connections,
+            "rate_limit": most_bytes,
+            "device": device.type,
+        }
+        connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
+        if connected is None:
+            connected = Connections(all_reduce, self._ranks, **wanted)
+        connected.begin_buckets(len(self._cut.indices))
         self._summing = Summing(connected, self._replica, device)
         try:
             self._summing.start(options, reduce=reduce, seed=seed)
@@ -596,8 +605,9 @@ class Pipelined(Strategy):
                 self._check_whole("close")
                 if self._in_flight:
                     self.flush()
-                # Another rank may come much later, and a process that exits while gloo waits for that rank is aborted.
-                failure = self._meet("close", self._summing.wait_for_all).exception()
+                if not self._leaves_connections:
+                    # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
+                    failure = self._meet("close", self._summing.wait_for_all).exception()
                 together = failure is None
         finally:
             self._closed = True
@@ -606,9 +616,16 @@ class Pipelined(Strategy):
             for hooks in (self._hooks, self._factor_hooks, self._leaving):
                 if hooks is not None:
                     hooks.remove()
-            self._summing.close(together=together)
+            self._summing.close(together=together, disconnects=not self._leaves_connections)
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
+
+    def leave(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> Connections | None:
+        """Close, and leave the connections to a successor if they are of this all-reduce and as ``wanted``; see
+        ``Connections``. No gradient may be in flight. Collective, unless they are left."""
+        self._leaves_connections = self._summing.connections.are(all_reduce, wanted)
+        self.close()
+        return self._summing.connections if self._leaves_connections else None
 
     def __enter__(self) -> Self:
         return self

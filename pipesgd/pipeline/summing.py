@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -145,14 +145,18 @@ class Summing:
         """No longer fail when another rank does."""
         self._stop_watching()
 
-    def close(self, *, together: bool) -> None:
-        """End the thread, and with it the connections; if all ranks do so ``together``, after all sums."""
+    def close(self, *, together: bool, disconnects: bool = True) -> None:
+        """End the thread, and with it the connections, unless they are needed on.
+
+        With ``together``, all ranks have come to this point, and all sums are waited for.
+        """
         # Peers may still read what this rank has sent them: the connections end when all have come to this point.
         # Not a method: the thread would refer to what refers to it.
-        disconnect = functools.partial(_close, self.connections, self._replica)
-        self.thread.close(at_the_end=disconnect, within=None if together else CLOSE_SECONDS)
+        ended = [self.connections.close] if disconnects else []
+        at_the_end = functools.partial(_call_all, [*ended, self._replica.close])
+        self.thread.close(at_the_end=at_the_end, within=None if together else CLOSE_SECONDS)
 
 
-def _close(connections: Connections, replica: Replica) -> None:
-    connections.close()
-    replica.close()
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
