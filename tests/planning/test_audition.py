@@ -131,7 +131,7 @@ def test_those_that_are_about_equally_fast_have_longer_and_longer_turns() -> Non
 
 
 def test_changes_that_take_long_end_it_early() -> None:
-    """Of 1.2 s that it may cost, two changes have taken ``lost``."""
+    """It may cost 1.2 s, of which two changes have taken ``lost``."""
     for lost, left in ((0.1, 3), (0.7, 2), (1.1, 1)):
         first = audition(0.13, 0.12, 0.125, iterations=1000, begin=0)
         times = seconds(first, {1: 0.121, 2: 0.12, 3: 0.12}, noise=0.3)
