@@ -10,12 +10,14 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import runpy
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,38 @@ def _answer(pipe: Connection, end: float) -> tuple[str, Any]:
     except EOFError:
         return "died", "without an answer"
     return answer
+
+
+def run_module(
+    module: str, *words: str, folder: Path, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module words`` in ``folder`` to its end, in a process that need not import torch first.
+
+    Returns its exit code, and what it and the processes that it started have printed.
+    """
+    with tempfile.TemporaryDirectory() as printed:
+        # It may start processes of its own, so it is no daemon.
+        process = _CONTEXT.Process(target=_module_main, args=(module, words, folder, dict(environment), printed))
+        process.start()
+        try:
+            process.join()
+        finally:
+            process.kill()
+        stdout, stderr = (Path(printed, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+        return subprocess.CompletedProcess([module, *words], process.exitcode or 0, stdout, stderr)
+
+
+def _module_main(
+    module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], printed: str
+) -> None:
+    for stream, name in enumerate(("stdout", "stderr"), start=1):
+        os.dup2(os.open(Path(printed, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.argv[1:] = words
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _rank_main(
