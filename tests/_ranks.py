@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from conftest import REPOSITORY
 
 from pipesgd.ranks import Ranks, Standing
 
@@ -93,16 +94,14 @@ def _answer(pipe: Connection, end: float) -> tuple[str, Any]:
     return answer
 
 
-def run_module(
-    module: str, *words: str, folder: Path, environment: Mapping[str, str] = os.environ
-) -> subprocess.CompletedProcess[str]:
+def run_module(module: str, *words: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module words`` in ``folder`` to its end, in a process that need not import torch first.
 
     Returns its exit code, and what it and the processes that it started have printed.
     """
     with tempfile.TemporaryDirectory() as printed:
         # It may start processes of its own, so it is no daemon.
-        process = _CONTEXT.Process(target=_module_main, args=(module, words, folder, dict(environment), printed))
+        process = _CONTEXT.Process(target=_module_main, args=(module, words, folder, dict(os.environ), printed))
         process.start()
         try:
             process.join()
@@ -112,9 +111,7 @@ def run_module(
         return subprocess.CompletedProcess([module, *words], process.exitcode or 0, stdout, stderr)
 
 
-def _module_main(
-    module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], printed: str
-) -> None:
+def _module_main(module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], printed: str) -> None:
     for stream, name in enumerate(("stdout", "stderr"), start=1):
         os.dup2(os.open(Path(printed, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()
