@@ -94,21 +94,32 @@ def _answer(pipe: Connection, end: float) -> tuple[str, Any]:
     return answer
 
 
-def run_module(module: str, *words: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+def run_module(
+    module: str,
+    *words: str,
+    folder: Path = REPOSITORY,
+    environment: Mapping[str, str] = os.environ,
+    deadline: float | None = None,
+) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module words`` in ``folder`` to its end, in a process that need not import torch first.
 
     Returns its exit code, and what it and the processes that it started have printed.
+
+    Raises:
+        RankFailed: it did not end within the deadline.
     """
     with tempfile.TemporaryDirectory() as printed:
         # It may start processes of its own, so it is no daemon.
-        process = _CONTEXT.Process(target=_module_main, args=(module, words, folder, dict(os.environ), printed))
+        process = _CONTEXT.Process(target=_module_main, args=(module, words, folder, dict(environment), printed))
         process.start()
         try:
-            process.join()
+            process.join(deadline)
         finally:
             process.kill()
         stdout, stderr = (Path(printed, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
-        return subprocess.CompletedProcess([module, *words], process.exitcode or 0, stdout, stderr)
+        if process.exitcode is None:
+            raise RankFailed(f"{module} did not end within {deadline} s; it said:\n{stdout}{stderr}")
+        return subprocess.CompletedProcess([module, *words], process.exitcode, stdout, stderr)
 
 
 def _module_main(module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], printed: str) -> None:

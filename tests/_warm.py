@@ -17,7 +17,7 @@ from pipesgd.reducers.make import _compile
 
 sys.path.append(str(Path(__file__).resolve().parent))  # the fork server knows the repository alone
 import_all()
-for name in ("_runs", "_small_problem"):  # and with them pytest and hypothesis, which test files import
+for name in ("_runs", "_small_problem", "matplotlib.figure"):  # and with them pytest and hypothesis
     importlib.import_module(name)
 parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
 for codec in DENSE_CODECS:
