@@ -1,6 +1,6 @@
-"""Real ranks for tests: functions run in processes of their own, over gloo, with a deadline.
+"""Real ranks for tests: functions run in processes of their own, over gloo, with a deadline; and commands.
 
-Processes come from a fork server that has imported torch once, so that a rank starts in a tenth of a second.
+Processes come from a fork server that has imported torch once, so that one starts in a tenth of a second.
 A rank that does not come back in time prints the stacks of all its threads, and is killed.
 """
 
