@@ -66,8 +66,8 @@ Pipelined(model, optimizer).step().aplied
 def said(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, list[str]]:
     """Return the lines of ``mypy --strict`` about each program, without the name of its file.
 
-    mypy reads ``py.typed`` only where packages are installed: in a virtual environment with the tested packages, and the
-    other packages of this one. Of torch it keeps what it has learnt for the next time, as long as torch is the same.
+    mypy reads ``py.typed`` only where packages are installed: in a virtual environment with the tested packages and the
+    other packages of this one. What it learns of torch is kept for the next time, as long as torch is the same.
     """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)

@@ -134,7 +134,13 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
 def test_one_rank_is_told_at_once_that_there_is_no_network(tmp_path: Path) -> None:
     """The error comes before the measurement: otherwise the file would be missing when somebody plans with it."""
     done = run_module(
-        "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "1000", folder=tmp_path, deadline=120.0
+        "pipesgd.calibrate",
+        "--out",
+        str(tmp_path / "cluster.toml"),
+        "--seconds",
+        "1000",
+        folder=tmp_path,
+        deadline=120.0,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
