@@ -72,6 +72,7 @@ from pipesgd.pipeline.sameness import (
     check_same_settings,
     describe_buffers,
     describe_parameters,
+    describe_shares,
     optimizer_settings,
     plain,
 )
@@ -779,13 +780,16 @@ class Pipelined(Strategy):
         return [self._ranks, *self._replica.members]
 
     def _check_same_on_all_ranks(self) -> None:
+        parameters = trainable_parameters(self._optimizer)
+        settings = self._settings | optimizer_settings(self._optimizer)
         described = {
-            "parameters": describe_parameters(self.module, trainable_parameters(self._optimizer)),
+            "parameters": describe_parameters(self.module, parameters),
             "buffers": describe_buffers(self.module),
             "bucket": [f"parameters {indices}" for indices in self._indices],
         }
-        for ranks in self.all_ranks:
-            check_same_settings(ranks, self._settings | optimizer_settings(self._optimizer), described)
+        check_same_settings(self._ranks, settings, described | {"parameters": describe_shares(self.module, parameters)})
+        for ranks in self._replica.members:
+            check_same_settings(ranks, settings, described)
 
     def _follow_parameters(self) -> None:
         """Train the optimizer's present parameters, if some were frozen, unfrozen or added. Collective in that case."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from pipesgd.errors import RunError
 from pipesgd.pipeline.pipelined import Pipelined
+from pipesgd.pipeline.sameness import describe_shares
 from pipesgd.run.checkpoint_files import save_atomically, what_is_wrong_with
 from pipesgd.shards import is_dtensor, like, local
 
@@ -40,6 +42,7 @@ class ShardFile:
         state = {
             "save": self._gathered(uuid.uuid4().hex)[0],
             "mesh": self._mesh,
+            "shares": self._shares,
             "model": _parts(self.pipeline.module.state_dict()),
             "optimizer": _parts(self.optimizer.state_dict()),
             "pipeline": self.pipeline.state_dict(),
@@ -51,7 +54,8 @@ class ShardFile:
         """Let the model, the optimizer and the pipeline continue from the files. All ranks call this together.
 
         Raises:
-            RunError: a rank's file is missing, damaged, of another mesh, or of another save than the others.
+            RunError: a rank's file is missing, damaged, of another mesh, of other parameters, or of another save than
+                the others.
         """
         found: dict[str, Any] = {"save": ""}
         problem = what_is_wrong_with(self.path)
@@ -59,6 +63,10 @@ class ShardFile:
             found = torch.load(self.path, map_location="cpu", weights_only=True)
             if found["mesh"] != self._mesh:
                 problem = f"of a mesh of {_by(found['mesh'])} ranks, not {_by(self._mesh)}"
+            elif found["shares"] != self._shares:
+                pairs = itertools.zip_longest(found["shares"], self._shares)
+                theirs, ours = next(pair for pair in pairs if pair[0] != pair[1])
+                problem = f"of other parameters: {theirs}, not {ours}"
         problems = [text for text in self._gathered(f"{self.path} is {problem}" if problem else "") if text]
         if problems:
             raise RunError(f"a checkpoint must have the part of each rank; {problems[0]}")
@@ -74,6 +82,10 @@ class ShardFile:
     @property
     def _mesh(self) -> list[int]:
         return [ranks.world_size for ranks in self.pipeline.all_ranks]
+
+    @property
+    def _shares(self) -> list[str]:
+        return describe_shares(self.pipeline.module, self.pipeline.module.parameters())
 
     def _gathered(self, text: str) -> list[str]:
         """Return the texts of all ranks of all islands, in the same order on all of them."""
