@@ -6,6 +6,7 @@ Four ranks train everything, once, in two islands of two or in one of four; the 
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,9 @@ PLANS = {
         layers.4 = {style = "rowwise", output = "sequence"}
         layers.5 = {style = "sequence"}
         layers.6 = {style = "colwise", input = "sequence", output = "whole"}
+    """,
+    "memory": """
+        layers."" = {style = "rowwise", input = "whole"}
     """,
     "embedding": """
         layers.0 = {style = "colwise", output = "whole"}
@@ -198,9 +202,44 @@ def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
     return said | {"order": _said(Pipelined, model, OPTIMIZERS["adamw"](model.parameters()), mesh=mesh)}
 
 
+MEMORY: list[tuple[str, dict[str, Any], int]] = [
+    # optimizer, options of Pipelined: how often the memory of a rank's share is held between two steps, as
+    # docs/method.md counts it; with predicted weights, once more.
+    ("nesterov", {"width": 1}, 1 + 1 + 1),
+    ("nesterov", {"width": 2, "prediction": "none"}, 1 + 1 + 2),
+    ("adamw", {"width": 2, "prediction": "eager"}, 1 + 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1),
+    ("adamw", {"width": 2, "prediction": "eager", "codec": "int8"}, 1 + 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1 + 1),  # residual
+]
+NUMEL = 12_347
+"""Number of values of a share, and of no other tensor."""
+
+
+def _held() -> list[int]:
+    """Return how many tensors of a share's size this process holds, and how many of that of both shares."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+    storages = [one.untyped_storage() for one in found if one.layout is torch.strided and one.device.type == "cpu"]
+    return [len({one.data_ptr() for one in storages if one.nbytes() == 4 * NUMEL * members}) for members in (1, 2)]
+
+
+def _count_memory(ranks: Ranks, folder: Path) -> list[list[int]]:
+    mesh = mesh_of((2, 1, 2))
+    found = []
+    for optimizer, options, _ in MEMORY:
+        model = nn.Linear(2 * NUMEL, 1, bias=False)
+        split_layers(model, mesh["inside"], folder / "memory.toml")
+        with Pipelined(model, OPTIMIZERS[optimizer](model.parameters()), mesh=mesh, **options) as pipeline:
+            for iteration in range(5):
+                model(torch.full((3, 2 * NUMEL), float(iteration))).sum().backward()
+                pipeline.step()
+            found.append(_held())
+    return found
+
+
 def _find(ranks: Ranks, folder: Path) -> dict[str, Any]:
     found = {name: _train(ranks, case, folder) for name, case in CASES.items()}
-    return found | {"int8": _train(ranks, INT8, folder), "refused": _refuse(ranks, folder)}
+    found["int8"] = _train(ranks, INT8, folder)
+    return found | {"memory": _count_memory(ranks, folder), "refused": _refuse(ranks, folder)}
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +287,13 @@ def test_int8_between_islands_stays_near_fp32(found: list[dict[str, Any]]) -> No
     exact = found[0]["width 2"]["weights"]
     off = max(float((value - exact[name]).abs().max()) for name, value in found[0]["int8"]["weights"].items())
     assert 0 < off < 2e-3
+
+
+def test_a_rank_has_its_share_in_memory_and_the_copies_of_it_that_the_documentation_counts(
+    found: list[dict[str, Any]],
+) -> None:
+    for of_rank in found:
+        assert of_rank["memory"] == [[copies, 0] for _, _, copies in MEMORY]
 
 
 def test_what_cannot_be_split_is_refused_in_one_line(found: list[dict[str, Any]]) -> None:
