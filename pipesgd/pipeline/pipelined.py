@@ -589,7 +589,8 @@ class Pipelined(Strategy):
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
         self.check_usable()
         self._check_whole("state_dict")
-        assert not self._left_out, "residuals of an earlier pipeline are added in the step that follows"
+        if self._left_out:
+            raise UserInputError("state_dict must follow the step that adds what other codecs left out; got it before")
         in_flight = [
             {
                 "iteration": gradient.iteration,
