@@ -34,7 +34,7 @@ class Fit:
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-STYLES = {
+STYLES: dict[str, tuple[Fit, ...]] = {
     "colwise": (
         Fit(nn.Linear, "out_features", (WHOLE, SPLIT, SEQUENCE), (SPLIT, WHOLE)),
         Fit(nn.Embedding, "embedding_dim", (WHOLE,), (SPLIT, WHOLE)),
@@ -84,7 +84,7 @@ def read_plan(path: Path, model: nn.Module, members: int) -> LayerPlan:
     modules = dict(model.named_modules())
     layers: dict[str, SplitLayer] = {}
     for pattern, fields in _tables_by_name(tables):
-        names = [name for name in modules if _fits(name, pattern)]
+        names = [name for name in modules if _matches(name, pattern)]
         if not names:
             hint = did_you_mean(pattern, list(modules))
             raise UserInputError(f"layer {pattern} must be a module of the model; got no module of this name{hint}")
@@ -112,7 +112,7 @@ def _tables_by_name(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[
             yield from _tables_by_name(value, f"{name}.{key}" if name else key)
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     """Return True if ``name`` is ``pattern``, in which each "*" is for one or more characters between two dots."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))

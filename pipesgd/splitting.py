@@ -56,7 +56,8 @@ def _size(mesh: Any) -> int:
 
 def _agree(mesh: Any, read: Callable[[], LayerPlan]) -> LayerPlan:
     """Return what ``read`` returns, if it does so on all ranks of ``mesh``, and returns the same."""
-    plan, failure = None, None
+    plan: LayerPlan | None = None
+    failure: UserInputError | None = None
     try:
         plan = read()
     except UserInputError as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY
 from torch import nn
 
 from pipesgd import UserInputError
@@ -162,3 +164,17 @@ def test_a_plan_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserInputError) as caught:
         read_plan(path, network(), 2)
     assert str(caught.value) == f"plan must be a readable file; got {path}: No such file or directory"
+
+
+def test_the_example_in_the_documentation_is_a_plan(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "islands.md").read_text(encoding="utf-8")
+    [example] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "layers.toml"
+    path.write_text(example, encoding="utf-8")
+    alexnet = nn.Module()
+    alexnet.features = nn.Sequential(nn.Conv2d(3, 64, 11), nn.ReLU(), nn.MaxPool2d(3), nn.Conv2d(64, 192, 5))
+    alexnet.classifier = nn.Sequential(nn.Dropout(), nn.Linear(192, 96), nn.ReLU(), nn.Dropout(), nn.Linear(96, 96))
+    assert [layer.name for layer in read_plan(path, alexnet, 2).layers] == [
+        *("features.0", "features.3"),
+        *("classifier.1", "classifier.4"),
+    ]

@@ -151,9 +151,9 @@ def _train(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
                 fully_shard(layer, mesh=mesh["data"])
         fully_shard(model, mesh=mesh["data"])
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    numbers = {"width": case.width, "prediction": case.prediction, "codec": case.codec}
+    options: dict[str, Any] = {"width": case.width, "prediction": case.prediction, "codec": case.codec}
     losses, hashes = [], []
-    with Pipelined(model, optimizer, mesh=mesh, **numbers) as pipeline:
+    with Pipelined(model, optimizer, mesh=mesh, **options) as pipeline:
         for of in batches_of(case.make):
             loss = regress(model, of[ranks.rank // 2])
             loss.backward()
