@@ -62,7 +62,7 @@ class SplitLayer:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How the layers of a model are split."""
+    """The layers of a model to split, and who holds which share."""
 
     devices: tuple[int, ...]
     """Members of an island in the order in which they hold the shares of a layer."""

@@ -20,7 +20,7 @@ def split_layers(model: nn.Module, mesh: Any, plan: str | Path) -> None:
 
     Each rank keeps its share of their weights, as DTensors. The first rank's weights are the ones that count. All ranks
     of ``mesh`` call this together, before the optimizer is made and before ``fully_shard``; training with
-    ``Pipelined(..., mesh=...)`` follows. They need the same samples, unless the plan says otherwise.
+    ``Pipelined(..., mesh=...)`` follows, for which they need the same samples.
 
     Args:
         model: the model, changed in place.

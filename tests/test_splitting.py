@@ -244,7 +244,7 @@ def _find(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of four ranks has found."""
+    """Findings of each of four ranks."""
     folder = tmp_path_factory.mktemp("plans")
     for name, text in PLANS.items():
         (folder / f"{name}.toml").write_text(text, encoding="utf-8")
