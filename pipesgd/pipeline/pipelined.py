@@ -66,6 +66,7 @@ from pipesgd.pipeline.sameness import (
     check_same_settings,
     describe_buffers,
     describe_parameters,
+    describe_shares,
     optimizer_settings,
     plain,
 )
@@ -523,7 +524,8 @@ class Pipelined(Strategy):
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
         self.check_usable()
         self._check_whole("state_dict")
-        assert not self._left_out, "residuals of an earlier pipeline are added in the step that follows"
+        if self._left_out:
+            raise UserInputError("state_dict must follow the step that adds what other codecs left out; got it before")
         in_flight = [gradient.state_dict() for gradient in self._in_flight]
         exchanges = self._cut.exchanges
         # Only now is the communication thread idle, and with it the reducer.
@@ -683,13 +685,16 @@ class Pipelined(Strategy):
         return [self._ranks, *self._replica.members]
 
     def _check_same_on_all_ranks(self, cut: Cut) -> None:
+        settings = self._settings | optimizer_settings(self._optimizer)
         described = {
             "parameters": describe_parameters(self.module, cut.parameters),
             "buffers": describe_buffers(self.module),
             "bucket": [f"parameters {indices}" for indices in cut.indices],
         }
-        for ranks in self.all_ranks:
-            check_same_settings(ranks, self._settings | optimizer_settings(self._optimizer), described)
+        shares = describe_shares(self.module, cut.parameters)
+        check_same_settings(self._ranks, settings, described | {"parameters": shares})
+        for ranks in self._replica.members:
+            check_same_settings(ranks, settings, described)
 
     def _follow_parameters(self) -> None:
         """Train the optimizer's present parameters, if some were frozen, unfrozen or added. Collective in that case."""

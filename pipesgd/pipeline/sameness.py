@@ -21,7 +21,7 @@ from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.optimizer_copy import OptimizerCopy
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
-from pipesgd.shards import layout
+from pipesgd.shards import layout, place
 
 CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 """Instruction sets of x86-64 that torch knows, each a subset of the next one."""
@@ -70,6 +70,13 @@ def describe_parameters(model: nn.Module, parameters: Iterable[Tensor]) -> list[
     """Return name, shape and dtype of each of ``parameters``; those that are not the model's have no name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [_describe(names.get(id(parameter), "parameter"), parameter) for parameter in parameters]
+
+
+def describe_shares(model: nn.Module, parameters: Iterable[Tensor]) -> list[str]:
+    """Return what ``describe_parameters`` does, with the share that this rank holds of each DTensor."""
+    parameters = list(parameters)
+    pairs = zip(describe_parameters(model, parameters), map(place, parameters), strict=True)
+    return [f"{text}, share {share}" if share else text for text, share in pairs]
 
 
 def describe_buffers(model: nn.Module) -> list[str]:
