@@ -101,7 +101,7 @@ EXPERIMENTS = (
     Experiment(name="bench_pipelined", words="bench_pipelined", minutes=10, ranks=4),
     Experiment(name="bench_loading", words="bench_loading", minutes=3, ranks=2),
     Experiment(name="bench_doors", words="bench_doors", minutes=4),
-    Experiment(name="bench_accelerators", words="bench_accelerators", minutes=7),
+    Experiment(name="bench_accelerators", words="bench_accelerators", minutes=17),
     Experiment(name="bench_torchft", words="bench_torchft", minutes=7),
     Experiment(name="reduces", words="reduces", minutes=20),
     Experiment(name="shared_link", words="shared_link", minutes=9),

@@ -318,17 +318,21 @@ def other_figures() -> str:
 
 
 def timed(name: str) -> str:
-    """Return a table of the iterations of loops that were timed next to DDP (``experiments.loops_on_links``)."""
+    """Return tables of the iterations of loops that were timed next to DDP (``experiments.loops_on_links``)."""
     rows = load(RESULTS / f"{name}.csv")
-    lines = [
-        [
-            str(row["contender"]),
-            f"{1e3 * float(row['median_s']):.0f}",
-            f"{float(row['times_as_fast_as_ddp']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})",
+    tables = []
+    for title in dict.fromkeys(str(row["title"]) for row in rows):
+        lines = [
+            [
+                str(row["contender"]),
+                f"{1e3 * float(row['median_s']):.0f}",
+                f"{float(row['times_as_fast_as_ddp']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})",
+            ]
+            for row in rows
+            if row["title"] == title
         ]
-        for row in rows
-    ]
-    return table([str(rows[0]["title"]), "ms an iteration", "times as fast as DDP (95 % interval)"], lines)
+        tables.append(table([title, "ms an iteration", "times as fast as DDP (95 % interval)"], lines))
+    return "\n\n".join(tables)
 
 
 def equation(name: str) -> str:
