@@ -1,44 +1,48 @@
-"""Cost of a prediction for a rank: time, next to the optimizer's own step, and memory, per million parameters.
+"""Cost of an update with a prediction for a rank: CPU time, next to the optimizer's own step, and memory.
 
     python -m experiments.bench_prediction                        bench_prediction.csv, bench_prediction.png
 
-In every round each prediction predicts once from one gradient in flight (width 2), with each optimizer, in rotated
-order, on the MLP 784-1000-1000-10; the optimizer's own step is among the contenders. Bytes are the memory of a
-prediction, including gradients in flight, in addition to what the optimizer and the pipeline hold anyway.
+In every round each contender does all that a step of width 2 does with a mean that has arrived: it compares the mean
+with the guess, learns from it, steps the optimizer, and predicts from one gradient in flight. "none" is without a
+prediction, and the optimizer's own step alone is a contender, too. Contenders take turns in rotated order, with each
+optimizer, on the MLP 784-1000-1000-10. "by a copy" is the way of optimizers that cannot step block by block
+(``pipesgd.optim.blockwise``): before and after, side by side. Bytes are the memory of a prediction, including gradients
+in flight, in addition to what the optimizer and the pipeline hold anyway.
 """
 
 from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments import command, paired
 from experiments.paired import interquartile_range, median, paired_ratio
 from experiments.predictions import COMPARED
 from experiments.results import Row, save, save_figure
 from pipesgd.data import build_model
-from pipesgd.optim import hyperparameters
 from pipesgd.optim.clipping import Clipping
-from pipesgd.pipeline.prediction import Agreement, Prediction, Unapplied, make_prediction
+from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
+from pipesgd.pipeline.prediction import Agreement
 from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9),
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-6),
+OPTIMIZERS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 1e-6, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-6}),
 }
 STEP = "the optimizer's step"
-NAMES = ("eager", "local", *COMPARED, "none")
+BY_A_COPY = " by a copy"
+NAMES = ("eager", f"eager{BY_A_COPY}", "local", f"local{BY_A_COPY}", *COMPARED, "none")
 ROUNDS, QUICK_ROUNDS, WARM_UP = 200, 3, 3
 COLOUR = "#0072B2"
 
@@ -46,58 +50,69 @@ COLOUR = "#0072B2"
 class Contender:
     """One prediction with its own model and optimizer."""
 
-    def __init__(self, name: str, make: Callable[[nn.Module], torch.optim.Optimizer], hidden: tuple[int, ...]):
+    def __init__(self, name: str, optimizer: str, hidden: tuple[int, ...]):
         torch.manual_seed(0)
         self._model = build_model("mlp", sample_shape=(1, 28, 28), num_classes=10, hidden_sizes=hidden)
-        self._optimizer = make(self._model)
         self._parameters: list[Tensor] = list(self._model.parameters())
-        self._gradients = [torch.randn_like(parameter) for parameter in self._parameters]
+        kind, options = OPTIMIZERS[optimizer]
+        if name.endswith(BY_A_COPY):
+            kind = type(kind.__name__, (kind,), {})  # as a user's own: no longer known to step block by block
+        self._optimizer = kind(self._parameters, **options)
         self._name = name
-        self._prediction: Prediction = make_prediction(
-            COMPARED.get(name, "none" if name == STEP else name), self._parameters, self._optimizer, Clipping()
+        prediction = "none" if name == STEP else name.removesuffix(BY_A_COPY)
+        self._updates = DelayedUpdate(
+            self._optimizer,
+            self._parameters,
+            width=2,
+            warmup_iterations=0,
+            prediction=COMPARED.get(prediction, prediction),
+            guard=False,
+            clip=Clipping(),
         )
         self._agreement = Agreement()
         self._agreement.cosine = 0.6  # as in training, so that eager has something to do
+        self._values, self._mean, *own = (
+            [torch.randn_like(parameter) for parameter in self._parameters] for _ in range(4)
+        )
+        self._own: list[list[Tensor]] = own
+        """Gradients of two iterations, which are in different memory, as in training."""
+        self._in_flight = self._updates.hand_over(own[0])
 
     @property
     def numel(self) -> int:
         return sum(parameter.numel() for parameter in self._parameters)
 
     def __call__(self) -> float:
-        """Run an iteration and return the seconds of the part that is compared."""
-        kept = self._prediction.keep(self._gradients)
-        in_flight = [Unapplied(kept, hyperparameters.current(self._optimizer))]
-        self._prediction.weights.restore()
-        begin = time.perf_counter()
-        self._prediction.learn(self._gradients, kept, None, self._agreement)
-        self._prediction.correct(self._gradients, kept)
-        corrected = time.perf_counter() - begin
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        begin = time.perf_counter()
-        self._optimizer.step()
-        stepped = time.perf_counter() - begin
-        for parameter in self._parameters:
-            parameter.grad = None
-        begin = time.perf_counter()
-        self._prediction.predict(in_flight, self._agreement)
-        self._prediction.compare(self._gradients, kept)
-        predicted = time.perf_counter() - begin
-        return stepped if self._name == STEP else corrected + predicted
+        """Run an iteration and return the CPU seconds of the part that is compared."""
+        torch._foreach_copy_(self._mean, self._values)  # an update may have changed it
+        self._own.reverse()
+        due, self._in_flight = self._in_flight, self._updates.hand_over(self._own[0])
+        if self._name == STEP:
+            for parameter, gradient in zip(self._parameters, self._mean, strict=True):
+                parameter.grad = gradient
+            begin = time.thread_time()
+            self._optimizer.step()
+            return time.thread_time() - begin
+        begin = time.thread_time()
+        self._updates.compare(self._mean, due)
+        self._updates.weights.restore()
+        guessed = [Guessed(due, None, self._agreement)]
+        self._updates.arrived(self._mean, guessed, norm=None, iteration=0, then=[self._in_flight])
+        self._updates.predict([self._in_flight], self._agreement)
+        return time.thread_time() - begin
 
     def nbytes(self) -> int:
         """Return the bytes that the prediction holds."""
         self()
-        kept = self._prediction.keep(self._gradients)
-        return self._prediction.nbytes + self._agreement.nbytes + sum(tensor.nbytes for tensor in kept)
+        return self._updates.nbytes + self._agreement.nbytes + sum(tensor.nbytes for tensor in self._in_flight.kept)
 
 
 def compute(rounds: int, hidden: tuple[int, ...], console: Console) -> list[Row]:
     """Return a row for every optimizer and prediction."""
     rows: list[Row] = []
     with command.progress(console, "predictions", len(OPTIMIZERS) * (rounds + WARM_UP)) as advance:
-        for optimizer, make in OPTIMIZERS.items():
-            contenders = {name: Contender(name, make, hidden) for name in (STEP, *NAMES)}
+        for optimizer in OPTIMIZERS:
+            contenders = {name: Contender(name, optimizer, hidden) for name in (STEP, *NAMES)}
             seconds = paired.interleave_here(
                 contenders, rounds, warm_up=WARM_UP, after_round=partial(advance, 1, optimizer)
             )
@@ -135,12 +150,12 @@ def publish(rows: list[Row], folder: Path) -> None:
     save("bench_prediction", rows, folder=folder)
     save_figure("bench_prediction", rows, by="optimizer", plot=plot, folder=folder)
     command.show(
-        "What a prediction costs a rank, width 2",
+        "What an update with a prediction costs a rank, width 2",
         [
             {
                 "optimizer": row["optimizer"],
                 "prediction": row["prediction"],
-                "ms per million": f"{1e3 * row['s_per_million_parameters']:.2f}",
+                "CPU ms per million": f"{1e3 * row['s_per_million_parameters']:.2f}",
                 "/ step": f"{row['ratio_to_step_median']:.2f}",
                 "95 %": f"{row['ratio_to_step_low']:.2f} to {row['ratio_to_step_high']:.2f}",
                 "bytes per parameter": f"{row['bytes_per_parameter']:.1f}",

@@ -74,6 +74,7 @@ class Torchft:
         from torchft.local_sgd import DiLoCo
 
         self.model = model
+        self.wire_bytes: int | None = None
         self._optimizer = sgd(model)
         self._iterations = 0
         address = network_address().split()[0]

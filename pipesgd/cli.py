@@ -20,7 +20,6 @@ import platform
 import re
 import shutil
 import sys
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -32,6 +31,7 @@ from pipesgd.checks import did_you_mean
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.config import AUTO, AUTO_OPTIONS, CHOICES, FORMER_NAMES, FORMER_VALUES, TrainConfig
 from pipesgd.errors import UserInputError, warn
+from pipesgd.toml_file import read_toml
 
 CONFIG_HELP = """
 --config FILE reads options from a TOML file, one `name = value` a line, as --dry-run prints them;
@@ -57,11 +57,9 @@ BASIC = {
 NARROWEST = 60
 """Fewest columns that help is laid out for."""
 
-TYRO = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
-"""Markers for tyro: flags without a --no-..., and options without the name of their section."""
-
-MOST_CONFIG_BYTES = 16 * 1024
-"""Largest size of a --config file in bytes; a file with every option takes a quarter of it."""
+TYRO = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
+"""Markers for tyro: flags without a --no-..., options without the name of their section, and no help from comments, of
+which there is none: to look for it would take most of the time of parsing."""
 
 
 class Config(Protocol):
@@ -262,22 +260,8 @@ def _expand_config_file(argv: list[str], defaults: dict[str, Any]) -> list[str]:
 
 def _read_options(path: Path, defaults: dict[str, Any]) -> list[list[str]]:
     """Return the options of a TOML file, each as the arguments that set it on the command line."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_CONFIG_BYTES + 1)
-        if len(content) > MOST_CONFIG_BYTES:  # tomllib takes very long for some long files
-            raise UserInputError(f"config must have at most {MOST_CONFIG_BYTES} bytes; got a longer file: {path}")
-        table = tomllib.loads(content.decode())
-    except OSError as error:
-        raise UserInputError(f"config must be a readable file; got {path}: {error.strerror}") from None
-    except RecursionError:
-        raise UserInputError(f"config must be a TOML file; got {path}: it is nested too deeply") from None
-    except UserInputError:
-        raise
-    except ValueError as error:  # not UTF-8, not TOML, or a path that no file can have
-        raise UserInputError(f"config must be a TOML file; got {path}: {error}") from None
     options = []
-    for key, value in table.items():
+    for key, value in read_toml("config", path).items():
         name = key.replace("_", "-")
         if FORMER_NAMES.get(name, name) not in defaults:
             raise UserInputError(

@@ -34,7 +34,7 @@ GRADIENT_SERVERS = ("ps-sync", "ps-async")
 SERVER_STRATEGIES = (*GRADIENT_SERVERS, "easgd-async")
 PREDICTIONS = ("eager", "local", "none")
 OUTERS = ("average", "nesterov", "elastic")
-REDUCES = ("matrix", "rows", "auto")
+REDUCES = ("matrix", "rows", "factors", "auto")
 SERVER_PLACEMENTS = ("colocated", "dedicated")
 DDP_HOOKS = ("none", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "nesterov", "adam", "adamw", "adagrad", "muon")
@@ -281,8 +281,7 @@ class DataConfig:
         check_at_least("image-size", self.image_size, 1)
         check_at_least("random-crop", self.random_crop, 0)
         check_at_least("context", self.context, 1)
-        readers = {"context": (*TEXTS, OWN), "random_crop": IMAGE_DATASETS, "mirror": IMAGE_DATASETS}
-        check_read(self, "dataset", dataset_kind(self.dataset), readers)
+        check_read(self, "dataset", dataset_kind(self.dataset), _READ_BY_DATASET)
         if self.loader_workers is not None:
             check_at_least("loader-workers", self.loader_workers, 0)
 
@@ -292,6 +291,16 @@ class DataConfig:
         if self.loader_workers is None:
             return 2 if self.dataset == "images" else 0
         return self.loader_workers
+
+
+_READ_BY_DATASET = {
+    "data_dir": (*IMAGE_DATASETS[1:], OWN),
+    "image_size": ("images", OWN),
+    "random_crop": IMAGE_DATASETS,
+    "mirror": IMAGE_DATASETS,
+    "context": (*TEXTS, OWN),
+}
+"""Data sets that read an option of ``DataConfig``, by option; those not listed are read with all data sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +397,7 @@ class OptimizationConfig:
         if self.loss_scale > MAX_LOSS_SCALE:
             raise UserInputError(f"loss-scale must be at most {MAX_LOSS_SCALE:g}; got {self.loss_scale:g}")
         check_read(self, "precision", self.precision, {"loss_scale": ("fp16",)})
+        check_read(self, "optimizer", self.optimizer, {"momentum": ("sgd", "nesterov")})
         check_at_least("seed", self.seed, 0)
         if self.epochs is not None and self.iterations is not None:
             raise UserInputError("epochs and iterations must not both be given; leave one of them out")
@@ -462,10 +472,12 @@ class PipelineConfig:
     largest size of one, such as 1MiB; auto chooses a number (see --cluster). 1 is the whole gradient, after the
     backward pass."""
     reduce: str = "matrix"
-    """Exchange of embeddings' gradients: matrix (whole, as all others, with --all-reduce and --codec), rows (all
-    ranks gather the rows that are not zero, uncompressed: fewer bytes if a batch uses few of them), or auto (for each
-    embedding, what sends fewer bytes of the first gradients; run.json has the choices). Weights that an
-    embedding shares with another layer are exchanged whole. With rows, torch.nn.Embedding may have sparse=True."""
+    """Exchange of gradients: matrix (whole, with --all-reduce and --codec), rows (of embeddings, all ranks gather the
+    rows that are not zero), factors (for linear layers, all ranks gather inputs and output gradients, and multiply
+    them: fewer bytes with large layers and small batches), or auto (for each embedding and linear layer, what sends
+    fewer bytes of the first gradients; run.json has the choices). Rows and factors are exact and uncompressed.
+    Everything else is exchanged whole, as are weights that an embedding or a linear layer shares with another kind
+    of layer. With rows, torch.nn.Embedding may have sparse=True."""
     ddp_hook: str = "none"
     """Communication hook of --strategy ddp, which compresses gradients: none, or torch's fp16 or bf16."""
     servers: int = 1
@@ -527,7 +539,7 @@ class PipelineConfig:
             raise UserInputError(f"guard must be left out with {option}, since it judges averaged gradients; got True")
         if self.reduce != "matrix":
             raise UserInputError(
-                f"reduce must be left out with {option}, since a movement has the rows of a whole window; "
+                f"reduce must be left out with {option}, since a movement is that of a whole window, and no gradient; "
                 f"got {self.reduce!r}"
             )
         if cut_of(self.buckets) != WHOLE:
@@ -543,8 +555,7 @@ class PipelineConfig:
             connections += "" if self.rate_limit is None else f", at most {self.rate_limit} each"
             if cut_of(self.buckets) != WHOLE:
                 connections += f", buckets {self.buckets}"
-            rows = {"matrix": "", "rows": ", embeddings by rows", "auto": ", embeddings by rows where that sends less"}
-            connections += rows[self.reduce]
+            connections += _REDUCED[self.reduce]
             prediction = f", prediction {self.prediction}" if self.width > 1 else ""
             if self.in_windows:
                 prediction = f", {self.local_steps} local steps, outer {self.outer or 'average'}"
@@ -582,6 +593,14 @@ class PipelineConfig:
 
 _OF_WINDOWS = ("outer_lr", "outer_momentum", "moving_rate", "average_state", "fragments")
 """Options of windows of local steps that have no effect without them."""
+
+_REDUCED = {
+    "matrix": "",
+    "rows": ", embeddings by rows",
+    "factors": ", linear layers by factors",
+    "auto": ", embeddings by rows and linear layers by factors where that sends less",
+}
+"""Words for the exchange of gradients, by ``reduce``."""
 
 _READ_BY_STRATEGY = {
     "width": ("pipelined",),
@@ -798,7 +817,7 @@ class TrainConfig:
             )
         if self.pipeline.reduce != "matrix":
             raise UserInputError(
-                f"reduce must be matrix with --{option}, since the timing model does not cover rows; "
+                f"reduce must be matrix with --{option}, since the timing model covers no other exchange; "
                 f"got {self.pipeline.reduce}"
             )
         if self.run.device != "cpu":

@@ -53,7 +53,7 @@ class StepReport:
     """Spans of pack, wait, update and predict in this step; and of the communication of the gradients that arrived,
     which may have run during earlier steps."""
     wire_bytes: int = 0
-    """Bytes that this rank sends for the gradient handed over in this step. Rows of embeddings (``reduce="rows"``) are
+    """Bytes that this rank sends for the gradient handed over in this step. Those of rows and factors (``reduce``) are
     counted when they have arrived: how many there are depends on all ranks."""
     gradient_norm: float | None = None
     """Norm of the averaged gradient that was applied last, before clipping, to as many digits as float32 sums have. It

@@ -385,14 +385,14 @@ class Run:
         )
 
     def _describe_exchanges(self) -> None:
-        """Record and report the exchanges of embeddings, if they were left to be chosen, once they have been."""
+        """Record and report the exchanges of gradients, if they were left to be chosen, once they have been."""
         if self.config.pipeline.reduce != "auto":
             return
         assert isinstance(self.strategy, Pipelined)
-        chosen = self.strategy.embedding_exchanges
+        chosen = self.strategy.exchanges
         output.describe_again(self.config, self.job.ranks, None, chosen)
         named = ", ".join(f"{name} by {how}" for name, how in chosen.items())
-        self.job.say(f"--reduce auto: {named or 'there is no embedding to train'}")
+        self.job.say(f"--reduce auto: {named or 'there is neither an embedding nor a linear layer to train'}")
 
     def _follow_audition(self, iteration: int) -> None:
         """Let the configuration train whose turn it is, after rank 0's decision if one is due. Collective."""
@@ -434,7 +434,9 @@ class Run:
         self.config, self._choices = config, choices
         swap_strategy(
             self.state,
-            lambda: make_pipeline(config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False),
+            lambda former: make_pipeline(
+                config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False, successor_of=former
+            ),
             same_codec=same_codec,
         )
         self._last = time.perf_counter()

@@ -65,6 +65,21 @@ from timing_model.schedules import ALL_REDUCES
         ("--lr-scaling sqrt", "lr-scaling must be none or linear; got 'sqrt'"),
         ("--momentum 1", "momentum must be below 1; got 1.0"),
         ("--optimizer nesterov --momentum 0", "momentum must be above 0 with --optimizer nesterov; got 0"),
+        (
+            "--optimizer adam --momentum 0.5",
+            "momentum must be left out with --optimizer adam, which has no use for it (it belongs to sgd or nesterov); "
+            "got 0.5",
+        ),
+        (
+            "--data-dir somewhere",
+            "data-dir must be left out with --dataset digits, which has no use for it (it belongs to one of mnist, "
+            "fashion-mnist, cifar100, images, module:function); got somewhere",
+        ),
+        (
+            "--dataset mnist --image-size 32",
+            "image-size must be left out with --dataset mnist, which has no use for it (it belongs to images or "
+            "module:function); got 32",
+        ),
         ("--weight-decay -1", "weight-decay must be at least 0; got -1.0"),
         (
             "--optimizer sdg",
@@ -329,7 +344,7 @@ from timing_model.schedules import ALL_REDUCES
             "buckets must be left out with --local-steps, since a movement is complete only when its window ends; "
             "got 1MiB",
         ),
-        ("--reduce row", "reduce must be one of matrix, rows, auto; got 'row' (did you mean rows?)"),
+        ("--reduce row", "reduce must be one of matrix, rows, factors, auto; got 'row' (did you mean rows?)"),
         (
             "--reduce rows --codec topk",
             "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
@@ -350,11 +365,16 @@ from timing_model.schedules import ALL_REDUCES
         ),
         (
             "--reduce rows --local-steps 2",
-            "reduce must be left out with --local-steps, since a movement has the rows of a whole window; got 'rows'",
+            "reduce must be left out with --local-steps, since a movement is that of a whole window, and no gradient; "
+            "got 'rows'",
+        ),
+        (
+            "--reduce factors --codec powersgd",
+            "reduce must be matrix with --codec powersgd, which compresses the gradient as a whole; got factors",
         ),
         (
             "--reduce rows --width auto",
-            "reduce must be matrix with --width auto, since the timing model does not cover rows; got rows",
+            "reduce must be matrix with --width auto, since the timing model covers no other exchange; got rows",
         ),
         (
             "--all-reduce native --connections 2",

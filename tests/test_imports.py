@@ -21,8 +21,11 @@ from pipesgd import errors
 TESTBED = REPOSITORY / "experiments" / "testbed"
 
 FLOORS = [
-    {"errors", "checks", "process", "functions"},
-    {"config", "codecs", "membership", "ranks", "comm", "shards", "flat_buffer", "replicas", "data"},
+    {"errors", "checks", "process", "functions", "toml_file"},
+    {
+        *("config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
+        *("shards", "layer_plan", "splitting"),
+    },
     {"strategy", "reducers", "optim"},
     {"pipeline", "baselines"},
     {"strategies", "run", "calibration", "planning"},
@@ -43,6 +46,7 @@ MAY_NAME_TORCH_DISTRIBUTED = {
     "ranks",
     "comm.transport",
     "comm.native",
+    "splitting",
     "baselines.ddp",
     "ddp.attached",
     "ddp.local_steps",

@@ -16,7 +16,8 @@ import pytest
 import torch
 from _fashion_mnist import FASHION_MNIST
 from _ranks import run_ranks
-from _runs import run, succeed, summary, train_as_a_rank
+from _runs import command_in, run, succeed, succeed_in, summary, train_as_a_rank
+from conftest import REPOSITORY
 
 from pipesgd.comm.all_reduce import ScheduledAllReduce
 from pipesgd.errors import DisagreementError, UserInputError
@@ -168,9 +169,51 @@ def test_embeddings_exchanged_by_rows_train_and_resume_as_if_exchanged_whole(tmp
         sent[reduce] = found["wire_bytes_per_iteration"]
         assert resumed["wire_bytes_per_iteration"] == sent[reduce]
         recorded = json.loads((tmp_path / reduce / "run.json").read_text())
-        chosen = {"symbols.weight": "rows", "positions.weight": "matrix"}
-        assert recorded.get("embedding_exchanges") == (chosen if reduce == "auto" else None)
+        assert ("exchanges" in recorded) == (reduce == "auto")
+        if reduce == "auto":
+            assert recorded["exchanges"].pop("symbols.weight") == "rows"
+            others = set(recorded["exchanges"].values())
+            assert others == {"matrix"}, "a batch has many more positions than a layer has rows"
     assert sent["auto"] < sent["rows"] < sent["matrix"], "positions are all used, and the symbols of few bytes"
+
+
+def test_linear_layers_exchanged_by_factors_train_and_resume_by_fewer_bytes(tmp_path: Path) -> None:
+    """64-200-10 on two ranks, with four samples on each: both layers have more values than the factors of a batch."""
+    words = "--hidden-sizes 200 --batch-size 4 --iterations 12 --lr 0.05 --width 2 --checkpoint-iterations 5"
+    hidden, output, biases = 64 * 200, 200 * 10, 200 + 10
+    factors = {"hidden": 4 + 4 * 4 * (64 + 200), "output": 4 + 4 * 4 * (200 + 10)}
+    expected = {
+        "matrix": 4 * (hidden + output + biases),
+        "factors": factors["hidden"] + factors["output"] + 4 * biases,
+        "auto": factors["hidden"] + factors["output"] + 4 * biases,
+    }
+    found = {}
+    for reduce, sent in expected.items():
+        found[reduce] = succeed(2, f"{words} --reduce {reduce}", tmp_path / reduce)
+        assert found[reduce]["wire_bytes_per_iteration"] == sent
+        assert found[reduce]["replicas_identical"]
+    assert found["factors"]["weights_sha256"] == found["auto"]["weights_sha256"]
+    assert found["factors"]["final"]["train_loss"] == pytest.approx(found["matrix"]["final"]["train_loss"], rel=1e-4)
+    lose_the_last_checkpoint(tmp_path / "auto")
+    [(_, said, _), *_] = run(2, f"{words} --reduce auto --resume", tmp_path / "auto")
+    assert "continuing after iteration 10" in said
+    assert ", embeddings by rows and linear layers by factors where that sends less" in said
+    assert "--reduce auto: 1.weight by factors, 3.weight by factors" in said
+    assert summary(tmp_path / "auto")["weights_sha256"] == found["auto"]["weights_sha256"]
+    recorded = json.loads((tmp_path / "auto" / "run.json").read_text())
+    assert recorded["exchanges"] == {"1.weight": "factors", "3.weight": "factors"}
+
+
+def test_an_example_with_a_large_embedding_sends_its_few_rows(tmp_path: Path) -> None:
+    examples = REPOSITORY / "examples"
+    words = command_in((examples / "hashed_words.py").read_text(encoding="utf-8"))
+    start = words.index("pipesgd.train") + 1
+    found = succeed_in(examples, int(words[1]), shlex.join(words[start:]), tmp_path / "run")
+    assert found["final"]["test_accuracy"] > 0.9
+    assert found["replicas_identical"]
+    others = 4 * (16 * 2 + 2)  # of two ranks, each sends half of them twice
+    in_a_batch = 32 * 8
+    assert found["wire_bytes_per_iteration"] < others + 4 + in_a_batch * (4 + 4 * 16), "a table has 6.4 MB"
 
 
 def test_rows_of_a_model_without_embeddings_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pipesgd.calibration.options import RING, SMALLEST_BYTES
 from pipesgd.calibration.robust_fit import Floats
 from pipesgd.codecs.floats import Uncompressed
 from pipesgd.comm.all_reduce import AllReduce, ScheduledAllReduce
+from pipesgd.comm.headers import Headers
 from pipesgd.comm.native import NativeAllReduce
 from pipesgd.comm.transport import TorchTransport, communication_group
 from pipesgd.flat_buffer import are_finite, take_mean
@@ -95,11 +96,13 @@ class Sweep:
                 group = communication_group(ranks, timeout, None, members) if name == "native" else None
                 if ranks.rank not in members:
                     continue
+                part = Part(transport, members)
                 if group is not None:
-                    own[name] = NativeAllReduce([group], members.index(ranks.rank), len(members), timeout)
+                    announce = partial(compare_headers, Headers(part))
+                    own[name] = NativeAllReduce([group], part.rank, part.world_size, timeout, before=announce)
                     continue
-                schedule = SCHEDULES[name](members.index(ranks.rank), len(members))
-                own[name] = ScheduledAllReduce(Part(transport, members), schedule, Uncompressed())
+                schedule = SCHEDULES[name](part.rank, part.world_size)
+                own[name] = ScheduledAllReduce(part, schedule, Uncompressed())
             self._all_reduces.append(own)
 
     @property
@@ -242,6 +245,15 @@ class Sweep:
         for _ in range(calls):
             function(flat, finish=finish)
         return time.perf_counter() - begin
+
+
+def compare_headers(headers: Headers) -> None:
+    """Send and await a header, as training does before every sum of torch's own: it takes as long as a message.
+
+    Other all-reduces send it together with their first messages, so it takes no time of theirs.
+    """
+    headers.begin("step", 0)
+    headers.check()
 
 
 def finish_part(world_size: int, part: Tensor) -> None:

@@ -18,35 +18,35 @@ from timing_model.buckets import WHOLE
 
 
 def bucket_indices(
-    model: nn.Module, parameters: Sequence[Tensor], buckets: str, by_rows: Collection[int] = ()
+    model: nn.Module, parameters: Sequence[Tensor], buckets: str, apart: Sequence[Collection[int]] = ()
 ) -> list[list[int]]:
     """Return the indices of the parameters of each bucket, the bucket that is complete first in front.
 
-    Parameters whose gradients are exchanged by rows are a bucket of their own, the last one, in addition to the others:
-    embeddings are most often the first layers, whose gradients are complete last. Of the others, the backward pass is
-    expected to reach parameters in the reverse of the model's order, and those that are not the model's at the end.
+    Parameters whose gradients are gathered are buckets of their own, the last ones, in addition to the others.
+    Embeddings are the last of all, since they are most often the first layers, whose gradients are complete last. Of
+    the others, the backward pass is expected to reach parameters in the reverse of the model's order, and those that
+    are not the model's at the end.
 
     Args:
         model: the model.
         parameters: the parameters that are trained.
         buckets: number of buckets, or the largest size of one.
-        by_rows: ids of parameters whose gradients are exchanged by rows.
+        apart: ids of the parameters of each bucket of gathered gradients; one without a trained parameter is left out.
 
     Raises:
         UserInputError: there are fewer of the other parameters than buckets.
     """
     places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
-    rows, others = (
-        [index for index, parameter in enumerate(parameters) if (id(parameter) in by_rows) == apart]
-        for apart in (True, False)
-    )
+    gathered = [[index for index, parameter in enumerate(parameters) if id(parameter) in ids] for ids in apart]
+    gathered = [bucket for bucket in gathered if bucket]
+    others = sorted(set(range(len(parameters))).difference(*gathered))
     order = sorted(others, key=lambda index: -places.get(id(parameters[index]), -1))
     cut = cut_of(buckets)
     try:
-        parts = [] if rows and not order and cut == WHOLE else cut([parameters[index].nbytes for index in order])
+        parts = [] if gathered and not order and cut == WHOLE else cut([parameters[index].nbytes for index in order])
     except ValueError as failure:
         raise UserInputError(str(failure)) from None
-    return [sorted(order[part.start : part.stop]) for part in parts] + [rows] * bool(rows)
+    return [sorted(order[part.start : part.stop]) for part in parts] + gathered
 
 
 class BackwardHooks:

@@ -91,6 +91,11 @@ class DelayedUpdate:
         """True if ``arrived`` needs the norms of means, for a guard."""
         return self._guard is not None
 
+    @property
+    def nbytes(self) -> int:
+        """Memory in bytes that the prediction holds, besides what it keeps of gradients in flight."""
+        return self._prediction.nbytes
+
     def follow(self, parameters: Sequence[Tensor]) -> None:
         """Update these parameters from now on; no gradient may be in flight. The prediction starts again.
 
@@ -119,7 +124,13 @@ class DelayedUpdate:
         return self._prediction.compare(self._replica.counted(mean), self._replica.counted(unapplied.kept))
 
     def arrived(
-        self, mean: Sequence[Tensor], guessed: Sequence[Guessed], *, norm: float | None, iteration: int
+        self,
+        mean: Sequence[Tensor],
+        guessed: Sequence[Guessed],
+        *,
+        norm: float | None,
+        iteration: int,
+        then: Sequence[Unapplied] = (),
     ) -> bool:
         """Apply a mean to the true weights, by one step of the optimizer with the options of its ``hand_over``.
 
@@ -128,16 +139,22 @@ class DelayedUpdate:
             guessed: the guess of each rank in this process; real ranks have a process each.
             norm: norm of the mean, the same on all ranks; for a guard.
             iteration: the iteration in which the mean is applied.
+            then: gradients that are in flight afterwards, if they are known: their prediction may be part of this.
 
         Returns:
             True if the guard has found that staleness hurts, so that a period at width 1 begins.
         """
         fell_back = self._guard is not None and norm is not None and self._guard.observe(norm, iteration)
-        self.learn(mean, guessed)
-        self._clip(mean)
-        give_gradients(self._parameters, mean)
-        with hyperparameters.set_to(self._optimizer, guessed[0].unapplied.hyperparameters):
-            self._optimizer.step()
+        first = guessed[0]
+        in_one_pass = len(guessed) == 1 and self._prediction.apply(
+            mean, first.unapplied, first.comparison, first.agreement, then
+        )
+        if not in_one_pass:
+            self.learn(mean, guessed)
+            self._clip(mean)
+            give_gradients(self._parameters, mean)
+            with hyperparameters.set_to(self._optimizer, first.unapplied.hyperparameters):
+                self._optimizer.step()
         give_gradients(self._parameters, [None] * len(self._parameters))
         return fell_back
 

@@ -248,6 +248,10 @@ def _members_on(mesh: Any) -> list[int]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise UserInputError(f"mesh must divide the job's ranks into islands; got one of {shape} without this rank")
+    if any((mesh.mesh.diff(dim=inside) <= 0).any() for inside in range(1, mesh.ndim)):
+        raise UserInputError(  # torch gives shares by the order of ranks in some places, by that of the mesh in others
+            f"mesh must have the ranks inside each island in ascending order; got {mesh.mesh.tolist()}"
+        )
     members: list[int] = mesh.mesh[coordinate[0]].flatten().tolist()
     return members
 

@@ -64,6 +64,7 @@ from pipesgd.optim.optimizer_copy import state_of_a_zero_gradient
 from pipesgd.optim.step import SynchronousUpdate, set_aside_gradients
 from pipesgd.pipeline.pipelined import Pipelined, given_ranks
 from pipesgd.pipeline.prediction import (
+    AddErrors,
     Agreement,
     OwnGradients,
     Prediction,
@@ -125,13 +126,14 @@ class OwnMovement(OwnGradients):
 
     at_width_1 = True
 
-    def learn(
-        self, mean: Sequence[Tensor], kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
-    ) -> None:
+    def _take_note(
+        self, kept: Sequence[Tensor], comparison: Comparison | None, agreement: Agreement
+    ) -> AddErrors | None:
         if comparison is not None and comparison.cosine is not None:
             agreement.cosine = comparison.cosine  # all weights of a whole window: there is no noise to average over
+        return None
 
-    def _adapt(self, guess: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
+    def _adapt(self, guess: list[Tensor], missed: list[Tensor], agreement: Agreement, *, oldest: bool) -> None:
         if agreement.cosine != 1.0:
             torch._foreach_mul_(guess, agreement.cosine**2)
 

@@ -21,13 +21,15 @@ from pipesgd.flat_buffer import give_gradients
 from pipesgd.optim.optimizer_copy import OptimizerCopy
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
-from pipesgd.shards import layout
+from pipesgd.shards import layout, place
 
 CAPABILITIES = ("DEFAULT", "AVX2", "AVX512")
 """Instruction sets of x86-64 that torch knows, each a subset of the next one."""
 TRIAL_SIDE = 33
 """Longest side of a parameter in a trial: whole vectors of every instruction set, and a remainder."""
 TRIAL_STEPS, TRIAL_LR = 3, 0.1
+PRODUCT = (129, 257, 65)
+"""Rows, columns and length of the sums of a product on trial: whole blocks of every library, and a remainder."""
 
 Prepare = Callable[[Sequence[Tensor]], None]
 """Function that changes gradients in place before the optimizer sees them: clipping."""
@@ -68,6 +70,13 @@ def describe_parameters(model: nn.Module, parameters: Iterable[Tensor]) -> list[
     """Return name, shape and dtype of each of ``parameters``; those that are not the model's have no name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [_describe(names.get(id(parameter), "parameter"), parameter) for parameter in parameters]
+
+
+def describe_shares(model: nn.Module, parameters: Iterable[Tensor]) -> list[str]:
+    """Return what ``describe_parameters`` does, with the share that this rank holds of each DTensor."""
+    parameters = list(parameters)
+    pairs = zip(describe_parameters(model, parameters), map(place, parameters), strict=True)
+    return [f"{text}, share {share}" if share else text for text, share in pairs]
 
 
 def describe_buffers(model: nn.Module) -> list[str]:
@@ -140,6 +149,37 @@ def check_same_bits(ranks: Ranks, optimizer: torch.optim.Optimizer, prepare: Pre
         else "they have no ATEN_CPU_CAPABILITY in common; --allow-drift shares rank 0's weights now and then"
     )
     raise DisagreementError(f"processors must compute the same bits on all ranks; got {got}: {remedy}")
+
+
+def check_same_products(ranks: Ranks, device: torch.device, *, allow_drift: bool) -> bool:
+    """Return whether products of matrices on all ranks have the same bits. Collective.
+
+    Ranks that exchange gradients by factors multiply what all have sent. Libraries choose how by the processor and
+    the number of threads.
+
+    Raises:
+        DisagreementError: they differ, and ``allow_drift`` is false; the message says on which ranks.
+    """
+    found = ranks.all_gather_object("bits of a product", bits_of_a_product(device))
+    other = [ranks.number(rank) for rank, bits in enumerate(found) if bits != found[0]]
+    if other and not allow_drift:
+        raise DisagreementError(
+            "processors must multiply matrices to the same bits on all ranks with reduce factors or auto; got other "
+            f"bits on {named(other)} than on rank {ranks.number(0)}: use reduce matrix or rows"
+        )
+    return not other
+
+
+def bits_of_a_product(device: torch.device) -> str:
+    """Return the SHA-256 of sums of products of synthetic matrices."""
+    rows, columns, count = PRODUCT
+    sums = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        like = torch.empty(0, dtype=dtype, device=device)
+        total = _values((rows, columns), 0, like)
+        total.addmm_(_values((count, rows), 1, like).t(), _values((count, columns), 2, like))
+        sums.append(nn.Parameter(total))
+    return weights_sha256(nn.ParameterList(sums))
 
 
 def bits_of_updates(optimizer: torch.optim.Optimizer, prepare: Prepare) -> str:

@@ -44,16 +44,16 @@ class TrueWeightsHooks:
         self._saving: nn.Module | None = None
         """Part of the model whose ``state_dict`` is being made of the true weights."""
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(_OutsideOfGraphs(self._before_whole), prepend=True),
-            model.register_forward_hook(_OutsideOfGraphs(self._after_whole), always_call=True),
+            model.register_forward_pre_hook(OutsideOfGraphs(self._before_whole), prepend=True),
+            model.register_forward_hook(OutsideOfGraphs(self._after_whole), always_call=True),
         ]
         for module in model.modules():
             if module is not model:
-                self._handles.append(module.register_forward_pre_hook(_Hook(self._before_part), prepend=True))
+                self._handles.append(module.register_forward_pre_hook(Hook(self._before_part), prepend=True))
             self._handles += [
-                module.register_state_dict_pre_hook(_Hook(self._begin_saving)),
-                module.register_state_dict_post_hook(_Hook(self._end_saving)),
-                module.register_load_state_dict_pre_hook(_Hook(self._begin_loading)),
+                module.register_state_dict_pre_hook(Hook(self._begin_saving)),
+                module.register_state_dict_post_hook(Hook(self._end_saving)),
+                module.register_load_state_dict_pre_hook(Hook(self._begin_loading)),
             ]
 
     def remove(self) -> None:
@@ -112,7 +112,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-class _Hook:
+class Hook:
     """A hook of torch that is replaced by one that does nothing when its module is copied or pickled."""
 
     def __init__(self, call: Callable[..., None]):
@@ -121,11 +121,11 @@ class _Hook:
     def __call__(self, *arguments: Any) -> None:
         self._call(*arguments)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
+    def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., None]]]:
         return type(self), (_do_nothing,)
 
 
-class _OutsideOfGraphs(_Hook):
+class OutsideOfGraphs(Hook):
     """A hook that is called in every forward pass of a compiled model, whose graphs do not contain it."""
 
     @torch._disable_dynamo  # as torch.compiler.disable, but imports the compiler, which takes a second, when called

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 Choices = dict[str, Any]
@@ -16,12 +17,19 @@ TURN, LEAST_TURN = 12, 7
 """Most and fewest iterations that a candidate trains before it is the next one's turn."""
 UNTIMED = 2
 """Iterations that do not count after a change, in addition to those in which the pipeline fills."""
-SWAP = 2
-"""Iterations that a change of the configuration is estimated to take: a pipeline empties, and the next one fills."""
-PASSES = 2
-"""Number of times that it is every candidate's turn, unless one leads before: A B C, then C B A."""
+SWAP = 2.0
+"""Iterations that a change of the configuration is estimated to take before one was timed: a pipeline empties, and the
+next one connects its ranks and fills."""
+LEAST_PASSES, PASSES = 2, 5
+"""Fewest and most times that it is a candidate's turn, unless another one leads: A B C, C B A, and then those that are
+still about equally fast, in turns that are twice as long each time. They cost next to nothing, as they differ little.
+"""
 MOST_SHARE = 0.01
 """Most that an audition may add to the run, as a share of the iterations left."""
+LONGEST = 0.25
+"""Most iterations of an audition, as a share of those left: further passes end before that."""
+PRECISE = 0.01
+"""Standard error of the winner's mean, as a share of it, up to which its time is known well enough."""
 T90 = 1.645
 """Half the width of a 90 % interval, in standard errors."""
 LEADS = 2.0
@@ -157,26 +165,62 @@ class Audition:
             return self._begun_again() if again else self._looking_later()
         paces = [self._pace(choices, seconds) for choices in self.candidates]
         best = self._best(paces)
-        left = [number for number, pace in enumerate(paces) if number == best or not _leads(paces[best], pace, LEADS)]
-        if self.passes < PASSES and len(left) > 1:
+        turn = self.turn * 2 ** max(0, self.passes + 1 - LEAST_PASSES)
+        left = self._left(paces, best, turn, elapsed)
+        end = self.decision_at + len(left) * turn
+        due = self.passes < LEAST_PASSES or end - self.begin <= LONGEST * (self.iterations - self.begin)
+        if self.passes < PASSES and due and (len(left) > 1 or not _precise(paces[best])):
             last = self.candidates.index(self.turns[-1][1])
             order = sorted(left, key=lambda number: (number != last, -number))
             some = [self.candidates[number] for number in order]
             return dataclasses.replace(
                 self,
-                turns=_pass(self.turns, some, self.decision_at, self.turn),
-                decision_at=self.decision_at + len(some) * self.turn,
+                turns=_pass(self.turns, some, self.decision_at, turn),
+                decision_at=end,
                 passes=self.passes + 1,
                 paces=paces,
             )
         return dataclasses.replace(
             self,
-            turns=_pass(self.turns, [self.candidates[best]], self.decision_at, self.turn),
+            turns=_pass(self.turns, [self.candidates[best]], self.decision_at, turn),
             decision_at=self.decision_at + AGAIN_AFTER,
             passes=0,
             paces=paces,
             cost=self._cost(paces[best], elapsed),
         )
+
+    def _left(self, paces: Sequence[Pace | None], best: int, turn: int, elapsed: float | None) -> list[int]:
+        """Return the numbers of the candidates that have a turn of this many iterations in the next pass.
+
+        They are those that may still be the fastest. Their turns must be paid for by what is left of ``MOST_SHARE``;
+        the slowest are left out until they are.
+        """
+        left = [number for number, pace in enumerate(paces) if number == best or not _leads(paces[best], pace, LEADS)]
+        if self.passes >= LEAST_PASSES:
+            left = [number for number in left if number == best or paces[number] is not None]
+        seconds = [guess if pace is None else pace.mean for pace, guess in zip(paces, self.predicted, strict=True)]
+        spent, swap = self._spent(seconds, elapsed)
+        most = MOST_SHARE * (self.iterations - self.begin) - spent
+        left.sort(key=lambda number: (number != best, seconds[number]))
+        while len(left) > 1 and cost_of([seconds[number] for number in left], min(seconds), turn, swap) > most:
+            left.pop()
+        return left
+
+    def _spent(self, seconds: Sequence[float], elapsed: float | None) -> tuple[float, float]:
+        """Return what the present audition has cost so far, and what a change costs, in iterations of the fastest.
+
+        ``seconds`` are those of an iteration of each candidate. Without the time that has ``elapsed`` since the
+        audition began, a change is taken to cost ``SWAP``.
+        """
+        turns = [(at, self.candidates.index(choices)) for at, choices in self.turns if at >= self.begin]
+        ends = [at for at, _ in turns[1:]] + [self.decision_at]
+        fastest = min(seconds)
+        excess = sum((end - at) * (seconds[one] / fastest - 1) for (at, one), end in zip(turns, ends, strict=True))
+        swaps = sum(one != other for (_, one), (_, other) in pairwise(turns))
+        if elapsed is None or swaps == 0:
+            return excess + swaps * SWAP, SWAP
+        spent = max(0.0, elapsed / fastest - (self.decision_at - self.begin))
+        return spent, max(SWAP, (spent - excess) / swaps)
 
     def _cost(self, winner: Pace | None, elapsed: float | None) -> float | None:
         return None if winner is None or elapsed is None else elapsed - (self.decision_at - self.begin) * winner.mean
@@ -227,20 +271,28 @@ class Audition:
 def turn_of(seconds: Sequence[float], iterations: int) -> int | None:
     """Return the number of iterations of a turn, for candidates whose iterations take about ``seconds``.
 
-    None if an audition would cost more than ``MOST_SHARE`` of ``iterations``. Its cost is what slower candidates take
-    longer than the fastest one, and the changes between them.
+    None if its first ``LEAST_PASSES`` would cost more than ``MOST_SHARE`` of ``iterations``.
 
-    >>> turn_of([0.2, 0.12, 0.125], 2000), turn_of([0.2, 0.12, 0.125], 500)
-    (None, None)
+    >>> turn_of([0.2, 0.12, 0.125], 1500), turn_of([0.2, 0.12, 0.125], 2000)
+    (None, 8)
     >>> turn_of([0.13, 0.12, 0.125], 2000), turn_of([0.2, 0.12, 0.125], 5000)
     (12, 12)
     """
-    fastest = min(seconds)
-    excess = sum(one / fastest - 1 for one in seconds) if fastest > 0 else 0.0
     for turn in range(TURN, LEAST_TURN - 1, -1):
-        if PASSES * (turn * excess + len(seconds) * SWAP) <= MOST_SHARE * iterations:
+        if LEAST_PASSES * cost_of(seconds, min(seconds), turn) <= MOST_SHARE * iterations:
             return turn
     return None
+
+
+def cost_of(seconds: Sequence[float], fastest: float, turn: int, swap: float = SWAP) -> float:
+    """Return what a pass costs, in iterations of the fastest candidate: what slower ones take longer in their turns,
+    and the changes between them, each of which costs ``swap``.
+
+    >>> round(cost_of([0.13, 0.12, 0.125], 0.12, 12), 3)
+    5.5
+    """
+    excess = sum(one / fastest - 1 for one in seconds) if fastest > 0 else 0.0
+    return turn * excess + (len(seconds) - 1) * swap
 
 
 def _pass(
@@ -248,6 +300,11 @@ def _pass(
 ) -> list[tuple[int, Choices]]:
     """Return ``turns``, and one after the other of the choices in ``order`` from iteration ``begin`` on."""
     return [*turns, *((begin + number * turn, choices) for number, choices in enumerate(order))]
+
+
+def _precise(pace: Pace | None) -> bool:
+    """Return True if nothing more is to be learnt of a candidate's time, or nothing can be."""
+    return pace is None or pace.error <= PRECISE * pace.mean
 
 
 def _leads(best: Pace | None, other: Pace | None, errors: float) -> bool:

@@ -32,7 +32,7 @@ AUTO_CODECS = tuple(one for one in ACCURATE if one != "fp16")
 AUTO_BUCKETS = (1, 2, 4, 8, 16)
 """Numbers of buckets to choose from."""
 
-MOST_CANDIDATES = 3
+MOST_CANDIDATES = 4
 """Most configurations that an audition compares."""
 
 Known = tuple[Profile, ComputeProfile]
@@ -216,18 +216,23 @@ def options_of(job: Job) -> dict[str, Any]:
 
 
 def audition(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: int, begin: int) -> Audition | None:
-    """Return an audition of the best of each width that could be the fastest, or of each codec or all-reduce if the
-    width is given; None if there are no two, or the run is too short.
+    """Return an audition of the simplest and the fastest of each width that could be the fastest of all, or of each
+    codec or all-reduce if the width is given; None if there are no two, or the run is too short.
 
-    Errors of predictions are common to a width, so the best of each is worth more than the first few.
+    Errors of predictions are common to a width, so the best of each is worth more than the first few. The simplest is
+    among them since a tie is a matter of predictions, in which all that is hidden takes the same time.
     """
     kind = next((name for name in ("width", "codec", "all-reduce") if name in auto), None)
     if kind is None:
         return None
-    best: dict[Any, Choice] = {options_of(found.best.job)[kind]: found.best}
+    simplest: dict[Any, Choice] = {options_of(found.best.job)[kind]: found.best}
+    fastest: dict[Any, Choice] = {}
     for one in found.ranking:
-        best.setdefault(options_of(one.job)[kind], one)
-    could = [one for one in best.values() if predict(one.job, extrapolate=True).low <= answer.high]
+        simplest.setdefault(options_of(one.job)[kind], one)
+    for one in sorted(found.ranking, key=lambda one: one.score):
+        fastest.setdefault(options_of(one.job)[kind], one)
+    best = {id(one): one for one in (*simplest.values(), *fastest.values())}.values()
+    could = [one for one in best if predict(one.job, extrapolate=True).low <= answer.high]
     candidates = sorted(sorted(could, key=lambda one: one.score)[:MOST_CANDIDATES], key=lambda one: simplicity(one.job))
     if all(one.job.measured is not None for one in candidates):
         return None  # an earlier audition has answered the question

@@ -177,8 +177,8 @@ def audition_line(audition: Audition) -> str:
     """Announce an audition for the user."""
     names = ", ".join(words(shown(one, audition.candidates)) for one in audition.candidates)
     return (
-        f"audition: {names} train in turns of {audition.turn} iterations from iteration {audition.begin} on, and the "
-        "fastest stays"
+        f"audition: {names} train in turns of {audition.turn} iterations or more from iteration {audition.begin} on, "
+        "and the fastest stays"
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipesgd.checks import check_at_least
 from pipesgd.codecs.base import Codec, OwnCodec
@@ -18,7 +18,12 @@ from pipesgd.errors import UserInputError
 from pipesgd.ranks import Ranks, check_same
 from pipesgd.reducers.base import Reducer
 from pipesgd.reducers.dense import DenseReducer
+from pipesgd.reducers.factors import FactorsReducer
+from pipesgd.reducers.gathering import GatheringReducer
 from pipesgd.reducers.rows import RowsReducer
+
+GATHERING: dict[str, type[GatheringReducer]] = {"factors": FactorsReducer, "rows": RowsReducer}
+"""Reducers that gather what gradients are made of, by name, in the order in which their buckets leave."""
 
 COMPILE_SECONDS = 900.0
 """Seconds that ranks wait for one that compiles a codec's loops for the first time, on a busy machine."""
@@ -74,10 +79,19 @@ def dense_reducer(options: CodecOptions, codec: Codec, connections: Connections,
     )
 
 
-def make_rows_reducer(connections: Connections) -> RowsReducer:
-    """Return the reducer that gathers rows over ``connections``."""
+def check_eligible(reduce: str, model: nn.Module, parameters: Iterable[Tensor]) -> None:
+    """Raise ``UserInputError`` if ``reduce`` names a reducer of ``GATHERING`` for which no trained parameter is fit."""
+    if reduce not in GATHERING:
+        return
+    known = set(map(id, GATHERING[reduce].weights(model)))
+    if not any(id(parameter) in known for parameter in parameters):
+        raise UserInputError(f"reduce must be matrix unless {GATHERING[reduce].eligible}; got {reduce}")
+
+
+def make_gathering_reducer(kind: str, connections: Connections) -> GatheringReducer:
+    """Return the reducer of ``GATHERING`` of this name, which gathers over ``connections``."""
     ranks = connections.ranks
-    return RowsReducer(connections.all_gather(), rank=ranks.rank, world_size=ranks.world_size)
+    return GATHERING[kind](connections.all_gather(), rank=ranks.rank, world_size=ranks.world_size)
 
 
 def compiled_codec(options: CodecOptions, ranks: Ranks, device: str) -> Codec:

@@ -125,10 +125,10 @@ def describe_again(
         config: the configuration that trains now.
         ranks: the ranks of the run.
         planned: the plan of the timing model, if there is one.
-        exchanges: the chosen exchange of each embedding, by name, with ``--reduce auto``.
+        exchanges: the chosen exchange of each weight that has a choice, by name, with ``--reduce auto``.
     """
     if ranks.local_rank == 0:
-        chosen = {} if exchanges is None else {"embedding_exchanges": exchanges}
+        chosen = {} if exchanges is None else {"exchanges": exchanges}
         _describe(config.run.output, _description(config, ranks, planned) | chosen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from pipesgd.errors import RunError
 from pipesgd.pipeline.pipelined import Pipelined
-from pipesgd.run.checkpoint_files import save_atomically, what_is_wrong_with
+from pipesgd.pipeline.sameness import describe_shares
+from pipesgd.run.checkpoint_files import UnusableCheckpointError, save_atomically, what_is_wrong_with
 from pipesgd.shards import is_dtensor, like, local
 
 
@@ -29,7 +31,7 @@ class ShardFile:
     @property
     def path(self) -> Path:
         """The file, named by this rank's island and by its number in there."""
-        return self.folder / f"part-{'-'.join(str(ranks.rank) for ranks in self.pipeline.all_ranks)}.pt"
+        return self._path(self._numbers[0])
 
     def save(self) -> None:
         """Write the file, with its checksum in ``<path>.sha256``. All ranks call this together.
@@ -40,6 +42,7 @@ class ShardFile:
         state = {
             "save": self._gathered(uuid.uuid4().hex)[0],
             "mesh": self._mesh,
+            "shares": self._shares,
             "model": _parts(self.pipeline.module.state_dict()),
             "optimizer": _parts(self.optimizer.state_dict()),
             "pipeline": self.pipeline.state_dict(),
@@ -50,16 +53,20 @@ class ShardFile:
     def load(self) -> None:
         """Let the model, the optimizer and the pipeline continue from the files. All ranks call this together.
 
+        There may be more or fewer islands than those that saved, of as many members each, if the folder has the files
+        of all of them. Each then begins with what the first one had. Gradients in flight are applied, and what
+        codecs had left out of the islands' gradients is added, as a mean over these, to each island's next one.
+
         Raises:
-            RunError: a rank's file is missing, damaged, of another mesh, or of another save than the others.
+            RunError: a rank's file is missing, damaged, of other islands, or of another save than the others.
         """
         found: dict[str, Any] = {"save": ""}
-        problem = what_is_wrong_with(self.path)
-        if problem is None:
-            found = torch.load(self.path, map_location="cpu", weights_only=True)
-            if found["mesh"] != self._mesh:
-                problem = f"of a mesh of {_by(found['mesh'])} ranks, not {_by(self._mesh)}"
-        problems = [text for text in self._gathered(f"{self.path} is {problem}" if problem else "") if text]
+        problem = ""
+        try:
+            found = self._found()
+        except UnusableCheckpointError as unusable:
+            problem = str(unusable)
+        problems = [text for text in self._gathered(problem) if text]
         if problems:
             raise RunError(f"a checkpoint must have the part of each rank; {problems[0]}")
         if len(set(self._gathered(found["save"]))) > 1:
@@ -70,10 +77,57 @@ class ShardFile:
         model.load_state_dict(weights)
         self.optimizer.load_state_dict(self._of_optimizer(found["optimizer"]))
         self.pipeline.load_state_dict(found["pipeline"])
+        if found["mesh"] != self._mesh:
+            self.pipeline.flush()
+            self.pipeline.add_to_next_gradient(found["left out"])
+
+    @property
+    def _numbers(self) -> list[int]:
+        """Number of this rank's island, and this rank's number in there."""
+        return [ranks.rank for ranks in self.pipeline.all_ranks]
 
     @property
     def _mesh(self) -> list[int]:
+        """Number of islands, and of the members of each."""
         return [ranks.world_size for ranks in self.pipeline.all_ranks]
+
+    @property
+    def _shares(self) -> list[str]:
+        return describe_shares(self.pipeline.module, self.pipeline.module.parameters())
+
+    def _path(self, island: int) -> Path:
+        return self.folder / f"part-{island}-{self._numbers[1]}.pt"
+
+    def _found(self) -> dict[str, Any]:
+        """Return this rank's part; with another number of islands, that of the first one and what is "left out".
+
+        Raises:
+            UnusableCheckpointError: a file that is needed is missing, damaged, or of other islands.
+        """
+        first = self._path(0)
+        found = self._read(self.path if self.path.exists() or not first.exists() else first)
+        saved = found["mesh"][0]
+        if saved == self._mesh[0]:
+            return found if self.path.exists() else self._read(self.path)
+        parts = [self._read(self._path(number)) for number in range(saved)]
+        if len({part["save"] for part in parts}) > 1:
+            raise UnusableCheckpointError(f"{first} is of another save than those next to it")
+        found = parts[0]
+        residuals = zip(*(part["pipeline"]["exchange"]["residuals"] for part in parts), strict=True)
+        found["left out"] = [torch.stack(of_all).mean(0) for of_all in residuals]
+        found["pipeline"]["exchange"]["residuals"] = []
+        return found
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        if problem := what_is_wrong_with(path):
+            raise UnusableCheckpointError(f"{path} is {problem}")
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        if found["mesh"][1:] != self._mesh[1:]:
+            raise UnusableCheckpointError(f"{path} is of a mesh of {_by(found['mesh'])} ranks, not {_by(self._mesh)}")
+        for theirs, ours in itertools.zip_longest(found["shares"], self._shares):
+            if theirs != ours:
+                raise UnusableCheckpointError(f"{path} is of other parameters: {theirs}, not {ours}")
+        return found
 
     def _gathered(self, text: str) -> list[str]:
         """Return the texts of all ranks of all islands, in the same order on all of them."""

@@ -80,7 +80,7 @@ def summarize(
     pipeline = config.pipeline
     pipelined = pipeline.strategy == "pipelined"
     window = lines[-pipeline.local_steps * pipeline.fragments :]  # has one exchange of everything
-    if pipeline.reduce != "matrix":  # rows differ in number, and are counted from the first arrival on
+    if pipeline.reduce != "matrix":  # rows differ in number; what is gathered is counted on arrival
         window = lines[pipeline.width - 1 :]
     prediction = pipeline.prediction
     if pipeline.in_windows:

@@ -20,10 +20,10 @@ from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.functions import OWN, in_one_line, kind
 from pipesgd.optim.build import check_model
 from pipesgd.pipeline.buckets import bucket_indices
+from pipesgd.pipeline.exchanges import Exchanges
 from pipesgd.pipeline.sameness import check_same_settings, describe_buffers, describe_parameters
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.make import compiled_codec
-from pipesgd.reducers.rows import check_embeddings, embeddings
+from pipesgd.reducers.make import check_eligible, compiled_codec
 from timing_model.buckets import WHOLE
 
 TRIED = 2
@@ -87,16 +87,14 @@ def load(config: TrainConfig, ranks: Ranks) -> tuple[DataSplits, ShardedBatches,
 
 
 def check_cut(config: TrainConfig, model: nn.Module) -> None:
-    """Raise ``UserInputError`` unless the model has the parameters for the fragments, rows and buckets asked for."""
+    """Raise ``UserInputError`` unless the model has the parameters for exchange, fragments and buckets asked for."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    by_rows: list[int] = []
-    if config.pipeline.reduce == "rows":
-        check_embeddings(model, trained)
-        by_rows = [id(weight) for weight in embeddings(model)]
+    check_eligible(config.pipeline.reduce, model, trained)
     if config.pipeline.fragments > 1:
         check_parts(config.pipeline.fragments, len(trained))
     if cut_of(config.pipeline.buckets) != WHOLE:
-        bucket_indices(model, trained, config.pipeline.buckets, by_rows)
+        apart = Exchanges(model, config.pipeline.reduce).apart()
+        bucket_indices(model, trained, config.pipeline.buckets, apart)
 
 
 def augmentation_of(config: TrainConfig, data: DataSplits) -> Augmentation | None:

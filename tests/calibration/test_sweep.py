@@ -194,3 +194,21 @@ def test_ranks_with_less_to_do_have_begun_the_next_one_where_a_block_begins() ->
     of_three = {(3, "ring"): 2, (3, "halving-doubling"): 3}
     both = {(2, "ring"): 2, (2, "halving-doubling"): 2} | of_three
     assert run_ranks(3, _calls) == [both, both, of_three]
+
+
+def _bytes_of_native_blocks(ranks: Ranks) -> list[int]:
+    """Return the bytes that this rank sends next to torch's own all-reduces, in blocks of 1 and of 3."""
+    transport = TorchTransport([communication_group(ranks, ranks.timeout, "gloo")], ranks.timeout)
+    sweep = Sweep(ranks, transport, [[0, 1]], ["ring", "native"], uneven=messages_meet, timeout=ranks.timeout)
+    found = []
+    for calls in (1, 3):
+        before = transport.bytes_sent
+        sweep._block(0, "native", torch.ones(10), calls)
+        found.append(transport.bytes_sent - before)
+    return found
+
+
+def test_torchs_own_all_reduce_waits_for_a_header_as_in_training() -> None:
+    header = torch.tensor([0, 0]).nbytes
+    for one, three in run_ranks(2, _bytes_of_native_blocks):
+        assert three - one == 2 * header

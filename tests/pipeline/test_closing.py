@@ -124,7 +124,7 @@ def _fail_to_construct(ranks: Ranks) -> tuple[list[int], list[int]]:
         raise UserInputError("refused")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipesgd.pipeline.pipelined.make_reducer", refused)
+        patch.setattr("pipesgd.pipeline.summing.make_reducer", refused)
         for number in range(5):
             with pytest.raises(UserInputError, match="refused"):
                 _make(ranks)
@@ -309,10 +309,17 @@ def test_a_flush_that_is_interrupted_and_not_repeated_is_over(then: str) -> None
     assert weights == others
 
 
-def test_an_interrupted_prediction_leaves_true_weights_and_no_gradient() -> None:
+@pytest.mark.parametrize(
+    ("kind", "stepper"),
+    [
+        (torch.optim.SGD, "pipesgd.optim.blockwise.Steps"),
+        (torch.optim.RMSprop, "pipesgd.pipeline.prediction.OptimizerCopy"),
+    ],
+)
+def test_an_interrupted_prediction_leaves_true_weights_and_no_gradient(kind: Any, stepper: str) -> None:
     """Its guess used to stay in ``.grad``, to which the next backward pass added; the predicted weights stayed too."""
     model = nn.Linear(1, 1)
-    pipeline = Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), width=2)
+    pipeline = Pipelined(model, kind(model.parameters(), lr=0.1, momentum=0.9), width=2)
     true = weights_sha256(model)
 
     def interrupted(*_: object) -> None:
@@ -320,7 +327,7 @@ def test_an_interrupted_prediction_leaves_true_weights_and_no_gradient() -> None
 
     model(torch.ones(1, 1)).sum().backward()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline._updates._prediction._copy, "step", interrupted)  # type: ignore[attr-defined]
+        patch.setattr(f"{stepper}.step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pipeline.step()
     assert [parameter.grad for parameter in model.parameters()] == [None, None]

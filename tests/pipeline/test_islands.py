@@ -395,6 +395,7 @@ def _refused(ranks: Ranks) -> list[str]:
         attempt(mesh, mesh["inside"], reduce="auto"),
         attempt(mesh, mesh["inside"], allow_drift=True),
         attempt(mesh, mesh["inside"], ranks=ranks),
+        attempt(DeviceMesh("cpu", [[1, 2], [0, 3]]), mesh["inside"]),
         attempt(DeviceMesh("cpu", [[1, 2], [3, 0]]), mesh["inside"]),
     ]
 
@@ -423,6 +424,7 @@ def test_what_cannot_be_islands_is_refused_in_one_line() -> None:
             f"allow_drift {both}",
             f"ranks or process_group {both}",
             "parameters must be sharded inside an island, here ranks 1, 2; got 0.weight on " + on_ranks.format("0, 1"),
+            "mesh must have the ranks inside each island in ascending order; got [[1, 2], [3, 0]]",
         )
     ]
 

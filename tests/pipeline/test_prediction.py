@@ -285,9 +285,9 @@ def test_what_was_predicted_is_compared_with_what_arrives() -> None:
     assert run_ranks(1, _compare, COMPARED["spectrain"]) == [[None, None, None]]
 
 
-def _copies_optimizer(ranks: Ranks, prediction: str | type[Prediction]) -> str:
+def _copies_optimizer(ranks: Ranks, prediction: str | type[Prediction], kind: Any) -> str:
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     optimizer.lock = threading.Lock()  # type: ignore[attr-defined]
     try:
         Pipelined(model, optimizer, prediction=prediction, ranks=ranks).close()
@@ -297,10 +297,11 @@ def _copies_optimizer(ranks: Ranks, prediction: str | type[Prediction]) -> str:
 
 
 def test_an_optimizer_that_cannot_be_copied_is_refused_where_it_would_be() -> None:
-    [message] = run_ranks(1, _copies_optimizer, "local")
-    assert message.startswith("prediction must be none for an optimizer that cannot be copied; got SGD:")
-    assert run_ranks(1, _copies_optimizer, "none") == [""]
-    assert run_ranks(1, _copies_optimizer, COMPARED["spectrain"]) == [""]
+    [message] = run_ranks(1, _copies_optimizer, "local", torch.optim.Adagrad)
+    assert message.startswith("prediction must be none for an optimizer that cannot be copied; got Adagrad:")
+    assert run_ranks(1, _copies_optimizer, "none", torch.optim.Adagrad) == [""]
+    assert run_ranks(1, _copies_optimizer, COMPARED["spectrain"], torch.optim.Adagrad) == [""]
+    assert run_ranks(1, _copies_optimizer, "local", torch.optim.SGD) == [""], "SGD steps without a copy"
 
 
 @pytest.mark.parametrize(("prediction", "swings"), [("local", True), ("eager", False)])

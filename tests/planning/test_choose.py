@@ -106,6 +106,27 @@ def test_what_is_given_stays(words: str, expected: dict[str, Any]) -> None:
     assert {name: planned.choices[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("share", "chosen", "candidates"),
+    [
+        (0.1, (2, "int8"), [(2, "int8"), (2, "int4"), (3, "int8"), (3, "int4")]),
+        (0.2, (2, "int4"), [(2, "int4"), (3, "int4")]),
+        (0.03, (2, "fp32"), [(2, "fp32"), (3, "bf16"), (2, "int4"), (3, "int4")]),
+    ],
+)
+def test_the_simplest_and_the_fastest_of_each_width_are_auditioned(
+    share: float, chosen: tuple[int, str], candidates: list[tuple[int, str]]
+) -> None:
+    """Codecs whose all-reduces are hidden are predicted to be a tie, of which the plan takes the simplest."""
+    bits = {"bf16": 16.0, "int8": 8.25, "int4": 4.25}
+    codecs = {name: CodecProfile(bits=one, call=Estimate.exact(0.0), rates=rates(0.0)) for name, one in bits.items()}
+    profile = cluster(dataclasses.replace(SLOW, beta=share * SLOW.beta), codecs=codecs)
+    planned = choose(profile, "--width auto --codec auto", iterations=100_000)
+    assert (planned.choices["width"], planned.choices["codec"]) == chosen
+    assert planned.audition is not None
+    assert [(one["width"], one["codec"]) for one in planned.audition.candidates] == candidates
+
+
 def test_a_width_that_gains_less_than_three_percent_is_not_chosen() -> None:
     slower = dataclasses.replace(SLOW, beta=3 * SLOW.beta)
     expected = {"width": 1, "codec": "fp32", "all-reduce": "ring"}

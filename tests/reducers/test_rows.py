@@ -24,7 +24,9 @@ from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.pipeline.buckets import bucket_indices
 from pipesgd.ranks import Ranks
-from pipesgd.reducers.rows import RowsReducer, check_embeddings, embeddings, sends_less
+from pipesgd.reducers.gathering import sends_less
+from pipesgd.reducers.make import check_eligible
+from pipesgd.reducers.rows import RowsReducer
 from pipesgd.replicas import weights_sha256
 from timing_model.schedules import gather_ring, ring
 
@@ -169,11 +171,11 @@ def _tagger(*, sparse: bool = False) -> Tagger:
 
 def test_embeddings_are_found_unless_another_layer_shares_their_weights() -> None:
     model = _tagger()
-    assert list(map(id, embeddings(model))) == [id(model.symbols.weight), id(model.places.weight)]
-    assert embeddings(nn.Linear(2, 2)) == []
+    assert list(map(id, RowsReducer.weights(model))) == [id(model.symbols.weight), id(model.places.weight)]
+    assert RowsReducer.weights(nn.Linear(2, 2)) == []
     alike = nn.ModuleList([nn.Embedding(3, 2), nn.Embedding(3, 2)])
     alike[1].weight = alike[0].weight
-    assert len(embeddings(alike)) == 1
+    assert len(RowsReducer.weights(alike)) == 1
 
 
 class Scaled(nn.Embedding):
@@ -193,13 +195,13 @@ def test_other_parameters_of_an_embeddings_class_are_exchanged_whole(reduce: str
     with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce=reduce) as pipeline:
         model(torch.tensor([1])).sum().backward()
         assert pipeline.step().applied == (0,)
-        assert list(pipeline.embedding_exchanges) == ["0.weight"]
+        assert list(pipeline.exchanges) == ["0.weight", "1.weight"][: 1 if reduce == "rows" else 2]
 
 
 def test_more_rows_than_an_index_can_name_are_refused() -> None:
     model = nn.Embedding(2**31, 1, device="meta")
     with pytest.raises(UserInputError, match=r"embeddings must have at most 2\*\*31 - 1 rows with .*; got 2147483648"):
-        embeddings(model)
+        RowsReducer.weights(model)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -209,7 +211,7 @@ def test_a_model_without_an_embedding_to_train_is_refused(frozen: bool) -> None:
         model[0].requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for check in (
-        lambda: check_embeddings(model, trained),
+        lambda: check_eligible("rows", model, trained),
         lambda: Pipelined(model, torch.optim.SGD(trained, lr=0.1), reduce="rows"),
     ):
         with pytest.raises(UserInputError) as refused:
@@ -223,7 +225,7 @@ def test_a_model_without_an_embedding_to_train_is_refused(frozen: bool) -> None:
 def test_embeddings_are_the_last_bucket_in_addition_to_the_others() -> None:
     model = _tagger()
     parameters = list(model.parameters())
-    by_rows = set(map(id, embeddings(model)))
+    by_rows = [set(map(id, RowsReducer.weights(model)))]
     names = [name for name, _ in model.named_parameters()]
     assert names == ["symbols.weight", "places.weight", "tied.weight", "hidden.weight", "hidden.bias"]
     assert bucket_indices(model, parameters, "1", by_rows) == [[2, 3, 4], [0, 1]]
@@ -237,7 +239,7 @@ def test_embeddings_are_the_last_bucket_in_addition_to_the_others() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce": "row"}, "reduce must be one of matrix, rows, auto; got 'row' (did you mean rows?)"),
+        ({"reduce": "row"}, "reduce must be one of matrix, rows, factors, auto; got 'row' (did you mean rows?)"),
         (
             {"reduce": "rows", "codec": "topk"},
             "reduce must be matrix with --codec topk, which compresses the gradient as a whole; got rows",
@@ -298,7 +300,7 @@ def _train(ranks: Ranks, *, integers_only: bool, sparse: bool = False, **options
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hashes, counted = [], 0
     with Pipelined(model, optimizer, ranks=ranks, **options) as pipeline:
-        transport = pipeline._connections.transport
+        transport = pipeline._summing.connections.transport
         before = transport.bytes_sent
         for iteration in range(6):
             if integers_only:
@@ -481,12 +483,12 @@ def test_sparse_gradients_are_scaled_clipped_and_skipped_as_dense_ones() -> None
     assert sparse[0][1] == 4.0
 
 
-def _frozen_in_turns(ranks: Ranks, reduce: str) -> list[str]:
+def _frozen_in_turns(ranks: Ranks) -> list[str]:
     """Freeze the embeddings, then everything else, then nothing, and train in between."""
     model = _tagger()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hashes = []
-    with Pipelined(model, optimizer, width=2, codec="int4", reduce=reduce, ranks=ranks) as pipeline:
+    with Pipelined(model, optimizer, width=2, codec="int4", reduce="rows", ranks=ranks) as pipeline:
         for phase, (rows, others) in enumerate([(True, True), (False, True), (True, False), (True, True)]):
             pipeline.flush()
             for parameter in model.parameters():
@@ -501,36 +503,43 @@ def _frozen_in_turns(ranks: Ranks, reduce: str) -> list[str]:
             pipeline.flush()
             hashes.append(weights_sha256(model))
             assert torch.equal(before, model.symbols.weight) != rows
+        kept = pipeline.state_dict()["exchange"]["residuals"]
+        assert [residual.numel() for residual in kept] == [4 * 6 + 6 * 6 + 6], "none for rows, which leave nothing out"
     return hashes
 
 
 @pytest.mark.slow
 def test_the_pipeline_follows_embeddings_and_others_that_are_frozen() -> None:
-    one, other = run_ranks(2, _frozen_in_turns, "rows")
+    one, other = run_ranks(2, _frozen_in_turns)
     assert one == other
     assert len(set(one)) == 4
 
 
+WHOLE = ("places.weight", "hidden.weight")
+"""Weights that could be exchanged otherwise, but would send more."""
+
+
 def _chosen(ranks: Ranks, reduce: str, buckets: int) -> tuple[dict[str, str], list[str], int, int]:
-    """Train with first gradients of 5 rows of one table, on rank 1 of 4, and of all rows of another."""
+    """Train with first gradients of few rows of one table; of another, rank 0 has one row, and rank 1 has all."""
     model = _tagger(sparse=True)
     hashes, counted = [], 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Pipelined(model, optimizer, width=2, reduce=reduce, buckets=buckets, ranks=ranks) as pipeline:
-        transport = pipeline._connections.transport
+        transport = pipeline._summing.connections.transport
         before = transport.bytes_sent
         for iteration in range(4):
             _backward(model, ranks.rank, iteration)
             if iteration == 0:
-                table, bag = torch.zeros(40, 6), torch.ones(8, 6)
+                table, bag = torch.zeros(40, 6), torch.zeros(8, 6)
                 table[: 5 - ranks.rank] = 1.0
+                bag[: 8 if ranks.rank else 1] = 1.0
                 model.symbols.weight.grad, model.places.weight.grad = table, bag
             elif reduce == "matrix" and model.symbols.weight.grad is not None:
                 model.symbols.weight.grad = model.symbols.weight.grad.to_dense()
             counted += pipeline.step().wire_bytes
             hashes.append(weights_sha256(model))
         counted += pipeline.flush().wire_bytes
-        exchanges, sent = pipeline.embedding_exchanges, transport.bytes_sent - before
+        exchanges, sent = pipeline.exchanges, transport.bytes_sent - before
     return exchanges, [*hashes, weights_sha256(model)], counted, sent
 
 
@@ -546,7 +555,7 @@ def test_what_sends_less_is_chosen_for_each_embedding_and_changes_no_bit() -> No
         assert exchanges["matrix, 1"] == {}
         assert exchanges["rows, 1"] == {"symbols.weight": "rows", "places.weight": "rows"}
         for name in ("auto, 1", "auto, 2"):
-            assert exchanges[name] == {"symbols.weight": "rows", "places.weight": "matrix"}
+            assert exchanges[name] == {"symbols.weight": "rows", **dict.fromkeys(WHOLE, "matrix")}
         assert len({tuple(hashes) for _, hashes, _, _ in found.values()}) == 1
         assert all(counted == sent for _, _, counted, sent in found.values())
         assert found["auto, 1"][3] < min(found["matrix, 1"][3], found["rows, 1"][3])
@@ -557,21 +566,21 @@ def test_no_choice_is_made_before_the_first_step_and_a_state_brings_its_own() ->
     model = _tagger()
     with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=2, reduce="auto") as pipeline:
         fresh = pipeline.state_dict()
-        assert pipeline.embedding_exchanges == {}
+        assert pipeline.exchanges == {}
         _backward(model, 0, 0)
         pipeline.step()
-        assert pipeline.embedding_exchanges == {"symbols.weight": "matrix", "places.weight": "matrix"}
+        assert pipeline.exchanges == dict.fromkeys(("symbols.weight", *WHOLE), "matrix")
         pipeline.flush()
         state = pipeline.state_dict()
-        assert state["choices"] == [False, False, None, None, None]
-        state["choices"][0] = True
+        assert state["choices"] == ["matrix", "matrix", None, "matrix", None]
+        state["choices"][0] = "rows"
         pipeline.load_state_dict(state)
-        assert pipeline.embedding_exchanges == {"symbols.weight": "rows", "places.weight": "matrix"}
+        assert pipeline.exchanges == {"symbols.weight": "rows", **dict.fromkeys(WHOLE, "matrix")}
         _backward(model, 0, 1)
         pipeline.step()
         assert pipeline.flush().applied == (1,)
         pipeline.load_state_dict(fresh)
-        assert pipeline.embedding_exchanges == {}
+        assert pipeline.exchanges == {}
 
 
 def test_the_choice_of_an_embedding_that_is_frozen_is_part_of_a_state() -> None:
@@ -585,22 +594,22 @@ def test_the_choice_of_an_embedding_that_is_frozen_is_part_of_a_state() -> None:
             pipeline.step()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pipesgd.pipeline.pipelined.sends_less", lambda *_: True)
+            patch.setattr("pipesgd.pipeline.exchanges.sends_less", lambda *_: True)
             step(trained=True)
         step(trained=False)
         pipeline.load_state_dict(pipeline.state_dict())
         step(trained=True)
-        assert pipeline.embedding_exchanges == {"0.weight": "rows"}
+        assert pipeline.exchanges == {"0.weight": "rows", "1.weight": "factors"}
 
 
 def test_buckets_must_be_enough_whatever_is_chosen() -> None:
     model = _tagger()
-    with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 3; got 4"):
-        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce="auto", buckets=4)
+    with pytest.raises(UserInputError, match="buckets must be at most the number of parameters, 2; got 3"):
+        Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), reduce="auto", buckets=3)
 
 
 def test_buckets_must_be_enough_whatever_is_chosen_of_embeddings_that_are_unfrozen_later() -> None:
-    model = nn.ModuleList([nn.Embedding(6, 2), nn.Embedding(6, 2), nn.Linear(2, 1, bias=False), nn.Linear(1, 1)])
+    model = nn.ModuleList([nn.Embedding(6, 2), nn.Embedding(6, 2), nn.LayerNorm(2, bias=False), nn.LayerNorm(2)])
     model[:2].requires_grad_(False)
     with Pipelined(model, torch.optim.SGD(model.parameters(), lr=0.1), width=1, reduce="auto", buckets=2) as pipeline:
 
@@ -634,7 +643,8 @@ def test_the_choice_is_by_the_bytes_of_both(rows: int, columns: int, used: int, 
     gathered = (world_size - 1) * (4 + used * (4 + 4 * columns * (rows > 0)))
     assume(gathered != pytest.approx(around_a_ring))
     codec_of_name = make_codec(CodecOptions(codec=codec))
-    assert sends_less(used, matrix, codec_of_name, world_size) == (gathered < around_a_ring)
+    part_bytes = RowsReducer.part_bytes(used, matrix)
+    assert sends_less(part_bytes, matrix, codec_of_name, world_size) == (gathered < around_a_ring)
 
 
 def _of_another_kind(ranks: Ranks) -> str:

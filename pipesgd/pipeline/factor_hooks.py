@@ -1,0 +1,140 @@
+"""Hooks that keep the factors of linear layers' gradients: inputs and output gradients of the calls of these layers.
+
+A call counts if a gradient of its output arrives in a backward pass that adds to the weight's ``.grad``. So neither do
+calls without gradients, nor the first of the two calls that a checkpoint of activations makes of a layer, nor what
+computes a gradient of something else, such as the input. Several calls, and several backward passes before a step,
+append.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from pipesgd.optim.loss_scale import LossScale
+from pipesgd.pipeline.true_weights_hooks import OutsideOfGraphs
+from pipesgd.reducers.factors import Factors, is_linear, smallest_error, unit_roundoff
+
+
+@dataclass
+class _Kept:
+    """Factors that are kept for a weight."""
+
+    weight: Tensor
+    complete: Factors
+    """Factors of what the weight's ``.grad`` holds."""
+    pending: dict[int, Factors] = field(default_factory=dict)
+    """Factors of calls whose output gradients have arrived, by the backward pass, several of which run where a
+    checkpoint of activations is reentrant. What a pass does not add to ``.grad`` is dropped at its end."""
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def drop(self, backward: int) -> None:
+        """Drop what is pending of a backward pass."""
+        self.pending.pop(backward, None)
+
+
+class FactorHooks:
+    """Keeps the factors of gradients, in copies, from the backward pass until they are forgotten.
+
+    They have, for every weight and row of a call, as many values as the weight has rows and columns. Until the backward
+    pass reaches a call, its input stays in memory, as autograd keeps it, too, except within a checkpoint of
+    activations that is not reentrant.
+
+    Args:
+        model: the model.
+        loss_scale: scale of the losses, by which output gradients are divided.
+    """
+
+    def __init__(self, model: nn.Module, loss_scale: LossScale):
+        self._model = model
+        self._loss_scale = loss_scale
+        self._kept: dict[int, _Kept] = {}  # by the id of the weight
+
+    def follow(self, weights: Sequence[Tensor]) -> None:
+        """Keep the factors of these weights' gradients from now on, and those of no others."""
+        wanted = {id(weight): weight for weight in weights}
+        for identity in self._kept.keys() - wanted.keys():
+            for handle in self._kept.pop(identity).handles:
+                handle.remove()
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        new = {
+            identity: _Kept(wanted[identity], Factors(names[identity]))
+            for identity in wanted.keys() - self._kept.keys()
+        }
+        for kept in new.values():
+            trained = kept.weight.requires_grad
+            kept.weight.requires_grad_(True)  # torch takes this hook of no frozen tensor, and keeps it when one freezes
+            kept.handles.append(kept.weight.register_post_accumulate_grad_hook(partial(self._accumulated, kept)))
+            kept.weight.requires_grad_(trained)
+        for module in self._model.modules():
+            if is_linear(module) and (of_module := new.get(id(module.weight))) is not None:
+                called = OutsideOfGraphs(partial(self._called, of_module))
+                of_module.handles.append(module.register_forward_hook(called, prepend=True, with_kwargs=True))
+        self._kept |= new
+
+    def look(self, weight: Tensor) -> Factors:
+        """Return the factors of what the ``.grad`` of ``weight`` holds; none if there is no gradient."""
+        kept = self._kept[id(weight)]
+        return Factors(kept.complete.name) if weight.grad is None else kept.complete
+
+    def forget(self) -> None:
+        """Drop all factors. No backward pass may be running."""
+        for kept in self._kept.values():
+            kept.complete = Factors(kept.complete.name)
+            kept.pending.clear()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self.follow([])
+
+    def _called(self, kept: _Kept, module: nn.Module, arguments: Any, named: Any, output: Tensor) -> None:
+        """Watch for the gradient of a call's output."""
+        if module.weight is not kept.weight or not (kept.weight.requires_grad and output.requires_grad):
+            return
+        # Autograd keeps the input as it is; under autocast, it keeps a copy of this dtype.
+        inputs = (arguments[0] if arguments else named["input"]).detach().to(output.dtype)
+        # An operation in place gives a view another place in the graph, but what it is a view of keeps its own. Hooks
+        # of the node, in contrast to those of the tensor, come after all others that may change the gradient.
+        node = (output if output._base is None else output._base).grad_fn
+        assert node is not None
+        node.register_prehook(partial(self._arrived, kept, inputs))
+
+    @torch.no_grad()
+    def _arrived(self, kept: _Kept, inputs: Tensor, gradients: tuple[Tensor | None, ...]) -> None:
+        """Keep copies of a call's input and of its output's gradient: autograd may change both after this."""
+        (gradient,) = gradients
+        if gradient is None:  # what used the output has none for it
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward not in kept.pending:
+            kept.pending[backward] = Factors(kept.complete.name)
+            Variable._execution_engine.queue_callback(partial(kept.drop, backward))
+        rows, columns = kept.weight.shape
+        count = math.prod(inputs.shape[:-1])
+        x, g = inputs.reshape(count, columns), gradient.detach().reshape(count, rows)
+        scale = self._loss_scale.scale
+        kept.pending[backward].add(
+            Factors(
+                kept.complete.name,
+                inputs=[kept.weight.new_empty(x.shape).copy_(x)],
+                gradients=[kept.weight.new_empty(g.shape).copy_(g).div_(scale)],
+                unit=max(unit_roundoff(kept.weight.dtype), unit_roundoff(g.dtype)),
+                smallest=max(smallest_error(kept.weight.dtype), smallest_error(g.dtype) / scale),
+            )
+        )
+        if kept.weight.grad is None:  # whatever it held before was dropped
+            kept.complete = Factors(kept.complete.name)
+
+    @staticmethod
+    def _accumulated(kept: _Kept, weight: Tensor) -> None:
+        """Count what is pending as part of ``.grad``, to which this backward pass has just added its gradient."""
+        if (arrived := kept.pending.pop(torch._C._current_graph_task_id(), None)) is not None:
+            kept.complete.add(arrived)
