@@ -85,7 +85,7 @@ class Cut(Piped):
 
     def __init__(self, model: nn.Module, ranks: Ranks, *, width: int, parts: int):
         super().__init__(model, ranks, width=width, all_reduce="ring")
-        reducer: Any = self._pipeline._reducer
+        reducer: Any = self._pipeline._summing.reducer
         reducer._all_reduce = InParts(reducer._all_reduce, parts)
 
 

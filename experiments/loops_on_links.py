@@ -51,28 +51,55 @@ class Effort:
     """True if pipelines are full when a block begins and when it ends, False if they are empty."""
 
 
-class WithCpuTime:
-    """A contender that keeps the share of the cores' time that all ranks use while it runs, for each block."""
+Meter: TypeAlias = Callable[[], Callable[[], float]]
+"""Function that is called when a block begins, and returns one that is called when it ends and returns a figure. All
+ranks call them together."""
 
-    def __init__(self, contender: Contender, ranks: Ranks):
-        self._contender, self._ranks = contender, ranks
-        self.shares: list[float] = []
+
+class Metered:
+    """A contender that keeps the figures of ``meters`` for each block, by their names."""
+
+    def __init__(self, contender: Contender, meters: Mapping[str, Meter]):
+        self._contender, self._meters = contender, meters
+        self.figures: dict[str, list[float]] = {name: [] for name in meters}
 
     def __call__(self) -> float:
-        cpu = CpuTime()
+        ends = {name: begin() for name, begin in self._meters.items()}
         seconds = self._contender()
-        self.shares.append(cpu.used(self._ranks).share)
+        for name, end in ends.items():
+            self.figures[name].append(end())
         return seconds
 
 
-def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Effort, folder: Path) -> None:
-    """Time all loops on these ranks; rank 0 writes what ``on_testbed`` returns. Collective."""
+def cpu_share(ranks: Ranks) -> Meter:
+    """Return a meter of the share of the cores' time that all ranks use."""
+
+    def begin() -> Callable[[], float]:
+        cpu = CpuTime()
+        return lambda: cpu.used(ranks).share
+
+    return begin
+
+
+def measure(
+    workload: Workload,
+    make_loops: MakeLoops,
+    ranks: Ranks,
+    effort: Effort,
+    folder: Path,
+    meters: Mapping[str, Meter] | None = None,
+) -> None:
+    """Time all loops on these ranks; rank 0 writes what ``on_testbed`` returns. Collective.
+
+    ``meters`` are further ones than that of the cores; the median of each is written by its name.
+    """
     data = ranks.raise_together("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     loops = make_loops(workload.build(data), ranks)
     batches = workload.batches(data, ranks, effort.untimed + effort.block)
     made = make_blocks(loops, batches, untimed=effort.untimed, steady=effort.steady)
-    blocks = {name: WithCpuTime(block, ranks) for name, block in made.items()}
+    all_meters = {"cpu_share": cpu_share(ranks), **(meters or {})}
+    blocks = {name: Metered(block, all_meters) for name, block in made.items()}
     seconds = paired.interleave(blocks, effort.rounds, warm_up=1)
     for loop in loops.values():
         loop.close()
@@ -80,24 +107,33 @@ def measure(workload: Workload, make_loops: MakeLoops, ranks: Ranks, effort: Eff
         found = {
             name: {
                 "seconds": list(times),
-                "cpu_share": median(blocks[name].shares[1:]),
                 "wire_bytes": loops[name].wire_bytes,
+                **{figure: median(values[1:]) for figure, values in blocks[name].figures.items()},
             }
             for name, times in seconds.items()
         }
         (folder / TIMES_FILE).write_text(json.dumps(found), encoding="utf-8")
 
 
-def on_testbed(module: str, words: Sequence[str], *, nodes: int, link: Link) -> dict[str, dict[str, Any]]:
-    """Run ``module`` with ``words`` and a folder as ``--output`` on every node.
+def on_testbed(
+    module: str,
+    words: Sequence[str],
+    *,
+    nodes: int,
+    link: Link,
+    before: Callable[[Testbed, Path], None] = lambda testbed, folder: None,
+) -> dict[str, dict[str, Any]]:
+    """Run ``module`` with ``words`` and a folder as ``--output`` on every node, after ``before`` with that folder.
 
     Returns, for each loop, "seconds": those of an iteration in every round, "cpu_share": the median share of the cores'
-    time that all ranks used, and "wire_bytes": those that rank 0 sent in the last iteration, if the loop knows.
+    time that all ranks used, "wire_bytes": those that rank 0 sent in the last iteration, if the loop knows,
+    and the median of each meter.
 
     Raises:
         RunError: it failed.
     """
     with tempfile.TemporaryDirectory() as name, Testbed(nodes=nodes, link=link) as testbed:
+        before(testbed, Path(name))
         job = ["-m", f"experiments.{module}", "--output", name, *words]
         if failure := run_job(testbed, job, Path(name, "log"), deadline=JOB_SECONDS):
             raise RunError(f"the timed program must succeed; got {failure}")

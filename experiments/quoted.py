@@ -317,18 +317,22 @@ def other_figures() -> str:
     return table(["what", "figure", "made by"], lines)
 
 
-def doors() -> str:
-    """Return a table of the iterations of a DDP program by each door."""
-    rows = load(RESULTS / "bench_doors.csv")
-    lines = [
-        [
-            str(row["contender"]),
-            f"{1e3 * float(row['median_s']):.0f}",
-            f"{float(row['times_as_fast_as_ddp']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})",
+def timed(name: str) -> str:
+    """Return tables of the iterations of loops that were timed next to DDP (``experiments.loops_on_links``)."""
+    rows = load(RESULTS / f"{name}.csv")
+    tables = []
+    for title in dict.fromkeys(str(row["title"]) for row in rows):
+        lines = [
+            [
+                str(row["contender"]),
+                f"{1e3 * float(row['median_s']):.0f}",
+                f"{float(row['times_as_fast_as_ddp']):.2f} ({float(row['low']):.2f} to {float(row['high']):.2f})",
+            ]
+            for row in rows
+            if row["title"] == title
         ]
-        for row in rows
-    ]
-    return table([str(rows[0]["title"]), "ms an iteration", "times as fast as DDP (95 % interval)"], lines)
+        tables.append(table([title, "ms an iteration", "times as fast as DDP (95 % interval)"], lines))
+    return "\n\n".join(tables)
 
 
 def equation(name: str) -> str:
@@ -363,7 +367,7 @@ QUOTES: dict[str, Callable[..., str]] = {
         seeds_that_arrived,
         training_times,
         speed_up,
-        doors,
+        timed,
         convergence,
         other_figures,
         paper_question,

@@ -43,7 +43,6 @@ from experiments.style import BLUE, GREY, ORANGE
 from experiments.validation_runs import (
     EXTRAPOLATED,
     HELD_OUT,
-    ITERATIONS,
     QUICK,
     SETTINGS,
     SHARED,
@@ -145,7 +144,7 @@ def decide(found: Mapping[str, Measured], settings: Mapping[str, Setting]) -> li
                 "predicted_error": one.cells[chosen]["predicted_s"] / means[chosen] - 1,
                 "regret": regret(one.cells, chosen),
                 "regret_of_the_prediction": regret(one.cells, first),
-                "run_s": ITERATIONS * means[chosen],
+                "run_s": settings[name].iterations * means[chosen],
                 "audition_s": cost,
                 "calibration_s": one.calibration_s,
                 "began_after_s": one.began_after,

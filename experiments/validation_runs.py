@@ -48,6 +48,8 @@ class Setting:
     """Synthetic accelerator of each node (``experiments/accelerators.py``); None if ranks compute on shared cores."""
     hidden: int = 1000
     """Size of both hidden layers."""
+    iterations: int = 2000
+    """Iterations that the run is asked for which chooses for itself; it is stopped earlier."""
     calibrated: Setting | None = None
     """Setting that is calibrated instead: with fewer nodes, or with a smaller model."""
 
@@ -119,7 +121,8 @@ SETTINGS = {
     )
 }
 """A model of 1000 hidden units has a gradient of 4.3 MB, eight times as many values as one of 332."""
-QUICK = Setting(nodes=2, rate="200mbit", accelerator="20ms")
+QUICK = Setting(nodes=2, rate="200mbit", accelerator="20ms", hidden=332, iterations=200)
+"""A setting with short iterations, in a run that has too few of them for an audition."""
 AUTO = "--width auto --codec auto --all-reduce auto"
 SPACE = tuple(
     f"--width {width} --codec {codec} --all-reduce {all_reduce}"
@@ -136,13 +139,13 @@ OTHERS = (
 """Configurations outside of that space, for settings that are extrapolated."""
 ALL_MEASURED = "--all-reduces ring native halving-doubling all-to-all --servers"
 """Arguments of pipesgd.calibrate that measure what all these configurations need."""
-ITERATIONS, OBSERVED, QUICK_OBSERVED = 2000, 40, 5
-"""Iterations that a run is asked for, and those that it makes after its decision before it is stopped."""
+OBSERVED, QUICK_OBSERVED = 40, 5
+"""Iterations that a run makes after its decision before it is stopped."""
 NEAR, FAR_SHARE = 1.5, 0.5
 """Multiple of the best prediction up to which a configuration may be the fastest; others get this share of the time."""
 PASSES, QUICK_PASSES = (0, 1, 1, 0), (0, 1)
 """Half of the measurements that each pass counts for; every second pass is in reverse order."""
-SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.0, 0.3, 4, 60
+SECONDS, QUICK_SECONDS, LEAST_ITERATIONS, MOST_ITERATIONS = 1.0, 0.1, 4, 60
 """Seconds of a configuration in a pass, for which as many iterations are timed as are predicted to take this long."""
 DEADLINE, POLL = 1800.0, 0.5
 PRIVATE = ("command", "hosts")
@@ -228,7 +231,7 @@ def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[
         RunError: it failed, or did not decide in time.
     """
     output, log = folder / "run", folder / "log"
-    words = f"{setting.words} {AUTO} --iterations {ITERATIONS} --output {output}"
+    words = f"{setting.words} {AUTO} --iterations {setting.iterations} --output {output}"
     observed = QUICK_OBSERVED if quick else OBSERVED
     begin, began_after = time.perf_counter(), None
     with setting.testbed() as testbed, log.open("wb") as file:

@@ -7,6 +7,7 @@ import difflib
 import importlib.metadata
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipesgd.errors import UserInputError
@@ -80,9 +81,10 @@ def check_read(section: Any, option: str, chosen: str, readers: Mapping[str, Seq
     for item in dataclasses.fields(section):
         value = getattr(section, item.name)
         if item.name in readers and chosen not in readers[item.name] and value != item.default:
+            shown = value if isinstance(value, Path) else repr(value)
             raise UserInputError(
                 f"{item.name.replace('_', '-')} must be left out with --{option} {chosen}, which has no use for it "
-                f"(it belongs to {one_of(readers[item.name])}); got {value!r}"
+                f"(it belongs to {one_of(readers[item.name])}); got {shown}"
             )
 
 

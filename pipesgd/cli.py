@@ -57,8 +57,9 @@ BASIC = {
 NARROWEST = 60
 """Fewest columns that help is laid out for."""
 
-TYRO = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
-"""Markers for tyro: flags without a --no-..., and options without the name of their section."""
+TYRO = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff)
+"""Markers for tyro: flags without a --no-..., options without the name of their section, and no help from comments, of
+which there is none: to look for it would take most of the time of parsing."""
 
 
 class Config(Protocol):

@@ -281,8 +281,7 @@ class DataConfig:
         check_at_least("image-size", self.image_size, 1)
         check_at_least("random-crop", self.random_crop, 0)
         check_at_least("context", self.context, 1)
-        readers = {"context": (*TEXTS, OWN), "random_crop": IMAGE_DATASETS, "mirror": IMAGE_DATASETS}
-        check_read(self, "dataset", dataset_kind(self.dataset), readers)
+        check_read(self, "dataset", dataset_kind(self.dataset), _READ_BY_DATASET)
         if self.loader_workers is not None:
             check_at_least("loader-workers", self.loader_workers, 0)
 
@@ -292,6 +291,16 @@ class DataConfig:
         if self.loader_workers is None:
             return 2 if self.dataset == "images" else 0
         return self.loader_workers
+
+
+_READ_BY_DATASET = {
+    "data_dir": (*IMAGE_DATASETS[1:], OWN),
+    "image_size": ("images", OWN),
+    "random_crop": IMAGE_DATASETS,
+    "mirror": IMAGE_DATASETS,
+    "context": (*TEXTS, OWN),
+}
+"""Data sets that read an option of ``DataConfig``, by option; those not listed are read with all data sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,6 +397,7 @@ class OptimizationConfig:
         if self.loss_scale > MAX_LOSS_SCALE:
             raise UserInputError(f"loss-scale must be at most {MAX_LOSS_SCALE:g}; got {self.loss_scale:g}")
         check_read(self, "precision", self.precision, {"loss_scale": ("fp16",)})
+        check_read(self, "optimizer", self.optimizer, {"momentum": ("sgd", "nesterov")})
         check_at_least("seed", self.seed, 0)
         if self.epochs is not None and self.iterations is not None:
             raise UserInputError("epochs and iterations must not both be given; leave one of them out")

@@ -73,8 +73,9 @@ def make_pipeline(
     ranks: Ranks,
     *,
     init_sync: bool = True,
+    successor_of: Pipelined | None = None,
 ) -> Pipelined:
-    """Return the pipeline of strategy "pipelined"; for ``init_sync`` see ``Pipelined``."""
+    """Return the pipeline of strategy "pipelined"; for ``init_sync`` and ``successor_of`` see ``Pipelined``."""
     return Pipelined(
         model,
         optimizer,
@@ -83,6 +84,7 @@ def make_pipeline(
         buckets=config.pipeline.buckets,
         reduce=config.pipeline.reduce,
         init_sync=init_sync,
+        successor_of=successor_of,
         **_pipeline_options(config, scaler, ranks),
     )
 

@@ -434,7 +434,9 @@ class Run:
         self.config, self._choices = config, choices
         swap_strategy(
             self.state,
-            lambda: make_pipeline(config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False),
+            lambda former: make_pipeline(
+                config, job.model, job.optimizer, self.scaler, job.ranks, init_sync=False, successor_of=former
+            ),
             same_codec=same_codec,
         )
         self._last = time.perf_counter()

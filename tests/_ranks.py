@@ -1,6 +1,6 @@
-"""Real ranks for tests: functions run in processes of their own, over gloo, with a deadline.
+"""Real ranks for tests: functions run in processes of their own, over gloo, with a deadline; and commands.
 
-Processes come from a fork server that has imported torch once, so that a rank starts in a tenth of a second.
+Processes come from a fork server that has imported torch once, so that one starts in a tenth of a second.
 A rank that does not come back in time prints the stacks of all its threads, and is killed.
 """
 
@@ -10,18 +10,21 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import runpy
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from conftest import REPOSITORY
 
 from pipesgd.ranks import Ranks, Standing
 
@@ -89,6 +92,45 @@ def _answer(pipe: Connection, end: float) -> tuple[str, Any]:
     except EOFError:
         return "died", "without an answer"
     return answer
+
+
+def run_module(
+    module: str,
+    *words: str,
+    folder: Path = REPOSITORY,
+    environment: Mapping[str, str] = os.environ,
+    deadline: float | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``python -m module words`` in ``folder`` to its end, in a process that need not import torch first.
+
+    Returns its exit code, and what it and the processes that it started have printed.
+
+    Raises:
+        RankFailed: it did not end within the deadline.
+    """
+    with tempfile.TemporaryDirectory() as printed:
+        # It may start processes of its own, so it is no daemon.
+        process = _CONTEXT.Process(target=_module_main, args=(module, words, folder, dict(environment), printed))
+        process.start()
+        try:
+            process.join(deadline)
+        finally:
+            process.kill()
+        stdout, stderr = (Path(printed, name).read_text(encoding="utf-8") for name in ("stdout", "stderr"))
+        if process.exitcode is None:
+            raise RankFailed(f"{module} did not end within {deadline} s; it said:\n{stdout}{stderr}")
+        return subprocess.CompletedProcess([module, *words], process.exitcode, stdout, stderr)
+
+
+def _module_main(module: str, words: Sequence[str], folder: Path, environment: Mapping[str, str], printed: str) -> None:
+    for stream, name in enumerate(("stdout", "stderr"), start=1):
+        os.dup2(os.open(Path(printed, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.argv[1:] = words
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _rank_main(

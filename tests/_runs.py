@@ -8,13 +8,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from _ranks import run_ranks
+from _ranks import run_module, run_ranks
 from conftest import REPOSITORY
 
 from experiments.command import torchrun
@@ -95,22 +94,18 @@ def command_in(text: str) -> list[str]:
 
 def run_words(words: list[str], **environment: str) -> str:
     """Run torchrun with ``words`` in examples/; return what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=REPOSITORY / "examples",
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return _run_torchrun(words, REPOSITORY / "examples", environment={**os.environ, **environment})
 
 
-def run_program(program: Path, folder: Path, *arguments: str, timeout: float = 120) -> str:
+def run_program(program: Path, folder: Path, *arguments: str, deadline: float = 120.0) -> str:
     """Run a program by torchrun on two ranks, in ``folder``; return what it printed."""
-    command = torchrun(2, str(program), *arguments)
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False)
+    _, _, _, *words = torchrun(2, str(program), *arguments)
+    return _run_torchrun(words, folder, deadline=deadline)
+
+
+def _run_torchrun(words: list[str], folder: Path, **options: Any) -> str:
+    """Run torchrun, which itself need not import torch again; its ranks are processes as they always are."""
+    done = run_module("torch.distributed.run", *words, folder=folder, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -122,5 +117,5 @@ def run_example(name: str, folder: Path) -> str:
 
 def run_scenario(program: Path, scenario: str, folder: Path) -> list[Any]:
     """Run a scenario of a program of tests/integrations; return what each rank found."""
-    run_program(program, folder, scenario, str(folder), timeout=170)
+    run_program(program, folder, scenario, str(folder), deadline=170)
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)]

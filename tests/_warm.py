@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
+import sys
 import threading
+from pathlib import Path
 
 from experiments.forked_ranks import import_all
+from pipesgd.cli import parse
 from pipesgd.codecs.make import make_codec
 from pipesgd.codecs.options import DENSE_CODECS, CodecOptions
 from pipesgd.reducers.make import _compile
 
+sys.path.append(str(Path(__file__).resolve().parent))  # the fork server knows the repository alone
 import_all()
+for name in ("_runs", "_small_problem", "matplotlib.figure"):  # and with them pytest and hypothesis
+    importlib.import_module(name)
+parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
 for codec in DENSE_CODECS:
     _compile(make_codec(CodecOptions(codec=codec), "cpu"), "cpu")
 assert threading.active_count() == 1, "a process with threads cannot be forked"
+gc.collect()
+gc.freeze()  # or each rank's first collection would copy the pages of all these objects
+atexit.register(gc.unfreeze)  # what is frozen counts as leaked in the end

@@ -65,6 +65,21 @@ from timing_model.schedules import ALL_REDUCES
         ("--lr-scaling sqrt", "lr-scaling must be none or linear; got 'sqrt'"),
         ("--momentum 1", "momentum must be below 1; got 1.0"),
         ("--optimizer nesterov --momentum 0", "momentum must be above 0 with --optimizer nesterov; got 0"),
+        (
+            "--optimizer adam --momentum 0.5",
+            "momentum must be left out with --optimizer adam, which has no use for it (it belongs to sgd or nesterov); "
+            "got 0.5",
+        ),
+        (
+            "--data-dir somewhere",
+            "data-dir must be left out with --dataset digits, which has no use for it (it belongs to one of mnist, "
+            "fashion-mnist, cifar100, images, module:function); got somewhere",
+        ),
+        (
+            "--dataset mnist --image-size 32",
+            "image-size must be left out with --dataset mnist, which has no use for it (it belongs to images or "
+            "module:function); got 32",
+        ),
         ("--weight-decay -1", "weight-decay must be at least 0; got -1.0"),
         (
             "--optimizer sdg",

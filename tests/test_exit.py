@@ -1,13 +1,12 @@
 """The end of a rank: a normal one, and one after a signal whose handling fails in turn."""
 
 import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from _ranks import run_module
 
 import pipesgd.exit
 from pipesgd.errors import PeerFailed, RunError
@@ -95,14 +94,8 @@ def test_a_rank_does_not_wait_for_ever_for_the_thread_that_ends_it(tmp_path: Pat
 
 def _run(script: str, folder: Path) -> tuple[int, str]:
     """Run a Python script; return its exit code and what it writes to stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    (folder / "script.py").write_text(textwrap.dedent(script), encoding="utf-8")
+    done = run_module("script", folder=folder)
     return done.returncode, done.stderr
 
 

@@ -63,10 +63,11 @@ Pipelined(model, optimizer).step().aplied
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a virtual environment with the tested packages, and the other packages of this one.
+def said(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, list[str]]:
+    """Return the lines of ``mypy --strict`` about each program, without the name of its file.
 
-    mypy reads ``py.typed`` only where packages are installed.
+    mypy reads ``py.typed`` only where packages are installed: in a virtual environment with the tested packages and the
+    other packages of this one. What it learns of torch is kept for the next time, as long as torch is the same.
     """
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
@@ -75,35 +76,36 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = Path(str(package.__file__)).parent
         (packages / source.name).symlink_to(source)
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    return folder
-
-
-def check(program: str, environment: Path) -> list[str]:
-    """Return the lines of ``mypy --strict`` about ``program``, without the name of its file."""
-    file = environment / "program.py"
-    file.write_text(program, encoding="utf-8")
-    words = ["-m", "mypy", "--strict", "--config-file=", "--python-executable", environment / "bin" / "python"]
-    command = [sys.executable, *words, "--cache-dir", environment / "cache", "--no-error-summary", file.name]
-    done = subprocess.run(command, cwd=environment, capture_output=True, text=True, check=False)
+    programs = {"program": PROGRAM, "wrong": WRONG}
+    for name, program in programs.items():
+        (folder / f"{name}.py").write_text(program, encoding="utf-8")
+    words = ["-m", "mypy", "--strict", "--config-file=", "--python-executable", folder / "bin" / "python"]
+    words += ["--cache-dir", pytestconfig.cache.mkdir("mypy"), "--no-error-summary"]
+    command = [sys.executable, *words, *(f"{name}.py" for name in programs)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert not done.stderr, done.stderr
-    return [line.partition(":")[2] for line in done.stdout.splitlines()]
+    lines: dict[str, list[str]] = {name: [] for name in programs}
+    for line in done.stdout.splitlines():
+        name, _, text = line.partition(".py:")
+        lines[name].append(text)
+    return lines
 
 
-def test_a_program_in_strict_mode_sees_the_types_of_the_public_names(environment: Path) -> None:
+def test_a_program_in_strict_mode_sees_the_types_of_the_public_names(said: dict[str, list[str]]) -> None:
     wanted = [
         (str(number), expected)
         for number, line in enumerate(PROGRAM.splitlines(), 1)
         for expected in re.findall(r"reveal_type\(.*#  ?(.+)", line)
     ]
-    said = [re.fullmatch(r'(\d+): note: Revealed type is "(.+)"', line) for line in check(PROGRAM, environment)]
-    revealed = [(line[1], line[2].replace("builtins.", "")) for line in said if line is not None]
-    assert None not in said, "mypy reports an error"
+    notes = [re.fullmatch(r'(\d+): note: Revealed type is "(.+)"', line) for line in said["program"]]
+    revealed = [(line[1], line[2].replace("builtins.", "")) for line in notes if line is not None]
+    assert None not in notes, "mypy reports an error"
     assert [number for number, _ in revealed] == [number for number, _ in wanted]
     assert [text[: len(expected)] for (_, text), (_, expected) in zip(revealed, wanted, strict=True)] == [
         expected for _, expected in wanted
     ]
 
 
-def test_mistakes_in_a_program_are_found(environment: Path) -> None:
-    errors = [line for line in check(WRONG, environment) if ": error: " in line]
+def test_mistakes_in_a_program_are_found(said: dict[str, list[str]]) -> None:
+    errors = [line for line in said["wrong"] if ": error: " in line]
     assert [error.partition(":")[0] for error in errors] == ["3", "7", "8", "9", "10"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from pipesgd.codecs.base import Codec
 from pipesgd.codecs.floats import Uncompressed
@@ -75,6 +75,13 @@ class Connections:
                 "all_reduce must not be native with a process_group of GPUs, for which nccl is not set up"
             )
         self._name = all_reduce
+        self._made_with = {
+            "timeout": timeout,
+            "segment_bytes": segment_bytes,
+            "connections": connections,
+            "rate_limit": rate_limit,
+            "device": device,
+        }
         self.ranks = ranks
         self._timeout = timeout
         self._segment_bytes = paced_segment_bytes(segment_bytes, rate_limit)
@@ -98,6 +105,10 @@ class Connections:
         self._transport = TorchTransport(self._groups, timeout, before_waits=self._headers.check, before_sends=pace)
         self.transport: Transport = PinnedTransport(self._transport) if device == "cuda" else self._transport
         self._schedule = agreed_schedule(all_reduce, ranks, ranks_per_node)
+
+    def are(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> bool:
+        """Return True if these are connections of this all-reduce, with these values of the other arguments."""
+        return self._name == all_reduce and self._made_with == wanted
 
     def begin(self, call: str, iteration: int) -> None:
         """Begin the sums of ``call`` (one of ``headers.CALLS``) in ``iteration``, which last until the next ``begin``.

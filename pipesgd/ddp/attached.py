@@ -33,7 +33,8 @@ from pipesgd.errors import UserInputError
 from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim import hyperparameters
 from pipesgd.optim.step import check_unchanged, set_aside_gradients
-from pipesgd.pipeline.pipelined import InFlight, Pipelined
+from pipesgd.pipeline.in_flight import InFlight
+from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.strategy import Span, StepReport
 
@@ -210,7 +211,7 @@ class AttachedPipeline(Pipelined):
         return done(bucket.buffer())
 
     def _exchange(self, buckets: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
-        check_unchanged(self._optimizer, self._identities, "an attached pipeline")
+        check_unchanged(self._optimizer, self._cut.identities, "an attached pipeline")
         iteration = self.iteration
         self._ranks.iteration = iteration
         begin = time.perf_counter()
@@ -231,7 +232,7 @@ class AttachedPipeline(Pipelined):
             self._hand_over(outgoing)
         pack = Span("pack", iteration, begin, time.perf_counter())
         self._ranks.enter("all-reduce", waiting=True)
-        wire_bytes = self._reducer.wire_bytes(buffer, iteration)
+        wire_bytes = self._summing.reducer.wire_bytes(buffer, iteration)
         self._due = StepReport(wire_bytes=wire_bytes, spans=(pack,))
         mean = None
         if len(self._in_flight) >= self._updates.width_after(self.iteration):

@@ -33,9 +33,9 @@ class Exchanges:
         self.kinds = {id(weight): kind for kind, weights in self._weights.items() for weight in weights}
         """Reducer of ``GATHERING`` that may exchange a parameter, by the parameter's id."""
 
-    def again(self) -> Exchanges:
-        """Return the exchanges of the model as it is now, with the choices that were made."""
-        return Exchanges(self._model, self.reduce, self.choices)
+    def again(self, choices: Mapping[int, str] | None = None) -> Exchanges:
+        """Return the exchanges of the model as it is now, with ``choices``, or those that were made."""
+        return Exchanges(self._model, self.reduce, self.choices if choices is None else choices)
 
     def of(self, parameter: Tensor) -> str:
         """Return the exchange of a parameter; "matrix" while it is undecided."""

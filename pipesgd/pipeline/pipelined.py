@@ -6,12 +6,10 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -25,7 +23,6 @@ from pipesgd.codecs.options import CodecOptions
 from pipesgd.codecs.own import codec_options
 from pipesgd.comm.connections import Connections
 from pipesgd.comm.own_all_reduce import all_reduce_name
-from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
 from pipesgd.comm.transport import Group, Mesh
 from pipesgd.config import (
     DEFAULT_TIMEOUT,
@@ -41,10 +38,7 @@ from pipesgd.errors import NonFiniteGradientError, OutOfStepError, RunError, Use
 from pipesgd.flat_buffer import (
     BucketedBuffer,
     FlatBuffer,
-    all_finite,
     are_finite,
-    check_dense,
-    finite_norm,
     give_gradients,
     make_dense,
     on_device,
@@ -57,15 +51,15 @@ from pipesgd.optim.step import (
     drop_gradients_of_frozen,
     held_parameters,
     set_aside_gradients,
-    trainable_identities,
-    trainable_parameters,
 )
-from pipesgd.pipeline.buckets import BackwardHooks, bucket_indices
+from pipesgd.pipeline.buckets import BackwardHooks
+from pipesgd.pipeline.cut import Cut
 from pipesgd.pipeline.delayed_update import DelayedUpdate, Guessed
 from pipesgd.pipeline.exchanges import CANNOT, Exchanges
 from pipesgd.pipeline.factor_hooks import FactorHooks
-from pipesgd.pipeline.islands import Replica, replica_of
-from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights, Unapplied
+from pipesgd.pipeline.in_flight import InFlight, Outgoing
+from pipesgd.pipeline.islands import replica_of
+from pipesgd.pipeline.prediction import Agreement, Prediction, SwappedWeights
 from pipesgd.pipeline.sameness import (
     check_same_bits,
     check_same_products,
@@ -76,76 +70,19 @@ from pipesgd.pipeline.sameness import (
     optimizer_settings,
     plain,
 )
+from pipesgd.pipeline.summing import Summing
 from pipesgd.pipeline.true_weights_hooks import TrueWeightsHooks
 from pipesgd.ranks import Ranks, current
-from pipesgd.reducers.base import as_real, mean_over_ranks
-from pipesgd.reducers.factors import NOT_THE_PRODUCT, Factors, FactorsReducer, checked_rows
-from pipesgd.reducers.make import GATHERING, check_eligible, check_reducer, make_gathering_reducer, make_reducer
+from pipesgd.reducers.base import as_real
+from pipesgd.reducers.factors import NOT_THE_PRODUCT, checked_rows
+from pipesgd.reducers.make import check_eligible, check_reducer
 from pipesgd.reducers.rows import rows_of
-from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
-from pipesgd.strategy import Comparison, Span, StepReport, Strategy
+from pipesgd.replicas import combine_buffers, share_rank_0s_values
+from pipesgd.strategy import Span, StepReport, Strategy
 from timing_model.buckets import WHOLE
 from timing_model.schedules import SEGMENT_BYTES, Algorithm
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """Report of the communication thread about a mean."""
-
-    finite: bool
-    spans: Sequence[Span]
-    """Times in which the mean of each bucket was computed."""
-    comparison: Comparison | None
-    norm: float | None
-    """Norm of the mean if that is finite; with a guard, the same bits on all ranks, whatever processors they have."""
-    gathered_bytes: int
-    """Bytes that this rank has sent to gather what gradients are made of."""
-
-
-@dataclass
-class Outgoing:
-    """A gradient of this rank whose buckets are leaving, up to the step that hands it over."""
-
-    iteration: int
-    buffer: BucketedBuffer
-    scale: float
-    """Loss scale in effect when this gradient was computed."""
-    local: list[Tensor | None]
-    """Gradients of this rank, by parameter, of the buckets that have left; None for parameters without one."""
-    packs: list[Span] = field(default_factory=list)
-    sums: list[Span] = field(default_factory=list)
-    """Times in which the buckets were packed, and in which the communication thread summed them."""
-    own_finite: list[bool] = field(default_factory=list)
-    """Finiteness of each bucket of this rank's own gradient, if the communication thread looks."""
-    norms: list[float | None] = field(default_factory=list)
-    """Norms of the parts of the mean; None for those that are not finite."""
-    factors: list[Factors] = field(default_factory=list)
-    """Factors of the gradients of the bucket that is exchanged by factors."""
-    gathered_bytes: int = 0
-    """Bytes that this rank has sent to gather what gradients are made of."""
-
-    @contextlib.contextmanager
-    def summing(self) -> Iterator[None]:
-        """Record the time that the context is open in ``sums``."""
-        start = time.perf_counter()
-        yield
-        self.sums.append(Span("communication", self.iteration, start, time.perf_counter()))
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A gradient in flight, handed over in ``iteration``."""
-
-    iteration: int
-    buffer: BucketedBuffer
-    unapplied: Unapplied
-    scale: float
-    """Loss scale in effect when this gradient was computed."""
-    own_is_finite: Callable[[], bool]
-    """Function that returns True if this rank's own gradient is finite; called only if the mean is not."""
-    reduction: Future[_Reduction]
 
 
 def given_ranks(ranks: Ranks | None, process_group: Group | None, timeout: float) -> Ranks:
@@ -157,11 +94,6 @@ def given_ranks(ranks: Ranks | None, process_group: Group | None, timeout: float
     if ranks is not None and process_group is not None:
         raise UserInputError("process_group must be left out where ranks= gives the ranks; got both")
     return ranks or current(timeout, process_group)
-
-
-def _close(connections: Connections, replica: Replica) -> None:
-    connections.close()
-    replica.close()
 
 
 class Pipelined(Strategy):
@@ -239,6 +171,9 @@ class Pipelined(Strategy):
         process_group: the group of torch.distributed whose ranks train this model together; the job's other ranks may
             train another one at the same time. By default torch's default group, which is started from torchrun's
             variables if there is none yet. Messages name ranks by their numbers in the default group.
+        successor_of: a pipeline of the same model, optimizer and ranks, which is closed, and whose connections are used
+            on if the all-reduce and its options are the same. What ranks compared for it is not compared again: only
+            auditions, whose options are rank 0's, have a use for that.
         mesh: a device mesh of torch.distributed whose first dimension is the one between islands; the parameters are
             DTensors, split over the other dimensions. Each rank exchanges its shards with the ranks that have the same
             place in other islands (``pipesgd.pipeline.islands``). topk, powersgd, rows, ``allow_drift``, ``ranks``,
@@ -283,6 +218,7 @@ class Pipelined(Strategy):
         allow_drift: bool = False,
         ranks: Ranks | None = None,
         process_group: Group | None = None,
+        successor_of: Pipelined | None = None,
         mesh: Mesh | None = None,
     ):
         check_width(width, warmup_iterations)
@@ -296,10 +232,7 @@ class Pipelined(Strategy):
         check_timeout(timeout)
         self.module = model
         self._optimizer = optimizer
-        self._cut = str(buckets)
-        self._exchanges = Exchanges(model, reduce)
-        self._parameters, self._exchanges, self._indices = self._present_buckets()
-        self._identities = trainable_identities(optimizer)
+        self._cut = Cut.of(model, optimizer, str(buckets), Exchanges(model, reduce))
         device = self._parameters[0].device
         check_reduce(reduce, options.codec, name, device.type)
         self._replica = replica_of(
@@ -351,7 +284,7 @@ class Pipelined(Strategy):
         """Name of the operation that was interrupted halfway, if any."""
         self._meeting: Future[None] | None = None
         """Meeting of the ranks for a flush that has begun and not ended."""
-        self._closed = False
+        self._closed = self._leaves_connections = False
         self._hooks: TrueWeightsHooks | None = None
         self._leaving = BackwardHooks([], self._leave)
         multiplies = reduce in ("factors", "auto")
@@ -368,7 +301,7 @@ class Pipelined(Strategy):
             "segment_bytes": segment_bytes,
             "connections": connections,
             "rate_limit": rate_limit,
-            "buckets": self._cut,
+            "buckets": self._cut.into,
             "reduce": reduce,
             "number of torch's threads": torch.get_num_threads() if multiplies and not allow_drift else None,
             "in_turns": in_turns,
@@ -381,33 +314,30 @@ class Pipelined(Strategy):
         }
         self._ranks = given_ranks(ranks, process_group or self._replica.between, timeout)
         self._replica.join(self._ranks)
-        self._check_same_on_all_ranks()
-        bits = [check_same_bits(of, optimizer, clip, allow_drift=allow_drift) for of in self.all_ranks]
-        if multiplies:
-            bits.append(check_same_products(self._ranks, device, allow_drift=allow_drift))
-        self.drifts = not all(bits)
+        self.drifts = False
         """True if the ranks' processors compute different bits, so that replicas drift apart (``allow_drift``)."""
-        self._connections = Connections(
-            all_reduce,
-            self._ranks,
-            timeout=timeout,
-            segment_bytes=segment_bytes,
-            connections=connections,
-            rate_limit=most_bytes,
-            device=device.type,
-            buckets=len(self._indices),
-        )
-        self._thread = CommunicationThread(device)
-        self._stop_watching: Callable[[], None] = lambda: None
+        if successor_of is None:
+            self._check_same_on_all_ranks(self._cut)
+            bits = [check_same_bits(of, optimizer, clip, allow_drift=allow_drift) for of in self.all_ranks]
+            if multiplies:
+                bits.append(check_same_products(self._ranks, device, allow_drift=allow_drift))
+            self.drifts = not all(bits)
+        else:
+            self.drifts = successor_of.drifts
+        wanted: dict[str, Any] = {
+            "timeout": timeout,
+            "segment_bytes": segment_bytes,
+            "connections": connections,
+            "rate_limit": most_bytes,
+            "device": device.type,
+        }
+        connected = None if successor_of is None else successor_of.leave(all_reduce, wanted)
+        if connected is None:
+            connected = Connections(all_reduce, self._ranks, **wanted)
+        connected.begin_buckets(len(self._cut.indices))
+        self._summing = Summing(connected, self._replica, device)
         try:
-            # Watch before making the reducer, in which a rank may wait long for others that compile a codec.
-            self._stop_watching = self._ranks.watch(self._thread.fail)
-            self._replica.connect()
-            self._exact = self._connections.all_reduce()
-            self._reducer = make_reducer(options, self._connections, device=device.type, seed=seed)
-            self._gathering = {
-                kind: make_gathering_reducer(kind, self._connections) for kind in GATHERING if reduce in (kind, "auto")
-            }
+            self._summing.start(options, reduce=reduce, seed=seed)
             if init_sync:
                 self._replica.share(model)
                 sum_over_ranks = functools.partial(self._sum_over_ranks, "Pipelined")
@@ -417,8 +347,13 @@ class Pipelined(Strategy):
             raise
         if self._updates.predicts:
             self._hooks = TrueWeightsHooks(model, self._updates)
-        self._factor_hooks.follow(self._exchanges.by_factors())
+        self._factor_hooks.follow(self._cut.exchanges.by_factors())
         self._leaving = self._watch()
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        """Parameters that are trained."""
+        return self._cut.parameters
 
     @property
     def width(self) -> int:
@@ -433,23 +368,23 @@ class Pipelined(Strategy):
     @property
     def next_summed(self) -> Sequence[int]:
         """Numbers of the parameters whose gradients the next step sums."""
-        return self._indices[self._turn] if self._in_turns else range(len(self._parameters))
+        return self._cut.indices[self._turn] if self._in_turns else range(len(self._parameters))
 
     @property
     def turns(self) -> int:
         """Number of steps in which every parameter's gradient is summed once."""
-        return len(self._indices) if self._in_turns else 1
+        return len(self._cut.indices) if self._in_turns else 1
 
     @property
     def buckets(self) -> list[list[Tensor]]:
         """Parameters of each bucket, in the order in which the buckets leave."""
-        return [[self._parameters[index] for index in bucket] for bucket in self._indices]
+        return self._cut.buckets
 
     @property
     def exchanges(self) -> dict[str, str]:
         """Exchange, "matrix", "rows" or "factors", of each trained weight for which there is a choice, by its name;
         empty with ``reduce="matrix"``, and with "auto" before the first step."""
-        return self._exchanges.named(self._parameters)
+        return self._cut.exchanges.named(self._parameters)
 
     @property
     def closed(self) -> bool:
@@ -459,7 +394,7 @@ class Pipelined(Strategy):
     @property
     def failed(self) -> bool:
         """True if ``close`` would drop the gradients in flight, because of an error or an interruption."""
-        return self._error is not None or self._half_done is not None or self._thread.failed
+        return self._error is not None or self._half_done is not None or self._summing.thread.failed
 
     @property
     def weights(self) -> SwappedWeights:
@@ -490,27 +425,27 @@ class Pipelined(Strategy):
 
         It may be called within ``whole``: what that does is done once the gradients are handed over.
         """
-        self._check_dense(range(len(self._parameters)))
+        self._cut.check_dense(range(len(self._parameters)))
         self._choose_exchanges()
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             # 1. Pack what has not left during the backward pass.
             outgoing = self._next_outgoing()
-            for number in range(self._leaving.left, len(self._indices)):
+            for number in range(self._leaving.left, len(self._cut.indices)):
                 self._pack(outgoing, number)
             self._factor_hooks.forget()
             self._left_out = ()
             # 2. Hand over.
-            summed: Sequence[int] = [self._turn] if self._in_turns else range(len(self._indices))
+            summed: Sequence[int] = [self._turn] if self._in_turns else range(len(self._cut.indices))
             self._hand_over(outgoing)
         # 3. to 5. Wait, apply and predict.
         self._ranks.enter("all-reduce", waiting=True)
         report = self._apply_until(self._updates.width_after(self.iteration) - 1)
         self._ranks.enter("compute")
         wire_bytes = report.wire_bytes + sum(
-            self._reducer.wire_bytes(outgoing.buffer.buckets[number], outgoing.iteration)
+            self._summing.reducer.wire_bytes(outgoing.buffer.buckets[number], outgoing.iteration)
             for number in summed
-            if self._exchange_of(number) == "matrix"
+            if self._cut.exchange_of(number) == "matrix"
         )
         return dataclasses.replace(report, spans=(*outgoing.packs, *report.spans), wire_bytes=wire_bytes)
 
@@ -583,7 +518,7 @@ class Pipelined(Strategy):
         for flat in buffer.flats:
             take_mean(flat, self._ranks.world_size)
         buffer.copy_to(tensors)
-        return sum(self._exact.wire_bytes(flat) for flat in buffer.flats)
+        return sum(self._summing.exact.wire_bytes(flat) for flat in buffer.flats)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the averaged gradients in flight, after waiting for them, and of the state of the codec."""
@@ -591,30 +526,17 @@ class Pipelined(Strategy):
         self._check_whole("state_dict")
         if self._left_out:
             raise UserInputError("state_dict must follow the step that adds what other codecs left out; got it before")
-        in_flight = [
-            {
-                "iteration": gradient.iteration,
-                "hyperparameters": list(gradient.unapplied.hyperparameters),
-                "finite": gradient.reduction.result().finite,
-                "norm": gradient.reduction.result().norm,
-                "gathered_bytes": gradient.reduction.result().gathered_bytes,
-                "comparison": list(gradient.reduction.result().comparison or ()),
-                "flats": [flat.clone() for flat in gradient.buffer.flats],
-                "scale": gradient.scale,
-                "kept": [tensor.clone() for tensor in gradient.unapplied.kept],
-                "own_is_finite": gradient.reduction.result().finite or gradient.own_is_finite(),
-            }
-            for gradient in self._in_flight
-        ]
+        in_flight = [gradient.state_dict() for gradient in self._in_flight]
+        exchanges = self._cut.exchanges
         # Only now is the communication thread idle, and with it the reducer.
         return {
             "iteration": self.iteration,
-            "buckets": self._cut,
-            "reduce": self._exchanges.reduce,
-            "choices": [self._exchanges.choices.get(id(one)) for one in held_parameters(self._optimizer)],
+            "buckets": self._cut.into,
+            "reduce": exchanges.reduce,
+            "choices": [exchanges.choices.get(id(one)) for one in held_parameters(self._optimizer)],
             "turn": self._turn,
             "in_flight": in_flight,
-            "exchange": self._reducer.state_dict(),  # the name in checkpoints of earlier versions
+            "exchange": self._summing.reducer.state_dict(),  # the name in checkpoints of earlier versions
             **self._updates.state_dict(),
             "agreement": self._agreement.state_dict(),
             "loss_scale": self._loss_scale.state_dict(),
@@ -631,16 +553,13 @@ class Pipelined(Strategy):
             UserInputError: ``state`` is of a pipeline with other buckets or another ``reduce``, or buckets have left
                 since the last step.
         """
-        self._thread.check()
+        self._summing.thread.check()
         if self._half_done is None:
             self._check_whole("load_state_dict")
-        if (before := state.get("reduce", "matrix")) != self._exchanges.reduce:  # earlier versions had none
-            raise UserInputError(
-                f"reduce must be {before}, as in the state that is loaded; got {self._exchanges.reduce}"
-            )
-        if (before := state.get("buckets", "1")) != self._cut:  # earlier versions had none
-            raise UserInputError(f"buckets must be {before}, as in the state that is loaded; got {self._cut}")
-        self._thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
+        for name, own, default in (("reduce", self._cut.exchanges.reduce, "matrix"), ("buckets", self._cut.into, "1")):
+            if (before := state.get(name, default)) != own:  # earlier versions had neither
+                raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {own}")
+        self._summing.thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
         if self._half_done is not None:
             give_gradients(self._parameters, [None] * len(self._parameters))
             self._factor_hooks.forget()
@@ -652,38 +571,22 @@ class Pipelined(Strategy):
             self._outgoing = None
         while self._in_flight:
             self._pool.append(self._in_flight.popleft().buffer)
-        if self._exchanges.reduce == "auto":
-            whole = self._whole_buckets
+        if self._cut.exchanges.reduce == "auto":
             chosen = zip(held_parameters(self._optimizer), state["choices"], strict=True)
-            choices = {id(parameter): exchange for parameter, exchange in chosen if exchange is not None}
-            self._exchanges = Exchanges(self.module, "auto", choices)
-            _, _, self._indices = self._present_buckets()
-            self._begin_buckets(whole)
+            self._begin(self._cut.again({id(one): exchange for one, exchange in chosen if exchange is not None}))
         self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
         device = self._parameters[0].device
-        self._reducer.load_state_dict(on_device(state["exchange"], device))
+        self._summing.reducer.load_state_dict(on_device(state["exchange"], device))
         self._updates.load_state_dict(on_device({name: state[name] for name in ("prediction", "guard")}, device))
         self._agreement.load_state_dict(on_device(state["agreement"], device))
         self._loss_scale.load_state_dict(state["loss_scale"])
         for entry in state["in_flight"]:
-            buffer = self._free_buffer()
-            torch._foreach_copy_(buffer.flats, entry["flats"])
-            now = time.perf_counter()
-            span = Span("communication", entry["iteration"], now, now)
-            arrived: Future[_Reduction] = Future()
-            comparison = Comparison(*entry["comparison"]) if entry["comparison"] else None
-            gathered_bytes = entry.get("gathered_bytes", 0)  # earlier versions had none
-            arrived.set_result(_Reduction(entry["finite"], [span], comparison, entry["norm"], gathered_bytes))
-            unapplied = Unapplied(on_device(entry["kept"], device), entry["hyperparameters"])
-            own_is_finite = functools.partial(bool, entry["own_is_finite"])
-            self._in_flight.append(
-                InFlight(entry["iteration"], buffer, unapplied, entry["scale"], own_is_finite, arrived)
-            )
+            self._in_flight.append(InFlight.of_state(entry, self._free_buffer(), device))
         self._predict()
 
     def fail(self, error: BaseException) -> None:
         """End every wait of this pipeline at once with ``error``, such as a failure of another rank. Thread-safe."""
-        self._thread.fail(error)
+        self._summing.thread.fail(error)
 
     def close(self) -> None:
         """Apply the gradients in flight, and end the communication thread and its connections. May be called twice.
@@ -704,22 +607,27 @@ class Pipelined(Strategy):
                 self._check_whole("close")
                 if self._in_flight:
                     self.flush()
-                # Another rank may come much later, and a process that exits while gloo waits for that rank is aborted.
-                failure = self._meet("close", self._wait_for_all).exception()
+                if not self._leaves_connections:
+                    # Another rank may come much later, and a process that exits while gloo waits for it is aborted.
+                    failure = self._meet("close", self._summing.wait_for_all).exception()
                 together = failure is None
         finally:
             self._closed = True
-            self._stop_watching()
+            self._summing.stop_watching()
             self._drop_in_flight()
             for hooks in (self._hooks, self._factor_hooks, self._leaving):
                 if hooks is not None:
                     hooks.remove()
-            # Peers may still read what this rank has sent them: the connections end when all have come to this point.
-            # Not a method: the thread, which this pipeline refers to, would keep the pipeline alive.
-            disconnect = functools.partial(_close, self._connections, self._replica)
-            self._thread.close(at_the_end=disconnect, within=None if together else CLOSE_SECONDS)
+            self._summing.close(together=together, disconnects=not self._leaves_connections)
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
+
+    def leave(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> Connections | None:
+        """Close, and leave the connections to a successor if they are of this all-reduce and as ``wanted``; see
+        ``Connections``. No gradient may be in flight. Collective, unless they are left."""
+        self._leaves_connections = self._summing.connections.are(all_reduce, wanted)
+        self.close()
+        return self._summing.connections if self._leaves_connections else None
 
     def __enter__(self) -> Self:
         return self
@@ -729,10 +637,6 @@ class Pipelined(Strategy):
     ) -> None:
         self._error = self._error or error
         self.close()
-
-    def _wait_for_all(self) -> None:
-        self._connections.wait_for_all()
-        self._replica.wait_for_all()
 
     def _drop_in_flight(self) -> None:
         self._updates.weights.restore()
@@ -749,7 +653,7 @@ class Pipelined(Strategy):
         self._outgoing = None
 
     def check_usable(self) -> None:
-        self._thread.check()
+        self._summing.thread.check()
         if self._half_done is not None:
             raise RunError(
                 f"{self._half_done} was interrupted halfway, so this rank's weights are no other rank's: "
@@ -780,22 +684,21 @@ class Pipelined(Strategy):
         """The ranks that exchange gradients and, with islands, the members of this rank's island."""
         return [self._ranks, *self._replica.members]
 
-    def _check_same_on_all_ranks(self) -> None:
-        parameters = trainable_parameters(self._optimizer)
+    def _check_same_on_all_ranks(self, cut: Cut) -> None:
         settings = self._settings | optimizer_settings(self._optimizer)
         described = {
-            "parameters": describe_parameters(self.module, parameters),
+            "parameters": describe_parameters(self.module, cut.parameters),
             "buffers": describe_buffers(self.module),
-            "bucket": [f"parameters {indices}" for indices in self._indices],
+            "bucket": [f"parameters {indices}" for indices in cut.indices],
         }
-        check_same_settings(self._ranks, settings, described | {"parameters": describe_shares(self.module, parameters)})
+        shares = describe_shares(self.module, cut.parameters)
+        check_same_settings(self._ranks, settings, described | {"parameters": shares})
         for ranks in self._replica.members:
             check_same_settings(ranks, settings, described)
 
     def _follow_parameters(self) -> None:
         """Train the optimizer's present parameters, if some were frozen, unfrozen or added. Collective in that case."""
-        identities = trainable_identities(self._optimizer)
-        if identities == self._identities:
+        if self._cut.is_present:
             return
         self._check_whole("requires_grad_ and add_param_group")
         if self._in_flight:
@@ -803,82 +706,57 @@ class Pipelined(Strategy):
                 "parameters must not be frozen, unfrozen or added while gradients are in flight; call flush() first"
             )
         self._meet("change of parameters", lambda: None).result()
-        new, exchanges, indices = self._ranks.raise_together("buckets", self._present_buckets)
+        new = self._ranks.raise_together("buckets", self._cut.again)
         try:
-            old = self._whole_buckets
-            self._parameters, self._exchanges, self._indices = new, exchanges, indices
-            self._identities = identities
-            self._check_same_on_all_ranks()
-            self._updates.follow(new)
-            self._replica.follow(new)
+            self._check_same_on_all_ranks(new)
+            self._updates.follow(new.parameters)
+            self._replica.follow(new.parameters)
             self._agreement.missed = []
-            self._begin_buckets(old)
+            self._begin(new)
             drop_gradients_of_frozen(self._optimizer)
             rank_0s = functools.partial(self._sum_over_ranks, "change of parameters")
-            share_rank_0s_values(nn.Module(), new, self._ranks.rank, rank_0s)
+            share_rank_0s_values(nn.Module(), new.parameters, self._ranks.rank, rank_0s)
         except BaseException as error:  # this rank has other parameters than the rest
             self.fail(error)
             raise
 
-    def _begin_buckets(self, old: Sequence[Sequence[Tensor]]) -> None:
-        """Exchange the present buckets from now on, where those of ``old`` were whole. Nothing is in flight."""
-        self._reducer.rearrange(old, self._whole_buckets)
-        self._connections.begin_buckets(len(self._indices))
-        self._factor_hooks.follow(self._exchanges.by_factors())  # before the hooks that let buckets leave
+    def _begin(self, cut: Cut) -> None:
+        """Exchange the buckets of ``cut`` from now on. Nothing is in flight."""
+        self._summing.reducer.rearrange(self._cut.whole_buckets, cut.whole_buckets)
+        self._cut = cut
+        self._summing.connections.begin_buckets(len(cut.indices))
+        self._factor_hooks.follow(cut.exchanges.by_factors())  # before the hooks that let buckets leave
         self._leaving.remove()
         self._leaving = self._watch()
         self._pool.clear()
         self._outgoing = None
         self.buffers_allocated = 0
 
-    def _present_buckets(self) -> tuple[list[Tensor], Exchanges, list[list[int]]]:
-        """Return the parameters that the optimizer trains now, their exchanges, and the indices of the parameters of
-        each bucket."""
-        parameters, exchanges = trainable_parameters(self._optimizer), self._exchanges.again()
-        if exchanges.reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
-            bucket_indices(self.module, parameters, self._cut, [exchanges.possible()])
-        return parameters, exchanges, bucket_indices(self.module, parameters, self._cut, exchanges.apart())
-
     def _choose_exchanges(self) -> None:
         """Choose, by the gradients in ``.grad``, how those are exchanged that are undecided. Collective if one is."""
-        undecided = self._exchanges.undecided(self._parameters)
+        undecided = self._cut.undecided
         if not undecided:
             return
         of_ranks = self._ranks.all_gather_object("sizes of gradients", [self._pieces(one) for one in undecided])
-        old, codec = self._whole_buckets, make_codec(self._codec_options)
+        codec, chosen = make_codec(self._codec_options), self._cut.exchanges.again()
         for parameter, counts in zip(undecided, zip(*of_ranks, strict=True), strict=True):
-            self._exchanges.choose(parameter, counts, codec, self._ranks.world_size)
-        _, self._exchanges, self._indices = self._present_buckets()
-        self._begin_buckets(old)
+            chosen.choose(parameter, counts, codec, self._ranks.world_size)
+        self._begin(self._cut.again(chosen.choices))
 
     def _pieces(self, parameter: Tensor) -> int | None:
         """Return the number of rows, or of rows of factors, of the gradient in ``.grad`` if any, or ``CANNOT``."""
         gradient = parameter.grad
         if gradient is None:
             return None
-        if self._exchanges.kinds[id(parameter)] == "rows":
+        if self._cut.exchanges.kinds[id(parameter)] == "rows":
             return len(rows_of(gradient.to_dense()))
         factors = self._factor_hooks.look(parameter)
         checked = checked_rows(gradient, factors, self._loss_scale.scale)
         return CANNOT if checked == NOT_THE_PRODUCT else len(factors)
 
-    def _check_dense(self, indices: Sequence[int]) -> None:
-        """Refuse sparse gradients of these parameters, except of embeddings that may be exchanged by rows."""
-        parameters = [self._parameters[index] for index in indices]
-        check_dense([one for one in parameters if self._exchanges.kinds.get(id(one)) != "rows"])
-
-    def _exchange_of(self, number: int) -> str:
-        """Return how the gradients of this bucket are exchanged."""
-        return self._exchanges.of(self._parameters[self._indices[number][0]])
-
-    @property
-    def _whole_buckets(self) -> list[list[Tensor]]:
-        """Parameters of the buckets whose gradients are exchanged whole."""
-        return [bucket for number, bucket in enumerate(self.buckets) if self._exchange_of(number) == "matrix"]
-
     def _watch(self) -> BackwardHooks:
         """Return hooks that let buckets leave during the backward pass, if the user has asked for buckets."""
-        watched = [] if self._in_turns or cut_of(self._cut) == WHOLE else self.buckets
+        watched = [] if self._in_turns or cut_of(self._cut.into) == WHOLE else self.buckets
         return BackwardHooks(watched, self._leave)
 
     def _free_buffer(self) -> BucketedBuffer:
@@ -886,12 +764,12 @@ class Pipelined(Strategy):
         if self._pool:
             return self._pool.pop()
         self.buffers_allocated += 1
-        return BucketedBuffer(self._parameters, self._indices)
+        return BucketedBuffer(self._parameters, self._cut.indices)
 
     def _meet(self, call: str, job: Callable[[], T]) -> Future[T]:
         """Have the communication thread do ``job`` after sending a header that says that this rank is at ``call``."""
         self._meeting = None  # a flush that was interrupted before this call is not resumed
-        return self._thread.submit(functools.partial(self._connections.run, call, self.iteration, job))
+        return self._summing.meet(call, self.iteration, job)
 
     def _next_outgoing(self) -> Outgoing:
         """Return the gradient of this iteration, some of whose buckets may have left."""
@@ -905,26 +783,24 @@ class Pipelined(Strategy):
         self.check_usable()
         # Only the first bucket asks: parameters do not change between the buckets of one backward pass.
         first = not self._leaving.left
-        if first and (
-            self._exchanges.undecided(self._parameters) or trainable_identities(self._optimizer) != self._identities
-        ):
+        if first and (self._cut.undecided or not self._cut.is_present):
             return False
-        self._check_dense(self._indices[self._leaving.left])
+        self._cut.check_dense(self._cut.indices[self._leaving.left])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             outgoing, number = self._next_outgoing(), self._leaving.left
             self._pack(outgoing, number)
-            self._meet("step", functools.partial(self._reduce, outgoing, number))
+            self._meet("step", self._mean_of(outgoing, number))
             self._leaving.left += 1
         return True
 
     def _pack(self, outgoing: Outgoing, number: int) -> None:
         """Move a bucket's gradients, divided by the loss scale, from ``.grad`` into its flat buffer."""
         begin = time.perf_counter()
-        indices, bucket = self._indices[number], outgoing.buffer.buckets[number]
+        indices, bucket = self._cut.indices[number], outgoing.buffer.buckets[number]
         parameters = [self._parameters[index] for index in indices]
         make_dense(parameters)
         outgoing.scale = self._loss_scale.divide(parameters)
-        if self._exchange_of(number) == "factors":
+        if self._cut.exchange_of(number) == "factors":
             outgoing.factors = [self._factor_hooks.look(parameter) for parameter in parameters]
         for index, gradient in zip(indices, pack_gradients(parameters, bucket), strict=True):
             outgoing.local[index] = gradient
@@ -941,11 +817,20 @@ class Pipelined(Strategy):
             unapplied = dataclasses.replace(unapplied, kept=[])  # it will cause no update
             own_is_finite = functools.partial(bool, False)
         outgoing.local = []
-        *early, last = [self._turn] if self._in_turns else range(self._leaving.left, len(self._indices))
-        self._turn = (last + 1) % len(self._indices)
+        *early, last = [self._turn] if self._in_turns else range(self._leaving.left, len(self._cut.indices))
+        self._turn = (last + 1) % len(self._cut.indices)
         for number in early:
-            self._meet("step", functools.partial(self._reduce, outgoing, number))
-        reduction = self._meet("step", functools.partial(self._reduce_last, outgoing, last, unapplied))
+            self._meet("step", self._mean_of(outgoing, number))
+        take_last_mean = functools.partial(
+            self._summing.take_last_mean,
+            outgoing,
+            last,
+            self._cut.exchange_of(last),
+            functools.partial(self._updates.compare, outgoing.buffer.views, unapplied),
+            looks=not self._keeps_own,
+            agreed_norm=self._updates.wants_norms,
+        )
+        reduction = self._meet("step", take_last_mean)
         self._outgoing = None  # before it is in flight, so that an interruption cannot leave the buffer in two places
         self._in_flight.append(
             InFlight(outgoing.iteration, outgoing.buffer, unapplied, outgoing.scale, own_is_finite, reduction)
@@ -958,38 +843,10 @@ class Pipelined(Strategy):
         """True if this rank's own gradients are kept until their mean has arrived, as they are at width 1."""
         return self._updates.keeps_gradients or self.width == 1
 
-    def _reduce(self, outgoing: Outgoing, number: int) -> None:
-        """Replace a bucket's gradients by their mean over the ranks, on the communication thread. Collective."""
-        with outgoing.summing():
-            self._take_mean(outgoing, number)
-
-    def _reduce_last(self, outgoing: Outgoing, number: int, unapplied: Unapplied) -> _Reduction:
-        """Do so with the last bucket, and report on the whole mean. Collective."""
-        with outgoing.summing():
-            self._take_mean(outgoing, number)
-            # Parts arrive in another order on every rank.
-            of_finite = sorted(norm for norm in outgoing.norms if norm is not None)
-            agreed, views = functools.partial(self._agreed_norm, outgoing.buffer), outgoing.buffer.views
-            own_norm = agreed if self._updates.wants_norms else functools.partial(math.hypot, *of_finite)
-            self._replica.begin(outgoing.iteration)
-            finite, norm = self._replica.finite_norm(len(of_finite) == len(outgoing.norms), own_norm, views)
-            comparison = self._updates.compare(views, unapplied)
-        return _Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
-
-    def _take_mean(self, outgoing: Outgoing, number: int) -> None:
-        bucket = outgoing.buffer.buckets[number]
-        if not self._keeps_own:  # here, during the computation, and not in the caller's thread
-            outgoing.own_finite.append(all_finite(bucket))
-
-        def look(part: Tensor) -> None:
-            outgoing.norms.append(finite_norm(part))
-
-        gathering = self._gathering.get(self._exchange_of(number))
-        if isinstance(gathering, FactorsReducer):
-            gathering.factors = outgoing.factors
-        mean_over_ranks(gathering or self._reducer, bucket, outgoing.iteration, self._ranks.world_size, look)
-        if gathering is not None:
-            outgoing.gathered_bytes += gathering.bytes_sent
+    def _mean_of(self, outgoing: Outgoing, number: int) -> Callable[[], None]:
+        """Return a job that takes the mean of a bucket that is not the last one."""
+        exchange, looks = self._cut.exchange_of(number), not self._keeps_own
+        return functools.partial(self._summing.take_mean, outgoing, number, exchange, looks=looks)
 
     def _apply_until(self, remaining: int) -> StepReport:
         """Apply the oldest gradients until only ``remaining`` are in flight, and predict with those."""
@@ -1072,15 +929,8 @@ class Pipelined(Strategy):
         finite = self._ranks.all_gather_object("finite gradients", own)
         return tuple(self._ranks.number(rank) for rank, own in enumerate(finite) if not own)
 
-    def _agreed_norm(self, buffer: BucketedBuffer) -> float:
-        """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""
-        norms = [torch.linalg.vector_norm(as_real(flat), dtype=torch.float64) for flat in buffer.flats]
-        total = torch.stack(norms).square().sum().reshape(1)
-        self._exact(total)
-        return math.sqrt(total.item() / self._ranks.world_size)
-
     def _predict(self) -> None:
         self._updates.predict([gradient.unapplied for gradient in self._in_flight], self._agreement)
 
     def _sum_over_ranks(self, call: str, buffer: FlatBuffer) -> None:
-        self._meet(call, lambda: sum_buffer(buffer, self._exact)).result()
+        self._meet(call, functools.partial(self._summing.sum_exactly, buffer)).result()

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 Choices = dict[str, Any]
@@ -16,8 +17,9 @@ TURN, LEAST_TURN = 12, 7
 """Most and fewest iterations that a candidate trains before it is the next one's turn."""
 UNTIMED = 2
 """Iterations that do not count after a change, in addition to those in which the pipeline fills."""
-SWAP = 2
-"""Iterations that a change of the configuration is estimated to take: a pipeline empties, and the next one fills."""
+SWAP = 2.0
+"""Iterations that a change of the configuration is estimated to take before one was timed: a pipeline empties, and the
+next one connects its ranks and fills."""
 LEAST_PASSES, PASSES = 2, 5
 """Fewest and most times that it is a candidate's turn, unless another one leads: A B C, C B A, and then those that are
 still about equally fast, in turns that are twice as long each time. They cost next to nothing, as they differ little.
@@ -164,7 +166,7 @@ class Audition:
         paces = [self._pace(choices, seconds) for choices in self.candidates]
         best = self._best(paces)
         turn = self.turn * 2 ** max(0, self.passes + 1 - LEAST_PASSES)
-        left = self._left(paces, best, turn)
+        left = self._left(paces, best, turn, elapsed)
         end = self.decision_at + len(left) * turn
         due = self.passes < LEAST_PASSES or end - self.begin <= LONGEST * (self.iterations - self.begin)
         if self.passes < PASSES and due and (len(left) > 1 or not _precise(paces[best])):
@@ -187,33 +189,38 @@ class Audition:
             cost=self._cost(paces[best], elapsed),
         )
 
-    def _left(self, paces: Sequence[Pace | None], best: int, turn: int) -> list[int]:
+    def _left(self, paces: Sequence[Pace | None], best: int, turn: int, elapsed: float | None) -> list[int]:
         """Return the numbers of the candidates that have a turn of this many iterations in the next pass.
 
-        They are those that may still be the fastest. After ``LEAST_PASSES`` their turns must also be paid for by what
-        is left of ``MOST_SHARE``; the slowest are left out until they are.
+        They are those that may still be the fastest. Their turns must be paid for by what is left of ``MOST_SHARE``;
+        the slowest are left out until they are.
         """
         left = [number for number, pace in enumerate(paces) if number == best or not _leads(paces[best], pace, LEADS)]
-        if self.passes < LEAST_PASSES:
-            return left
-        known = {number: pace.mean for number in left if (pace := paces[number]) is not None}
-        left = sorted(known, key=lambda number: (number != best, known[number])) or [best]
-        fastest = min((pace.mean for pace in paces if pace is not None), default=0.0)
-        most = MOST_SHARE * (self.iterations - self.begin) - self._spent(paces, fastest)
-        while len(left) > 1 and cost_of([known[number] for number in left], fastest, turn) > most:
+        if self.passes >= LEAST_PASSES:
+            left = [number for number in left if number == best or paces[number] is not None]
+        seconds = [guess if pace is None else pace.mean for pace, guess in zip(paces, self.predicted, strict=True)]
+        spent, swap = self._spent(seconds, elapsed)
+        most = MOST_SHARE * (self.iterations - self.begin) - spent
+        left.sort(key=lambda number: (number != best, seconds[number]))
+        while len(left) > 1 and cost_of([seconds[number] for number in left], min(seconds), turn, swap) > most:
             left.pop()
         return left
 
-    def _spent(self, paces: Sequence[Pace | None], fastest: float) -> float:
-        """Return what the present audition has cost so far, in iterations of the fastest candidate."""
-        turns = [(at, choices) for at, choices in self.turns if at >= self.begin]
-        spent = 0.0
-        for number, (at, choices) in enumerate(turns):
-            pace = paces[self.candidates.index(choices)]
-            end = turns[number + 1][0] if number + 1 < len(turns) else self.decision_at
-            spent += (end - at) * (pace.mean / fastest - 1) if pace is not None and fastest > 0 else 0.0
-            spent += SWAP if number > 0 and choices != turns[number - 1][1] else 0
-        return spent
+    def _spent(self, seconds: Sequence[float], elapsed: float | None) -> tuple[float, float]:
+        """Return what the present audition has cost so far, and what a change costs, in iterations of the fastest.
+
+        ``seconds`` are those of an iteration of each candidate. Without the time that has ``elapsed`` since the
+        audition began, a change is taken to cost ``SWAP``.
+        """
+        turns = [(at, self.candidates.index(choices)) for at, choices in self.turns if at >= self.begin]
+        ends = [at for at, _ in turns[1:]] + [self.decision_at]
+        fastest = min(seconds)
+        excess = sum((end - at) * (seconds[one] / fastest - 1) for (at, one), end in zip(turns, ends, strict=True))
+        swaps = sum(one != other for (_, one), (_, other) in pairwise(turns))
+        if elapsed is None or swaps == 0:
+            return excess + swaps * SWAP, SWAP
+        spent = max(0.0, elapsed / fastest - (self.decision_at - self.begin))
+        return spent, max(SWAP, (spent - excess) / swaps)
 
     def _cost(self, winner: Pace | None, elapsed: float | None) -> float | None:
         return None if winner is None or elapsed is None else elapsed - (self.decision_at - self.begin) * winner.mean
@@ -277,15 +284,15 @@ def turn_of(seconds: Sequence[float], iterations: int) -> int | None:
     return None
 
 
-def cost_of(seconds: Sequence[float], fastest: float, turn: int) -> float:
+def cost_of(seconds: Sequence[float], fastest: float, turn: int, swap: float = SWAP) -> float:
     """Return what a pass costs, in iterations of the fastest candidate: what slower ones take longer in their turns,
-    and the changes between them.
+    and the changes between them, each of which costs ``swap``.
 
     >>> round(cost_of([0.13, 0.12, 0.125], 0.12, 12), 3)
     5.5
     """
     excess = sum(one / fastest - 1 for one in seconds) if fastest > 0 else 0.0
-    return turn * excess + (len(seconds) - 1) * SWAP
+    return turn * excess + (len(seconds) - 1) * swap
 
 
 def _pass(

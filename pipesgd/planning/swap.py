@@ -9,7 +9,7 @@ from pipesgd.pipeline.pipelined import Pipelined
 from pipesgd.run.state import RunState
 
 
-def swap_strategy(state: RunState, make: Callable[[], Pipelined], *, same_codec: bool) -> None:
+def swap_strategy(state: RunState, make: Callable[[Pipelined], Pipelined], *, same_codec: bool) -> None:
     """Replace ``state.strategy`` by the one that ``make`` constructs on the same model and optimizer. Collective.
 
     Gradients in flight are applied first, so the new pipeline starts empty, from the weights that all ranks agree on.
@@ -18,8 +18,9 @@ def swap_strategy(state: RunState, make: Callable[[], Pipelined], *, same_codec:
 
     Args:
         state: the run, whose strategy is closed and replaced.
-        make: constructs the new strategy, without giving all ranks rank 0's values (``init_sync=False``): weights are
-            the same already, and buffers such as batch norm's statistics stay each rank's own.
+        make: constructs the new strategy as a successor of the old one, without giving all ranks rank 0's values
+            (``init_sync=False``): weights are the same already, and buffers such as batch norm's statistics stay each
+            rank's own.
         same_codec: True if both strategies encode gradients with the same options.
 
     Raises:
@@ -29,8 +30,7 @@ def swap_strategy(state: RunState, make: Callable[[], Pipelined], *, same_codec:
     assert isinstance(former, Pipelined)
     former.flush()
     kept = former.state_dict()
-    former.close()
-    pipeline = make()
+    pipeline = make(former)
     state.strategy = pipeline
     fresh = pipeline.state_dict()
     kept["buckets"] = fresh["buckets"]

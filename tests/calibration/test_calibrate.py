@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from _ranks import run_ranks
+from _ranks import run_module, run_ranks
 from matplotlib.figure import Figure
 
 from pipesgd.calibrate import calibrate
@@ -133,8 +133,15 @@ def test_every_all_reduce_and_the_servers_get_links_of_their_own(tmp_path: Path)
 
 def test_one_rank_is_told_at_once_that_there_is_no_network(tmp_path: Path) -> None:
     """The error comes before the measurement: otherwise the file would be missing when somebody plans with it."""
-    words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "cluster.toml"), "--seconds", "1000"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = run_module(
+        "pipesgd.calibrate",
+        "--out",
+        str(tmp_path / "cluster.toml"),
+        "--seconds",
+        "1000",
+        folder=tmp_path,
+        deadline=120.0,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: ranks must be at least 2, or there is no network to measure; got 1 "
@@ -199,8 +206,7 @@ def test_ranks_that_were_asked_different_things_say_so() -> None:
 
 
 def test_a_folder_that_is_not_there_ends_the_command_with_code_2_and_one_line(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pipesgd.calibrate", "--out", str(tmp_path / "none" / "cluster.toml")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = run_module("pipesgd.calibrate", "--out", str(tmp_path / "none" / "cluster.toml"), folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr == f"error: out must be in a folder to write to; got {tmp_path / 'none' / 'cluster.toml'}\n"
     assert done.stdout == ""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from _ranks import run_ranks
+from _ranks import run_module, run_ranks
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -27,7 +25,7 @@ from experiments.bench_all_reduce import (
     summarize,
     target_met,
 )
-from experiments.results import REPOSITORY, RESULTS, Row, load
+from experiments.results import RESULTS, Row, load
 from experiments.testbed.links import Link
 from pipesgd.codecs.options import CodecOptions
 from pipesgd.errors import UserInputError
@@ -150,8 +148,7 @@ def test_a_quick_run_on_a_testbed(tmp_path: Path) -> None:
     except testbed.InvalidInputError as failure:
         pytest.skip(str(failure))
     words = ["--quick", *RATE, "--world-sizes", "2", "--sizes", "4000", "--output", str(tmp_path)]
-    arguments = [sys.executable, "-m", "experiments.bench_all_reduce", *words]
-    done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module("experiments.bench_all_reduce", *words)
     assert done.returncode == 0, done.stderr
     rows = load(tmp_path / "bench_all_reduce_200mbit.csv")
     assert [(row["algorithm"], row["codec"]) for row in rows] == [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from _ranks import run_module
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -28,7 +27,7 @@ from experiments.bench_codecs import (
     torch_operations,
 )
 from experiments.paired import interleave_here
-from experiments.results import REPOSITORY, RESULTS, Row, load
+from experiments.results import RESULTS, Row, load
 from experiments.torch_codecs import TORCH_CODECS
 from pipesgd.codecs.make import make_codec
 from pipesgd.errors import UserInputError
@@ -166,8 +165,7 @@ def test_what_is_wrong_is_said_in_one_line(words: list[str], message: str, tmp_p
 
 def test_a_quick_run_leaves_its_files(tmp_path: Path) -> None:
     words = ["--quick", "--codecs", "bf16", "--rivals", "eager", "--output", str(tmp_path)]
-    arguments = [sys.executable, "-m", bench_codecs.__name__, *words]
-    done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module(bench_codecs.__name__, *words)
     assert done.returncode == 0, done.stderr
     assert "…" not in done.stdout  # everything fits
     rows = load(tmp_path / "bench_codecs.csv")

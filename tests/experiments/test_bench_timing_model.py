@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from _ranks import run_module
 
 from experiments.bench_timing_model import QUICK, ask, cases, parse
-from experiments.results import REPOSITORY, load
+from experiments.results import load
 from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_quick_run_has_a_row_for_every_case(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "experiments.bench_timing_model", "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module("experiments.bench_timing_model", "--quick", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = load(tmp_path / "bench_timing_model.csv")
     assert [row["case"] for row in rows] == [case.name for case in cases(**QUICK)]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from _kept_runs import check_refused
+from _ranks import run_module
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from experiments.codec_accuracy import APART, CODECS, Run, compute, parse, plan, plot, runs_in, summarize, verdict
 from experiments.contenders import config
-from experiments.results import REPOSITORY, RESULTS, Row, load
+from experiments.results import RESULTS, Row, load
 from pipesgd.cli import parse as parse_training
 
 pytestmark = pytest.mark.slow
@@ -139,27 +138,22 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
     check_refused(parse, words, message, tmp_path)
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-m", "experiments.codec_accuracy", *words]
-    return subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-
-
 def test_a_wrong_option_ends_the_command_with_code_2() -> None:
-    done = command("--seeds", "many")
+    done = run_module("experiments.codec_accuracy", "--seeds", "many")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --seeds: must be a whole number of at least 1; got 'many'\n"
 
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
     words = ["--quick", "--models", "digits", "--codecs", "fp32", "--output", str(tmp_path)]
-    done = command(*words)
+    done = run_module("experiments.codec_accuracy", *words)
     assert done.returncode == 0, done.stderr
     (row,) = load(tmp_path / "codec_accuracy.csv")
     assert row["accuracy_seed_0"] > 0.5
     assert row["bits_per_value"] == pytest.approx(32, rel=0.01)
     assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".json", ".png"}
     kept = (tmp_path / "codec_accuracy.runs.json").read_bytes()
-    done = command(*words)
+    done = run_module("experiments.codec_accuracy", *words)
     assert done.returncode == 0, done.stderr
     assert "1 of 1 runs are there" in done.stdout
     assert (tmp_path / "codec_accuracy.runs.json").read_bytes() == kept

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 from _obstacle import obstacle
+from _ranks import run_module
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -22,7 +21,7 @@ from experiments.cells import Cell, Cells, complete, order, read_run, undisturbe
 from experiments.compare_plan import EVALUATIONS, parse
 from experiments.contenders import CONTENDERS, THEANO_MPI, WORKLOADS, Contender
 from experiments.limits import Cluster, ring_limit, server_time, textbook_server_time
-from experiments.results import REPOSITORY, RESULTS, load
+from experiments.results import RESULTS, load
 from experiments.testbed.links import Link
 from experiments.testbed_jobs import WRAPPED_BY_TORCH, last_words
 from pipesgd.cli import HelpRequested
@@ -137,9 +136,7 @@ def test_full_results_need_rounds_and_are_safe_from_quick_runs() -> None:
 
 
 def test_a_wrong_option_ends_the_command_with_code_2_before_there_is_a_testbed(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "experiments.compare", "--rate", "0mbit", "--output", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_module("experiments.compare", "--rate", "0mbit", "--output", str(tmp_path), folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: rate must be above 0, e.g. 200mbit; got '0mbit'\n"
     assert list(tmp_path.iterdir()) == []
@@ -557,9 +554,7 @@ def test_runs_that_were_evaluated_once_are_bars_that_end_at_their_seconds() -> N
 
 
 def run_compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "experiments.compare", *DIGITS, "--output", "out", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return run_module("experiments.compare", *DIGITS, "--output", "out", *words, folder=folder)
 
 
 def test_a_real_comparison_measures_keeps_its_cells_and_says_what_failed(tmp_path: Path) -> None:

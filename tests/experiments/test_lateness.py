@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from _kept_runs import check_refused, ran
+from _ranks import run_module
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments.late_layers import late_layers, layers_of, not_in
 from experiments.lateness import ALONE, MEASURED, ONWARDS, SYNCHRONOUS, Planned, parse, plan, plot, summarize, tabulate
-from experiments.results import REPOSITORY, RESULTS, Row, load
+from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import simulate
 from experiments.simulation import SimulatedRanks
 from pipesgd.cli import parse as parse_training
@@ -181,8 +180,7 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
     words = ["--quick", "--workloads", "digits", "--processes", "1", "--output", str(tmp_path)]
-    command = [sys.executable, "-m", "experiments.lateness", *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module("experiments.lateness", *words)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     table = load(tmp_path / "lateness.csv")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from _kept_runs import check_refused, ran
+from _ranks import run_module
 from _runs import succeed
 from matplotlib.figure import Figure
 
@@ -28,7 +27,7 @@ from experiments.local_steps_accuracy import (
     summarize,
     tabulate,
 )
-from experiments.results import REPOSITORY, RESULTS, Row, load
+from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import Run, simulate
 from experiments.staleness_runs import WORKLOADS
 from pipesgd.cli import parse as parse_training
@@ -196,13 +195,13 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
 
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
-    options = ["--quick", "--workloads", "digits", "--output", str(tmp_path)]
-    words = [sys.executable, "-m", "experiments.local_steps_accuracy", *options, "--local-steps", "2"]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    options = ["--quick", "--workloads", "digits", "--processes", "1", "--output", str(tmp_path)]
+    words = ["experiments.local_steps_accuracy", *options, "--local-steps", "2"]
+    done = run_module(*words)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     assert "width 2, int4" in done.stdout
-    done = subprocess.run([*words, "4", "--finished"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module(*words, "4", "--finished")
     assert "9 of 17 runs are there" in done.stdout
     table = load(tmp_path / "local_steps_accuracy.csv")
     assert (len(table), {row["seed"] for row in table}) == (9, {0})

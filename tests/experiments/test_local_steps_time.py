@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 from _kept_runs import check_refused
 from _obstacle import obstacle
-from _ranks import run_ranks
+from _ranks import run_module, run_ranks
 from _runs import succeed
 from matplotlib.figure import Figure
 
@@ -41,7 +39,7 @@ from experiments.local_steps_time import (
     plot,
     tabulate,
 )
-from experiments.results import REPOSITORY, RESULTS, Row, load
+from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import Run, simulate
 from experiments.staleness_runs import WORKLOADS
 from experiments.timed_configurations import mean_iteration
@@ -265,11 +263,11 @@ def test_wrong_options_get_one_line(words: Sequence[str], message: str, tmp_path
 def test_a_short_run_is_kept_and_written(tmp_path: Path) -> None:
     if reason := obstacle():
         pytest.skip(reason)
-    words = [sys.executable, "-m", "experiments.local_steps_time", "--quick", "--output", str(tmp_path)]
-    done = subprocess.run([*words, "--finished"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    words = ["experiments.local_steps_time", "--quick", "--processes", "1", "--output", str(tmp_path)]
+    done = run_module(*words, "--finished")
     assert done.returncode == 2
     assert "--finished must find all seeds of synchronous training and a setting" in done.stderr
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module(*words)
     assert done.returncode == 0, done.stderr
     assert "bytes differ from the formula in 0 of 4 rows" in done.stdout
     table = load(tmp_path / "local_steps_time.csv")
@@ -281,6 +279,6 @@ def test_a_short_run_is_kept_and_written(tmp_path: Path) -> None:
     assert (tmp_path / "local_steps_time.png").stat().st_size > 0
     kept = {path.name: path.read_bytes() for path in tmp_path.glob("*s.json") if "manifest" not in path.name}
     assert set(kept) == {"local_steps_time.runs.json", "local_steps_time.settings.json"}
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module(*words)
     assert done.returncode == 0, done.stderr
     assert {name: (tmp_path / name).read_bytes() for name in kept} == kept, "something was made again"

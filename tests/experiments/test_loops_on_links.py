@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,8 @@ def _written(ranks: Ranks, folder: str) -> None:
     def loops(model: nn.Module, _: Ranks) -> dict[str, Loop]:
         return {"one": Plain(model), "two": Plain(model)}
 
-    measure(workload, loops, ranks, Effort(block=2, rounds=3), Path(folder))
+    blocks = count(1)
+    measure(workload, loops, ranks, Effort(block=2, rounds=3), Path(folder), {"block": lambda: lambda: next(blocks)})
 
 
 def _trained(ranks: Ranks) -> dict[str, list[float]]:
@@ -163,6 +165,8 @@ def test_rank_0_writes_the_times_of_every_round(tmp_path: Path) -> None:
     assert list(found) == ["one", "two"]
     assert all(len(one["seconds"]) == 3 and min(one["seconds"]) > 0 for one in found.values())
     assert all(one["cpu_share"] > 0 for one in found.values())
+    # The first of four rounds, each of two blocks in another order, warms up.
+    assert sorted(one["block"] for one in found.values()) == [5, 6]
 
 
 @pytest.mark.slow
@@ -182,3 +186,28 @@ def test_the_links_need_this_long_at_least() -> None:
     assert wire["DDP"] == wire["width 2, fp32"] == pytest.approx(0.4507, abs=1e-3)  # 2 * 3/4 * 7.18 MB at 200 Mbit/s
     assert wire["DDP, fp16"] == pytest.approx(wire["DDP"] / 2)
     assert wire["no communication"] == 0 < wire["width 2, int4"] < wire["width 1, int8"] < wire["DDP, fp16"]
+
+
+def test_a_cell_is_written_in_a_word() -> None:
+    cell = bench_accelerators.Cell.of("2x1gbit,25ms")
+    assert (cell.cluster.nodes, cell.cluster.link.rate, cell.accelerator) == (2, 1e9, "25ms")
+    assert bench_accelerators.Cell.of(bench_accelerators.CELLS[0]) == (bench_accelerators.CLUSTER, "75ms")
+
+
+def test_pipelines_are_judged_by_the_larger_of_wire_and_computation() -> None:
+    cluster = bench_accelerators.CLUSTER
+    wire = bench_accelerators.wire_seconds(cluster)
+    assert wire["width 2, int4"] < 0.08 < wire["width 2, int8"]
+    seconds = dict.fromkeys(wire, 1.0) | {
+        "no communication": 0.08,
+        "width 2, int8": 1.2 * wire["width 2, int8"],
+        "width 2, int4": 0.08 * 1.05,
+        "width 1, int4, buckets": 0.4,
+        "DDP, fp16": 1.0,
+    }
+    found = bench_accelerators.judge({name: {"seconds": [one] * 3} for name, one in seconds.items()}, cluster)
+    assert {name: (round(float(one["median"]), 6), one["verdict"]) for name, one in found.items()} == {
+        "width 2, int8 / limit of width 2, int8": (1.2, "MISSED"),
+        "width 2, int4 / limit of width 2, int4": (1.05, "met"),
+        "width 1, int4, buckets / DDP, fp16": (0.4, "met"),
+    }

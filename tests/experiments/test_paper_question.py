@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from _ranks import run_module
 from matplotlib.figure import Figure
 
 from experiments.paper_question import (
@@ -23,15 +22,14 @@ from experiments.paper_question import (
     plot,
     plot_third,
 )
-from experiments.results import REPOSITORY, load
+from experiments.results import load
 from pipesgd.errors import UserInputError
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_quick_run_answers_for_every_network_and_spread(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "experiments.paper_question", "--quick", "--output", str(tmp_path)]
-    done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module("experiments.paper_question", "--quick", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows, jitter = (load(tmp_path / f"{name}.csv") for name in ("paper_question", "paper_question_jitter"))
     assert len(rows) == len(WORKLOADS) * 3 * len(METHODS)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from _kept_runs import check_refused, ran
+from _ranks import run_module
 from matplotlib.figure import Figure
 
-from experiments.results import REPOSITORY, RESULTS, Row, load
+from experiments.results import RESULTS, Row, load
 from experiments.simulated_runs import compared_prediction
 from experiments.staleness import parse, stability, summarize, tabulate
 from experiments.staleness_figure import plot
@@ -193,33 +192,18 @@ def test_what_is_wrong_is_said_in_one_line(words: Sequence[str], message: str, t
 
 
 def test_runs_are_made_kept_and_written(tmp_path: Path) -> None:
-    words = [
-        "--quick",
-        "--workloads",
-        "digits",
-        "--optimizers",
-        "sgd",
-        "--methods",
-        "sync",
-        "eager",
-        "--multiples",
-        "1",
-    ]
-    arguments = [sys.executable, "-m", "experiments.staleness", *words, "--output", str(tmp_path)]
+    options = ["--quick", "--workloads", "digits", "--optimizers", "sgd", "--multiples", "1", "--processes", "1"]
+    command = ["experiments.staleness", *options, "--output", str(tmp_path)]
     for expected in ("eager", "2 of 2 runs are there"):
-        done = subprocess.run(arguments, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        done = run_module(*command, "--methods", "sync", "eager")
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
         assert "Warning" not in done.stderr
     assert [row["method"] for row in load(tmp_path / "staleness.csv")] == ["sync", "eager"]
-    arguments.append("--finished")
-    words = [word for word in arguments if word not in ("sync", "eager", "--methods")]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_module(*command, "--finished")
     assert f"2 of {len(METHODS)} runs are there" in done.stdout
     assert [row["method"] for row in load(tmp_path / "staleness.csv")] == ["sync", "eager"]
-    empty = subprocess.run(
-        [*words, "--output", str(tmp_path / "empty")], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    empty = run_module(*command, "--finished", "--output", str(tmp_path / "empty"))
     assert empty.returncode == 2
     assert "there is none yet" in empty.stderr
     assert load(tmp_path / "staleness_summary.csv")[1]["target"] in ("met", "MISSED")

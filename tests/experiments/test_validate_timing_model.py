@@ -211,10 +211,9 @@ def test_published_profiles_do_not_name_machines_and_folders(tmp_path: Path) -> 
     assert 'torch = "2"' in text
 
 
-def test_a_short_run_chooses_and_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_chooses_and_is_judged(tmp_path: Path) -> None:
     if reason := obstacle():
         pytest.skip(reason)
-    monkeypatch.setattr("experiments.validation_runs.ITERATIONS", 20)  # too few for an audition
     main(["--quick", "--output", str(tmp_path)], alone(), Console(quiet=True))
     tables = {f"validate_timing_model{of}{end}" for of in ("", "_auto") for end in (".csv", ".manifest.json", ".png")}
     assert {path.name for path in tmp_path.iterdir()} == {*tables, "validate_timing_model.runs.json"}

@@ -372,7 +372,7 @@ def _apart(ranks: Ranks, options: dict[str, Any]) -> list[tuple[str, int]]:
                 )
                 for group in groups
             ]
-            transports = [pipeline._connections.transport for pipeline in pipelines]
+            transports = [pipeline._summing.connections.transport for pipeline in pipelines]
             before = sum(transport.bytes_sent for transport in transports)
             announced = 0
             for iteration in range(ITERATIONS):
@@ -404,13 +404,13 @@ def _look_during_backward(ranks: Ranks) -> tuple[bool, list[str], int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reduced = threading.Event()
     with Pipelined(model, optimizer, width=1, buckets=3, ranks=ranks) as pipeline:
-        reduce = pipeline._reduce
+        take_mean = pipeline._summing.take_mean
 
-        def tell(outgoing: Any, number: int) -> None:
-            reduce(outgoing, number)
+        def tell(outgoing: Any, number: int, exchange: str, *, looks: bool) -> None:
+            take_mean(outgoing, number, exchange, looks=looks)
             reduced.set()
 
-        pipeline._reduce = tell  # type: ignore[method-assign]
+        pipeline._summing.take_mean = tell  # type: ignore[method-assign]
         seen = []
         model[0].weight.register_hook(lambda gradient: seen.append(reduced.wait(20.0)))
         model(torch.ones(1, 4)).sum().backward()
@@ -709,7 +709,7 @@ def test_the_plans_of_all_buckets_are_kept() -> None:
         for _ in range(2):
             sum(parameter.sum() for parameter in model).backward()
             pipeline.step()
-        assert len(pipeline._reducer._all_reduce._plans) == 30  # type: ignore[attr-defined]
+        assert len(pipeline._summing.reducer._all_reduce._plans) == 30  # type: ignore[attr-defined]
 
 
 def test_the_plans_of_all_buckets_are_kept_where_most_parameters_are_unfrozen_later() -> None:
@@ -722,4 +722,4 @@ def test_the_plans_of_all_buckets_are_kept_where_most_parameters_are_unfrozen_la
             pipeline.step()
             for parameter in model:
                 parameter.requires_grad_(True)
-        assert len(pipeline._reducer._all_reduce._plans) == 30  # type: ignore[attr-defined]
+        assert len(pipeline._summing.reducer._all_reduce._plans) == 30  # type: ignore[attr-defined]

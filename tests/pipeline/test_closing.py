@@ -124,7 +124,7 @@ def _fail_to_construct(ranks: Ranks) -> tuple[list[int], list[int]]:
         raise UserInputError("refused")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipesgd.pipeline.pipelined.make_reducer", refused)
+        patch.setattr("pipesgd.pipeline.summing.make_reducer", refused)
         for number in range(5):
             with pytest.raises(UserInputError, match="refused"):
                 _make(ranks)

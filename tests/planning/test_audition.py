@@ -130,6 +130,16 @@ def test_those_that_are_about_equally_fast_have_longer_and_longer_turns() -> Non
     assert [one["width"] for _, one in now.turns] == [1, 2, 3, 3, 2, 2, 3, 3, 2, 2, 3, 2]
 
 
+def test_changes_that_take_long_end_it_early() -> None:
+    """It may cost 1.2 s, of which two changes have taken ``lost``."""
+    for lost, left in ((0.1, 3), (0.7, 2), (1.1, 1)):
+        first = audition(0.13, 0.12, 0.125, iterations=1000, begin=0)
+        times = seconds(first, {1: 0.121, 2: 0.12, 3: 0.12}, noise=0.3)
+        elapsed = first.decision_at * 0.12 + lost
+        second = first.decided(times, again=False, elapsed=elapsed)
+        assert len(second.turns) == 3 + left, lost
+
+
 def test_a_winner_without_rivals_trains_on_until_its_time_is_known() -> None:
     for noise, passes in ((0.01, 1), (0.1, 5)):
         over = decide(audition(0.13, 0.12), {1: 1.0, 2: 0.12}, noise)

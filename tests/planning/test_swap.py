@@ -45,7 +45,7 @@ def _swapped(ranks: Ranks, before: dict[str, Any], after: dict[str, Any]) -> dic
     values = [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
     swap_strategy(
         state,
-        lambda: Pipelined(model, optimizer, init_sync=False, ranks=ranks, **after),
+        lambda former: Pipelined(model, optimizer, init_sync=False, ranks=ranks, successor_of=former, **after),
         same_codec=before["codec"] == after["codec"],
     )
     new = state.strategy
@@ -59,7 +59,8 @@ def _swapped(ranks: Ranks, before: dict[str, Any], after: dict[str, Any]) -> dic
     new.flush()
     new.close()
     return {
-        "replaced": new is not old,
+        "replaced": new is not old and old.closed,
+        "connections kept": new._summing.connections is old._summing.connections,
         "iteration": now["iteration"],
         "same": same,
         "left out": [one.tolist() for one in left_out],
@@ -92,6 +93,7 @@ def test_a_strategy_follows_another_one_with_what_it_knew(before: dict[str, Any]
     one, other = run_ranks(2, _swapped, before, after)
     for found in (one, other):
         assert found["replaced"]
+        assert found["connections kept"] == ("all_reduce" not in after)
         assert (found["iteration"], found["same"]) == (6, True)
         assert found["applied"] == (9 - (after["width"] - 1),)
         assert found["cosine"] == (before["width"] > 1 and "prediction" not in before)
@@ -119,7 +121,8 @@ def _residual_in_the_next_gradient(ranks: Ranks) -> tuple[list[float], list[floa
         model(batch).square().mean().backward()
         old.step()
     [residual] = old.state_dict()["exchange"]["residuals"]
-    swap_strategy(state, lambda: Pipelined(model, optimizer, width=1, init_sync=False, ranks=ranks), same_codec=False)
+    options: dict[str, Any] = {"width": 1, "init_sync": False, "ranks": ranks}
+    swap_strategy(state, lambda former: Pipelined(model, optimizer, successor_of=former, **options), same_codec=False)
     before = model.weight.detach().clone()
     model(inputs[3]).square().mean().backward()
     assert model.weight.grad is not None

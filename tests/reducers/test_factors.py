@@ -602,7 +602,7 @@ def _exactly(ranks: Ranks, options: dict[str, Any]) -> tuple[list[str], int, int
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5)
     hashes, counted = [], 0
     with Pipelined(model, optimizer, ranks=ranks, **options) as pipeline:
-        transport = pipeline._connections.transport
+        transport = pipeline._summing.connections.transport
         before = transport.bytes_sent
         for iteration in range(6):
             for micro_batch in range(2):

@@ -300,7 +300,7 @@ def _train(ranks: Ranks, *, integers_only: bool, sparse: bool = False, **options
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     hashes, counted = [], 0
     with Pipelined(model, optimizer, ranks=ranks, **options) as pipeline:
-        transport = pipeline._connections.transport
+        transport = pipeline._summing.connections.transport
         before = transport.bytes_sent
         for iteration in range(6):
             if integers_only:
@@ -525,7 +525,7 @@ def _chosen(ranks: Ranks, reduce: str, buckets: int) -> tuple[dict[str, str], li
     hashes, counted = [], 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Pipelined(model, optimizer, width=2, reduce=reduce, buckets=buckets, ranks=ranks) as pipeline:
-        transport = pipeline._connections.transport
+        transport = pipeline._summing.connections.transport
         before = transport.bytes_sent
         for iteration in range(4):
             _backward(model, ranks.rank, iteration)

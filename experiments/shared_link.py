@@ -1,0 +1,104 @@
+"""Training on a link that another program loads, with and without a limit of what training sends.
+
+    python -m experiments.shared_link            4 nodes at 200 Mbit/s: shared_link.csv, shared_link.png
+
+Another program on node 0 sends to node 1, by one TCP connection, as much as it can. The table has the time of an
+iteration, and the rate at which the other program's bytes arrive meanwhile; without communication, it has the link for
+itself. Accelerators are synthetic, as in bench_accelerators; loops_on_links.py says how the contenders are timed.
+"alone" is the time of an iteration of the same loops without another program, from a job of its own before.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments import command
+from experiments.bench_accelerators import ACCELERATOR, ALONE, CLUSTER, DDP, WORKLOAD, emulate
+from experiments.loops import Loop, Piped, Plain
+from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, summarize
+from experiments.other_traffic import Arrived, make_count
+from experiments.results import Row, save, save_panels
+from experiments.testbed import Testbed
+from pipesgd.ranks import Ranks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FULL, QUICK = Effort(block=16, rounds=8), Effort(block=2, rounds=1)
+PORT, COUNT_FILE = 39_000, "arrived"
+LIMIT = "50mbit"
+PIPELINES: dict[str, dict[str, Any]] = {
+    f"width {options['width']}, {options['codec']}{limited}": options | limit
+    for options in ({"width": 1, "codec": "int8", "buckets": 2}, {"width": 2, "codec": "int4"})
+    for limited, limit in (("", {}), (f", at most {LIMIT}", {"rate_limit": LIMIT}))
+}
+
+
+def make_loops(model: nn.Module, ranks: Ranks) -> dict[str, Loop]:
+    """Return every loop, each with a copy of ``model`` on an accelerator. Collective."""
+    return {
+        ALONE: Plain(emulate(model, ranks.rank)),
+        DDP: Plain(DistributedDataParallel(emulate(model, ranks.rank))),
+        **{name: Piped(emulate(model, ranks.rank), ranks, **options) for name, options in PIPELINES.items()},
+    }
+
+
+def start_other(testbed: Testbed, folder: Path) -> None:
+    """Start the other program on the first two nodes; its count is a file in ``folder``."""
+    make_count(folder / COUNT_FILE)
+    words = [sys.executable, "-m", "experiments.other_traffic"]
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    testbed.start(1, [*words, "receive", str(PORT), str(folder / COUNT_FILE)], **quiet)
+    testbed.start(0, [*words, "send", testbed.address(1), str(PORT)], **quiet)
+
+
+def plot_other(rows: list[Row], axes: Axes) -> Axes:
+    """Draw the rate of the other program next to every loop."""
+    order = rows[::-1]
+    bars = axes.barh([row["contender"] for row in order], [8e-6 * row["other_rate"] for row in order])
+    axes.bar_label(bars, fmt="%.0f", padding=3)
+    axes.set(title="other program", xlabel="its bytes that arrive (Mbit/s)")
+    axes.margins(x=0.12)
+    return axes
+
+
+def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
+    """Run the command: on a testbed, or, started by torchrun, as one of its ranks."""
+    options = command.parser("shared_link", __doc__)
+    arguments = ranks.raise_together("options", lambda: command.parse(options, words))
+    effort = QUICK if arguments.quick else FULL
+    if ranks.by_torchrun:
+        count = arguments.output / COUNT_FILE
+        meters = {"other_rate": Arrived(count).rate} if count.exists() else {}
+        measure(WORKLOAD, make_loops, ranks, effort, arguments.output, meters)
+        return
+    job = partial(on_testbed, "shared_link", ["--quick"] * arguments.quick, nodes=CLUSTER.nodes, link=CLUSTER.link)
+    alone, shared = job(), job(before=start_other)
+    title = f"{WORKLOAD.name} on accelerators of {ACCELERATOR}, {CLUSTER.describe()} (all emulated), next to a download"
+    without = {row["contender"]: row["median_s"] for row in summarize(alone, title, DDP)}
+    rows = [
+        {**row, "alone_s": without[row["contender"]], "other_rate": shared[row["contender"]]["other_rate"]}
+        for row in summarize(shared, title, DDP)
+    ]
+    save("shared_link", rows, extra={"accelerator": ACCELERATOR, "block": effort.block}, folder=arguments.output)
+    save_panels(
+        "shared_link", [partial(plot, rows), partial(plot_other, rows)], size=(11.0, 3.2), folder=arguments.output
+    )
+    show(rows, alone_s="alone, ms")
+    command.show(
+        "The other program",
+        [{"next to": row["contender"], "Mbit/s": f"{8e-6 * row['other_rate']:.0f}"} for row in rows],
+    )
+
+
+if __name__ == "__main__":
+    command.run(main)

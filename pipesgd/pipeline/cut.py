@@ -1,0 +1,82 @@
+"""The parameters that an optimizer trains now, cut into buckets, and how the gradients of each are exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from pipesgd.flat_buffer import check_dense
+from pipesgd.optim.step import trainable_identities, trainable_parameters
+from pipesgd.pipeline.buckets import bucket_indices
+from pipesgd.pipeline.exchanges import Exchanges
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Parameters in buckets; ``Cut.of`` makes one."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    into: str
+    """Number of buckets, or the largest size of one, as the user wrote it."""
+    parameters: list[Tensor]
+    """Parameters that the optimizer trains."""
+    exchanges: Exchanges
+    indices: list[list[int]]
+    """Indices of the parameters of each bucket, in the order in which the buckets leave."""
+    identities: list[int]
+    """``trainable_identities`` of the optimizer when this was made."""
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, into: str, exchanges: Exchanges) -> Self:
+        """Return the parameters that ``optimizer`` trains now in buckets, each of which has one kind of exchange.
+
+        Raises:
+            UserInputError: there is no parameter to train, or there are fewer than buckets.
+        """
+        parameters = trainable_parameters(optimizer)
+        if exchanges.reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
+            bucket_indices(model, parameters, into, [exchanges.possible()])
+        indices = bucket_indices(model, parameters, into, exchanges.apart())
+        return cls(model, optimizer, into, parameters, exchanges, indices, trainable_identities(optimizer))
+
+    def again(self, choices: Mapping[int, str] | None = None) -> Self:
+        """Return the parameters that are trained now, with the choices of exchanges made so far, or with ``choices``.
+
+        Raises:
+            UserInputError: as ``of``.
+        """
+        return self.of(self.model, self.optimizer, self.into, self.exchanges.again(choices))
+
+    @property
+    def buckets(self) -> list[list[Tensor]]:
+        """Parameters of each bucket, in the order in which the buckets leave."""
+        return [[self.parameters[index] for index in bucket] for bucket in self.indices]
+
+    @property
+    def whole_buckets(self) -> list[list[Tensor]]:
+        """Parameters of the buckets whose gradients are exchanged whole."""
+        return [bucket for number, bucket in enumerate(self.buckets) if self.exchange_of(number) == "matrix"]
+
+    @property
+    def undecided(self) -> list[Tensor]:
+        """Parameters whose exchange is still to be chosen."""
+        return self.exchanges.undecided(self.parameters)
+
+    def exchange_of(self, number: int) -> str:
+        """Return how the gradients of this bucket are exchanged."""
+        return self.exchanges.of(self.parameters[self.indices[number][0]])
+
+    def check_dense(self, indices: Sequence[int]) -> None:
+        """Refuse sparse gradients of these parameters, except of embeddings that may be exchanged by rows."""
+        parameters = [self.parameters[index] for index in indices]
+        check_dense([one for one in parameters if self.exchanges.kinds.get(id(one)) != "rows"])
+
+    @property
+    def is_present(self) -> bool:
+        """True if the optimizer still trains these parameters."""
+        return trainable_identities(self.optimizer) == self.identities

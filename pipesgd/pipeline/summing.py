@@ -1,0 +1,162 @@
+"""Sums over the ranks, computed by a thread of its own while the caller computes gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from pipesgd.codecs.options import CodecOptions
+from pipesgd.comm.connections import Connections
+from pipesgd.comm.thread import CLOSE_SECONDS, CommunicationThread
+from pipesgd.flat_buffer import BucketedBuffer, FlatBuffer, all_finite, finite_norm
+from pipesgd.pipeline.in_flight import Outgoing, Reduction
+from pipesgd.pipeline.islands import Replica
+from pipesgd.reducers.base import as_real, mean_over_ranks
+from pipesgd.reducers.factors import FactorsReducer
+from pipesgd.reducers.make import GATHERING, make_gathering_reducer, make_reducer
+from pipesgd.replicas import sum_buffer
+from pipesgd.strategy import Comparison
+
+T = TypeVar("T")
+
+
+class Summing:
+    """Means of gradients over the ranks, each bucket by its own exchange, and exact sums of anything else.
+
+    ``start`` must be called once before any sum. Sums are computed in the order in which they are asked for.
+
+    Args:
+        connections: connections to the ranks that have the same parameters.
+        replica: what the ranks that hold one replica of the model together have to add up among themselves.
+        device: device of the gradients.
+    """
+
+    def __init__(self, connections: Connections, replica: Replica, device: torch.device):
+        self.connections = connections
+        self._replica = replica
+        self._device = device
+        self.thread = CommunicationThread(device)
+        self._stop_watching: Callable[[], None] = lambda: None
+
+    def start(self, options: CodecOptions, *, reduce: str, seed: int) -> None:
+        """Make what sums: for whole gradients with the codec of these ``options``. Collective.
+
+        Raises:
+            CommunicationError: a rank was lost.
+            UserInputError: the codec cannot be made.
+        """
+        # Watch before making the reducer, in which a rank may wait long for others that compile a codec.
+        self._stop_watching = self.connections.ranks.watch(self.thread.fail)
+        self._replica.connect()
+        self.exact = self.connections.all_reduce()
+        self.reducer = make_reducer(options, self.connections, device=self._device.type, seed=seed)
+        kinds = [kind for kind in GATHERING if reduce in (kind, "auto")]
+        self._gathering = {kind: make_gathering_reducer(kind, self.connections) for kind in kinds}
+
+    def meet(self, call: str, iteration: int, job: Callable[[], T]) -> Future[T]:
+        """Have the thread do ``job`` after sending a header that says that this rank is at ``call``."""
+        return self.thread.submit(functools.partial(self.connections.run, call, iteration, job))
+
+    def sum_exactly(self, buffer: FlatBuffer) -> None:
+        """Replace the values of ``buffer`` by their sums over the ranks, uncompressed. Collective, on the thread."""
+        sum_buffer(buffer, self.exact)
+
+    def take_mean(self, outgoing: Outgoing, number: int, exchange: str, *, looks: bool) -> None:
+        """Replace a bucket's gradients by their mean over the ranks. Collective, on the thread.
+
+        Args:
+            outgoing: the gradient.
+            number: number of its bucket.
+            exchange: how the bucket is exchanged.
+            looks: whether to look if this rank's own gradients are finite: here, during the computation, and not in the
+                caller's thread.
+        """
+        with outgoing.summing():
+            self._take_mean(outgoing, number, exchange, looks=looks)
+
+    def take_last_mean(
+        self,
+        outgoing: Outgoing,
+        number: int,
+        exchange: str,
+        compare: Callable[[], Comparison | None],
+        *,
+        looks: bool,
+        agreed_norm: bool,
+    ) -> Reduction:
+        """Do so with the last bucket, and report on the whole mean. Collective, on the thread.
+
+        Args:
+            outgoing: the gradient.
+            number: number of its last bucket.
+            exchange: how the bucket is exchanged.
+            compare: function that compares the mean with this rank's guess.
+            looks: see ``take_mean``.
+            agreed_norm: whether the mean's norm must be the same bits on all ranks, whatever processors they have.
+        """
+        with outgoing.summing():
+            self._take_mean(outgoing, number, exchange, looks=looks)
+            # Parts arrive in another order on every rank.
+            of_finite = sorted(norm for norm in outgoing.norms if norm is not None)
+            own = functools.partial(math.hypot, *of_finite)
+            norm_of_mean = functools.partial(self._agreed_norm, outgoing.buffer) if agreed_norm else own
+            self._replica.begin(outgoing.iteration)
+            finite, norm = self._replica.finite_norm(
+                len(of_finite) == len(outgoing.norms), norm_of_mean, outgoing.buffer.views
+            )
+            comparison = compare()
+        return Reduction(finite, outgoing.sums, comparison, norm, outgoing.gathered_bytes)
+
+    def _take_mean(self, outgoing: Outgoing, number: int, exchange: str, *, looks: bool) -> None:
+        bucket = outgoing.buffer.buckets[number]
+        if looks:
+            outgoing.own_finite.append(all_finite(bucket))
+
+        def look(part: Tensor) -> None:
+            outgoing.norms.append(finite_norm(part))
+
+        gathering = self._gathering.get(exchange)
+        if isinstance(gathering, FactorsReducer):
+            gathering.factors = outgoing.factors
+        world_size = self.connections.ranks.world_size
+        mean_over_ranks(gathering or self.reducer, bucket, outgoing.iteration, world_size, look)
+        if gathering is not None:
+            outgoing.gathered_bytes += gathering.bytes_sent
+
+    def _agreed_norm(self, buffer: BucketedBuffer) -> float:
+        """Return the mean's norm, bit-identical on all ranks, whatever processors they have. Collective."""
+        norms = [torch.linalg.vector_norm(as_real(flat), dtype=torch.float64) for flat in buffer.flats]
+        total = torch.stack(norms).square().sum().reshape(1)
+        self.exact(total)
+        return math.sqrt(total.item() / self.connections.ranks.world_size)
+
+    def wait_for_all(self) -> None:
+        """Return when no rank has a message for another one any more. On the thread; see ``Connections``."""
+        self.connections.wait_for_all()
+        self._replica.wait_for_all()
+
+    def stop_watching(self) -> None:
+        """No longer fail when another rank does."""
+        self._stop_watching()
+
+    def close(self, *, together: bool, disconnects: bool = True) -> None:
+        """End the thread, and with it the connections, unless they are needed on.
+
+        With ``together``, all ranks have come to this point, and all sums are waited for.
+        """
+        # Peers may still read what this rank has sent them: the connections end when all have come to this point.
+        # Not a method: the thread would refer to what refers to it.
+        ended = [self.connections.close] if disconnects else []
+        at_the_end = functools.partial(_call_all, [*ended, self._replica.close])
+        self.thread.close(at_the_end=at_the_end, within=None if together else CLOSE_SECONDS)
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()

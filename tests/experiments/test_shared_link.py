@@ -1,0 +1,89 @@
+"""The other program on a shared link, and the loops that train next to it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from _ranks import run_ranks
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+from experiments import bench_accelerators, shared_link, testbed
+from experiments.other_traffic import Arrived, make_count, receive, send
+from pipesgd.ranks import Ranks
+
+
+def test_the_receiver_counts_what_arrives(tmp_path: Path) -> None:
+    path = tmp_path / "count"
+    make_count(path)
+    arrived = Arrived(path)
+    assert int(arrived) == 0
+    rate = arrived.rate()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    receiver = threading.Thread(target=receive, args=(port, path), daemon=True)
+    receiver.start()
+    while True:
+        try:
+            connection = socket.create_connection(("127.0.0.1", port))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    with connection:
+        connection.sendall(bytes(1_000_000))
+    receiver.join(20)
+    assert int(arrived) == 1_000_000
+    assert rate() > 0
+
+
+def test_the_sender_ends_with_its_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = threading.Thread(target=send, args=server.getsockname(), daemon=True)
+        sender.start()
+        connection, _ = server.accept()
+        with connection:
+            assert connection.recv(100) == bytes(100)
+    sender.join(20)
+    assert not sender.is_alive()
+
+
+@pytest.mark.slow
+def test_the_other_program_runs_between_two_nodes(tmp_path: Path) -> None:
+    with testbed.Testbed(nodes=2, link=testbed.Link(rate=50e6)) as bed:
+        shared_link.start_other(bed, tmp_path)
+        arrived = Arrived(tmp_path / shared_link.COUNT_FILE)
+        deadline = time.monotonic() + 20
+        while int(arrived) == 0 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert int(arrived) > 0
+
+
+def _trained(ranks: Ranks) -> dict[str, list[float]]:
+    """Return how far each loop moves the weights in an iteration."""
+    bench_accelerators.ACCELERATOR = "1ms"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    before = parameters_to_vector(model.parameters())
+    moved = {}
+    for name, loop in shared_link.make_loops(model, ranks).items():
+        loop.iterate(torch.zeros(4, 3), torch.tensor([0, 1, 1, 1]))
+        loop.flush()
+        loop.close()
+        moved[name] = (parameters_to_vector(loop.model.parameters()) - before).tolist()
+    return moved
+
+
+@pytest.mark.slow
+def test_every_loop_trains_and_half_of_the_pipelines_are_limited() -> None:
+    first, second = run_ranks(2, _trained)
+    exact = first[bench_accelerators.ALONE]
+    assert any(exact)
+    for name, moved in first.items():
+        assert moved == second[name] == pytest.approx(exact, abs=2e-6), name
+    limits = [options.get("rate_limit") for options in shared_link.PIPELINES.values()]
+    assert limits == [None, shared_link.LIMIT] * 2
