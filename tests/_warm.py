@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import importlib
 import sys
 import threading
@@ -23,6 +21,3 @@ parse(["--dataset", "digits"])  # tyro imports its parts when they are needed
 for codec in DENSE_CODECS:
     _compile(make_codec(CodecOptions(codec=codec), "cpu"), "cpu")
 assert threading.active_count() == 1, "a process with threads cannot be forked"
-gc.collect()
-gc.freeze()  # or each rank's first collection would copy the pages of all these objects
-atexit.register(gc.unfreeze)  # what is frozen counts as leaked in the end

@@ -153,9 +153,9 @@ def test_a_plan_that_does_not_fit_is_refused_in_one_line(text: str, message: str
 
 
 def test_a_number_of_members_that_does_not_divide_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserInputError, match="^out_channels of layer conv must be a multiple of the 3 members of an"):
+    with pytest.raises(UserInputError, match=r"^out_channels of layer conv must be a multiple of the 3 members of an"):
         read(tmp_path, CONV, members=3)
-    with pytest.raises(UserInputError, match="^groups of layer towers must be 1, or a multiple of the 8 members"):
+    with pytest.raises(UserInputError, match=r"^groups of layer towers must be 1, or a multiple of the 8 members"):
         read(tmp_path, 'layers.towers.style = "split-filters"', members=8)
 
 

@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from pipesgd import Pipelined, split_layers
+from pipesgd import CodecOptions, Pipelined, split_layers
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.shard_file import ShardFile
 
 pytestmark = pytest.mark.slow
 
-ITERATIONS = 4
+ITERATIONS = 3
 NAMES = ("islands", "data", "inside")
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -142,7 +142,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 def _train(ranks: Ranks, case: Case, folder: Path) -> dict[str, Any]:
     mesh = mesh_of((1, 2, 2) if case.fsdp else (2, 1, 2))
-    torch.manual_seed(ranks.rank)  # only the first rank's weights count
+    torch.manual_seed(0 if case.fsdp else ranks.rank)  # only the first rank's weights count, except for fully_shard
     model = case.make()
     split_layers(model, mesh["inside"], folder / f"{case.plan}.toml")
     if case.fsdp:
@@ -204,11 +204,13 @@ def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
 
 MEMORY: list[tuple[str, dict[str, Any], int]] = [
     # optimizer, options of Pipelined: how often the memory of a rank's share is held between two steps, as
-    # docs/method.md counts it; with predicted weights, once more.
+    # docs/method.md counts it by a copy of the optimizer; the last one is a residual.
     ("nesterov", {"width": 1}, 1 + 1 + 1),
-    ("nesterov", {"width": 2, "prediction": "none"}, 1 + 1 + 2),
-    ("adamw", {"width": 2, "prediction": "eager"}, 1 + 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1),
-    ("adamw", {"width": 2, "prediction": "eager", "codec": "int8"}, 1 + 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1 + 1),  # residual
+    (
+        "adamw",
+        {"width": 2, "prediction": "eager", "codec": CodecOptions(codec="int8", error_feedback="on")},
+        1 + 2 + 2 + 1 + 1 + 1 + 2 + 1 + 1,
+    ),
 ]
 NUMEL = 12_347
 """Number of values of a share, and of no other tensor."""
@@ -229,10 +231,11 @@ def _count_memory(ranks: Ranks, folder: Path) -> list[list[int]]:
         model = nn.Linear(2 * NUMEL, 1, bias=False)
         split_layers(model, mesh["inside"], folder / "memory.toml")
         with Pipelined(model, OPTIMIZERS[optimizer](model.parameters()), mesh=mesh, **options) as pipeline:
-            for iteration in range(5):
+            for iteration in range(3):
                 model(torch.full((3, 2 * NUMEL), float(iteration))).sum().backward()
                 pipeline.step()
-            found.append(_held())
+            if ranks.rank < 2:  # it takes a while to look at all objects
+                found.append(_held())
     return found
 
 
@@ -292,7 +295,7 @@ def test_int8_between_islands_stays_near_fp32(found: list[dict[str, Any]]) -> No
 def test_a_rank_has_its_share_in_memory_and_the_copies_of_it_that_the_documentation_counts(
     found: list[dict[str, Any]],
 ) -> None:
-    for of_rank in found:
+    for of_rank in found[:2]:
         assert of_rank["memory"] == [[copies, 0] for _, _, copies in MEMORY]
 
 
@@ -301,7 +304,7 @@ def test_what_cannot_be_split_is_refused_in_one_line(found: list[dict[str, Any]]
     for rank, of_rank in enumerate(said):
         assert of_rank["no mesh"] == "UserInputError: mesh must be a DeviceMesh of torch.distributed; got str"
         assert of_rank["whole mesh"] == (
-            "UserInputError: mesh must have one dimension, that of an island's members (mesh[\"inside\"]); got one of "
+            'UserInputError: mesh must have one dimension, that of an island\'s members (mesh["inside"]); got one of '
             "2 x 1 x 2 ranks"
         )
         assert of_rank["split"] == (

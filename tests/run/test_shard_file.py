@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from pipesgd import Pipelined, RunError, UserInputError
+from pipesgd import CodecOptions, Pipelined, RunError, UserInputError
 from pipesgd.ranks import Ranks
 from pipesgd.run.shard_file import ShardFile
 
@@ -69,6 +69,7 @@ class Member:
         return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in state.items()}
 
 
+RESIDUALS = CodecOptions(codec="int8", error_feedback="on")
 IN_FLIGHT: dict[str, Any] = {"width": 2, "prediction": "none"}
 
 
@@ -77,7 +78,7 @@ def _begin(ranks: Ranks, folder: Path) -> None:
     exact = Member(ranks, 2, **IN_FLIGHT)
     exact.train(range(3))
     exact.file(folder / "two").save()
-    coarse = Member(ranks, 2, momentum=0.0, width=1, codec="int8")
+    coarse = Member(ranks, 2, momentum=0.0, width=1, codec=RESIDUALS)
     coarse.train(range(3))
     coarse.file(folder / "coarse").save()
     for member in (exact, coarse):
@@ -91,9 +92,9 @@ def _continue_with_fewer(ranks: Ranks, folder: Path) -> dict[str, Any]:
     exact.train(range(3, 6))
     exact.file(folder / "one").save()
 
-    coarse = Member(ranks, 1, momentum=0.0, width=1, codec="int8")
+    coarse = Member(ranks, 1, momentum=0.0, width=1, codec=RESIDUALS)
     coarse.file(folder / "coarse").load()
-    with pytest.raises(UserInputError, match="^state_dict must follow the step that adds what other codecs left out"):
+    with pytest.raises(UserInputError, match=r"^state_dict must follow the step that adds what other codecs left out"):
         coarse.file(folder / "too early").save()
     before = coarse.parts()
     (0 * regress(coarse.model, coarse.batches[3][0])).backward()
