@@ -194,7 +194,7 @@ def reasons(rows: Iterable[Row]) -> list[str]:
     for row in rows:
         trained = f"{row['workload']}, {row['system']}"
         for name, why in (
-            (row["system"], row["not_predicted"] and f"not predicted, since {row['not_predicted']}"),
+            (row["system"], row["not_predicted"] and f"not predicted: {row['not_predicted']}"),
             (row["system"], row["not_measured"]),
             (trained, row["failures"]),
             (trained, row["not_reached"]),

@@ -354,7 +354,7 @@ def test_reasons_are_said_once() -> None:
     lines = table.reasons([*rows().values(), *rows().values()])
     assert len(set(lines)) == len(lines)
     assert "local: hidden share: nothing is exchanged" in lines
-    assert "theano-easgd: not predicted, since none" in lines
+    assert "theano-easgd: not predicted: none" in lines
     assert "mlp, theano-easgd: seed 0: diverged in iteration 3" in lines
     assert "mlp, ddp: seen to cross in 1 of 2 seeds" in lines
     assert not any(line.startswith("ddp: ") for line in lines)
