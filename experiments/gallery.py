@@ -37,6 +37,7 @@ from experiments import (
     local_steps_time,
     loops_on_links,
     paper_question,
+    shared_link,
     staleness_figure,
     theano_mpi,
     validate_timing_model,
@@ -105,6 +106,7 @@ DRAWN: dict[str, Draw] = {
     "local_steps_accuracy": local_steps_accuracy.draw,
     "local_steps_time": local_steps_time.draw,
     "paper_question": of_the_paper,
+    "shared_link": shared_link.draw,
     "staleness": staleness_figure.draw,
     "theano_mpi": theano_mpi.draw,
     "time_to_accuracy_": compared,
@@ -114,7 +116,7 @@ DRAWN: dict[str, Draw] = {
 WITHOUT = (
     *("bench_import", "bench_timing_model", "compare_commits", "encrypted_network", "faults", "fuzz", "kill_"),
     *("home_uplinks", "jitter", "lateness_summary", "local_steps_accuracy_summary", "paper_question_jitter"),
-    *("staleness_summary", "torch_ddp_tests", "tutorial"),
+    *("reduces", "staleness_summary", "systems_headlines", "torch_ddp_tests", "tutorial"),
 )
 """Results that have no figure, by the beginning of their names."""
 

@@ -28,6 +28,7 @@ from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, 
 from experiments.other_traffic import Arrived, make_count
 from experiments.results import Row, save, save_panels
 from experiments.testbed import Testbed
+from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ def plot_other(rows: list[Row], axes: Axes) -> Axes:
     return axes
 
 
+def draw(name: str, rows: list[Row], folder: Path) -> Path:
+    """Write the figure: the iterations, and the other program."""
+    return save_panels(name, [partial(plot, rows), partial(plot_other, rows)], size=(11.0, 3.2), folder=folder)
+
+
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command: on a testbed, or, started by torchrun, as one of its ranks."""
     options = command.parser("shared_link", __doc__)
@@ -83,6 +89,8 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         return
     job = partial(on_testbed, "shared_link", ["--quick"] * arguments.quick, nodes=CLUSTER.nodes, link=CLUSTER.link)
     alone, shared = job(), job(before=start_other)
+    if not all(one["other_rate"] > 0 for one in shared.values()):
+        raise RunError("the other program must send all the time; got blocks in which nothing arrived")
     title = f"{WORKLOAD.name} on accelerators of {ACCELERATOR}, {CLUSTER.describe()} (all emulated), next to a download"
     without = {row["contender"]: row["median_s"] for row in summarize(alone, title, DDP)}
     rows = [
@@ -90,9 +98,7 @@ def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
         for row in summarize(shared, title, DDP)
     ]
     save("shared_link", rows, extra={"accelerator": ACCELERATOR, "block": effort.block}, folder=arguments.output)
-    save_panels(
-        "shared_link", [partial(plot, rows), partial(plot_other, rows)], size=(11.0, 3.2), folder=arguments.output
-    )
+    draw("shared_link", rows, arguments.output)
     show(rows, alone_s="alone, ms")
     command.show(
         "The other program",

@@ -235,8 +235,9 @@ class Run:
         self._known_paces: dict[int, float] = {}
         """Seconds of iterations of an earlier attempt at this run, for an audition that it had begun."""
         self._drift: Drift | None = None
-        self._audition_began: float | None = None
-        """Time when the present audition began; None if it did in an earlier attempt at this run."""
+        self._changes: float | None = None
+        """Seconds that changes of the configuration have taken in the present audition; None if it began in an earlier
+        attempt at this run."""
         self._loading = LoadingTimes(workers=config.data.workers)
         self._blamed: set[int] = set()
         """Ranks whose gradients were not finite and that have been named in a warning."""
@@ -400,9 +401,9 @@ class Run:
             return
         if iteration >= self.planned.audition.decision_at:
             self.planned = self._decided(self.planned, self.planned.audition)
-        if self.planned.audition is not None and iteration == self.planned.audition.begin:
-            self._audition_began = time.perf_counter()
         self._swap_to(self.planned.at(iteration))
+        if self.planned.audition is not None and iteration == self.planned.audition.begin:
+            self._changes = 0.0
 
     def _decided(self, planned: Planned, audition: Audition) -> Planned:
         """Return the plan after rank 0's decision, which is recorded if it changes what trains. Collective."""
@@ -411,7 +412,10 @@ class Run:
         if ranks.rank == 0:
             paces = self._known_paces | dict(enumerate(self._paces, self.start))
             again = self._drift is not None and self._drift.contradicted
-            elapsed = None if self._audition_began is None else time.perf_counter() - self._audition_began
+            took = [paces.get(number) for number in range(audition.begin, audition.decision_at)]
+            elapsed = None
+            if self._changes is not None and None not in took:  # without evaluations and checkpoints
+                elapsed = sum(one for one in took if one is not None) + self._changes
             decided = planned.heard(audition.decided(paces, again=again, elapsed=elapsed)).as_json()
         found = Planned.from_json(ranks.all_gather_object("audition", decided)[0])
         if len(found.turns) > len(planned.turns):
@@ -432,6 +436,7 @@ class Run:
         job, config = self.job, self.config.with_choices(choices)
         same_codec = config.compression == self.config.compression
         self.config, self._choices = config, choices
+        begin = time.perf_counter()
         swap_strategy(
             self.state,
             lambda former: make_pipeline(
@@ -440,6 +445,8 @@ class Run:
             same_codec=same_codec,
         )
         self._last = time.perf_counter()
+        if self._changes is not None:
+            self._changes += self._last - begin
 
     def _evaluate(self) -> Evaluation:
         job = self.job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -38,19 +39,26 @@ class Cut:
         Raises:
             UserInputError: there is no parameter to train, or there are fewer than buckets.
         """
-        parameters = trainable_parameters(optimizer)
-        if exchanges.reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
-            bucket_indices(model, parameters, into, [exchanges.possible()])
-        indices = bucket_indices(model, parameters, into, exchanges.apart())
-        return cls(model, optimizer, into, parameters, exchanges, indices, trainable_identities(optimizer))
+        parameters, identities = trainable_parameters(optimizer), trainable_identities(optimizer)
+        return cls(model, optimizer, into, parameters, exchanges, [], identities)._in_buckets()
 
-    def again(self, choices: Mapping[int, str] | None = None) -> Self:
-        """Return the parameters that are trained now, with the choices of exchanges made so far, or with ``choices``.
+    def again(self) -> Self:
+        """Return the parameters that are trained now, with the choices of exchanges made so far.
 
         Raises:
             UserInputError: as ``of``.
         """
-        return self.of(self.model, self.optimizer, self.into, self.exchanges.again(choices))
+        return self.of(self.model, self.optimizer, self.into, self.exchanges.again())
+
+    def with_choices(self, choices: Mapping[int, str]) -> Self:
+        """Return the same parameters with these choices of exchanges."""
+        return dataclasses.replace(self, exchanges=self.exchanges.again(choices))._in_buckets()
+
+    def _in_buckets(self) -> Self:
+        if self.exchanges.reduce == "auto":  # refuse buckets that would be too many, whatever is chosen
+            bucket_indices(self.model, self.parameters, self.into, [self.exchanges.possible()])
+        indices = bucket_indices(self.model, self.parameters, self.into, self.exchanges.apart())
+        return dataclasses.replace(self, indices=indices)
 
     @property
     def buckets(self) -> list[list[Tensor]]:

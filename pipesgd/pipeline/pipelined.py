@@ -171,9 +171,10 @@ class Pipelined(Strategy):
         process_group: the group of torch.distributed whose ranks train this model together; the job's other ranks may
             train another one at the same time. By default torch's default group, which is started from torchrun's
             variables if there is none yet. Messages name ranks by their numbers in the default group.
-        successor_of: a pipeline of the same model, optimizer and ranks, which is closed, and whose connections are used
-            on if the all-reduce and its options are the same. What ranks compared for it is not compared again: only
-            auditions, whose options are rank 0's, have a use for that.
+        successor_of: an open pipeline of the same model, optimizer and ranks without gradients in flight. The
+            constructor closes it, and uses its connections if the all-reduce and its options are the same. What ranks
+            compared for it is not compared again: only auditions, whose options are rank 0's, have a use for that.
+            Refused with a mesh.
         mesh: a device mesh of torch.distributed whose first dimension is the one between islands; the parameters are
             DTensors, split over the other dimensions. Each rank exchanges its shards with the ranks that have the same
             place in other islands (``pipesgd.pipeline.islands``). topk, powersgd, rows, ``allow_drift``, ``ranks``,
@@ -245,6 +246,7 @@ class Pipelined(Strategy):
                 f"reduce {reduce}": reduce != "matrix",
                 "allow_drift": allow_drift,
                 "ranks or process_group": ranks is not None or process_group is not None,
+                "successor_of": successor_of is not None,
             },
         )
         check_eligible(reduce, model, self._parameters)
@@ -573,7 +575,7 @@ class Pipelined(Strategy):
             self._pool.append(self._in_flight.popleft().buffer)
         if self._cut.exchanges.reduce == "auto":
             chosen = zip(held_parameters(self._optimizer), state["choices"], strict=True)
-            self._begin(self._cut.again({id(one): exchange for one, exchange in chosen if exchange is not None}))
+            self._begin(self._cut.with_choices({id(one): how for one, how in chosen if how is not None}))
         self.iteration, self._turn = state["iteration"], state.get("turn", 0)  # earlier versions had none
         device = self._parameters[0].device
         self._summing.reducer.load_state_dict(on_device(state["exchange"], device))
@@ -618,13 +620,19 @@ class Pipelined(Strategy):
             for hooks in (self._hooks, self._factor_hooks, self._leaving):
                 if hooks is not None:
                     hooks.remove()
-            self._summing.close(together=together, disconnects=not self._leaves_connections)
+            self._summing.close(together=together, disconnects=not (self._leaves_connections and together))
         if isinstance(failure, OutOfStepError):  # all gradients are applied, so nobody misses a rank that is lost now
             raise failure
 
     def leave(self, all_reduce: str | Algorithm, wanted: Mapping[str, Any]) -> Connections | None:
-        """Close, and leave the connections to a successor if they are of this all-reduce and as ``wanted``; see
-        ``Connections``. No gradient may be in flight. Collective, unless they are left."""
+        """Close, and leave the connections to a successor if they are of this all-reduce and as ``wanted``.
+
+        They are then neither closed nor waited for: the successor's messages follow those of this pipeline. For
+        ``wanted`` see ``Connections``. No gradient may be in flight.
+
+        Raises the errors of ``close``, and ``UserInputError`` if the pipeline was closed before.
+        """
+        self.check_usable()
         self._leaves_connections = self._summing.connections.are(all_reduce, wanted)
         self.close()
         return self._summing.connections if self._leaves_connections else None
@@ -741,7 +749,7 @@ class Pipelined(Strategy):
         codec, chosen = make_codec(self._codec_options), self._cut.exchanges.again()
         for parameter, counts in zip(undecided, zip(*of_ranks, strict=True), strict=True):
             chosen.choose(parameter, counts, codec, self._ranks.world_size)
-        self._begin(self._cut.again(chosen.choices))
+        self._begin(self._cut.with_choices(chosen.choices))
 
     def _pieces(self, parameter: Tensor) -> int | None:
         """Return the number of rows, or of rows of factors, of the gradient in ``.grad`` if any, or ``CANNOT``."""

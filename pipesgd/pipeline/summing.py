@@ -90,7 +90,7 @@ class Summing:
         looks: bool,
         agreed_norm: bool,
     ) -> Reduction:
-        """Do so with the last bucket, and report on the whole mean. Collective, on the thread.
+        """Take the mean of a gradient's last bucket, and report on the whole mean. Collective, on the thread.
 
         Args:
             outgoing: the gradient.
@@ -146,7 +146,7 @@ class Summing:
         self._stop_watching()
 
     def close(self, *, together: bool, disconnects: bool = True) -> None:
-        """End the thread, and with it the connections, unless they are needed on.
+        """End the thread, and with it the connections, unless a successor needs them.
 
         With ``together``, all ranks have come to this point, and all sums are waited for.
         """

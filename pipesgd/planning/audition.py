@@ -22,8 +22,8 @@ SWAP = 2.0
 next one connects its ranks and fills."""
 LEAST_PASSES, PASSES = 2, 5
 """Fewest and most times that it is a candidate's turn, unless another one leads: A B C, C B A, and then those that are
-still about equally fast, in turns that are twice as long each time. They cost next to nothing, as they differ little.
-"""
+still about equally fast, in turns that are twice as long each time: they differ little, so these cost little but for
+the changes."""
 MOST_SHARE = 0.01
 """Most that an audition may add to the run, as a share of the iterations left."""
 LONGEST = 0.25
@@ -159,7 +159,7 @@ class Audition:
         Args:
             seconds: time of each iteration, as far as known.
             again: whether the iterations after an audition that is over have contradicted it.
-            elapsed: seconds since the present audition began, if known.
+            elapsed: seconds that the iterations of the present audition and the changes between them took, if known.
         """
         if self.over:
             return self._begun_again() if again else self._looking_later()
@@ -198,23 +198,25 @@ class Audition:
         left = [number for number, pace in enumerate(paces) if number == best or not _leads(paces[best], pace, LEADS)]
         if self.passes >= LEAST_PASSES:
             left = [number for number in left if number == best or paces[number] is not None]
+        fastest = min([pace.mean for pace in paces if pace is not None] or self.predicted)
+        if fastest <= 0:
+            return left
         seconds = [guess if pace is None else pace.mean for pace, guess in zip(paces, self.predicted, strict=True)]
-        spent, swap = self._spent(seconds, elapsed)
+        spent, swap = self._spent(seconds, fastest, elapsed)
         most = MOST_SHARE * (self.iterations - self.begin) - spent
         left.sort(key=lambda number: (number != best, seconds[number]))
-        while len(left) > 1 and cost_of([seconds[number] for number in left], min(seconds), turn, swap) > most:
+        while len(left) > 1 and cost_of([seconds[number] for number in left], fastest, turn, swap) > most:
             left.pop()
         return left
 
-    def _spent(self, seconds: Sequence[float], elapsed: float | None) -> tuple[float, float]:
+    def _spent(self, seconds: Sequence[float], fastest: float, elapsed: float | None) -> tuple[float, float]:
         """Return what the present audition has cost so far, and what a change costs, in iterations of the fastest.
 
-        ``seconds`` are those of an iteration of each candidate. Without the time that has ``elapsed`` since the
-        audition began, a change is taken to cost ``SWAP``.
+        ``seconds`` are those of an iteration of each candidate, and ``elapsed`` those that the audition has taken:
+        without them, a change is taken to cost ``SWAP``.
         """
         turns = [(at, self.candidates.index(choices)) for at, choices in self.turns if at >= self.begin]
         ends = [at for at, _ in turns[1:]] + [self.decision_at]
-        fastest = min(seconds)
         excess = sum((end - at) * (seconds[one] / fastest - 1) for (at, one), end in zip(turns, ends, strict=True))
         swaps = sum(one != other for (_, one), (_, other) in pairwise(turns))
         if elapsed is None or swaps == 0:
@@ -273,8 +275,8 @@ def turn_of(seconds: Sequence[float], iterations: int) -> int | None:
 
     None if its first ``LEAST_PASSES`` would cost more than ``MOST_SHARE`` of ``iterations``.
 
-    >>> turn_of([0.2, 0.12, 0.125], 1500), turn_of([0.2, 0.12, 0.125], 2000)
-    (None, 8)
+    >>> turn_of([0.2, 0.12, 0.125], 2000), turn_of([0.2, 0.12, 0.125], 2500)
+    (None, 9)
     >>> turn_of([0.13, 0.12, 0.125], 2000), turn_of([0.2, 0.12, 0.125], 5000)
     (12, 12)
     """
@@ -286,13 +288,13 @@ def turn_of(seconds: Sequence[float], iterations: int) -> int | None:
 
 def cost_of(seconds: Sequence[float], fastest: float, turn: int, swap: float = SWAP) -> float:
     """Return what a pass costs, in iterations of the fastest candidate: what slower ones take longer in their turns,
-    and the changes between them, each of which costs ``swap``.
+    and a change for each of them, which costs ``swap``.
 
     >>> round(cost_of([0.13, 0.12, 0.125], 0.12, 12), 3)
-    5.5
+    7.5
     """
     excess = sum(one / fastest - 1 for one in seconds) if fastest > 0 else 0.0
-    return turn * excess + (len(seconds) - 1) * swap
+    return turn * excess + len(seconds) * swap
 
 
 def _pass(

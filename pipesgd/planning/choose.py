@@ -220,7 +220,8 @@ def audition(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: in
     codec or all-reduce if the width is given; None if there are no two, or the run is too short.
 
     Errors of predictions are common to a width, so the best of each is worth more than the first few. The simplest is
-    among them since a tie is a matter of predictions, in which all that is hidden takes the same time.
+    among them since a tie is a matter of predictions, in which all that is hidden takes the same time. The plan's own
+    choice always is.
     """
     kind = next((name for name in ("width", "codec", "all-reduce") if name in auto), None)
     if kind is None:
@@ -233,7 +234,8 @@ def audition(found: Plan, answer: Answer, auto: Sequence[str], *, iterations: in
         fastest.setdefault(options_of(one.job)[kind], one)
     best = {id(one): one for one in (*simplest.values(), *fastest.values())}.values()
     could = [one for one in best if predict(one.job, extrapolate=True).low <= answer.high]
-    candidates = sorted(sorted(could, key=lambda one: one.score)[:MOST_CANDIDATES], key=lambda one: simplicity(one.job))
+    could.sort(key=lambda one: (one is not found.best, one.score))
+    candidates = sorted(could[:MOST_CANDIDATES], key=lambda one: simplicity(one.job))
     if all(one.job.measured is not None for one in candidates):
         return None  # an earlier audition has answered the question
     predicted = [one.iteration.total for one in candidates]

@@ -25,6 +25,7 @@ from pipesgd.calibration.sweep import Cell
 from pipesgd.cli import HelpRequested, parse_as
 from pipesgd.config import TrainConfig
 from pipesgd.errors import DisagreementError, UserInputError
+from pipesgd.planning.choose import MOST_CANDIDATES
 from pipesgd.ranks import Ranks
 from pipesgd.run.console import screen
 from timing_model import all_reduce_time
@@ -86,7 +87,8 @@ def test_an_audition_measures_the_configurations_that_a_plan_compares(tmp_path: 
     profile = Profile.load(out)
     [compute] = profile.compute
     assert text.count("audition: --width ") == len(compute.measured) > 0
-    assert len({one.width for one in compute.measured}) == len(compute.measured)
+    measured = {(one.width, one.codec, one.all_reduce) for one in compute.measured}
+    assert 1 < len(measured) == len(compute.measured) <= MOST_CANDIDATES
     for one in compute.measured:
         assert one.iteration.low < one.iteration.value < one.iteration.high
         job = Job(

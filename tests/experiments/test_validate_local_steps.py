@@ -58,7 +58,7 @@ def test_every_pass_has_some_windows_and_some_iterations() -> None:
 def test_each_row_has_the_times_of_its_own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The second pass runs in reverse order; the median of the passes counts."""
 
-    def run(testbed: object, words: str, folder: Path) -> None:
+    def run(testbed: object, words: str, folder: Path, *, deadline: float) -> None:
         plan_file, times_file = map(Path, words.split()[1:])
         passes = json.loads(plan_file.read_text("utf-8"))
         assert len(passes) == PASSES

@@ -131,9 +131,9 @@ def test_those_that_are_about_equally_fast_have_longer_and_longer_turns() -> Non
 
 
 def test_changes_that_take_long_end_it_early() -> None:
-    """It may cost 1.2 s, of which two changes have taken ``lost``."""
-    for lost, left in ((0.1, 3), (0.7, 2), (1.1, 1)):
-        first = audition(0.13, 0.12, 0.125, iterations=1000, begin=0)
+    """It may cost 2.4 s, of which two changes have taken ``lost``."""
+    for lost, left in ((0.1, 3), (1.0, 2), (2.3, 1)):
+        first = audition(0.13, 0.12, 0.125, iterations=2000)
         times = seconds(first, {1: 0.121, 2: 0.12, 3: 0.12}, noise=0.3)
         elapsed = first.decision_at * 0.12 + lost
         second = first.decided(times, again=False, elapsed=elapsed)
@@ -153,7 +153,7 @@ def test_a_winner_without_rivals_trains_on_until_its_time_is_known() -> None:
 
 @given(
     st.lists(st.floats(0.1, 1), min_size=3, max_size=3),
-    st.floats(0, 0.5),
+    st.floats(0, 0.05),
     st.integers(500, 20_000),
 )
 def test_further_passes_are_paid_for_and_short(means: list[float], noise: float, iterations: int) -> None:
@@ -168,12 +168,13 @@ def test_further_passes_are_paid_for_and_short(means: list[float], noise: float,
             assert now.decision_at <= LONGEST * iterations
             widths = [one["width"] for at, one in now.turns if at >= before.decision_at]
             swaps = sum(one["width"] != other["width"] for (_, one), (_, other) in pairwise(now.turns))
+            fastest = min(times[one["width"]] for one in now.candidates)
             excess = sum(
-                (end - at) * (times[one["width"]] / min(means) - 1)
+                (end - at) * (times[one["width"]] / fastest - 1)
                 for (at, one), (end, _) in pairwise([*now.turns, (now.decision_at, {})])
             )
             if len(widths) > 1:
-                assert swaps * SWAP + excess <= 1.1 * MOST_SHARE * iterations + 1
+                assert swaps * SWAP + excess <= MOST_SHARE * iterations + 0.02 * now.decision_at  # means are so exact
 
 
 def test_a_candidate_without_a_time_is_neither_out_nor_chosen() -> None:
@@ -234,7 +235,7 @@ def test_it_costs_no_more_than_its_share_of_the_run(predicted: list[float], iter
     if turn is not None:
         assert LEAST_TURN <= turn <= TURN
         excess = LEAST_PASSES * turn * (sum(predicted) - len(predicted) * min(predicted))
-        swaps = LEAST_PASSES * (len(predicted) - 1) * SWAP * min(predicted)
+        swaps = LEAST_PASSES * len(predicted) * SWAP * min(predicted)
         assert excess + swaps <= 1.000001 * MOST_SHARE * iterations * min(predicted)
 
 

@@ -14,6 +14,7 @@ from pipesgd.cli import parse
 from pipesgd.config import TrainConfig
 from pipesgd.errors import UserInputError
 from pipesgd.pipeline.buckets import bucket_indices
+from pipesgd.planning import choose as choose_options
 from pipesgd.planning.choose import space_of
 from pipesgd.planning.planned import choices_of
 from tests.timing_model._profiles import MLP, PROFILE, rates
@@ -125,6 +126,16 @@ def test_the_simplest_and_the_fastest_of_each_width_are_auditioned(
     assert (planned.choices["width"], planned.choices["codec"]) == chosen
     assert planned.audition is not None
     assert [(one["width"], one["codec"]) for one in planned.audition.candidates] == candidates
+
+
+def test_the_plans_own_choice_is_always_auditioned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_options, "MOST_CANDIDATES", 2)
+    bits = {"bf16": 16.0, "int8": 8.25, "int4": 4.25}
+    codecs = {name: CodecProfile(bits=one, call=Estimate.exact(0.0), rates=rates(0.0)) for name, one in bits.items()}
+    profile = cluster(dataclasses.replace(SLOW, beta=0.03 * SLOW.beta), codecs=codecs)
+    planned = choose(profile, "--width auto --codec auto", iterations=100_000)
+    assert planned.audition is not None
+    assert [(one["width"], one["codec"]) for one in planned.audition.candidates] == [(2, "fp32"), (2, "int4")]
 
 
 def test_a_width_that_gains_less_than_three_percent_is_not_chosen() -> None:
