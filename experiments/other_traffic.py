@@ -56,15 +56,18 @@ def receive(port: int, path: Path) -> None:
                 COUNT.pack_into(count, 0, arrived)
 
 
-def send(address: str, port: int) -> None:
-    """Connect to a receiver, which may start later, and send to it until the connection ends."""
-    piece = bytes(PIECE)
+def connect(address: str, port: int) -> socket.socket:
+    """Return a connection to a receiver, which may start later: until then, it is tried again and again."""
     while True:
         with contextlib.suppress(ConnectionRefusedError):
-            connection = socket.create_connection((address, port))
-            break
+            return socket.create_connection((address, port))
         time.sleep(RETRY_SECONDS)
-    with connection, contextlib.suppress(ConnectionError):
+
+
+def send(address: str, port: int) -> None:
+    """Send to a receiver until the connection ends."""
+    piece = bytes(PIECE)
+    with connect(address, port) as connection, contextlib.suppress(ConnectionError):
         while True:
             connection.sendall(piece)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from experiments import bench_accelerators, shared_link, testbed
-from experiments.other_traffic import Arrived, make_count, receive, send
+from experiments.other_traffic import Arrived, connect, make_count, receive, send
 from pipesgd.ranks import Ranks
 
 
@@ -28,13 +28,7 @@ def test_the_receiver_counts_what_arrives(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     receiver = threading.Thread(target=receive, args=(port, path), daemon=True)
     receiver.start()
-    while True:
-        try:
-            connection = socket.create_connection(("127.0.0.1", port))
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.01)
-    with connection:
+    with connect("127.0.0.1", port) as connection:
         connection.sendall(bytes(1_000_000))
     receiver.join(20)
     assert int(arrived) == 1_000_000
