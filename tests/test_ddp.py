@@ -268,10 +268,10 @@ def test_a_window_that_ends_leaves_the_loop_its_own_gradients() -> None:
     assert run_ranks(2, _gradients_after_a_step) == [True, True]
 
 
-def _skipped(ranks: Ranks) -> list[list[tuple[Any, ...]]]:
+def _skipped(ranks: Ranks, poisoned_iteration: int) -> list[list[tuple[Any, ...]]]:
     """Return skipped iterations and ranks by iteration: with "skip", and with GradScalers and both places of zero_grad.
 
-    Rank 1 has an infinite gradient in the first iteration.
+    Rank 1 has an infinite gradient in one iteration. The loop sums its losses over ranks after each update.
     """
     found = []
     for scaled, zero_first in ((False, True), (True, True), (True, False)):
@@ -282,22 +282,26 @@ def _skipped(ranks: Ranks) -> list[list[tuple[Any, ...]]]:
         for number in range(4):
             if zero_first:
                 optimizer.zero_grad()
-            loss = ddp_model(torch.ones(4, 2)).sum() * poisoned(ranks.rank, number, 0)
-            if number > 0:  # a step that the scaler leaves out ends with the forward pass above
-                found[-1].append((pipeline.iteration, pipeline.report.skipped, pipeline.report.nonfinite_ranks))
+            loss = ddp_model(torch.ones(4, 2)).sum() * poisoned(ranks.rank, number, poisoned_iteration)
             if not zero_first:
                 optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+            dist.all_reduce(loss.detach())
+            found[-1].append((pipeline.iteration, pipeline.report.skipped, pipeline.report.nonfinite_ranks))
         pipeline.close()
+        assert "update" not in vars(scaler)
     return found
 
 
-def test_local_steps_report_the_iterations_that_a_rank_skips() -> None:
-    for rank, found in enumerate(run_ranks(2, _skipped)):
-        first = ((0,), (1,)) if rank == 1 else ((), ())
-        assert found == [[(1, *first), (2, (), ()), (3, (), ())]] * 3
+@pytest.mark.parametrize("poisoned_iteration", [0, 1])
+def test_local_steps_report_the_iterations_that_a_rank_skips_and_stay_in_step(poisoned_iteration: int) -> None:
+    for rank, found in enumerate(run_ranks(2, _skipped, poisoned_iteration)):
+        expected: list[tuple[Any, ...]] = [(number + 1, (), ()) for number in range(4)]
+        if rank == 1:
+            expected[poisoned_iteration] = (poisoned_iteration + 1, (poisoned_iteration,), (1,))
+        assert found == [expected] * 3
 
 
 # ---- attach: evaluation, saving, resuming

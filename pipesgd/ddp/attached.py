@@ -154,6 +154,7 @@ class AttachedPipeline(Pipelined):
         )
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
+        self._loop_hooks.before_forward_of(ddp_model, self.before_forward)
 
     def step(self) -> StepReport:
         """Refuse: the loop's ``optimizer.step`` is the step."""

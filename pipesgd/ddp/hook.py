@@ -132,9 +132,6 @@ class InLoop(Protocol):
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End that update."""
 
-    def before_forward(self, module: nn.Module, inputs: Any) -> None:
-        """Prepare a forward pass."""
-
     def take_bucket(self, bucket: GradBucket) -> Future[Tensor]:
         """Take a bucket of gradients from torch."""
 
@@ -159,8 +156,8 @@ class LoopHooks:
         self._handles = [
             optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
-            ddp_model.register_forward_pre_hook(attached.before_forward),
         ]
+        self._scaler: torch.amp.GradScaler | None = None
         try:
             ddp_model.register_comm_hook(attached.take_bucket, comm_hook)
         except BaseException as error:
@@ -168,10 +165,27 @@ class LoopHooks:
             attached.__exit__(type(error), error, None)
             raise
 
+    def before_forward_of(self, ddp_model: DistributedDataParallel, call: Callable[[nn.Module, Any], None]) -> None:
+        """Have ``call`` called before each forward pass."""
+        self._handles.append(ddp_model.register_forward_pre_hook(call))
+
+    def before_update_of(self, scaler: torch.amp.GradScaler, call: Callable[[], None]) -> None:
+        """Have ``call`` called before each update of the loop's scaler, which torch has no hook for."""
+        update = scaler.update
+
+        def call_and_update(*args: Any, **kwargs: Any) -> None:
+            call()
+            update(*args, **kwargs)
+
+        scaler.__dict__["update"] = call_and_update
+        self._scaler = scaler
+
     def remove(self) -> None:
         """Remove all but the communication hook, which torch keeps."""
         for handle in self._handles:
             handle.remove()
+        if self._scaler is not None:
+            self._scaler.__dict__.pop("update", None)
 
 
 def comm_hook(take: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:

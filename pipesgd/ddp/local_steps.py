@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pipesgd.ddp.hook import (
     LoopHooks,
     before_update,
-    check_accumulated,
     check_all_held,
     check_model,
     check_no_scaler,
@@ -25,7 +24,6 @@ from pipesgd.errors import NonFiniteGradientError, UserInputError
 from pipesgd.flat_buffer import are_finite
 from pipesgd.optim.step import set_aside_gradients
 from pipesgd.pipeline.local_steps import LocalSteps
-from pipesgd.pipeline.true_weights_hooks import unwrapped
 from pipesgd.strategy import StepReport
 
 
@@ -37,7 +35,8 @@ class AttachedLocalSteps(LocalSteps):
     1. ``backward``: torch hands over its buckets, and gets them back as they are. So ``.grad`` is this rank's own
        gradient, which the loop clips or unscales. torch sends nothing else, since DDP options that let it are refused.
     2. ``optimizer.step`` is the loop's, on this rank's own weights. With every H-th one, the window is exchanged.
-    3. A step that GradScaler leaves out counts, too, as skipped: then the iteration ends with the next forward pass.
+    3. A step that GradScaler leaves out counts, too, as skipped: then the iteration ends with the loop's
+       ``scaler.update``, so that no rank is a window behind in what the loop does next.
 
     ``state_dict``, ``load_state_dict``, ``flush``, ``true_weights`` and ``close`` are those of ``LocalSteps``; all but
     ``true_weights`` belong between ``optimizer.step`` and the next ``backward``.
@@ -72,6 +71,8 @@ class AttachedLocalSteps(LocalSteps):
             options["process_group"] = options.get("process_group") or ddp_model.process_group
         super().__init__(ddp_model, optimizer, on_nonfinite="skip" if self._skips else "stop", **options)
         self._loop_hooks = LoopHooks(self, ddp_model, optimizer)
+        if loop_scaler is not None and loop_scaler.is_enabled():
+            self._loop_hooks.before_update_of(loop_scaler, self.before_scaler_update)
 
     def step(self) -> StepReport:
         """Refuse: the loop's ``optimizer.step`` is the step."""
@@ -142,19 +143,14 @@ class AttachedLocalSteps(LocalSteps):
                 self._pipeline.iteration += 1
             self.report = self._finish(own)
 
-    def before_forward(self, module: nn.Module, inputs: Any) -> None:
-        """End an iteration whose update the loop has left out."""
-        # Without a scaler, gradients that were not stepped with are added to, as in any loop of one rank.
-        if self._computed and self._scaled and unwrapped(module).training and torch.is_grad_enabled():
-            if are_finite(p.grad for p in self._inner.parameters if p.grad is not None):
-                check_accumulated(self._inner.parameters)
+    def before_scaler_update(self) -> None:
+        """End an iteration whose step the loop's GradScaler has left out."""
+        if self._computed:
             self._finish_iteration(skipped=True)
 
     def _settle(self, call: str) -> None:
-        if self._computed and not self._scaled:
-            raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
         if self._computed:
-            self._finish_iteration(skipped=True)
+            raise UserInputError(f"{call} must not be called between backward() and optimizer.step()")
 
 
 def _check_sends_nothing(ddp_model: DistributedDataParallel) -> None:
