@@ -13,7 +13,9 @@ Those in which the ranks leave at least 40 % of the cores to others count.
 
 The fastest configuration by one half of the passes is judged by the other half, as is the choice of the run, and
 the regret is the mean of both ways: a configuration that was measured to be fast by luck gains nothing. It may be
-negative. "reported" is the time that the run said it measured.
+negative. "reported" is the time that the run said it measured. Its error is that of what the run should know: the mean
+of its own iterations after the decision. How far that is from the same configuration's time in the job that measures
+all of them, later and without what else a run does (metrics, heartbeats), is given as well.
 
 Settings "from" something smaller are extrapolated, and count separately: pipesgd.calibrate measures half of the nodes,
 or a model with an eighth of the values on accelerators that take an eighth of the time. Settings with "shared cores"
@@ -130,6 +132,8 @@ def decide(found: Mapping[str, Measured], settings: Mapping[str, Setting]) -> li
             raise RunError(f"{name}: the choice must be among the measured configurations; got {chosen}")
         means = {words: mean_of(cell) for words, cell in one.cells.items()}
         first = min(one.cells, key=lambda words: one.cells[words]["predicted_s"])
+        if one.after_s is None:
+            raise RunError(f"{name}: the run must have been observed after its decision; got one of an earlier version")
         reported, cost = one.choice["iteration_seconds"], float((audition or {}).get("cost") or 0.0)
         rows.append(
             {
@@ -140,7 +144,9 @@ def decide(found: Mapping[str, Measured], settings: Mapping[str, Setting]) -> li
                 "measured_s": means[chosen],
                 "reported_s": reported,
                 "reported_how": one.choice["support"],
-                "reported_error": reported / means[chosen] - 1,
+                "after_s": one.after_s,
+                "reported_error": reported / one.after_s - 1,
+                "after_to_measured": one.after_s / means[chosen],
                 "predicted_error": one.cells[chosen]["predicted_s"] / means[chosen] - 1,
                 "regret": regret(one.cells, chosen),
                 "regret_of_the_prediction": regret(one.cells, first),
@@ -178,6 +184,7 @@ def of_auto(rows: Sequence[Row]) -> dict[str, Any]:
         "reported_as_measured": len(errors),
         "mean_reported_error": float(np.mean(errors)) if errors else None,
         "largest_reported_error": max(errors, default=None),
+        "mean_after_to_measured": float(np.mean([row["after_to_measured"] for row in rows])),
         "largest_audition_share": max(row["audition_s"] / row["run_s"] for row in rows),
         "largest_planning_s": max(seconds for seconds, _ in planning),
         "planning_above_target": sum(
@@ -311,6 +318,7 @@ def _decision_texts(row: Row) -> dict[str, str]:
         "fastest": row["fastest"].replace("--", ""),
         "ms": f"{1e3 * row['measured_s']:.1f}",
         "reported ms": f"{1e3 * row['reported_s']:.1f} ({row['reported_how']})",
+        "after it": f"{1e3 * row['after_s']:.1f}",
         "regret %": f"{100 * row['regret']:+.1f}",
         "by prediction %": f"{100 * row['regret_of_the_prediction']:+.1f}",
         "audition s": f"{row['audition_s']:.1f}",

@@ -22,6 +22,7 @@ from experiments.testbed.links import parse_latency, parse_rate
 from experiments.testbed_jobs import last_words, run_job
 from pipesgd.cli import parse as parse_training
 from pipesgd.errors import RunError
+from pipesgd.planning.audition import UNTIMED
 from pipesgd.planning.choose import AUTO_CODECS
 from pipesgd.ranks import alone
 from pipesgd.run.workload import load
@@ -139,8 +140,8 @@ OTHERS = (
 """Configurations outside of that space, for settings that are extrapolated."""
 ALL_MEASURED = "--all-reduces ring native halving-doubling all-to-all --servers"
 """Arguments of pipesgd.calibrate that measure what all these configurations need."""
-OBSERVED, QUICK_OBSERVED = 40, 5
-"""Iterations that a run makes after its decision before it is stopped."""
+OBSERVED, QUICK_OBSERVED = 100, 5
+"""Iterations that a run makes after its decision before it is stopped; the pipeline fills in the first of them."""
 NEAR, FAR_SHARE = 1.5, 0.5
 """Multiple of the best prediction up to which a configuration may be the fastest; others get this share of the time."""
 PASSES, QUICK_PASSES = (0, 1, 1, 0), (0, 1)
@@ -168,6 +169,8 @@ class Measured:
     """The plan in the run's run.json: its choices, what it reported, and its audition. None if nothing was chosen."""
     began_after: float | None = None
     """Seconds from the start of torchrun to the run's first iteration: loading, connecting, and the calibration."""
+    after_s: float | None = None
+    """Mean of the run's own iterations after its decision, in s."""
 
 
 def mean_of(cell: dict[str, Any]) -> float:
@@ -227,8 +230,10 @@ def calibrate(testbed: Testbed, words: str, folder: Path) -> Profile:
     return Profile.load(file)
 
 
-def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[str, Any], float]:
-    """Run the command of a user until its decision, and a while longer; return its plan and the time to begin.
+def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[str, Any], float, float]:
+    """Run the command of a user until its decision, and a while longer.
+
+    Returns its plan, the time to begin, and the mean time of an iteration after the decision, in s.
 
     Raises:
         RunError: it failed, or did not decide in time.
@@ -244,14 +249,15 @@ def run_with_auto(setting: Setting, folder: Path, *, quick: bool) -> tuple[dict[
                 if time.perf_counter() - begin > DEADLINE:
                     raise RunError(f"{setting.name}: a run must decide within {DEADLINE:.0f} s; got none")
                 time.sleep(POLL)
-                done = _lines(output / "metrics.jsonl")
+                lines = _lines(output / "metrics.jsonl")
+                done = len(lines)
                 if done and began_after is None:
                     began_after = time.perf_counter() - begin
                 planned = _planned(output / "run.json")
                 audition = planned and planned["audition"]
                 over_at = audition["turns"][-1][0] if audition and not audition["passes"] else 0
                 if planned and began_after and not (audition and audition["passes"]) and done >= over_at + observed:
-                    return planned, began_after
+                    return planned, began_after, _mean_after(over_at, planned["choices"]["width"], lines)
         finally:
             job.terminate()
     raise RunError(f"{setting.name}: a run with auto must train; got {last_words(log.read_text(errors='replace'))}")
@@ -265,8 +271,15 @@ def _planned(path: Path) -> dict[str, Any] | None:
     return planned
 
 
-def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+def _lines(path: Path) -> list[str]:
+    """Return the finished lines of a file that is being written."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+
+
+def _mean_after(decided_at: int, width: int, lines: Sequence[str]) -> float:
+    """Return the mean time of an iteration from the decision on, in s, once the pipeline is full."""
+    seconds = [json.loads(line)["seconds"]["iteration"] for line in lines[decided_at + width - 1 + UNTIMED :]]
+    return float(np.mean(seconds))
 
 
 def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
@@ -275,9 +288,9 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
     Raises:
         RunError: a job failed.
     """
-    choice, began_after, configurations = None, None, SPACE
+    choice, began_after, after_s, configurations = None, None, None, SPACE
     if setting.calibrated is None:
-        choice, began_after = run_with_auto(setting, folder, quick=quick)
+        choice, began_after, after_s = run_with_auto(setting, folder, quick=quick)
         profile = Profile.load(folder / "run" / "cluster.toml")
     else:
         configurations += OTHERS
@@ -298,6 +311,7 @@ def measure(setting: Setting, folder: Path, *, quick: bool = False) -> Measured:
         cells=cells,
         choice=choice,
         began_after=began_after,
+        after_s=after_s,
     )
 
 

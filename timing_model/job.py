@@ -345,11 +345,12 @@ class Job:
     @property
     def noise(self) -> Noise:
         """Variation of the workers' computation."""
+        times = self.accumulated.times(self.width, self.all_reduce, self.codec, self.local_steps)
         return Noise(
             cv=self.compute.cv,
             persistence=self.compute.persistence.value,
             comm_cv=self.compute.comm_cv.value,
-            slow_ranks=self.compute.slow_ranks[: self.workers],
+            slow_ranks=tuple(times.slowness(factor) for factor in self.compute.slow_ranks[: self.workers]),
         )
 
     @property

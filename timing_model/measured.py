@@ -226,7 +226,7 @@ class ComputeProfile:
     """Standard deviation over mean of an all-reduce's time, between iterations; 0 in files that were written before it
     was measured."""
     slow_ranks: tuple[float, ...] = ()
-    """Factors of the ranks that are always slow, each at least 1."""
+    """Factors of the passes of the ranks that are always slow, each at least 1."""
     measured: tuple[MeasuredIteration, ...] = ()
     """Configurations that were measured themselves, which no formula needs to predict."""
 

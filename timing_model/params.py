@@ -156,6 +156,24 @@ class ComputeTimes:
         computation, communication = self.at_width(2, t_comm)
         return communication <= computation
 
+    def slowness(self, factor: float) -> float:
+        r"""Return the factor of the whole computation of a rank whose passes take ``factor`` times as long (f).
+
+        Its processor does a share b of the passes, and is slower by as much in updates. The rest is an accelerator's,
+        whose slowness slows no update. With p the time of both passes and u that of all updates:
+
+        .. math:: \frac{f p + (1 + b (f - 1)) u}{p + u}
+
+        >>> ComputeTimes(update=1.0, forward=1.0, backward=3.0).slowness(1.5)
+        1.5
+        >>> ComputeTimes(update=1.0, forward=1.0, backward=3.0, processor_share=0.0).slowness(1.5)
+        1.4
+        """
+        passes, updates = self.forward + self.backward, self.update + self.outer_update
+        if passes + updates == 0:
+            return factor
+        return factor - (1 - self.processor_share) * (factor - 1) * updates / (passes + updates)
+
     def slowed(self, seconds: float, t_comm: float) -> float:
         """Return the time, in s, of ``seconds`` of a pass while a collective runs for another ``t_comm`` s."""
         slowdown = self.compute_slowdown

@@ -67,7 +67,7 @@ class Computation:
     comm_cv: Estimate
     """Spread of the all-reduce's time between iterations, where no computation runs: standard deviation over mean."""
     slow_ranks: dict[int, float]
-    """Slowdown of each rank that is always slow: its median iteration over the median rank's."""
+    """Slowdown of each rank that is always slow: its median time of both passes over the median rank's."""
     processor_share: float
     """Share of the passes for which the rank has a core; in the rest it waits, as for an accelerator."""
     compute_slowdown: Estimate
@@ -116,7 +116,7 @@ def summarize(
     totals = np.concatenate(lap_totals, axis=1)
     whole = np.concatenate(synchronous, axis=1)
     crowded = ranks_per_core > 1 and ranks_per_core * _processor_share(whole) > CROWDED
-    compared = whole[:, :, CPU] if crowded else totals
+    compared = whole[:, :, CPU] if crowded else whole[:, :, : BACKWARD + 1].sum(axis=2)
     slow = _slow_ranks(compared)
     others = [rank for rank in range(len(everybody)) if rank not in slow]
     # The last rank to begin waits for no other.

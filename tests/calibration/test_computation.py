@@ -151,6 +151,13 @@ def test_a_slow_accelerator_is_slow_although_there_are_more_ranks_than_cores() -
     assert summary(ranks, ranks_per_core=1.5).slow_ranks == {1: pytest.approx(1.3)}
 
 
+def test_the_update_of_a_slow_rank_says_nothing_about_its_passes() -> None:
+    ranks = [laps(scale) for scale in (1.0, 1.3, 1.0)]
+    for iteration in (one for of_width in ranks[1] for lap in of_width for one in lap):
+        iteration[UPDATE] /= 1.3
+    assert summary(ranks).slow_ranks == {1: pytest.approx(1.3)}
+
+
 def test_a_rank_that_was_slow_for_a_while_is_not_always_slow() -> None:
     ranks = [laps(), laps(drift=lambda lap: 3.0 if lap < 5 else 1.0), laps()]
     assert summary(ranks).slow_ranks == {}

@@ -79,7 +79,13 @@ def measured(*, chose: int | None = 2, **cells: dict[str, Any]) -> Measured:
     planned = {"choices": choices, "iteration_seconds": 1.03, "support": "measured", "audition": {"cost": 10.0}}
     named = {f"--width {name[1:]} --codec int4 --all-reduce ring": one for name, one in cells.items()}
     return Measured(
-        commit="abc", profile="", calibration_s=4.0, cells=named, choice=planned if chose else None, began_after=20.0
+        commit="abc",
+        profile="",
+        calibration_s=4.0,
+        cells=named,
+        choice=planned if chose else None,
+        began_after=20.0,
+        after_s=1.02,
     )
 
 
@@ -126,7 +132,8 @@ def test_decisions_hold_what_was_reported_and_what_it_cost() -> None:
     found = {"free": measured(w1=cell(1.1, 1.1, predicted=0.9), w2=cell(1.0, 1.0))}
     [row] = decide(found, KINDS)
     assert (row["chosen"], row["fastest"]) == (TWO, TWO)
-    assert row["reported_error"] == pytest.approx(0.03)
+    assert row["reported_error"] == pytest.approx(1.03 / 1.02 - 1)
+    assert row["after_to_measured"] == pytest.approx(1.02)
     assert (row["regret"], row["regret_of_the_prediction"]) == (0, pytest.approx(0.1))
     assert (row["audition_s"], row["calibration_s"], row["run_s"]) == (10, 4, 2000)
     with pytest.raises(RunError, match=r"^free: the choice must be among the measured configurations; got --width 2 "):
@@ -185,7 +192,7 @@ def test_tables_for_the_docs_are_those_of_the_results(tmp_path: Path, monkeypatc
     monkeypatch.setattr("experiments.quoted.RESULTS", tmp_path)
     assert "| free | 2 | 6.6 | 10.7 | 0.0 | 50 |" in quoted.predictions()
     assert "| **all shared cores** | 1 | 0.0 | 0.0 | 0.0 | 100 |" in quoted.predictions()
-    assert "| free | 2, int4, ring | 1000 | +2.0 | +3.0 | +11.1 | +0.0 | 14.0 |" in quoted.chosen_by_auto()
+    assert "| free | 2, int4, ring | 1000 | +2.0 | +1.0 | +11.1 | +0.0 | 14.0 |" in quoted.chosen_by_auto()
     assert "| all pairs | 1 | 27.5 | 11.1 | 1 |" in quoted.third_width()
 
 

@@ -238,6 +238,15 @@ def test_slow_ranks_can_be_the_limit() -> None:
     assert predict(ask(compute=small)).gains["jitter"] == 1.0
 
 
+@pytest.mark.parametrize(("share", "of_update"), [(0.0, 1.0), (0.5, 1.25), (1.0, 1.5)])
+def test_a_slow_accelerator_slows_no_update(share: float, of_update: float) -> None:
+    """Half of the iteration is the update; the network is fast."""
+    work = compute(0.1, 1000, update=Estimate.exact(0.1), slow_ranks=(1.5,), processor_share=share)
+    free = by_hand(LinkParams(alpha=0.0, beta=0.0, gamma=0.0, sync=0.0))
+    answer = predict(Job(cluster=free, compute=work, world_size=4, width=1))
+    assert answer.iteration.total == pytest.approx(0.1 * (1.5 + of_update))
+
+
 def test_where_two_parts_take_equally_long_neither_is_the_limit() -> None:
     link = LinkParams(alpha=0.0, beta=1e-9, gamma=0.0, sync=0.0)
     work = compute(ring_all_reduce_time(link, 4e8, 4), 100_000_000)
