@@ -11,7 +11,7 @@ from timing_model.costs import HIDDEN, workers_that_hide
 from timing_model.iteration import IterationTime
 from timing_model.job import Job
 from timing_model.plan import Plan
-from timing_model.units import format_seconds
+from timing_model.units import format_bytes, format_seconds
 
 NOTHING = 0.0005
 """Share that people would read as 0.0 %."""
@@ -22,10 +22,12 @@ MANY = 100
 def describe(job: Job) -> str:
     """Describe a configuration in a few words.
 
-    "pipelined, width 2, int8, ring, segments of 256 KiB"
+    "pipelined, width 2, int8, ring, segments of 256 KiB, 4 islands of 8 by fsdp2"
     """
     if job.strategy == "ps-sync":
         return "ps-sync"
+    if job.mesh.is_one_island:
+        return f"1 island of {job.members} by {job.split}"
     codec = "no codec" if job.codec == UNCOMPRESSED else job.codec
     if job.strategy == "ddp":
         return f"ddp, {codec}"
@@ -33,7 +35,8 @@ def describe(job: Job) -> str:
     name += f", {job.local_steps} local steps" if job.local_steps > 1 else ""
     segment = "" if job.segment_bytes == 1 << 20 else f", segments of {job.segment_bytes >> 10} KiB"
     buckets = "" if job.cut == WHOLE else f", buckets {job.buckets}"
-    return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}"
+    islands = "" if job.members == 1 else f", {job.mesh.islands} islands of {job.members} by {job.split}"
+    return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}{islands}"
 
 
 def reason(choice: Choice) -> str:
@@ -42,14 +45,15 @@ def reason(choice: Choice) -> str:
     if iteration.exposed <= HIDDEN * iteration.total:
         return "computation hides all of the communication"
     waits = {"the network": iteration.wire, "the codec": iteration.codec, "the slowest rank": iteration.jitter}
-    waits["its batch"] = iteration.loading
+    waits |= {"its batch": iteration.loading, "its island": iteration.inside}
     worst = max(waits, key=lambda name: waits[name])
     return f"waits {format_seconds(waits[worst])} for {worst}"
 
 
 def advice(plan: Plan) -> list[str]:
     """Return sentences on what a person should know about a plan."""
-    return [one for one in (_pipelining(plan), _wider(plan), _codec(plan), _servers(plan), _loading(plan)) if one]
+    sentences = (_pipelining(plan), _wider(plan), _codec(plan), _servers(plan), *_islands(plan), _loading(plan))
+    return [one for one in sentences if one]
 
 
 def loading_advice(job: Job, iteration: IterationTime) -> str | None:
@@ -71,10 +75,22 @@ def ratio(one: Choice, other: Choice) -> float:
 
 
 def training_arguments(job: Job) -> str:
-    """Return the options of ``pipesgd.train`` that run a configuration."""
+    """Return the options of ``pipesgd.train`` that run a configuration; with islands, the arguments of a loop."""
+    if job.members > 1:
+        return _loop_arguments(job)
     accumulation = f" --accumulation {job.accumulation}" if job.accumulation > 1 else ""
     limit = "" if job.rate_limit is None else f" --rate-limit {8e-6 * job.rate_limit:g}mbit"
     return _strategy_arguments(job) + accumulation + limit
+
+
+def _loop_arguments(job: Job) -> str:
+    if job.mesh.is_one_island:
+        return f"{job.split} over all ranks, by torch alone"
+    words = f'width={job.width}, codec="{job.codec}", all_reduce="{job.all_reduce}"'
+    words += "" if job.segment_bytes == 1 << 20 else f", segment_bytes={job.segment_bytes}"
+    words += "" if job.cut == WHOLE else f', buckets="{job.buckets}"'
+    batches = f" and {job.accumulation} micro-batches" if job.accumulation > 1 else ""
+    return f"Pipelined(..., {words}, mesh=mesh) with a mesh of ({job.mesh.islands}, {job.members}){batches}"
 
 
 def _strategy_arguments(job: Job) -> str:
@@ -147,3 +163,25 @@ def _servers(plan: Plan) -> str | None:
     shown = f"{times:,.0f}" if times >= MANY else f"{times:.2f}"
     against = "one parameter server" if number == 1 else f"{number} parameter servers"
     return f"Against {against} for {servers.job.workers} workers, it is {shown} times as fast."
+
+
+def _islands(plan: Plan) -> list[str]:
+    """Return sentences on what islands gain, and on those for which a rank has not enough memory."""
+    sentences = []
+    best, meshes = plan.best, plan.meshes
+    other = next((one for one in plan.ranking if one.job.members != best.job.members), None)
+    if best.job.members == 1 and other is not None:
+        more = ratio(other, best)
+        longer = f"take {more - 1:.1%} longer" if more >= 1 + TIE else "are no faster, up to a tie"
+        sentences.append(f"Use no islands: the best ones ({describe(other.job)}) {longer}.")
+    elif best.job.members > 1 and 1 in meshes:
+        times = ratio(meshes[1], best)
+        sentences.append(f"Islands are {times:.2f} times as fast as the best without any ({describe(meshes[1].job)}).")
+    if plan.too_large:
+        said = ", ".join(f"{_of(members)} ({format_bytes(nbytes)})" for members, nbytes in plan.too_large.items())
+        sentences.append(f"A rank has not enough memory for {said}, activations left out.")
+    return sentences
+
+
+def _of(members: int) -> str:
+    return "no islands" if members == 1 else f"islands of {members}"

@@ -14,7 +14,7 @@ from timing_model.gloo import native_all_reduce_time
 from timing_model.own_schedules import algorithm_of, check_all_reduce, schedules_of
 from timing_model.params import CodecCost, LinkParams, PlacedLink, uncompressed
 from timing_model.schedules import SEGMENT_BYTES, SEGMENTS_AHEAD, Schedule, hierarchical, segments_of
-from timing_model.simulate_messages import Network, Step, priced, simulate_messages, steps_of
+from timing_model.simulate_messages import Network, Step, at_once, priced, simulate_messages, steps_of
 
 PATHS: dict[str, Callable[[SegmentCosts, int, int], float]] = {
     "ring": critical_path.ring,
@@ -75,6 +75,7 @@ def all_reduce_time(
     ranks_per_node: int = 1,
     nics: int = 1,
     placed: tuple[PlacedLink, ...] = (),
+    members: int = 1,
 ) -> CollectiveTime:
     """Time of one all-reduce of ``numel`` float32 values, from a common start to the last rank's end, in s.
 
@@ -99,6 +100,8 @@ def all_reduce_time(
         nics: NICs of a node, r, for hierarchical: its g ranks send at once, each at min(1, r/g) of ``link``'s rate.
         placed: links between the ranks, where not all are alike: each message is simulated on its own one, and only
             gamma and sync of ``link`` count. Each rank has wires of its own, so ``inner`` and ``nics`` do not count.
+        members: with ``placed``, number of all-reduces that run at once, each among ``world_size`` ranks: number j is
+            among the ranks j, ``members`` + j, 2 ``members`` + j and so on.
 
     Raises:
         ValueError: a value is out of range.
@@ -112,6 +115,7 @@ def all_reduce_time(
     check_count("world_size", world_size)
     check_count("ranks_per_node", ranks_per_node)
     check_count("nics", nics)
+    check_count("members", members)
     cost = codec or uncompressed(link.gamma)
     if world_size == 1 or numel == 0:
         return CollectiveTime(0.0, 0.0, 0.0)
@@ -130,7 +134,7 @@ def all_reduce_time(
     elif world_size % ranks_per_node:
         raise ValueError(f"ranks_per_node must divide world_size {world_size}; got {ranks_per_node}")
     total, wire = (
-        _time(all_reduce, link, one, numel, world_size, segment_bytes, inner, ranks_per_node, nics, placed)
+        _time(all_reduce, link, one, numel, world_size, segment_bytes, inner, ranks_per_node, nics, placed, members)
         for one in (cost, cost.free())
     )
     wire = min(wire, total)  # where messages meet, work can let another message pass and so save time
@@ -161,7 +165,7 @@ def gather_time(
     work = codec.encode * numel + codec.call + world_size * (codec.add * numel + codec.call)
     if world_size == 1:
         return CollectiveTime(work, 0.0, work)
-    wire = _time("gather-ring", link, codec.free(), numel * world_size, world_size, segment_bytes, None, 1, 1, ())
+    wire = _time("gather-ring", link, codec.free(), numel * world_size, world_size, segment_bytes, None, 1, 1, (), 1)
     return CollectiveTime(wire + work, wire, work)
 
 
@@ -182,17 +186,28 @@ def _parts(all_reduce: str, world_size: int, ranks_per_node: int) -> list[Schedu
 
 
 @lru_cache(maxsize=16)
-def _steps(all_reduce: str, world_size: int, ranks_per_node: int, segments: int) -> list[list[Step]]:
-    return [steps_of(one, segments, SEGMENTS_AHEAD) for one in _parts(all_reduce, world_size, ranks_per_node)]
+def _steps(all_reduce: str, world_size: int, ranks_per_node: int, segments: int, members: int) -> list[list[Step]]:
+    steps = [steps_of(one, segments, SEGMENTS_AHEAD) for one in _parts(all_reduce, world_size, ranks_per_node)]
+    if members == 1:
+        return steps
+    return at_once(steps, [range(member, members * world_size, members) for member in range(members)])
 
 
 @lru_cache(maxsize=256)
 def unconnected(
-    all_reduce: str, world_size: int, ranks_per_node: int, placed: tuple[PlacedLink, ...]
+    all_reduce: str, world_size: int, ranks_per_node: int, placed: tuple[PlacedLink, ...], members: int = 1
 ) -> tuple[int, int] | None:
-    """Return a rank of this all-reduce, and one that it sends to, between which no link leads; None if none misses."""
-    for rank, schedule in enumerate(_parts(all_reduce, world_size, ranks_per_node)):
-        for peer in sorted({send.peer for event in schedule.events for send in event.sends}):
+    """Return a rank of this all-reduce, and one that it sends to, between which no link leads; None if none misses.
+
+    With islands of several ``members``, there is an all-reduce for each of them, and a ring inside each island.
+    """
+    parts = _parts(all_reduce, world_size // members, ranks_per_node)
+    for rank in range(world_size):
+        island, member = divmod(rank, members)
+        peers = {send.peer * members + member for event in parts[island].events for send in event.sends}
+        if members > 1:
+            peers.add(island * members + (member + 1) % members)
+        for peer in sorted(peers):
             if not any(one.connects(rank, peer) for one in placed):
                 return rank, peer
     return None
@@ -210,11 +225,13 @@ def _time(
     ranks_per_node: int,
     nics: int,
     placed: tuple[PlacedLink, ...],
+    members: int,
 ) -> float:
     chunk = numel / chunks_of(all_reduce, world_size)
     segments = segments_of(codec.wire_bytes(chunk), segment_bytes)
     if placed or messages_meet(all_reduce, world_size):
-        programs = priced(_steps(all_reduce, world_size, ranks_per_node, segments), chunk / segments, codec)
+        steps = _steps(all_reduce, world_size, ranks_per_node, segments, members if placed else 1)
+        programs = priced(steps, chunk / segments, codec)
         return max(simulate_messages(programs, Network(link=link, placed=placed))) + link.sync
     values = chunk / segments
     nbytes = codec.wire_bytes(values)

@@ -14,9 +14,10 @@ from typing import NamedTuple
 from timing_model.advice import training_arguments
 from timing_model.choices import Choice, Space, all_codecs
 from timing_model.cluster_profile import UNCOMPRESSED
-from timing_model.costs import HIDDEN, costs_of, iteration_time
+from timing_model.costs import HIDDEN, costs_of, iteration_time, times_of
 from timing_model.iteration import IterationTime
 from timing_model.job import LARGEST_WORLD, Job
+from timing_model.memory import fits
 from timing_model.plan import Plan, plan
 from timing_model.units import format_cost, format_seconds
 
@@ -67,7 +68,8 @@ def alternatives(found: Plan, space: Space, *, extrapolate: bool = False) -> lis
 def hiding(choice: Choice, width: int) -> int | None:
     """Return the smallest factor on the micro-batches with which a pipeline of this width hides the communication of
     ``choice`` behind the computation; None if it is above ``MOST_ACCUMULATION``."""
-    times = costs_of(dataclasses.replace(choice.job, width=width)).times
+    job = dataclasses.replace(choice.job, width=width)
+    times = times_of(job, costs_of(job))
     if choice.job.loader_workers == 0:
         times = times.loading_itself()
     for factor in range(1, MOST_ACCUMULATION + 1):
@@ -128,6 +130,7 @@ def epoch(job: Job, world_size: int, space: Space, extrapolate: bool) -> Epoch |
             segments=(job.segment_bytes,),
             buckets=(job.buckets,),
             all_reduces=tuple(one for one in space.all_reduces if one in usual),
+            members=(job.members,),
         )
         best = plan(base, same, extrapolate=extrapolate).best
     except ValueError:  # beyond what was measured
@@ -159,7 +162,7 @@ def _accumulation(found: Plan, space: Space) -> str | None:
     if choice is None or max(space.widths) == 1:
         return None
     width = max(min(one for one in space.widths if one > 1), choice.job.width)
-    computation = costs_of(choice.job).times.total
+    computation = times_of(choice.job, costs_of(choice.job)).total
     ratio = choice.collective.total / computation if computation > 0 else math.inf
     times = f"Communication takes {ratio:,.0f} times" if ratio >= MANY else f"Communication takes {ratio:.1f} times"
     factor = hiding(choice, width)
@@ -169,6 +172,8 @@ def _accumulation(found: Plan, space: Space) -> str | None:
             "too slow for this model with this batch."
         )
     job = dataclasses.replace(choice.job, width=width, accumulation=factor * choice.job.accumulation)
+    if not fits(job):
+        return None
     seconds = iteration_time(job, costs_of(job))[0].total
     gain = factor * found.best.iteration.total / seconds if seconds > 0 else 1.0
     if gain < 1 + WORTH:
@@ -190,15 +195,17 @@ def _exposed_pipeline(found: Plan, space: Space) -> Choice | None:
     choice = next((one for one in found.ranking if one.job.strategy == "pipelined"), None)
     if choice is None or max(space.widths) == 1 or not _waits(found.best.iteration):
         return None
-    return dataclasses.replace(choice, job=dataclasses.replace(choice.job, width=max(2, choice.job.width)))
+    job = dataclasses.replace(choice.job, width=max(2, choice.job.width))
+    return dataclasses.replace(choice, job=job) if fits(job) else None
 
 
 def _coarser(choice: Choice, space: Space) -> Job | None:
-    """Return the job with the coarser codec; None if that was searched, or is not known on this cluster."""
+    """Return the job with the coarser codec; None if it was searched, is not known on this cluster, or does not fit."""
     if COARSER in space.codecs or COARSER not in all_codecs(choice.job.cluster):
         return None
     all_reduce = "ring" if choice.job.all_reduce == "native" else choice.job.all_reduce
-    return dataclasses.replace(choice.job, codec=COARSER, all_reduce=all_reduce)
+    job = dataclasses.replace(choice.job, codec=COARSER, all_reduce=all_reduce)
+    return job if fits(job) else None
 
 
 def _coarser_codec(found: Plan, space: Space) -> str | None:
@@ -221,8 +228,8 @@ def _coarser_codec(found: Plan, space: Space) -> str | None:
 def _local_steps(found: Plan, space: Space) -> str | None:
     """Return a sentence on the local steps that hide what no codec hides, and on their price."""
     choice = _exposed_pipeline(found, space)
-    if choice is None:
-        return None
+    if choice is None or choice.job.members > 1 or choice.job.memory is not None:
+        return None  # islands have no local steps, whose memory is not known
     coarser = _coarser(choice, space)
     if coarser is not None and not _waits(iteration_time(coarser, costs_of(coarser))[0]):
         return None

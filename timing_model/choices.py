@@ -42,23 +42,25 @@ class Space:
     """Sizes of the largest message that are searched, in bytes."""
     buckets: tuple[str, ...] = ("1",)
     """Buckets that are searched for pipelines: numbers of them, or largest sizes."""
+    members: tuple[int, ...] = (1,)
+    """Members of an island that are searched for pipelines; 1 means no islands."""
 
     def __post_init__(self) -> None:
-        for name in ("codecs", "all_reduces", "strategies", "widths", "segments", "buckets"):
+        for name in ("codecs", "all_reduces", "strategies", "widths", "segments", "buckets", "members"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must be at least one; got none")
         for strategy in self.strategies:
             check_one_of("strategy", strategy, STRATEGIES)
         for all_reduce in self.all_reduces:
             check_all_reduce("all_reduce", all_reduce)
-        for name in ("widths", "segments"):
+        for name in ("widths", "segments", "members"):
             for number in getattr(self, name):
                 check_count(name, number)
 
     @classmethod
     def of(cls, base: Job) -> Space:
         """Return the default space of a job: the all-reduces that were measured, or all of them on a cluster that is
-        typed in; and, in the same way, the codecs that are ``ACCURATE``."""
+        typed in; in the same way, the codecs that are ``ACCURATE``; and all islands, if a model is to be split."""
         ranges, codecs = base.cluster.calibrated, all_codecs(base.cluster)
         most = max(LARGEST_ALL_TO_ALL, *ranges.world_sizes, 0)
         return cls(
@@ -68,6 +70,7 @@ class Space:
                 for one in (ranges.all_reduces if ranges.world_sizes else ALL_REDUCES)
                 if one != "all-to-all" or base.world_size <= most
             ),
+            members=base.mesh.choices,
         )
 
 
@@ -89,13 +92,15 @@ class Choice:
 
 
 def simplicity(job: Job) -> tuple[float, ...]:
-    """Return a sort key, the simplest first: less staleness and less loss, then fewer differences from the defaults.
+    """Return a sort key, the simplest first: smaller islands, then less staleness and less loss, then fewer differences
+    from the defaults.
 
     Half the bits count as half a width more. Of codecs with equal bits the first of ``presets.CODECS`` is the simplest.
     """
     codecs = [UNCOMPRESSED, *CODECS]
     bits = 32.0 if job.codec_profile is None else job.codec_profile.bits
     return (
+        job.members,
         round(job.width - 1 + math.log2(32 / bits) / 2, 1),
         -bits,
         codecs.index(job.codec) if job.codec in codecs else len(codecs),

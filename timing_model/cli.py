@@ -28,6 +28,7 @@ from timing_model.choices import (
 )
 from timing_model.costs import costs_of, iteration_time
 from timing_model.job import STRATEGIES
+from timing_model.memory import rank_memory
 from timing_model.options import add_configuration, add_job, add_nodes, base_of, job_of
 from timing_model.plan import plan
 from timing_model.plots import check_plot, plot_parts, save_plot
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 HELP = """Predict what a training job will cost, and how to run it, before it runs.
 
   predict    time of an iteration, an epoch and the job, by parts, and what limits it
-  plan       best strategy, width, codec and all-reduce, and why
+  plan       best strategy, width, codec, all-reduce and islands, and why
   simulate   the iterations one by one, with jitter and slow ranks
 
 For a measured cluster (torchrun ... -m pipesgd.calibrate --out cluster.toml):
@@ -147,6 +148,13 @@ def _add_plan(options: Parser) -> None:
         metavar="N|SIZE",
         help="buckets to search, in which the gradients of a pipeline leave during the backward pass (1)",
     )
+    searched.add_argument(
+        "--members",
+        nargs="+",
+        type=whole(),
+        metavar="M",
+        help="ranks of an island to search, with --split (all that divide the ranks, and fit into nodes)",
+    )
     add_nodes(searched)
     searched.add_argument(
         "--accuracy-cost",
@@ -159,10 +167,10 @@ def _add_plan(options: Parser) -> None:
 
 
 def _plan(given: Namespace) -> str:
-    """Find the best strategy, width, codec, all-reduce and segment size, and say why."""
+    """Find the best strategy, width, codec, all-reduce, segment size and islands, and say why."""
     base = base_of(given)
     space = Space.of(base)
-    names = ("strategies", "widths", "codecs", "all_reduces", "segments", "buckets")
+    names = ("strategies", "widths", "codecs", "all_reduces", "segments", "buckets", "members")
     asked = {name: tuple(dict.fromkeys(getattr(given, name))) for name in names if getattr(given, name)}
     if ALL in asked.get("codecs", ()):
         asked["codecs"] = all_codecs(base.cluster)
@@ -193,6 +201,8 @@ def _plan(given: Namespace) -> str:
         "advice": [*advice(found), *others],
         "ranking": [_choice(one) | {"tie": one in found.tied} for one in found.kinds[: given.top]],
         "considered": found.considered,
+        "meshes": {members: _choice(one) for members, one in found.meshes.items()},
+        "too_large": found.too_large,
     }
     return json.dumps(values, indent=1)
 
@@ -202,11 +212,12 @@ def _choice(choice: Choice) -> dict[str, object]:
     return {
         **{
             name: getattr(job, name)
-            for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes", "buckets")
+            for name in ("strategy", "width", "codec", "all_reduce", "segment_bytes", "buckets", "members")
         },
         "iteration_seconds": choice.iteration._asdict(),
         "collective_seconds": choice.collective._asdict(),
         "score": choice.score,
+        "memory_bytes": rank_memory(job),
         "reason": reason(choice),
         "options": training_arguments(job),
     }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from timing_model.all_reduce import CollectiveTime, all_reduce_time, gather_time
 from timing_model.buckets import completed
 from timing_model.cluster_profile import UNCOMPRESSED
+from timing_model.inside import InsideTime, inside_time
 from timing_model.iteration import (
     IterationTime,
     ddp_buckets,
@@ -39,9 +41,11 @@ class Costs:
     placed: tuple[PlacedLink, ...]
     """Links of single ranks, in place of ``link``."""
     inner: LinkParams | None
+    """Link inside a node."""
     codec: CodecCost
     """Costs of the codec. The times of fp32 are 0, since its sums cost ``link.gamma`` instead."""
     times: ComputeTimes
+    """Times of the computation, without collectives inside an island (``times_of``)."""
     noise: Noise
     sharing: float
 
@@ -145,7 +149,46 @@ def pipelined_time(job: Job, costs: Costs, buckets: Buckets) -> IterationTime:
 
 def loaded_time(job: Job, costs: Costs, iteration: Iteration) -> IterationTime:
     """Return the time of one iteration with the loading of its batch, given the time without."""
-    return loaded_iteration_time(iteration, costs.times, job.loader_workers, cores_used=job.cores_used)
+    loaded = loaded_iteration_time(iteration, times_of(job, costs), job.loader_workers, cores_used=job.cores_used)
+    inside = inside_of(job, costs).total
+    return loaded._replace(compute=loaded.compute - inside, inside=inside)
+
+
+def inside_of(job: Job, costs: Costs) -> InsideTime:
+    """Return the time of the collectives inside an island in an iteration; none of it without islands."""
+    link = (costs.inner if job.mesh.within_node else None) or costs.link
+    once = inside_time(job.mesh, job.compute.tensors, link, costs.placed)
+    return InsideTime(*[job.accumulation * seconds for seconds in once])
+
+
+def times_of(job: Job, costs: Costs) -> ComputeTimes:
+    """Return the times of the computation with the collectives inside an island, for which its passes wait.
+
+    Where these use the links between islands, a pipeline's all-reduce takes longer by as much, since both are on their
+    way at the same time.
+    """
+    inside, times = inside_of(job, costs), costs.times
+    late = inside.total if inside.total > 0 and job.width > 1 and _share_links(job) else 0.0
+    return dataclasses.replace(
+        times,
+        forward=times.forward + inside.forward,
+        backward=times.backward + inside.backward,
+        handover=times.handover + late,
+    )
+
+
+def _share_links(job: Job) -> bool:
+    """Return True if members of an island use links on which it exchanges gradients with other islands."""
+    members, placed = job.members, job.cluster.placed
+    if not placed:
+        return not job.mesh.within_node
+
+    def link(sender: int, receiver: int) -> int:
+        return max((number for number, one in enumerate(placed) if one.connects(sender, receiver)), default=-1)
+
+    to_members = (link(rank, rank // members * members + (rank + 1) % members) for rank in range(job.world_size))
+    to_islands = (link(rank, (rank + members) % job.world_size) for rank in range(job.world_size))
+    return any(map(operator.eq, to_members, to_islands))
 
 
 def workers_that_hide(job: Job) -> int | None:
@@ -168,27 +211,35 @@ def buckets_of(job: Job, costs: Costs) -> Buckets:
 
 def whole(buckets: Buckets) -> CollectiveTime:
     """Return the time of the collectives of all buckets."""
-    return CollectiveTime(*[sum(parts) for parts in zip(*[one for _, one in buckets], strict=True)])
+    return _together([one for _, one in buckets])
+
+
+def _together(collectives: Iterable[CollectiveTime]) -> CollectiveTime:
+    """Return the time of collectives that run one after the other."""
+    return CollectiveTime(*[sum(parts) for parts in zip((0.0, 0.0, 0.0), *collectives, strict=True)])
 
 
 def collective_time(job: Job, costs: Costs, numel: float) -> CollectiveTime:
-    """Return the time of one collective of ``numel`` values."""
+    """Return the time of the all-reduce of ``numel`` values of the model, between islands if there are any."""
     codec = None if job.codec == UNCOMPRESSED else costs.codec
     segment_bytes = job.message_bytes
     if job.gathered:
         return gather_time(costs.link, numel, job.world_size, codec=costs.codec, segment_bytes=segment_bytes)
-    return all_reduce_time(
+    mesh = job.mesh
+    one_time = partial(
+        all_reduce_time,
         str(job.all_reduce),
-        costs.link,
-        numel,
-        job.world_size,
+        dataclasses.replace(costs.link, beta=mesh.sharing * costs.link.beta),
+        world_size=mesh.islands,
         codec=codec,
         segment_bytes=segment_bytes,
         inner=costs.inner,
         ranks_per_node=job.ranks_per_node,
         nics=job.nics,
         placed=costs.placed,
+        members=mesh.members,
     )
+    return _together(one_time(values) for values in mesh.buffers(numel))
 
 
 def _slowdown(job: Job) -> Estimate:
@@ -205,9 +256,10 @@ def _link(job: Job) -> LinkProfile:
 
 def correction_of(job: Job) -> tuple[float, float] | None:
     """Return the factor on the formula's time of the collective, and the share by which it may be off; None if this
-    all-reduce, or parameter server, was not measured among this many ranks, or not at the rate that limits it."""
+    all-reduce, or parameter server, was not measured among this many ranks, or not at the rate that limits it, or there
+    are islands."""
     corrections = job.cluster.corrections_of(job.measured_as)
-    if corrections is None or job.gathered or job.limited:
+    if corrections is None or job.gathered or job.limited or job.members > 1:
         return None
     return corrections.at(job.world_size, job.wire_bytes)
 
@@ -219,7 +271,7 @@ def estimates_of(job: Job) -> Iterator[tuple[str, dict[str, Estimate]]]:
     """
     if correction_of(job) is None:  # otherwise its own error is known
         yield from (("link", {name: getattr(_link(job), name)}) for name in LINK)
-    if job.cluster.inner is not None and job.all_reduce == "hierarchical":
+    if job.cluster.inner is not None and (job.all_reduce == "hierarchical" or job.mesh.within_node):
         yield from (("inner", {name: getattr(job.cluster.inner, name)}) for name in LINK)
     codec = job.codec_profile
     if codec is not None:

@@ -32,11 +32,13 @@ class IterationTime(NamedTuple):
     """Additional time because times differ between ranks and iterations."""
     loading: float = 0.0
     """Additional time because batches are loaded."""
+    inside: float = 0.0
+    """Time of the collectives inside an island, for which the passes wait."""
 
     @property
     def exposed(self) -> float:
         """Total time that the computation waits, in s."""
-        return self.wire + self.codec + self.jitter + self.loading
+        return self.wire + self.codec + self.jitter + self.loading + self.inside
 
     def times(self, factor: float) -> IterationTime:
         """Return the time with every part ``factor`` times as long."""
@@ -58,9 +60,9 @@ def pipelined_iteration_time(
 
     >>> times = ComputeTimes(update=0.5, forward=1.0, backward=1.5)
     >>> pipelined_iteration_time(times, CollectiveTime(2.0, 2.0, 0.0), width=1)
-    IterationTime(total=5.0, compute=3.0, wire=2.0, codec=0.0, jitter=0.0, loading=0.0)
+    IterationTime(total=5.0, compute=3.0, wire=2.0, codec=0.0, jitter=0.0, loading=0.0, inside=0.0)
     >>> pipelined_iteration_time(times, CollectiveTime(5.0, 4.0, 1.0), width=2)
-    IterationTime(total=5.0, compute=3.0, wire=1.0, codec=1.0, jitter=0.0, loading=0.0)
+    IterationTime(total=5.0, compute=3.0, wire=1.0, codec=1.0, jitter=0.0, loading=0.0, inside=0.0)
     """
     check_count("width", width)
 
@@ -134,7 +136,7 @@ def loaded_iteration_time(
     >>> [loaded_iteration_time(synchronous, times, workers).total for workers in (0, 1, 2)]
     [10.0, 6.0, 4.0]
     >>> loaded_iteration_time(synchronous, times, 2, cores_used=0.5)
-    IterationTime(total=4.5, compute=3.0, wire=1.0, codec=0.0, jitter=0.0, loading=0.5)
+    IterationTime(total=4.5, compute=3.0, wire=1.0, codec=0.0, jitter=0.0, loading=0.5, inside=0.0)
     """
     check_at_least("workers", workers, 0)
     if not 0 <= cores_used <= 1:
@@ -197,7 +199,7 @@ def layerwise_iteration_time(
 
     >>> times = ComputeTimes(update=1.0, forward=1.0, backward=2.0)
     >>> layerwise_iteration_time(times, [(0.5, CollectiveTime(2.0, 2.0, 0.0)), (1.0, CollectiveTime(1.0, 1.0, 0.0))])
-    IterationTime(total=6.0, compute=4.0, wire=2.0, codec=0.0, jitter=0.0, loading=0.0)
+    IterationTime(total=6.0, compute=4.0, wire=2.0, codec=0.0, jitter=0.0, loading=0.0, inside=0.0)
     """
     before = 0.0
     for share, _ in buckets:
@@ -244,8 +246,8 @@ def job_time(iteration: IterationTime, iterations: int, t_comm: float = 0.0, *, 
 
     This is exact without noise for any width: the last collective, m, overlaps no computation, and follows the one
     before. n is the number of iterations, or of windows; ``t_comm`` is m for a pipeline, and 0 where nothing is in
-    flight after an iteration; c contains loading; s is ``missing``, the time by which the last one computes less than
-    the others, in s.
+    flight after an iteration; c contains loading and the collectives inside islands; s is ``missing``, the time by
+    which the last one computes less than the others, in s.
     Raises ``ValueError`` if ``iterations < 1``, or another number is negative.
 
     >>> job_time(IterationTime(4.0, 3.0, 1.0, 0.0, 0.0), 10, t_comm=4.0)
@@ -256,7 +258,7 @@ def job_time(iteration: IterationTime, iterations: int, t_comm: float = 0.0, *, 
     check_count("iterations", iterations)
     check_at_least("t_comm", t_comm, 0)
     check_at_least("missing", missing, 0)
-    last = max(iteration.total, iteration.compute + iteration.loading + t_comm)
+    last = max(iteration.total, iteration.compute + iteration.inside + iteration.loading + t_comm)
     before = (iterations - 2) * iteration.total + last + t_comm if iterations > 1 else t_comm
     return max((iterations - 1) * iteration.total + last - missing, before)
 

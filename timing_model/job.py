@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from timing_model.buckets import WHOLE, Cut
 from timing_model.checks import check_above_0, check_at_least, check_count, check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.measured import MOST, PARAMETER_SERVER, CodecProfile, ComputeProfile, MeasuredIteration
+from timing_model.mesh import Mesh
 from timing_model.own_schedules import check_all_reduce
 from timing_model.params import FLOAT_BYTES, Noise
 from timing_model.presets import CODECS, HOST
@@ -48,6 +50,11 @@ WITH_BATCH = ("forward", "backward", "loading")
 FAST = (
     "a core sends and receives bytes more slowly than {link} carries them: the CPU time of a byte, {host:.2g} ns, "
     "{origin}; copies from a GPU are left out, and ddp is torch's over gloo, not NCCL"
+)
+
+ISLANDS = (
+    "no prediction of islands was compared with a measurement: the collectives inside of them are taken not to overlap "
+    "with the computation, and to be rings of one message a step"
 )
 
 GIVEN, MEASURED, INTERPOLATED, EXTRAPOLATED, OUTSIDE = (
@@ -105,6 +112,18 @@ class Job:
     iterations: int | None = None
     """Iterations of the job; None if ``epochs``, or no length, is given."""
     epochs: int | None = None
+    members: int = 1
+    """Ranks of an island, which hold the model together; 1 if each rank holds all of it."""
+    split: str | None = None
+    """Way in which members hold the model, one of ``mesh.SPLITS``; None if no islands are considered."""
+    split_share: float = 1.0
+    """Share of the model that tensor parallelism splits: of its values, and of its computation."""
+    activations: float | None = None
+    """Bytes that tensor parallelism sums inside an island in an iteration, for the samples of one rank."""
+    memory: float | None = None
+    """Most bytes of a rank for what ``memory.rank_memory`` counts; None if they are not limited."""
+    optimizer_state: float = 2.0
+    """Values that the optimizer keeps for each weight: 0 with SGD, 1 with momentum, 2 with Adam and AdamW."""
     price: float | None = None
     """Price of a rank, in any currency, per second."""
 
@@ -136,6 +155,7 @@ class Job:
         self._check_rate_limit()
         self._check_nodes()
         self._check_placed()
+        self._check_islands()
         self._check_codec()
         self._check_buckets()
         if self.epochs is not None and self.iterations is not None:
@@ -176,6 +196,30 @@ class Job:
                 f"them, so not {' or '.join(UNSIMULATED)}; got {self.codec if self.gathered else self.measured_as}"
             )
 
+    def _check_islands(self) -> None:
+        if self.memory is not None:
+            check_above_0("memory", self.memory)
+        check_at_least("optimizer_state", self.optimizer_state, 0)
+        mesh = self.mesh  # refuses what is no mesh
+        if self.members == 1:
+            return
+        unknown = {
+            f"strategy {self.strategy}": self.strategy != "pipelined",
+            "all_reduce hierarchical": self.all_reduce == "hierarchical",
+            f"codec {self.codec}": self.gathered,
+            "local_steps": self.local_steps > 1,
+            "rate_limit": self.rate_limit is not None,
+        }
+        for what, used in unknown.items():
+            if used:
+                got = self.members
+                raise ValueError(f"members must be 1 with {what}, with which islands are not modelled; got {got}")
+        if mesh.within_node and self.cluster.inner is None and not self.cluster.placed:
+            raise ValueError(
+                "members must be 1, or more than a node has, without a link inside nodes (--inner-latency and "
+                f"--inner-bandwidth, or a table [inner] in the cluster's file); got {self.members}"
+            )
+
     def _check_all_reduce(self) -> None:
         if self.strategy == "ps-sync":
             if self.all_reduce is not None:
@@ -186,10 +230,10 @@ class Job:
             raise ValueError(f"all_reduce must be native with strategy ddp; got {self.all_reduce}")
         if self.all_reduce == "hierarchical" and self.cluster.inner is None and not self.cluster.placed:
             raise ValueError(
-                "all_reduce must not be hierarchical without an inner link, a table [inner] in the cluster's file; "
-                "got hierarchical"
+                "all_reduce must not be hierarchical without an inner link (--inner-latency and --inner-bandwidth, or "
+                "a table [inner] in the cluster's file); got hierarchical"
             )
-        p = self.world_size
+        p = self.simulated_ranks
         if self.meets and p > LARGEST_SIMULATED:
             raise ValueError(
                 f"world_size must be {'' if self.cluster.placed else 'a power of 2, or '}at most {LARGEST_SIMULATED}, "
@@ -202,7 +246,7 @@ class Job:
         """Raise ``ValueError`` if the messages cannot be followed: no link leads where one is sent, or there are too
         many of them."""
         placed, p = self.cluster.placed, self.world_size
-        apart = unconnected(str(self.all_reduce), p, self.ranks_per_node, placed) if placed else None
+        apart = unconnected(str(self.all_reduce), p, self.ranks_per_node, placed, self.members) if placed else None
         if apart is not None:
             raise ValueError(
                 f"link must lead from rank {apart[0]} to rank {apart[1]}, which {self.all_reduce} sends to; no table "
@@ -253,6 +297,19 @@ class Job:
             raise ValueError(f"buckets must be 1 with local_steps, whose movement is complete late; got {self.buckets}")
         cut(self.compute.tensors)
 
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Islands of the ranks, and what a member of one has of the model."""
+        return Mesh(
+            world_size=self.world_size,
+            members=self.members,
+            ranks_per_node=self.ranks_per_node,
+            nics=self.nics,
+            split=self.split,
+            split_share=self.split_share,
+            activations=self.activations,
+        )
+
     @property
     def cut(self) -> Cut:
         """Cut of the gradient into buckets."""
@@ -274,7 +331,7 @@ class Job:
     @property
     def measured(self) -> MeasuredIteration | None:
         """Time of an iteration of this very configuration that was measured in an audition; None if there is none."""
-        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.limited:
+        if self.strategy != "pipelined" or self.ranks_per_node > 1 or self.members > 1 or self.limited:
             return None
         if self.accumulation > 1 or self.local_steps > 1 or self.cut != WHOLE:
             return None
@@ -313,7 +370,7 @@ class Job:
     @property
     def least_segment_bytes(self) -> int:
         """Bytes of the smallest segments with which an answer does not take too long."""
-        most = MOST_SIMULATED // self.world_size if self.meets else MOST_SEGMENTS
+        most = MOST_SIMULATED // self.simulated_ranks if self.meets else MOST_SEGMENTS
         return -(-self.nbytes // most)
 
     @property
@@ -324,7 +381,13 @@ class Job:
     @property
     def meets(self) -> bool:
         """True if messages meet on the way, or on links that differ, so that they must be simulated one by one."""
-        return bool(self.cluster.placed) or messages_meet(self.all_reduce, self.world_size)
+        return bool(self.cluster.placed) or messages_meet(self.all_reduce, self.mesh.islands)
+
+    @property
+    def simulated_ranks(self) -> int:
+        """Number of ranks whose messages are simulated where they meet: those of one all-reduce, or all of them where
+        each has links of its own."""
+        return self.world_size if self.cluster.placed else self.mesh.islands
 
     @property
     def nbytes(self) -> int:
@@ -355,11 +418,17 @@ class Job:
 
     @property
     def accumulated(self) -> ComputeProfile:
-        """Computation of a whole iteration: of all its micro-batches, and one update."""
-        if self.accumulation == 1:
+        """Computation of a whole iteration of a rank: of all its micro-batches, and one update of what it holds."""
+        if self.accumulation == self.members == 1:
             return self.compute
-        passes = {name: getattr(self.compute, name).times(self.accumulation) for name in WITH_BATCH}
-        return dataclasses.replace(self.compute, batch_size=self.accumulation * self.compute.batch_size, **passes)
+        mesh, times = self.mesh, self.accumulation
+        factors = {"forward": times * mesh.computed, "backward": times * mesh.computed, "loading": times * mesh.samples}
+        factors |= {"update": mesh.held, "late_update": mesh.held}
+        return dataclasses.replace(
+            self.compute,
+            batch_size=times * self.compute.batch_size,
+            **{name: getattr(self.compute, name).times(factor) for name, factor in factors.items()},
+        )
 
     @property
     def job_iterations(self) -> int | None:
@@ -427,9 +496,9 @@ def support_of(job: Job) -> Support:
 
     Measured: this very configuration was, in an audition. Interpolated: world size and bytes are within what was
     measured, and all that has a name was measured. Extrapolated: numbers are up to ``REACH`` times beyond, or a world
-    size was not measured where ranks share cores, or an all-reduce was not measured and has the ring's link, or the
-    computation is as given. Outside: numbers are further beyond, or a codec or servers never ran, or the cv of the
-    computation is above ``CHECKED_CV``.
+    size was not measured where ranks share cores, or an all-reduce was not measured and has the ring's link, or there
+    are islands, or the computation is as given. Outside: numbers are further beyond, or a codec or servers never ran,
+    or the cv of the computation is above ``CHECKED_CV``.
     """
     if job.measured is not None:
         return Support(MEASURED, (f"{job.measured.iterations} iterations were timed in an audition",))
@@ -441,6 +510,8 @@ def support_of(job: Job) -> Support:
     if job.compute.comm_cv.value > CHECKED_CV:
         checked = f"a cv of the all-reduce of {job.compute.comm_cv.value:g}; the formulas were checked up to"
         reasons.append((EXTRAPOLATED, f"{checked} {CHECKED_CV:g}"))
+    if job.members > 1:
+        reasons.append((EXTRAPOLATED if ranges.world_sizes else GIVEN, ISLANDS))
     if not ranges.world_sizes:
         reasons += [(GIVEN, one) for one in _capped(job)]
         return Support(reasons[0][0] if reasons else GIVEN, tuple(reason for _, reason in reasons))

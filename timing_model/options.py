@@ -13,9 +13,11 @@ from timing_model.checks import check_one_of
 from timing_model.cluster_profile import UNCOMPRESSED, Profile
 from timing_model.job import OWN_ALL_REDUCE, STRATEGIES, Job, compute_of
 from timing_model.measured import MOST, Calibrated, ComputeProfile, Estimate, LinkProfile
+from timing_model.mesh import SPLITS
+from timing_model.params import LinkParams
 from timing_model.presets import MODELS, NETWORKS, ethernet
 from timing_model.schedules import ALL_REDUCES, SEGMENT_BYTES
-from timing_model.units import parse_bandwidth, parse_count, parse_price, parse_seconds
+from timing_model.units import format_seconds, parse_bandwidth, parse_bytes, parse_count, parse_price, parse_seconds
 
 LAYERS = 50
 """Layers assumed for a model of which only the size is known: ddp reduces it in this many equal parts."""
@@ -104,9 +106,43 @@ def add_job(options: Parser) -> None:
     group.add_argument(
         "--slow-ranks", type=number_of(1), nargs="+", metavar="F", help="slowdown factors of ranks that are always slow"
     )
+    _add_split(options)
     options.add_argument("--extrapolate", action="store_true", help="also answer far outside of what was measured")
     options.add_argument("--json", action="store_true", help="print JSON; times in s, sizes in bytes")
     options.add_argument("--plot", type=Path, metavar="FILE", help="also save a picture (needs matplotlib)")
+
+
+def _add_split(options: Parser) -> None:
+    group = options.add_argument_group("islands: ranks that hold the model together")
+    group.add_argument(
+        "--split", metavar="NAME", help=f"how members of an island hold a model: {', '.join(SPLITS)} (no islands)"
+    )
+    group.add_argument(
+        "--split-share",
+        type=number_of(0),
+        default=1.0,
+        metavar="SHARE",
+        help="share of the model that --split tensor splits, of its values and of its computation (1)",
+    )
+    group.add_argument(
+        "--activations",
+        type=quantity(parse_bytes, "activations"),
+        metavar="8MiB",
+        help="bytes that --split tensor sums over an island in an iteration, for the samples of one rank",
+    )
+    group.add_argument(
+        "--memory",
+        type=quantity(parse_bytes, "memory"),
+        metavar="16GiB",
+        help="memory of a rank, for weights, gradients and what optimizer and pipeline hold; no activations",
+    )
+    group.add_argument(
+        "--optimizer-state",
+        type=number_of(0),
+        default=2.0,
+        metavar="S",
+        help="values that the optimizer keeps for a weight: 0 with SGD, 1 with momentum, 2 with Adam and AdamW (2)",
+    )
 
 
 def add_configuration(options: Parser) -> None:
@@ -134,6 +170,9 @@ def add_configuration(options: Parser) -> None:
         metavar="N|SIZE",
         help="buckets in which gradients leave during the backward pass: a number, or the largest size of one (1)",
     )
+    one.add_argument(
+        "--members", type=whole(), metavar="M", help="ranks of an island, with --split (1, without islands)"
+    )
     one.add_argument("--servers", type=whole(), default=1, metavar="S", help="number of servers of ps-sync (1)")
     one.add_argument(
         "--server-placement",
@@ -149,20 +188,34 @@ def add_nodes(group: argparse._ArgumentGroup) -> None:
         type=whole(),
         default=1,
         metavar="G",
-        help="ranks that share a node, for hierarchical; no effect on ring and native (1)",
+        help="ranks that share a node, for hierarchical and islands; no effect on ring and native without islands (1)",
     )
-    group.add_argument("--nics", type=whole(), default=1, metavar="R", help="NICs of a node, for hierarchical (1)")
+    group.add_argument(
+        "--nics", type=whole(), default=1, metavar="R", help="NICs of a node, for hierarchical and islands (1)"
+    )
+    group.add_argument(
+        "--inner-latency",
+        type=quantity(parse_seconds, "inner-latency"),
+        metavar="10us",
+        help="time that a message inside a node takes in addition to its bytes, for hierarchical and islands",
+    )
+    group.add_argument(
+        "--inner-bandwidth",
+        type=quantity(parse_bandwidth, "inner-bandwidth"),
+        metavar="50GB/s",
+        help="rate at which each rank sends inside a node, sums included, for hierarchical and islands",
+    )
 
 
 def base_of(given: Namespace, **configuration: Any) -> Job:
     """Return the job that the options of ``add_job`` name, with these fields of a ``Job``. Raises ``ValueError``."""
-    for name in ("latency", "compute", "update", "loading"):
+    for name in ("latency", "inner_latency", "compute", "update", "loading"):
         if (getattr(given, name) or 0.0) > MOST:
             raise ValueError(f"{name} must be at most {MOST:g} s; got {getattr(given, name):g} s")
-    for name in ("bandwidth", "rate_limit"):
+    for name in ("bandwidth", "inner_bandwidth", "rate_limit"):
         if (getattr(given, name) or 1.0) < 1 / MOST:
             raise ValueError(f"{name} must be at least {1 / MOST:g} bytes a second; got {getattr(given, name):g}")
-    cluster = _cluster(given)
+    cluster = _with_inner(given, _cluster(given))
     if given.world_size > 1 and cluster.named_ranks > given.world_size:  # one rank alone needs no links
         raise ValueError(f"link must name ranks from 0 to {given.world_size - 1}; got {cluster.named_ranks - 1}")
     return Job(
@@ -177,6 +230,11 @@ def base_of(given: Namespace, **configuration: Any) -> Job:
         iterations=given.iterations,
         epochs=given.epochs,
         price=given.price,
+        split=given.split,
+        split_share=given.split_share,
+        activations=given.activations,
+        memory=given.memory,
+        optimizer_state=given.optimizer_state,
         **configuration,
     )
 
@@ -184,6 +242,8 @@ def base_of(given: Namespace, **configuration: Any) -> Job:
 def job_of(given: Namespace) -> Job:
     """Return the job that the options of ``add_job`` and ``add_configuration`` describe. Raises ``ValueError``."""
     check_one_of("strategy", given.strategy, STRATEGIES)
+    if given.split is not None and given.members is None:
+        raise ValueError(f"members must be given with --split {given.split}; got none")
     return base_of(
         given,
         strategy=given.strategy,
@@ -193,6 +253,7 @@ def job_of(given: Namespace) -> Job:
         all_reduce=given.all_reduce or OWN_ALL_REDUCE[given.strategy],
         segment_bytes=given.segment_bytes,
         buckets=given.buckets,
+        members=given.members or 1,
         servers=given.servers,
         placement=given.server_placement,
     )
@@ -219,6 +280,23 @@ def _cluster(given: Namespace) -> Profile:
                 raise ValueError(f"{name} must be given, too, without --cluster or --network; got none")
         link = ethernet(given.bandwidth, given.latency)
     return Profile(calibrated=NOTHING, link=LinkProfile.exact(link))
+
+
+def _with_inner(given: Namespace, cluster: Profile) -> Profile:
+    """Return the cluster with the link inside nodes that is given, if one is: latency and rate are all that counts."""
+    latency, bandwidth = given.inner_latency, given.inner_bandwidth
+    if latency is None and bandwidth is None:
+        return cluster
+    if latency is None or bandwidth is None:
+        name = "inner_latency" if latency is None else "inner_bandwidth"
+        raise ValueError(f"{name} must be given, too, for a link inside nodes; got none")
+    got = format_seconds(latency)
+    if cluster.inner is not None or cluster.placed:
+        raise ValueError(f"inner_latency must be left out with --cluster {given.cluster}, which says it; got {got}")
+    if given.ranks_per_node == 1:
+        raise ValueError(f"inner_latency must be left out with one rank on each node (--ranks-per-node); got {got}")
+    link = LinkParams(alpha=latency, beta=1 / bandwidth, gamma=0.0, sync=0.0)
+    return dataclasses.replace(cluster, inner=LinkProfile.exact(link))
 
 
 def _compute(given: Namespace, cluster: Profile) -> ComputeProfile:

@@ -1,4 +1,4 @@
-"""Search for the best way to run a job, over strategy, width, codec, all-reduce and segment size."""
+"""Search for the best way to run a job, over strategy, width, codec, all-reduce, segment size and islands."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from timing_model.choices import TIE, Choice, Space, simplicity
 from timing_model.costs import costs_of, iteration_time
 from timing_model.job import Job, support_of
 from timing_model.search import Search
+from timing_model.units import format_bytes
 
 REFERENCES = ("ddp", "ps-sync")
 """Strategies that are always shown, however slow they are."""
@@ -30,14 +31,24 @@ class Plan:
     """Best configuration without a codec; None if none was searched."""
     considered: int
     """Number of configurations, all segment sizes included."""
+    too_large: Mapping[int, float]
+    """Least memory of a rank, in bytes, with islands of a number of members of which none fits, by that number."""
 
     @property
     def kinds(self) -> tuple[Choice, ...]:
-        """Best configuration of each strategy, width and codec in the ranking."""
-        first: dict[tuple[str, int, str], Choice] = {}
+        """Best configuration of each strategy, width, codec and islands in the ranking."""
+        first: dict[tuple[str, int, str, int], Choice] = {}
         for one in self.ranking:
-            first.setdefault((one.job.strategy, one.job.width, one.job.codec), one)
+            first.setdefault((one.job.strategy, one.job.width, one.job.codec, one.job.members), one)
         return tuple(first.values())
+
+    @property
+    def meshes(self) -> dict[int, Choice]:
+        """Best configuration with islands of each number of members, by that number."""
+        first: dict[int, Choice] = {}
+        for one in self.ranking:
+            first.setdefault(one.job.members, one)
+        return dict(sorted(first.items()))
 
     @property
     def fastest(self) -> float:
@@ -51,8 +62,9 @@ class Plan:
 
     def shown(self, top: int) -> tuple[Choice, ...]:
         """Return the simplest choice of each tie, at most ``top``, the best first, and those that people compare with:
-        the best synchronous one, the best without a codec, ddp, and a parameter server."""
+        the best synchronous one, the best without a codec, ddp, a parameter server, and the best of all islands."""
         others = [next((one for one in self.ranking if one.job.strategy == name), None) for name in REFERENCES]
+        others += self.meshes.values()
         references = [one for one in (self.best, self.synchronous, self.uncompressed, *others) if one is not None]
         simplest: dict[float, Choice] = {}
         for one in self.kinds:
@@ -90,8 +102,15 @@ def plan(
     best = search.all.chosen
     if best is None:
         base.check_messages()
+        if search.too_large:
+            needed, given = min(search.too_large.values()), base.memory or 0.0
+            raise ValueError(
+                f"memory must be at least {format_bytes(needed)}, the least of all that was searched, activations left "
+                f"out; got {format_bytes(given)}"
+            )
         reasons = support_of(base).reasons or ("no all-reduce for any of the codecs",)
         raise ValueError(f"extrapolate must be asked for, or more be searched, as nothing is left; got {reasons[0]}")
+    fitting = {one.job.members for one in search.choices}
     fastest = min(one.score for one in search.choices)
     ranking = sorted(search.choices, key=lambda one: (_ties(one.score, fastest), simplicity(one.job)))
     return Plan(
@@ -100,6 +119,7 @@ def plan(
         synchronous=search.synchronous.chosen,
         uncompressed=search.uncompressed.chosen,
         considered=search.considered,
+        too_large={members: nbytes for members, nbytes in sorted(search.too_large.items()) if members not in fitting},
     )
 
 

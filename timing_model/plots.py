@@ -19,6 +19,7 @@ PARTS = {
     "codec": ("waiting for codec and sums", "#CC79A7"),
     "jitter": ("jitter and slow ranks", "#999999"),
     "loading": ("loading batches", "#009E73"),
+    "inside": ("collectives inside islands", "#F0E442"),
 }
 """Labels of an iteration's parts, and their colours, which are Okabe and Ito's."""
 FORMATS = (".pdf", ".png", ".svg")

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from timing_model.all_reduce import CollectiveTime
-from timing_model.costs import Costs, as_measured, correction_of, costs_of, estimates_of, iteration_time, loaded_time
+from timing_model.costs import (
+    Costs,
+    as_measured,
+    correction_of,
+    costs_of,
+    estimates_of,
+    iteration_time,
+    loaded_time,
+    times_of,
+)
 from timing_model.iteration import IterationTime, job_time
 from timing_model.jitter import lasting_period
 from timing_model.job import OUTSIDE, Job, Support, support_of
+from timing_model.memory import check_memory, rank_memory
 
 COMPUTATION, NETWORK, LATENCY, CODEC, JITTER = "computation", "network", "latency", "codec", "jitter"
 LOADING, HOST = "loading", "host"
@@ -50,6 +60,8 @@ class Answer:
     """Time of an epoch; None if samples or batch size are not known."""
     total: float | None
     """Time of the whole job; None if neither its iterations nor its epochs are given."""
+    memory: float | None
+    """Bytes that a rank holds (``memory.rank_memory``); None if that is not known."""
     limit: str
     """The one of ``LIMITS`` with the largest gain, or ``BALANCE`` if none gains ``LEAST_GAIN``."""
     gains: dict[str, float]
@@ -76,6 +88,7 @@ class Answer:
             "epoch_cost": job.cost(self.epoch),
             "job_cost": job.cost(self.total),
             "samples_per_second": self.samples_per_second,
+            "memory_bytes": self.memory,
             "efficiency": self.efficiency,
             "limited_by": self.limit,
             "limits": list(self.limits),
@@ -97,9 +110,10 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
 
     Raises:
         ValueError: the job is outside of what was measured, and ``extrapolate`` is False; or its messages cannot be
-            followed (``Job.check_messages``).
+            followed (``Job.check_messages``); or it does not fit into the memory of a rank.
     """
     job.check_messages()
+    check_memory(job)
     support = support_of(job)
     refuse_outside(support, extrapolate)
     costs = costs_of(job)
@@ -109,8 +123,8 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
     if job.measured is not None:
         iteration, found = as_measured(job, iteration), job.measured.iteration
         below, above = found.value - found.low, found.high - found.value
-    synchronous = costs_of(dataclasses.replace(job, width=1))
-    alone = loaded_time(job, synchronous, lambda times: IterationTime(times.total, times.total, 0.0, 0.0, 0.0)).total
+    one = dataclasses.replace(job, width=1, members=1)
+    alone = loaded_time(one, costs_of(one), lambda times: IterationTime(times.total, times.total, 0.0, 0.0, 0.0)).total
     workers, batch_size = job.workers, job.accumulated.batch_size
     per_epoch = job.iterations_per_epoch
     iterations = job.job_iterations
@@ -127,6 +141,7 @@ def predict(job: Job, *, extrapolate: bool = False) -> Answer:
         samples_per_second=workers * batch_size / iteration.total if batch_size and iteration.total > 0 else None,
         epoch=None if per_epoch is None else per_epoch * iteration.total,
         total=None if iterations is None else _job_time(job, costs, iteration, iterations, in_flight),
+        memory=rank_memory(job),
         limit=_limit(gains),
         gains=gains,
     )
@@ -190,7 +205,8 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
     def with_links(*names: str) -> Costs:
         """Return the costs with half of each of these parameters of all links."""
         placed = tuple(dataclasses.replace(one, link=half(one.link, *names)) for one in costs.placed)
-        return dataclasses.replace(costs, link=half(costs.link, *names), placed=placed)
+        inner = costs.inner and half(costs.inner, *names)
+        return dataclasses.replace(costs, link=half(costs.link, *names), inner=inner, placed=placed)
 
     changed = {
         COMPUTATION: dataclasses.replace(
@@ -212,7 +228,8 @@ def _gains(job: Job, costs: Costs, iteration: IterationTime) -> dict[str, float]
 def _lasting(job: Job, costs: Costs, iteration: IterationTime, collective: CollectiveTime) -> float:
     if job.width == 1:  # ddp and servers, too: each iteration waits for its own slowest rank
         return iteration.total
-    times = costs.times if job.loader_workers else costs.times.loading_itself()
+    times = times_of(job, costs)
+    times = times if job.loader_workers else times.loading_itself()
     t_compute, t_comm = times.window(job.local_steps).at_width(job.width, collective.total)
     window = lasting_period(t_compute, t_comm, job.width, job.workers, job.noise)
     return max(iteration.total, window / job.local_steps)

@@ -8,6 +8,7 @@ from timing_model.advice import advice, describe, loading_advice, ratio, reason,
 from timing_model.choices import TIE, Choice
 from timing_model.job import EXTRAPOLATED, GIVEN, INTERPOLATED, MEASURED, OUTSIDE, Job, Support
 from timing_model.measured import Estimate
+from timing_model.memory import rank_memory
 from timing_model.plan import Plan
 from timing_model.predict import BALANCE, CODEC, COMPUTATION, HOST, JITTER, LATENCY, LOADING, NETWORK, Answer
 from timing_model.units import format_bandwidth, format_bytes, format_cost, format_count, format_seconds
@@ -91,6 +92,7 @@ def answer_text(answer: Answer) -> str:
     parts = [("computation", iteration.compute), ("waiting for the network", iteration.wire)]
     parts += [("waiting for codec and sums", iteration.codec), ("jitter and slow ranks", iteration.jitter)]
     parts += [("loading batches", iteration.loading)] if job.compute.loading.value else []
+    parts += [("collectives inside islands", iteration.inside)] if job.members > 1 else []
     rows = []
     for name, seconds in parts:
         share = seconds / iteration.total if iteration.total > 0 else 0.0
@@ -107,6 +109,8 @@ def answer_text(answer: Answer) -> str:
         facts.append(("an epoch", _with_cost(job, answer.epoch)))
     if answer.total is not None:
         facts.append(("the whole job", _with_cost(job, answer.total)))
+    if answer.memory is not None and _counts_memory(job):
+        facts.append(("memory of a rank, activations left out", format_bytes(answer.memory)))
     facts.append(("limited by", " and as much by ".join(LIMIT_WORDS[one] for one in answer.limits)))
     facts += [(words, f"{answer.gains[name]:.2f} times as fast as now") for name, words in CHANGES.items()]
     hint = loading_advice(job, iteration)
@@ -142,12 +146,13 @@ def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) 
     best = plan.best
     considered = f"{plan.considered:,} configurations searched"
     lines = [job_line(best.job), considered, ""]
-    rows = [("", "configuration", "iteration", "", "why")]
+    rows = [("", "configuration", "iteration", "", "why", "memory" if _counts_memory(best.job) else "")]
     for one in plan.shown(top):
         mark = "*" if one is best else ""
         slower = "" if one is best else "tie" if one in plan.tied else compared(one, best)
-        rows.append((mark, describe(one.job), format_seconds(one.iteration.total), slower, reason(one)))
-    lines += [*table(rows, right=(2, 3)), ""]
+        memory = _memory(one.job)
+        rows.append((mark, describe(one.job), format_seconds(one.iteration.total), slower, reason(one), memory))
+    lines += [*table(rows, right=(2, 3, 5)), ""]
     if plan.tied:
         named = [describe(one.job) for one in plan.tied]
         more = f"; and {len(named) - NAMED} more" if len(named) > NAMED else ""
@@ -160,3 +165,14 @@ def plan_text(plan: Plan, answer: Answer, top: int, others: Sequence[str] = ()) 
     if answer.total is not None:
         lines += [f"The whole job will take {_with_cost(best.job, answer.total)}."]
     return "\n".join([*lines, *advice(plan), *others, "", *support_lines(answer.support)])
+
+
+def _counts_memory(job: Job) -> bool:
+    """Return True if a person who asks about this job asks about memory, too."""
+    return job.split is not None or job.memory is not None
+
+
+def _memory(job: Job) -> str:
+    """Return the memory of a rank in words; nothing if nobody asks, or it is not known."""
+    needed = rank_memory(job) if _counts_memory(job) else None
+    return "" if needed is None else format_bytes(needed)

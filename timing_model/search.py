@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
 from timing_model.all_reduce import CollectiveTime, chunks_of
@@ -14,6 +14,7 @@ from timing_model.cluster_profile import UNCOMPRESSED
 from timing_model.costs import Buckets, as_measured, buckets_of, costs_of, pipelined_time, whole
 from timing_model.iteration import IterationTime
 from timing_model.job import NATIVE_CODECS, OUTSIDE, OWN_ALL_REDUCE, Job, support_of
+from timing_model.memory import fits, rank_memory
 from timing_model.schedules import SEGMENT_BYTES, segments_of
 
 LARGEST_MEETING = 32
@@ -56,6 +57,7 @@ class Search:
             all_reduce="ring",
             segment_bytes=SEGMENT_BYTES,
             buckets="1",
+            members=1,
         )
         self._space = space
         self._cost = accuracy_cost
@@ -67,33 +69,44 @@ class Search:
             dataclasses.replace(self._base, codec=codec)  # refuses an unknown codec
         for buckets in space.buckets:
             dataclasses.replace(self._base, buckets=buckets)  # and what is no cut
+        for members in space.members:
+            dataclasses.replace(self._base, members=members)  # and what are no islands
         usual = [codec for codec in space.codecs if codec in NATIVE_CODECS] or space.codecs
         self.all = Group(lambda job: True)
         self.synchronous = Group(lambda job: job.width == 1 and job.codec in usual)
         self.uncompressed = Group(lambda job: job.codec == UNCOMPRESSED)
         self.choices: list[Choice] = []
         self.considered = 0
+        self.too_large: dict[int, float] = {}
+        """Least memory of a rank, in bytes, of configurations that do not fit, by the members of their islands."""
 
     def whole(self) -> Iterator[Job]:
         """Yield the configurations without width and segments."""
         for strategy in self._space.strategies:
-            if strategy != "pipelined":
+            if strategy != "pipelined" and 1 in self._space.members:
                 for codec in self._space.codecs if strategy == "ddp" else (UNCOMPRESSED,):
                     job = self._working(strategy=strategy, codec=codec, all_reduce=OWN_ALL_REDUCE[strategy])
                     if job is not None:
                         self.considered += 1
-                        yield job
+                        if self._fits(job):
+                            yield job
 
     def pairs(self) -> None:
-        """Add every pair of codec and all-reduce, with every cut into buckets, in every width."""
+        """Add every pair of codec and all-reduce, with every cut into buckets, between all islands, in every width."""
         space = self._space
         if "pipelined" not in space.strategies:
             return
-        for codec, all_reduce, buckets in product(space.codecs, space.all_reduces, space.buckets):
-            pair = self._working(codec=codec, all_reduce=all_reduce, buckets=buckets)
-            if pair is not None and self._segments(pair):
-                self.considered += len(self._space.widths) * len(self._segments(pair))
-                self._add_widths(pair)
+        for members in space.members:
+            for codec, all_reduce, buckets in product(space.codecs, space.all_reduces, space.buckets):
+                pair = self._working(codec=codec, all_reduce=all_reduce, buckets=buckets, members=members)
+                if pair is None or not self._segments(pair):
+                    continue
+                if pair.mesh.is_one_island:  # which exchanges nothing, so that every pair and width is the same
+                    self.considered += 1
+                    self._add_widths(pair, [min(space.widths)])
+                    break
+                self.considered += len(space.widths) * len(self._segments(pair))
+                self._add_widths(pair, space.widths)
 
     def add(self, job: Job, iteration: IterationTime, collective: CollectiveTime) -> None:
         """Keep a configuration and its times."""
@@ -104,11 +117,11 @@ class Search:
         for group in (self.all, self.synchronous, self.uncompressed):
             group.add(choice)
 
-    def _working(self, **options: str | None) -> Job | None:
+    def _working(self, **options: str | int | None) -> Job | None:
         """Return the job with these options, in the largest segments; None if they do not go together or are too far
         from what was measured."""
         try:
-            job = dataclasses.replace(self._base, **options)  # type: ignore[arg-type]  # each option is a str
+            job = dataclasses.replace(self._base, **options)  # type: ignore[arg-type]  # each is of its field's type
             if job.all_reduce not in (None, "native"):
                 job = dataclasses.replace(job, segment_bytes=max(self._space.segments))
             job.check_messages()
@@ -116,7 +129,7 @@ class Search:
             return None
         if job.all_reduce == "hierarchical" and job.ranks_per_node == 1:
             return None  # it would be a ring
-        if job.meets and job.world_size > LARGEST_MEETING and not job.cluster.placed:
+        if job.meets and job.simulated_ranks > LARGEST_MEETING and not job.cluster.placed:
             return None
         return job if self._extrapolate or support_of(job).kind != OUTSIDE else None
 
@@ -132,12 +145,15 @@ class Search:
             return [one for one in working if _cut(pair, one) == cut][:1]
         return working
 
-    def _add_widths(self, pair: Job) -> None:
-        """Find the best segment size, which is that of every width, and add every width with it.
+    def _add_widths(self, pair: Job, widths: Sequence[int]) -> None:
+        """Find the best segment size, which is that of every width, and add all of ``widths`` that fit with it.
 
         An iteration never takes less if its collectives take more.
         """
-        times: dict[int, tuple[Buckets, int]] = {}
+        fitting = [width for width in widths if self._fits(dataclasses.replace(pair, width=width))]
+        if not fitting:
+            return
+        times: dict[tuple[int, ...], tuple[Buckets, int]] = {}
         for segment in self._segments(pair):
             job = dataclasses.replace(pair, segment_bytes=segment)
             costs = costs_of(job)
@@ -147,17 +163,26 @@ class Search:
         fastest = min(whole(buckets).total for buckets, _ in times.values())
         # The first ones are nearest to the default.
         buckets, segment = next(one for one in times.values() if whole(one[0]).total <= fastest * (1 + TIE / 2))
-        for width in self._space.widths:
+        for width in fitting:
             job = dataclasses.replace(pair, width=width, segment_bytes=segment)
             self.add(job, pipelined_time(job, costs_of(job), buckets), whole(buckets))
+
+    def _fits(self, job: Job) -> bool:
+        """Return True if the job fits into the memory of a rank; note what it needs if not."""
+        if fits(job):
+            return True
+        needed = rank_memory(job)
+        if needed is not None:
+            self.too_large[job.members] = min(needed, self.too_large.get(job.members, math.inf))
+        return False
 
     def _more_iterations(self, job: Job) -> float:
         late = self._cost.get("width", 0.0) * (job.width - 1)
         return 1 + late + self._cost.get(job.codec, 0.0)
 
 
-def _cut(job: Job, segment_bytes: int) -> int:
-    """Return the number of messages in which a chunk travels."""
-    chunk = job.wire_bytes / chunks_of(str(job.all_reduce), job.world_size)
+def _cut(job: Job, segment_bytes: int) -> tuple[int, ...]:
+    """Return the number of messages in which a chunk of each buffer travels."""
+    chunks = chunks_of(str(job.all_reduce), job.mesh.islands)
     limit = dataclasses.replace(job, segment_bytes=segment_bytes).message_bytes
-    return segments_of(chunk, limit)
+    return tuple(segments_of(values / chunks, limit) for values in job.mesh.buffers(job.wire_bytes))

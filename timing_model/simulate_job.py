@@ -10,7 +10,7 @@ import numpy as np
 
 from timing_model.advice import describe
 from timing_model.buckets import WHOLE
-from timing_model.costs import costs_of
+from timing_model.costs import costs_of, times_of
 from timing_model.jitter import noise_over
 from timing_model.job import Job, support_of
 from timing_model.plots import plot_timeline
@@ -90,7 +90,7 @@ def simulate_job(job: Job, *, seed: int = 0, extrapolate: bool = False) -> Simul
     if iterations * job.world_size > MOST_DRAWS:
         most = MOST_DRAWS // job.world_size
         raise ValueError(f"iterations must be at most {most} to be simulated; got {iterations}")
-    times = costs_of(job).times
+    times = times_of(job, costs_of(job))
     if job.loader_workers == 0:
         times = times.loading_itself()
     window, t_comm = times.window(job.local_steps).at_width(job.width, answer.collective.total)
@@ -135,7 +135,7 @@ def plot_simulated_job(answer: Answer, axes: Axes, *, seed: int = 0) -> Axes:
     t_comm = answer.collective.total / (2 * ranks if servers else 1)
     spans = timeline(
         "parameter-server" if servers else "pipelined",
-        costs_of(job).times.window(job.local_steps),
+        times_of(job, costs_of(job)).window(job.local_steps),
         t_comm,
         world_size=ranks,
         iterations=DRAWN_ITERATIONS,

@@ -261,6 +261,29 @@ def steps_of(schedule: Schedule, segments: int, ahead: int | None) -> list[Step]
     return [Step(None, (), (), None, first), *done] if first else done
 
 
+def at_once(programs: Sequence[Sequence[Step]], groups: Sequence[Sequence[int]]) -> list[list[Step]]:
+    """Return the programs of all ranks if each group of ranks runs ``programs`` by itself, and all groups at once.
+
+    Args:
+        programs: programs of the ranks of one group, numbered from 0.
+        groups: ranks of each group; every rank is in one of them.
+    """
+
+    def renumbered(step: Step, group: Sequence[int]) -> Step:
+        return step._replace(
+            source=None if step.source is None else group[step.source],
+            peers=tuple(group[peer] for peer in step.peers),
+            posts=tuple(group[poster] for poster in step.posts),
+        )
+
+    by_rank = {
+        rank: [renumbered(step, group) for step in steps]
+        for group in groups
+        for rank, steps in zip(group, programs, strict=True)
+    }
+    return [by_rank[rank] for rank in range(len(by_rank))]
+
+
 def priced(programs: Sequence[Sequence[Step]], values: float, codec: CodecCost) -> list[list[Task]]:
     """Return the programs with the times of the codec on segments of ``values`` values, and with their bytes."""
     nbytes, seconds = codec.wire_bytes(values), codec.seconds(values)

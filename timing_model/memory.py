@@ -1,0 +1,61 @@
+"""Memory of a rank: weights, gradients, the optimizer's state, and what a pipeline holds next to them."""
+
+from __future__ import annotations
+
+from timing_model.job import Job
+from timing_model.units import format_bytes
+
+FEW_BITS = 8
+"""Bits of a value on the wire below which a codec keeps a residual by default."""
+
+
+def rank_memory(job: Job) -> float | None:
+    r"""Bytes that each rank holds during a backward pass, activations left out; None where that is not known.
+
+    .. math::
+
+        M_1 = \left(\frac{s}{\mu} + 1 - s\right) n\,(q + 3 + z), \qquad
+        M_K = \left(\frac{s}{\mu} + 1 - s\right) n\,(2 q + 2 K + 4 + z)
+
+    n are the bytes of the whole model, of which a share s is split over the mu members of an island (0 without any); q
+    is ``job.optimizer_state``, and z is 1 for a codec that keeps a residual, otherwise 0. These are the weights, the
+    optimizer's state, gradients on their way and the one that the backward pass computes, and in a pipeline what its
+    prediction needs if it takes steps of a copy of the optimizer: the most of what docs/method.md lists. Weights that
+    FSDP2 has gathered are left out, too. Parameter servers and local steps are not known.
+
+    >>> from timing_model.options import computation_of
+    >>> from timing_model.cluster_profile import Calibrated, LinkProfile, Profile
+    >>> from timing_model.presets import NETWORKS
+    >>> cluster = Profile(calibrated=Calibrated.nothing(), link=LinkProfile.exact(NETWORKS["10GbE"]))
+    >>> job = Job(cluster=cluster, compute=computation_of("model", 1000, 1.0), world_size=4, width=2)
+    >>> rank_memory(job) / 4000
+    12.0
+    """
+    if job.strategy == "ps-sync" or job.local_steps > 1:
+        return None
+    codec = job.codec_profile
+    copies = job.optimizer_state + 3 if job.width == 1 else 2 * (job.optimizer_state + job.width + 2)
+    copies += codec is not None and codec.bits < FEW_BITS
+    return job.mesh.held * job.nbytes * copies
+
+
+def fits(job: Job) -> bool:
+    """Return True if ``job.memory`` is enough, as far as that is known, or there is no limit."""
+    needed = rank_memory(job)
+    return job.memory is None or (needed is not None and needed <= job.memory)
+
+
+def check_memory(job: Job) -> None:
+    """Raise ``ValueError`` if the job does not fit into ``job.memory``."""
+    if fits(job):
+        return
+    assert job.memory is not None
+    needed = rank_memory(job)
+    if needed is None:
+        what = "strategy ps-sync" if job.strategy == "ps-sync" else "local_steps"
+        got = format_bytes(job.memory)
+        raise ValueError(f"memory must be left out with {what}, of which it is not known; got {got}")
+    raise ValueError(
+        f"memory must be at least {format_bytes(needed)} for width {job.width}, codec {job.codec} and islands of "
+        f"{job.members}, activations left out; got {format_bytes(job.memory)}"
+    )
