@@ -23,6 +23,8 @@ from pipesgd.optim.muon import MuonWithAdamW
 from pipesgd.ranks import Ranks
 from pipesgd.replicas import weights_sha256
 from pipesgd.run.shard_file import ShardFile
+from timing_model.collective_time import ring_all_reduce_bytes
+from timing_model.mesh import Mesh
 
 pytestmark = pytest.mark.slow
 
@@ -185,6 +187,30 @@ def test_codecs_between_islands_leave_the_same_bits_on_all_of_them(shape: tuple[
         assert_same_parts(outcomes, shape, index)
         off = max(float((value - exact[name]).abs().max()) for name, value in outcomes[0][index][2].items())
         assert 0 < off < within
+
+
+def _sent(ranks: Ranks, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return the bytes that this rank sends in an iteration, and those of the model: of what is split, and of all."""
+    member = Member(shape, case("sgd", width=1) | {"sizes": [8, 12, 8, 6]})
+    parameters = list(member.model.parameters())
+    regress(member.model, member.batches[0]).backward()
+    report = member.pipeline.step()
+    member.pipeline.close()
+    nbytes = [one.numel() * one.element_size() for one in parameters]
+    split = [size for one, size in zip(parameters, nbytes, strict=True) if is_split(one)]
+    return report.wire_bytes, sum(split), sum(nbytes)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (3, 2, 1)], ids=["tensors", "data"])
+def test_the_timing_model_knows_the_bytes_between_islands(shape: tuple[int, int, int]) -> None:
+    islands, data, tensors = shape
+    outcomes = run_ranks(islands * data * tensors, _sent, shape)
+    [(split, whole)] = {(split, whole) for _, split, whole in outcomes}
+    options = {"split": "fsdp2"} if data > 1 else {"split": "tensor", "split_share": split / whole, "activations": 0.0}
+    mesh = Mesh(world_size=len(outcomes), members=data * tensors, **options)
+    sent = sum(ring_all_reduce_bytes(part, islands) for part in mesh.buffers(whole))
+    for ring in range(mesh.members):
+        assert sum(wire_bytes for wire_bytes, _, _ in outcomes[ring :: mesh.members]) == pytest.approx(islands * sent)
 
 
 def _evaluate_in_between(ranks: Ranks, shape: tuple[int, int, int]) -> tuple[list[Any], list[Any]]:
