@@ -78,9 +78,18 @@ def make_command_line(chance: random.Random, folder: Path) -> tuple[str, list[st
         "--slow-ranks": ("1.5", "1", "1e8"),
         "--iterations": ("1000", "1", "1000000"),
         "--price": ("1.20/h", "0/h", "1.20", "1e300/h", "1e-300/d", "$1/h"),
+        "--split": ("fsdp2", "tensor", "fsdp"),
+        "--members": ("2", "1", "4", "3", "1000"),
+        "--activations": ("8MiB", "0B", "1e18B", "8"),
+        "--split-share": ("1", "0.5", "0", "1e-300", "2"),
+        "--memory": ("1GB", "0B", "1B", "1e18B"),
+        "--optimizer-state": ("2", "0", "1e8", "-1"),
+        "--ranks-per-node": ("2", "1", "4", "3"),
+        "--inner-latency": ("10us", "0s", "1e300s"),
+        "--inner-bandwidth": ("20GB/s", "1bit/s", "1e300GB/s"),
     }
     words = [chance.choice(["predict", "predict", "plan", "simulate"]), "--json"]
-    for name in (*list(values)[:5], *chance.sample(list(values)[5:], chance.randrange(3))):
+    for name in (*list(values)[:5], *chance.sample(list(values)[5:], chance.randrange(5))):
         usual = chance.random() < 0.6
         words += [name, values[name][0] if usual else chance.choice((*values[name], chance.choice(NASTY_WORDS)))]
     return command, words

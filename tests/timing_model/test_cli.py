@@ -473,6 +473,8 @@ WORDS = st.sampled_from(
     --epochs --iterations --model --network --update --servers --ranks-per-node --extrapolate --top --persistence --seed
     0 1 2 -1 1e9 1e308s nan inf int8 native ddp ps-sync hierarchical halving-doubling 1GbE vgg16 3 7 64 1s
     1e-300bit/s 0s --accumulation --price 1.2/h --compute --bandwidth --latency --parameters
+    --split fsdp2 tensor --members --activations 8MiB --split-share 0.5 --memory 1GB --optimizer-state
+    --inner-latency --inner-bandwidth
     = -- - --rate-limit 50mbit --local-steps é predict --width=2 999999999999999999999999999999""".split()
 )
 
