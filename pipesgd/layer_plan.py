@@ -84,6 +84,8 @@ def read_plan(path: Path, model: nn.Module, members: int) -> LayerPlan:
     modules = dict(model.named_modules())
     layers: dict[str, SplitLayer] = {}
     for pattern, fields in _tables_by_name(tables):
+        if not pattern:
+            raise UserInputError(f'plan must name layers, each as [layers."NAME"]; got {next(iter(fields))} in {path}')
         names = [name for name in modules if _matches(name, pattern)]
         if not names:
             hint = did_you_mean(pattern, list(modules))
@@ -99,7 +101,24 @@ def read_plan(path: Path, model: nn.Module, members: int) -> LayerPlan:
             f"output of layer {in_order[-1].name} must be whole where no layer of the plan follows, since a cost needs "
             f"whole outputs; got {in_order[-1].output}"
         )
+    _check_between(modules, layers)
     return LayerPlan(_devices(table.get("devices", list(range(members))), members), tuple(in_order))
+
+
+def _check_between(modules: Mapping[str, nn.Module], layers: Mapping[str, SplitLayer]) -> None:
+    """Refuse a layer with weights that is not in the plan between two of it that pass shares on, in the model's order.
+
+    Its gradient would be that of a share on each member, and nothing would add them up.
+    """
+    before: SplitLayer | None = None
+    for name, module in modules.items():
+        if name in layers:
+            before = layers[name]
+        elif before is not None and before.output != WHOLE and any(True for _ in module.parameters(recurse=False)):
+            raise UserInputError(
+                f"layer {name} must be in the plan, or follow a layer whose output is whole, since it has weights; got "
+                f"output {before.output} of layer {before.name}"
+            )
 
 
 def _tables_by_name(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -115,7 +134,7 @@ def _tables_by_name(table: Mapping[str, Any], name: str = "") -> Iterator[tuple[
 def _matches(name: str, pattern: str) -> bool:
     """Return True if ``name`` is ``pattern``, in which each "*" is for one or more characters between two dots."""
     parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+    return bool(name) and len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _layer(name: str, module: nn.Module, fields: Mapping[str, Any], members: int) -> SplitLayer:

@@ -81,6 +81,16 @@ REFUSED = {
         'layers."*.up".style = "colwise"',
         "layer *.up must be a module of the model; got no module of this name",
     ),
+    "any name": (
+        'layers."*".style = "colwise"',
+        "layer conv must be Linear or Embedding for style colwise; got Conv2d (its style may be split-filters)",
+    ),
+    "no name": ('layers.conv = "split-filters"', 'plan must name layers, each as [layers."NAME"]; got conv in {}'),
+    "between": (
+        'layers.towers = {style = "split-filters", output = "split"}\nlayers."blocks.0.down".style = "rowwise"',
+        "layer odd must be in the plan, or follow a layer whose output is whole, since it has weights; got output "
+        "split of layer towers",
+    ),
     "again": (CONV + 'layers."con*".style = "split-filters"', "layer conv must be named once; got it again by con*"),
     "field": (
         CONV + 'layers.conv.ouput = "split"',

@@ -79,7 +79,7 @@ def attach(
         options: further arguments of ``pipesgd.Pipelined``, except ``guard``, ``buckets`` and ``reduce``, or with
             ``local_steps`` those of ``pipesgd.LocalSteps``. ``process_group`` is by default that of ``ddp_model``.
             ``clip_norm`` and ``clip_value`` say how the loop clips gradients, so that predictions and ``close`` clip
-            them alike.
+            them alike; with ``local_steps`` they are left out, since both are about the rank's own movement.
 
     Raises:
         UserInputError: the model has a communication hook, the optimizer does not hold all of its parameters, or a
@@ -122,7 +122,7 @@ class AttachedPipeline(Pipelined):
         on_nonfinite: str,
         **options: Any,
     ):
-        for name, own in (("guard", "steps"), ("scaler", "steps"), ("buckets", "buckets")):
+        for name, own in (("guard", "steps"), ("scaler", "steps"), ("buckets", "buckets"), ("mesh", "ranks")):
             if options.get(name):
                 raise UserInputError(f"{name} must be left out: a loop with DistributedDataParallel has its own {own}")
         if (reduce := options.get("reduce", "matrix")) != "matrix":
@@ -175,7 +175,17 @@ class AttachedPipeline(Pipelined):
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``; see ``Pipelined.load_state_dict``."""
+        """Continue from ``state``; see ``Pipelined.load_state_dict``.
+
+        Raises:
+            UserInputError: ``state`` has more gradients in flight than a pipeline of this width, or is refused there.
+        """
+        in_flight, width = len(state["in_flight"]), self._updates.width_after(state["iteration"])
+        if in_flight >= width:  # each backward pass applies one, so that they would stay
+            raise UserInputError(
+                f"width must be at least {in_flight + 1}, for the gradients in flight in the state that is loaded; "
+                f"got {width}"
+            )
         self._due = None
         self._copies.clear()
         options = [dict(group) for group in self._optimizer.param_groups]

@@ -157,7 +157,7 @@ class LoopHooks:
             optimizer.register_step_pre_hook(before_step),
             optimizer.register_step_post_hook(after_step),
         ]
-        self._scaler: torch.amp.GradScaler | None = None
+        self._removed = False
         try:
             ddp_model.register_comm_hook(attached.take_bucket, comm_hook)
         except BaseException as error:
@@ -170,22 +170,24 @@ class LoopHooks:
         self._handles.append(ddp_model.register_forward_pre_hook(call))
 
     def before_update_of(self, scaler: torch.amp.GradScaler, call: Callable[[], None]) -> None:
-        """Have ``call`` called before each update of the loop's scaler, which torch has no hook for."""
+        """Have ``call`` called before each update of the loop's scaler, which torch has no hook for, until ``remove``.
+
+        Several pipelines may share a scaler.
+        """
         update = scaler.update
 
         def call_and_update(*args: Any, **kwargs: Any) -> None:
-            call()
+            if not self._removed:
+                call()
             update(*args, **kwargs)
 
         scaler.__dict__["update"] = call_and_update
-        self._scaler = scaler
 
     def remove(self) -> None:
         """Remove all but the communication hook, which torch keeps."""
         for handle in self._handles:
             handle.remove()
-        if self._scaler is not None:
-            self._scaler.__dict__.pop("update", None)
+        self._removed = True
 
 
 def comm_hook(take: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:

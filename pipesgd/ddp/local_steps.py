@@ -55,6 +55,12 @@ class AttachedLocalSteps(LocalSteps):
         on_nonfinite: str,
         **options: Any,
     ):
+        for name in ("clip_norm", "clip_value"):
+            if options.get(name) is not None:
+                raise UserInputError(
+                    f"{name} must be left out with local_steps, whose gradients the loop clips itself; "
+                    f"got {options[name]}"
+                )
         check_model(ddp_model)
         _check_sends_nothing(ddp_model)
         check_all_held(ddp_model, optimizer)
@@ -91,6 +97,7 @@ class AttachedLocalSteps(LocalSteps):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; see ``LocalSteps.load_state_dict``."""
         self._computed = False
+        self._update.close()  # that of a step that was interrupted, which puts back the gradients from before it
         super().load_state_dict(state)
 
     def close(self) -> None:

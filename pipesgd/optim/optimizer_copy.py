@@ -14,6 +14,9 @@ from pipesgd.optim.hyperparameters import Hyperparameters, current, set_to
 from pipesgd.optim.step import set_aside_gradients
 from pipesgd.shards import local
 
+_OF_A_SCALER = ("grad_scale", "found_inf")
+"""Attributes that GradScaler gives a fused optimizer for a step, whose gradients it has not unscaled."""
+
 
 class OptimizerCopy:
     """Copy of an optimizer: it updates the same parameters, with its own options and state.
@@ -98,7 +101,8 @@ class OptimizerCopy:
         # References to the original, as in its own methods, must become references to the copy.
         memo = self._parameters_themselves() | {id(self._original): self._copy}
         for name, value in vars(self._original).items():
-            if name not in self._known:  # a subclass may make attributes as late as in its first step
+            if name not in self._known and name not in _OF_A_SCALER:
+                # A subclass may make attributes as late as in its first step.
                 setattr(self._copy, name, copy.deepcopy(value, memo))
         for name in vars(self._copy).keys() - vars(self._original).keys() - self._known:
             delattr(self._copy, name)

@@ -223,7 +223,7 @@ class LocalSteps(Strategy):
         ranks: the ranks to work with, as in ``Pipelined``.
         process_group: the group whose ranks these are, as in ``Pipelined``.
         options: further arguments of ``Pipelined``, except ``prediction``, ``guard``, ``buckets``, ``reduce`` and
-            ``in_turns``.
+            ``in_turns`` and ``mesh``.
 
     Raises:
         UserInputError: a value out of range, an optimizer without a parameter to train, parameters that share memory,
@@ -267,7 +267,7 @@ class LocalSteps(Strategy):
         process_group: Group | None = None,
         **options: Any,
     ):
-        for name in ("prediction", "guard", "buckets", "reduce", "in_turns"):
+        for name in ("prediction", "guard", "buckets", "reduce", "in_turns", "mesh"):
             if name in options:
                 raise UserInputError(f"{name} must be left out with local steps; got {options[name]!r}")
         check_local_steps(
@@ -418,10 +418,11 @@ class LocalSteps(Strategy):
         """Continue from ``state``; the model must hold that moment's true weights. Movements in flight are dropped.
 
         Raises:
-            UserInputError: ``state`` is of another number of fragments.
+            UserInputError: ``state`` is of another number of fragments, or of another codec.
         """
         if (before := state["pipeline"]["buckets"]) != str(self._fragments):
             raise UserInputError(f"fragments must be {before}, as in the state that is loaded; got {self._fragments}")
+        self._pipeline.check_state(state["pipeline"])
         self._error = None
         # Copies: torch's optimizers continue with the very tensors that they load.
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))

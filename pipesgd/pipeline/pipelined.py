@@ -533,6 +533,7 @@ class Pipelined(Strategy):
         # Only now is the communication thread idle, and with it the reducer.
         return {
             "iteration": self.iteration,
+            "codec": self._codec_options.describe(),
             "buckets": self._cut.into,
             "reduce": exchanges.reduce,
             "choices": [exchanges.choices.get(id(one)) for one in held_parameters(self._optimizer)],
@@ -544,6 +545,18 @@ class Pipelined(Strategy):
             "loss_scale": self._loss_scale.state_dict(),
         }
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise ``UserInputError`` if ``state`` is of a pipeline with another codec, other buckets or another
+        ``reduce``."""
+        codec = self._codec_options.describe()
+        for name, own, default in (
+            ("codec", codec, codec),
+            ("reduce", self._cut.exchanges.reduce, "matrix"),
+            ("buckets", self._cut.into, "1"),
+        ):
+            if (before := state.get(name, default)) != own:  # earlier versions had none of them
+                raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {own}")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state``; the model must hold that moment's true weights. Gradients in flight are dropped.
 
@@ -552,20 +565,19 @@ class Pipelined(Strategy):
 
         Raises:
             CommunicationError: another rank has not sent a bucket or a gradient that has left on this rank.
-            UserInputError: ``state`` is of a pipeline with other buckets or another ``reduce``, or buckets have left
-                since the last step.
+            UserInputError: ``state`` is of a pipeline with another codec, other buckets or another ``reduce``, or
+                buckets have left since the last step.
         """
         self._summing.thread.check()
         if self._half_done is None:
             self._check_whole("load_state_dict")
-        for name, own, default in (("reduce", self._cut.exchanges.reduce, "matrix"), ("buckets", self._cut.into, "1")):
-            if (before := state.get(name, default)) != own:  # earlier versions had neither
-                raise UserInputError(f"{name} must be {before}, as in the state that is loaded; got {own}")
+        self.check_state(state)
         self._summing.thread.submit(lambda: None).result()  # until then, all that has left is summed in its buffer
         if self._half_done is not None:
             give_gradients(self._parameters, [None] * len(self._parameters))
             self._factor_hooks.forget()
         self._error = self._half_done = self._meeting = None
+        self._left_out = ()
         self._updates.weights.adopt()
         self._leaving.begin_iteration()
         if self._outgoing is not None:

@@ -33,7 +33,7 @@ def swap_strategy(state: RunState, make: Callable[[Pipelined], Pipelined], *, sa
     pipeline = make(former)
     state.strategy = pipeline
     fresh = pipeline.state_dict()
-    kept["buckets"] = fresh["buckets"]
+    kept |= {name: fresh[name] for name in ("codec", "buckets")}
     residuals = kept["exchange"].get("residuals", [])
     if residuals:
         residuals = rearranged(residuals, former.buckets, pipeline.buckets)

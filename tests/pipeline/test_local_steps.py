@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -520,16 +521,23 @@ def test_a_state_dict_is_a_copy_and_can_be_loaded_again_and_again() -> None:
         assert seen == [seen[0]] * 3
 
 
-def test_a_state_of_other_fragments_is_refused_and_nothing_is_lost() -> None:
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"fragments": 2}, "fragments must be 2, as in the state that is loaded; got 1"),
+        ({"codec": "int8"}, "codec must be int8 in blocks of 1024, as in the state that is loaded; got fp32"),
+    ],
+)
+def test_a_state_of_another_exchange_is_refused_and_nothing_is_lost(options: dict[str, Any], refusal: str) -> None:
     model = nn.Linear(2, 1)
     optimizer = _adamw(model.parameters())
-    with LocalSteps(model, optimizer, local_steps=2, fragments=2) as strategy:
+    with LocalSteps(model, optimizer, local_steps=2, **options) as strategy:
         state = strategy.state_dict()
     with LocalSteps(model, optimizer, local_steps=2) as strategy:
         model(torch.ones(4, 2)).sum().backward()
         strategy.step()
         before = repr(optimizer.state_dict())
-        with pytest.raises(UserInputError, match="fragments must be 2, as in the state that is loaded; got 1"):
+        with pytest.raises(UserInputError, match=re.escape(refusal)):
             strategy.load_state_dict(state)
         assert repr(optimizer.state_dict()) == before
 
