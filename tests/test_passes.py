@@ -196,7 +196,18 @@ def _refuse(ranks: Ranks, folder: Path) -> dict[str, str]:
     def attempt(samples: int, targets: int) -> None:
         list(passes(torch.ones(samples, FEATURES, requires_grad=True), torch.ones(targets)))
 
+    model = linears()
+    passes_of_model = split_layers(model, mesh_of(2)["inside"], path)
+
+    def train_by_one_pipeline() -> None:
+        with Pipelined(model, make_optimizer(model.parameters()), mesh=mesh_of(2)) as pipeline:
+            inputs, targets = batches()[0][ranks.rank]
+            for entering, wanted in passes_of_model(model.below(inputs), targets):
+                mse_loss(model.above(entering), wanted).backward()
+            pipeline.step()
+
     return {
+        "one pipeline": _said(train_by_one_pipeline),
         "disagree": _said(attempt, *([6, 6] if ranks.rank % 2 else [4, 4])),
         "rows": _said(attempt, 4, 3),
         "portions": _said(attempt, 5, 5),
@@ -327,6 +338,8 @@ def test_samples_that_do_not_fit_are_refused_on_all_members_in_one_line(found: l
     for rank, of_rank in enumerate(found):
         first = rank // 2 * 2
         assert of_rank["refused"] == {
+            "one pipeline": "UserInputError: gradients of what members of an island hold alike must be the same on all "
+            "of them, from the same samples and random numbers; got others of below.0.weight in the first step",
             "disagree": "DisagreementError: tensors of a pass must have the same shapes on all members of an island; "
             f"got 6 samples of 36 and 6 samples of 1 on rank {first + 1}, 4 samples of 36 and 4 samples of 1 on rank "
             f"{first}",
