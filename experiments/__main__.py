@@ -105,6 +105,7 @@ EXPERIMENTS = (
     Experiment(name="bench_accelerators", words="bench_accelerators", minutes=17),
     Experiment(name="bench_torchft", words="bench_torchft", minutes=7),
     Experiment(name="reduces", words="reduces", minutes=20),
+    Experiment(name="one_weird_trick", words="one_weird_trick", minutes=40, ranks=4),
     Experiment(name="shared_link", words="shared_link", minutes=20),
     Experiment(name="compare_commits", words="compare_commits --baseline c7f0a3b", minutes=85),
     Experiment(name="kill_and_resume", words="kill_and_resume", minutes=15),

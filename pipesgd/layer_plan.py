@@ -18,6 +18,9 @@ from pipesgd.toml_file import read_toml
 WHOLE, SPLIT, SEQUENCE = "whole", "split", "sequence"
 """Forms of a layer's input or output: whole on every member; or each member's share of it, along the layer's features
 (channels of a convolution), or along a sequence, the second dimension."""
+GATHER, TURNS, PORTIONS = SCHEMES = ("gather", "turns", "portions")
+"""Schemes by which members with samples of their own pass them through the split layers: all of them at once; those of
+one member after the other; or a portion of each member's in every pass."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class LayerPlan:
     """Members of an island in the order in which they hold the shares of a layer."""
     layers: tuple[SplitLayer, ...]
     """Layers to split, in the order of the model."""
+    scheme: str | None = None
+    """Scheme of passing samples, one of ``SCHEMES``; None if members have the same samples, or no layer is split."""
+    update_period: int = 1
+    """Passes through the split layers from one update of their weights to the next."""
 
 
 def read_plan(path: Path, model: nn.Module, members: int) -> LayerPlan:
@@ -77,10 +84,12 @@ def read_plan(path: Path, model: nn.Module, members: int) -> LayerPlan:
         UserInputError: the file is not a plan, or does not fit; the message names the layer and the rule.
     """
     table = read_toml("plan", path)
-    _check_keys(f"key in {path}", table, ("layers", "devices"))
-    tables = table.get("layers", {})
-    if not isinstance(tables, dict) or not tables:
+    _check_keys(f"key in {path}", table, ("layers", "devices", "scheme", "update_period"))
+    tables = table.get("layers")
+    if not isinstance(tables, dict):
         raise UserInputError(f'plan must name layers, each as [layers."NAME"]; got none in {path}')
+    if not tables:
+        return _without_layers(table, members)
     modules = dict(model.named_modules())
     layers: dict[str, SplitLayer] = {}
     for pattern, fields in _tables_by_name(tables):
@@ -102,7 +111,8 @@ def read_plan(path: Path, model: nn.Module, members: int) -> LayerPlan:
             f"whole outputs; got {in_order[-1].output}"
         )
     _check_between(modules, layers)
-    return LayerPlan(_devices(table.get("devices", list(range(members))), members), tuple(in_order))
+    devices = _devices(table.get("devices", list(range(members))), members)
+    return LayerPlan(devices, tuple(in_order), *_scheme(table, members))
 
 
 def _check_between(modules: Mapping[str, nn.Module], layers: Mapping[str, SplitLayer]) -> None:
@@ -205,3 +215,62 @@ def _devices(order: Any, members: int) -> tuple[int, ...]:
             f"got {order}{f', with {twice[0]} twice' if twice else ''}"
         )
     return tuple(order)
+
+
+# ---- Samples of the members
+
+
+def number_of_passes(scheme: str | None, members: int) -> int:
+    """Return how often an iteration goes forwards and backwards through the split layers.
+
+    References:
+        Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014, section 4.
+
+    >>> number_of_passes("gather", 4), number_of_passes("turns", 4), number_of_passes(None, 4)
+    (1, 4, 1)
+    """
+    return members if scheme in (TURNS, PORTIONS) else 1
+
+
+def rows_of_passes(scheme: str, members: int, samples: int) -> list[list[slice]]:
+    """Return, for each pass and member, which of the member's ``samples`` are in the pass.
+
+    With "portions", ``samples`` are a multiple of ``members``.
+
+    >>> rows_of_passes("turns", 2, 6)
+    [[slice(0, 6, None), slice(0, 0, None)], [slice(0, 0, None), slice(0, 6, None)]]
+    >>> rows_of_passes("portions", 2, 6)
+    [[slice(0, 3, None), slice(0, 3, None)], [slice(3, 6, None), slice(3, 6, None)]]
+    """
+    if scheme == TURNS:
+        every, none = slice(0, samples), slice(0, 0)
+        return [[every if member == turn else none for member in range(members)] for turn in range(members)]
+    passes = number_of_passes(scheme, members)
+    portion = samples // passes
+    return [[slice(number * portion, (number + 1) * portion)] * members for number in range(passes)]
+
+
+def _scheme(table: Mapping[str, Any], members: int) -> tuple[str | None, int]:
+    """Return the scheme and the update period of a plan."""
+    if "scheme" not in table:
+        if "update_period" in table:
+            raise UserInputError(f"update_period must be left out without a scheme; got {table['update_period']}")
+        return None, 1
+    scheme = str(table["scheme"])
+    check_one_of("scheme", scheme, SCHEMES)
+    passes = number_of_passes(scheme, members)
+    period = table.get("update_period", passes)
+    if type(period) is not int or period < 1 or passes % period:
+        raise UserInputError(
+            f"update_period must divide the {passes} backward {'pass' if passes == 1 else 'passes'} of an iteration "
+            f"with scheme {scheme}; got {period}"
+        )
+    return scheme, period
+
+
+def _without_layers(table: Mapping[str, Any], members: int) -> LayerPlan:
+    """Return the plan that splits nothing, so that every member has the whole model."""
+    for key in table:
+        if key != "layers":
+            raise UserInputError(f"{key} must be left out where no layer is split; got {table[key]}")
+    return LayerPlan(tuple(range(members)), ())

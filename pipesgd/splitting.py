@@ -13,19 +13,25 @@ from torch import Tensor, nn
 from pipesgd.checks import check_version
 from pipesgd.errors import DisagreementError, UserInputError
 from pipesgd.layer_plan import SEQUENCE, SPLIT, WHOLE, LayerPlan, SplitLayer, read_plan
+from pipesgd.passes import Passes
+from pipesgd.shards import is_dtensor
 
 
-def split_layers(model: nn.Module, mesh: Any, plan: str | Path) -> None:
+def split_layers(model: nn.Module, mesh: Any, plan: str | Path) -> Passes:
     """Split layers of ``model`` over the ranks of ``mesh``, as the file ``plan`` says.
 
     Each rank keeps its share of their weights, as DTensors. The first rank's weights are the ones that count. All ranks
     of ``mesh`` call this together, before the optimizer is made and before ``fully_shard``; training with
-    ``Pipelined(..., mesh=...)`` follows, for which they need the same samples.
+    ``Pipelined(..., mesh=...)`` follows. They need the same samples, unless the plan has a scheme by which they pass
+    theirs to each other.
 
     Args:
         model: the model, changed in place.
         mesh: a DeviceMesh of one dimension, that of the members of an island: ``mesh["inside"]``, for instance.
         plan: a TOML file with a table for each layer, as docs/islands.md describes it.
+
+    Returns:
+        The passes of an iteration through the split layers; without a scheme there is one, of the samples given to it.
 
     Raises:
         UserInputError: the mesh or the plan does not fit; the message names the layer and the rule. Nothing is changed.
@@ -38,6 +44,7 @@ def split_layers(model: nn.Module, mesh: Any, plan: str | Path) -> None:
     first = agreed.devices.index(0)
     for layer in agreed.layers:
         _split(layer, model.get_submodule(layer.name), mesh, first)
+    return Passes(mesh, agreed)
 
 
 def _size(mesh: Any) -> int:
@@ -143,11 +150,13 @@ def _convolve(
     mesh = weights.device_mesh
     channels = Shard(inputs.dim() - weights.dim() + 1)  # the first dimension is missing if there is one sample alone
     forms = {WHOLE: Replicate(), SPLIT: channels}
-    given = DTensor.from_local(inputs, mesh, [forms[entering]], run_check=False)
-    if in_groups:
-        read = given.redistribute(placements=[channels]).to_local()
-    else:
-        read = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    given: Any = inputs  # a DTensor if they are the activations of a pass
+    if not is_dtensor(inputs):
+        given = DTensor.from_local(inputs, mesh, [forms[entering]], run_check=False)
+    wanted = (channels,) if in_groups else (Replicate(),)
+    if given.placements != wanted:
+        given = given.redistribute(placements=wanted)
+    read = given.to_local(grad_placements=wanted if in_groups else [Partial()])
     shares = own(read, weights.to_local(), None if bias is None else bias.to_local())
     outputs = DTensor.from_local(shares, mesh, [channels], run_check=False)
     return outputs.redistribute(placements=[forms[leaving]]).to_local()

@@ -24,7 +24,7 @@ FLOORS = [
     {"errors", "checks", "process", "functions", "toml_file"},
     {
         *("config", "codecs", "membership", "ranks", "comm", "data", "flat_buffer", "replicas"),
-        *("shards", "layer_plan", "splitting"),
+        *("shards", "layer_plan", "passes", "splitting"),
     },
     {"strategy", "reducers", "optim"},
     {"pipeline", "baselines"},
@@ -46,6 +46,7 @@ MAY_NAME_TORCH_DISTRIBUTED = {
     "ranks",
     "comm.transport",
     "comm.native",
+    "passes",
     "splitting",
     "baselines.ddp",
     "ddp.attached",

@@ -11,7 +11,7 @@ from conftest import REPOSITORY
 from torch import nn
 
 from pipesgd import UserInputError
-from pipesgd.layer_plan import LayerPlan, SplitLayer, read_plan
+from pipesgd.layer_plan import LayerPlan, SplitLayer, number_of_passes, read_plan, rows_of_passes
 
 
 def network() -> nn.Module:
@@ -69,7 +69,7 @@ CONV = 'layers.conv.style = "split-filters"\n'
 REFUSED = {
     "key": (
         'layer.conv.style = "colwise"',
-        "every key in {} must be layers or devices; got 'layer' (did you mean layers?)",
+        "every key in {} must be one of layers, devices, scheme, update_period; got 'layer' (did you mean layers?)",
     ),
     "nothing": ("devices = [0, 1]", 'plan must name layers, each as [layers."NAME"]; got none in {}'),
     "no table": ("layers = 3", 'plan must name layers, each as [layers."NAME"]; got none in {}'),
@@ -151,6 +151,31 @@ REFUSED = {
         'devices = "10"\n' + CONV,
         "devices must name each of the 2 members of an island once, by a number from 0 to 1; got 10",
     ),
+    "scheme": (
+        "scheme = 'portion'\n" + CONV,
+        "scheme must be one of gather, turns, portions; got 'portion' (did you mean portions?)",
+    ),
+    "period": (
+        "scheme = 'turns'\nupdate_period = 3\n" + CONV,
+        "update_period must divide the 2 backward passes of an iteration with scheme turns; got 3",
+    ),
+    "period of none": (
+        "scheme = 'turns'\nupdate_period = 0\n" + CONV,
+        "update_period must divide the 2 backward passes of an iteration with scheme turns; got 0",
+    ),
+    "period of one pass": (
+        "scheme = 'gather'\nupdate_period = 2\n" + CONV,
+        "update_period must divide the 1 backward pass of an iteration with scheme gather; got 2",
+    ),
+    "no period": (
+        "scheme = 'turns'\nupdate_period = true\n" + CONV,
+        "update_period must divide the 2 backward passes of an iteration with scheme turns; got True",
+    ),
+    "no scheme": ("update_period = 1\n" + CONV, "update_period must be left out without a scheme; got 1"),
+    "scheme of nothing": (
+        "scheme = 'turns'\nlayers = {}",
+        "scheme must be left out where no layer is split; got turns",
+    ),
     "not TOML": ("layers = ", "plan must be a TOML file; got {}: Invalid value (at end of document)"),
 }
 
@@ -160,6 +185,31 @@ def test_a_plan_that_does_not_fit_is_refused_in_one_line(text: str, message: str
     with pytest.raises(UserInputError) as caught:
         read(tmp_path, text)
     assert str(caught.value) == message.replace("{}", str(tmp_path / "layers.toml"))
+
+
+def test_a_plan_names_the_scheme_of_passing_samples_and_the_update_period(tmp_path: Path) -> None:
+    layers = (SplitLayer("conv", "split-filters", "whole", "whole"),)
+    for scheme, period in (("gather", 1), ("turns", 4), ("portions", 4)):
+        text = f"scheme = '{scheme}'\n" + CONV
+        assert read(tmp_path, text, members=4) == LayerPlan((0, 1, 2, 3), layers, scheme, period)
+    text = "scheme = 'turns'\nupdate_period = 2\n" + CONV
+    assert read(tmp_path, text, members=4) == LayerPlan((0, 1, 2, 3), layers, "turns", 2)
+
+
+def test_a_plan_may_split_nothing_if_it_says_so(tmp_path: Path) -> None:
+    assert read(tmp_path, "layers = {}") == LayerPlan((0, 1), ())
+
+
+@pytest.mark.parametrize("scheme", ["gather", "turns", "portions"])
+@pytest.mark.parametrize("members", range(1, 6))
+def test_every_sample_of_every_member_is_in_one_pass(scheme: str, members: int) -> None:
+    samples = 6 * members
+    passes = rows_of_passes(scheme, members, samples)
+    assert len(passes) == number_of_passes(scheme, members)
+    for member in range(members):
+        assert [row for rows in passes for row in range(samples)[rows[member]]] == list(range(samples))
+    sizes = {sum(len(range(samples)[of_member]) for of_member in rows) for rows in passes}
+    assert sizes == {samples * members // len(passes)}, "all passes are of the same size"
 
 
 def test_a_number_of_members_that_does_not_divide_is_refused(tmp_path: Path) -> None:
@@ -178,7 +228,7 @@ def test_a_plan_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_the_example_in_the_documentation_is_a_plan(tmp_path: Path) -> None:
     page = (REPOSITORY / "docs" / "islands.md").read_text(encoding="utf-8")
-    [example] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    example, *_ = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     path = tmp_path / "layers.toml"
     path.write_text(example, encoding="utf-8")
     alexnet = nn.Module()

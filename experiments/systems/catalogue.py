@@ -19,8 +19,8 @@ NAME = "systems"
 HOGWILD = "caffe-hogwild"
 """Name of the system that has a program of its own (hogwild.py): it is no strategy of the trainer."""
 NOT_HERE = {
-    "cuda-convnet2-model": "its layers are split over devices, and pipesgd.train gives every rank the whole model; in "
-    "a loop of one's own, islands of ranks hold one together (docs/islands.md)",
+    "cuda-convnet2-model": "its layers are split over devices, and pipesgd.train gives every rank the whole model; "
+    "experiments.one_weird_trick trains it by a plan of layers, in a loop of its own",
     "cuda-convnet2-hybrid": "its linear layers are split over devices, as those of cuda-convnet2-model",
 }
 """Systems without a row, and the reason."""

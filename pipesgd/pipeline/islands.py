@@ -22,11 +22,14 @@ from pipesgd.flat_buffer import FlatBuffer
 from pipesgd.optim.muon import MuonWithAdamW
 from pipesgd.ranks import Ranks, among
 from pipesgd.replicas import combine_buffers, share_rank_0s_values, sum_buffer
-from pipesgd.shards import gathering_modules, is_dtensor, layout, place, ranks_of, sharded_dimensions
+from pipesgd.shards import gathering_modules, is_dtensor, layout, local_gradient, place, ranks_of, sharded_dimensions
 
 OF_WHOLE_MATRICES = (torch.optim.Muon, MuonWithAdamW, torch.optim.Adafactor)
 """Optimizers whose update of a value depends on others of its matrix, of which a rank may hold a part."""
 WITH_ISLANDS = "with a mesh of islands"
+ALIKE = 1e-3
+"""Most by which norms of the same gradient differ between members, relative to it: rounding is far below, and gradients
+of other samples are far above."""
 
 
 class Replica:
@@ -60,6 +63,9 @@ class Replica:
         ``gradients`` are those of the parameters, in their order; each that another member counts becomes empty.
         """
         return gradients
+
+    def check_alike(self, parameters: Sequence[Tensor]) -> None:
+        """Refuse first gradients of these parameters that differ between members which hold a parameter alike."""
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of all gradients of the replica, given this rank's part of them."""
@@ -114,6 +120,9 @@ class Island(Replica):
         """For each parameter, whether this rank counts the values that it holds of it."""
         self._gathering = gathering_modules(model)
         self._sums: list[_Sums] = []
+        self._model = model
+        self._not_compared: set[int] = set()
+        """Identities of the parameters that members hold alike, and whose gradients were not compared yet."""
 
     def join(self, between: Ranks) -> None:
         self._ranks = among(self._numbers, between.standing)
@@ -129,6 +138,7 @@ class Island(Replica):
         own = [place(parameter) for parameter in parameters]
         before = self._ranks.all_gather_object("places of shards", own)[: self._ranks.rank]
         self._counts = [all(places[index] != one for places in before) for index, one in enumerate(own)]
+        self._not_compared = {id(one) for one in parameters if not sharded_dimensions(one)}
 
     def share(self, model: nn.Module) -> None:
         same = [tensor for tensor in (*model.parameters(), *model.buffers()) if not sharded_dimensions(tensor)]
@@ -142,6 +152,22 @@ class Island(Replica):
             return gradients
         pairs = zip(gradients, self._counts, strict=True)
         return [gradient if counts else gradient.reshape(-1)[:0] for gradient, counts in pairs]
+
+    def check_alike(self, parameters: Sequence[Tensor]) -> None:
+        compared = [one for one in parameters if id(one) in self._not_compared]
+        if not compared:
+            return
+        self._not_compared -= set(map(id, compared))
+        gradients = [local_gradient(one) for one in compared]
+        norms = [0.0 if one is None else torch.linalg.vector_norm(one, dtype=torch.float64).item() for one in gradients]
+        sums = self._in_main([*norms, *(norm**2 for norm in norms)])
+        members = self._ranks.world_size
+        for parameter, total, squares in zip(compared, sums, sums[len(norms) :], strict=False):
+            if members * squares > (1 + ALIKE**2) * total**2:
+                raise UserInputError(
+                    "gradients of what members of an island hold alike must be the same on all of them, from the same "
+                    f"samples and random numbers; got others of {_name(self._model, parameter)} in the first step"
+                )
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         own = torch.nn.utils.get_total_norm(self.counted(gradients))

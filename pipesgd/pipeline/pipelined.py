@@ -428,6 +428,7 @@ class Pipelined(Strategy):
         It may be called within ``whole``: what that does is done once the gradients are handed over.
         """
         self._cut.check_dense(range(len(self._parameters)))
+        self._replica.check_alike(self._parameters)
         self._choose_exchanges()
         self._ranks.iteration = self.iteration
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
@@ -806,6 +807,7 @@ class Pipelined(Strategy):
         if first and (self._cut.undecided or not self._cut.is_present):
             return False
         self._cut.check_dense(self._cut.indices[self._leaving.left])
+        self._replica.check_alike(self.buckets[self._leaving.left])
         with self.whole(f"taking over the gradients of iteration {self.iteration}"):
             outgoing, number = self._next_outgoing(), self._leaving.left
             self._pack(outgoing, number)
