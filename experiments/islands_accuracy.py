@@ -122,12 +122,10 @@ def train(planned: Planned, data: DataSplits, ranks: Ranks) -> Run:
         return training.optimizer(one.parameters(), **training.options)
 
     loop = IslandLoop(WAYS[planned.way], copy.deepcopy(model), workload, ranks, optimize=optimize)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        loop.optimizer, training.options["lr"], total_steps=planned.iterations + 1, cycle_momentum=False
-    )
-    for batch in workload.batches(data, ranks, planned.iterations):
+    for number, batch in enumerate(workload.batches(data, ranks, planned.iterations)):
+        for group in loop.optimizer.param_groups:
+            group["lr"] = training.options["lr"] * share_of_lr(number, planned.iterations)
         loop.iterate(*batch)
-        schedule.step()
     loop.flush()
     loop.close()
     model.load_state_dict(whole(loop.model))
@@ -139,6 +137,16 @@ def train(planned: Planned, data: DataSplits, ranks: Ranks) -> Run:
         test_accuracy=worth.accuracy,
         test_loss=worth.loss,
     )
+
+
+def share_of_lr(iteration: int, iterations: int) -> float:
+    """Return the share of the highest learning rate: it rises over the first fifth of the iterations, then falls.
+
+    >>> [share_of_lr(iteration, 10) for iteration in range(10)]
+    [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
+    """
+    rising = max(1, iterations // 5)
+    return min((iteration + 1) / rising, (iterations - iteration) / (iterations - rising))
 
 
 def whole(model: nn.Module) -> dict[str, Any]:
