@@ -12,7 +12,7 @@ says how the contenders are timed; blocks are steady.
 Up to six ranks share the two cores of this machine, which would be what is measured if they computed all the time. So
 the models are real ones, batches are small, and every forward and backward pass takes at least ``ACCELERATOR``, as on
 an accelerator of each rank: a rank that is faster waits at the end of its pass. All that torch communicates during a
-pass counts as hidden behind it, as well as it could be; with pipesgd, that is only what goes on inside islands.
+pass counts as hidden behind it, as well as it could be; with pipesgd, that is only what is sent inside islands.
 
 Bytes are those that all ranks together receive in an iteration (connection_bytes.py). "announced" is what pipesgd's
 reports say that ranks send between islands; gloo's own headers come on top of it, and are in the payload.
@@ -29,7 +29,18 @@ from rich.console import Console
 from torch import nn
 
 from experiments import command, connection_bytes
-from experiments.island_loops import DDP, HSDP, MEMBERS, WAYS, IslandLoop, IslandWorkload, alexnet, transformer
+from experiments.island_loops import (
+    DDP,
+    HSDP,
+    INSIDE,
+    MEMBERS,
+    WAYS,
+    IslandLoop,
+    IslandWorkload,
+    alexnet,
+    pipelined,
+    transformer,
+)
 from experiments.limits import Cluster
 from experiments.loops import Loop
 from experiments.loops_on_links import Effort, measure, on_testbed, plot, show, show_verdicts, summarize, verdicts
@@ -51,7 +62,7 @@ FULL, QUICK = Effort(block=3, rounds=8, steady=True), Effort(block=1, rounds=1, 
 BYTES = ("inside_payload", "between_payload", "inside_interfaces", "between_interfaces")
 LEAST_OF_HSDP = 3.0
 """Bound of the ratio of HSDP's time to that of width 2 with int4."""
-TARGETS = {(HSDP, f"{inside} inside, width 2, int4"): ("at least", LEAST_OF_HSDP) for inside in ("FSDP2", "TP")}
+TARGETS = {(HSDP, pipelined(inside, 2, "int4")): ("at least", LEAST_OF_HSDP) for inside in INSIDE}
 
 
 class Cell(NamedTuple):

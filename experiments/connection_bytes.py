@@ -69,9 +69,11 @@ def payload(*, inside: bool, but: int | None = None) -> int:
 
 def _connections() -> Iterator[tuple[bool, tuple[int, int], int]]:
     """Yield whether a TCP connection's ends have the same address, their ports, and the bytes received."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 (a Path for each of them is slower)
-        with contextlib.suppress(OSError):  # no socket, not connected, or closed meanwhile
-            with socket.socket(fileno=os.dup(int(name))) as one:
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as one:
                 if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
                     continue
                 here, there = one.getsockname(), one.getpeername()

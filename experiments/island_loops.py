@@ -6,11 +6,12 @@ tensor parallelism both take all of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class Way:
     hold: Hold
     shares: int = MEMBERS
     """Parts of an island's batch, of which each member takes one."""
-    pipeline: dict[str, Any] | None = field(default=None)
+    pipeline: dict[str, Any] | None = None
     """Options of ``Pipelined`` between islands; None if torch itself does all that is done."""
 
 
@@ -146,11 +147,9 @@ INSIDE = {
 """Ways to split a model inside islands that are pipelined: FSDP2 and tensor parallelism."""
 
 
-def pipelined(inside: str, width: int, codec: str) -> tuple[str, Way]:
-    """Return the name and the way of a pipeline between islands."""
-    of = INSIDE[inside]
-    options = {"width": width, "codec": codec}
-    return f"{inside} inside, width {width}, {codec}", Way(hold=of.hold, shares=of.shares, pipeline=options)
+def pipelined(inside: str, width: int, codec: str) -> str:
+    """Return the name of a pipeline between islands."""
+    return f"{inside} inside, width {width}, {codec}"
 
 
 WAYS: dict[str, Way] = {
@@ -158,7 +157,10 @@ WAYS: dict[str, Way] = {
     DDP: Way(hold=lambda model, workload, size: DistributedDataParallel(model)),
     FSDP2: Way(hold=lambda model, workload, size: gathered(model, workload, all_ranks(size))),
     HSDP: Way(hold=lambda model, workload, size: gathered(model, workload, islands_of(size))),
-    **dict(itertools.starmap(pipelined, itertools.product(INSIDE, (1, 2), ("int8", "int4")))),
+    **{
+        pipelined(inside, width, codec): dataclasses.replace(way, pipeline={"width": width, "codec": codec})
+        for (inside, way), width, codec in itertools.product(INSIDE.items(), (1, 2), ("int8", "int4"))
+    },
 }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,13 @@ TINY = {
 @contextlib.contextmanager
 def connected(own_address: str) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Yield both ends of a connection to 127.0.0.1: the one that has asked for it from an address, and the other one."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        with socket.create_connection(server.getsockname(), source_address=(own_address, 0)) as one:
-            other, _ = server.accept()
-            with other:
-                yield one, other
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), source_address=(own_address, 0)) as one,
+    ):
+        other, _ = server.accept()
+        with other:
+            yield one, other
 
 
 @pytest.mark.parametrize(("own_address", "inside"), [("127.0.0.1", True), ("127.0.0.2", False)])
@@ -104,11 +107,12 @@ print(*(line.split(":")[1].split()[0] for line in lines if line.strip().startswi
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_traffic_inside_a_node_uses_loopback_although_it_is_for_the_nodes_address_on_the_link() -> None:
+    if reason := obstacle():
+        pytest.skip(reason)
     with testbed.Testbed(nodes=2, link=testbed.Link(rate=1e6)) as bed:
         words = ["python3", "-I", "-S", "-c", ECHO, bed.address(0)]
-        process = bed.start(0, words, stdout=-1, text=True)
+        process = bed.start(0, words, stdout=subprocess.PIPE, text=True)
         said, _ = process.communicate(timeout=60)  # the link alone would take 2.4 s, and lose nothing
         same, counts = said.splitlines()
         assert same == "True"
@@ -122,19 +126,17 @@ def test_traffic_inside_a_node_uses_loopback_although_it_is_for_the_nodes_addres
 
 
 def _trained(ranks: Ranks, name: str) -> dict[str, Any]:
-    """Return the weights of every way after two iterations, what it has sent, and what arrived inside this machine."""
+    """Return the weights of every way after two iterations."""
     workload, found = TINY[name], {}
     data = workload.load()
-    before = payload(inside=True)
     for way, options in WAYS.items():
         loop = IslandLoop(options, workload.build(data), workload, ranks, least_seconds=0.01)
         for batch in workload.batches(data, ranks, 2):
             loop.iterate(*batch)
         loop.flush()
-        counted = payload(inside=True) - before
         loop.close()
         weights = islands_accuracy.whole(loop.model)
-        found[way] = ({key.removeprefix("module."): value for key, value in weights.items()}, loop.wire_bytes, counted)
+        found[way] = {key.removeprefix("module."): value for key, value in weights.items()}
     return found
 
 
@@ -149,19 +151,20 @@ def _off(weights: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 def test_all_ways_train_on_the_same_samples(name: str) -> None:
     """FSDP2 and HSDP train as DDP does; codecs round, and width 2 is one iteration late."""
     for found in run_ranks(4, _trained, name):
-        exact, _, _ = found[DDP]
+        exact = found[DDP]
         start = TINY[name].build(TINY[name].load()).state_dict()
         moved = _off(start, exact)
-        assert _off(found[FSDP2][0], exact) < 1e-5 * max(1.0, moved)
-        assert _off(found[HSDP][0], exact) < 1e-5 * max(1.0, moved)
-        assert _off(found[ALONE][0], exact) > 0.02 * moved  # other samples on every rank
+        assert _off(found[FSDP2], exact) < 1e-3 * moved
+        assert _off(found[HSDP], exact) < 1e-3 * moved
+        assert _off(found[ALONE], exact) > 0.02 * moved  # other samples on every rank
         for inside in island_loops.INSIDE:
-            assert _off(found[f"{inside} inside, width 1, int8"][0], exact) < 0.05 * moved
-            assert _off(found[f"{inside} inside, width 1, int4"][0], exact) < 0.3 * moved
+            assert _off(found[f"{inside} inside, width 1, int8"], exact) < 0.05 * moved
+            assert _off(found[f"{inside} inside, width 1, int4"], exact) < 0.3 * moved
+        assert _off(*(found[f"{inside} inside, width 2, int8"] for inside in island_loops.INSIDE)) < 0.1 * moved
 
 
 @pytest.mark.slow
-def test_quick_rounds_write_times_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_rounds_write_times_and_bytes(tmp_path: Path) -> None:
     run_ranks(4, _measured, str(tmp_path), process_group=False)
     found = json.loads((tmp_path / TIMES_FILE).read_text())
     assert found.keys() == WAYS.keys()
