@@ -6,8 +6,8 @@
 A cell is a number of nodes at 200 Mbit/s, with two ranks on each, which are an island, and a model. DDP, FSDP2 over all
 ranks and HSDP (``fully_shard`` on a mesh: sharded inside nodes, replicas between them) are torch's, with float32 and as
 torch has them by default. pipesgd's rings exchange gradients between islands, inside of which the model is split by
-FSDP2, in the same groups as HSDP, or by tensor parallelism. All see the same samples (island_loops.py). loops_on_links.py
-says how the contenders are timed; blocks are steady.
+FSDP2, in the same groups as HSDP, or by tensor parallelism. All see the same samples (island_loops.py). Blocks are
+steady; loops_on_links.py says how the contenders are timed. gloo's reduce-scatter sends as much as an all-reduce.
 
 Up to six ranks share the two cores of this machine, which would be what is measured if they computed all the time. So
 the models are real ones, batches are small, and every forward and backward pass takes at least ``ACCELERATOR``, as on
@@ -127,7 +127,9 @@ def show_bytes(rows: Sequence[Row]) -> None:
         [
             {
                 "contender": row["contender"],
-                "times as fast as HSDP": "{times_as_fast_as_hsdp:.2f} ({hsdp_low:.2f} to {hsdp_high:.2f})".format(**row),
+                "times as fast as HSDP": "{times_as_fast_as_hsdp:.2f} ({hsdp_low:.2f} to {hsdp_high:.2f})".format(
+                    **row
+                ),
                 **{head: command.text_of(row, name, ",.0f", missing="") for name, head in heads.items()},
             }
             for row in rows

@@ -115,9 +115,7 @@ class Planned:
 def plan(trainings: Sequence[str], seeds: int, *, quick: bool = False) -> list[Planned]:
     """Return all runs, seed by seed."""
     return [
-        Planned(
-            training=name, way=way, seed=seed, iterations=QUICK_ITERATIONS if quick else TRAININGS[name].iterations
-        )
+        Planned(training=name, way=way, seed=seed, iterations=QUICK_ITERATIONS if quick else TRAININGS[name].iterations)
         for seed, name, way in itertools.product(range(seeds), trainings, (HSDP, *COMPARED))
     ]
 
@@ -173,7 +171,7 @@ def evaluated(model: nn.Module, data: DataSplits, ranks: Ranks) -> evaluation.Ev
 
 
 def make_runs(planned: Sequence[Planned], kept: KeptRuns[Run], ranks: Ranks, console: Console) -> dict[str, Run]:
-    """Return the runs of the plan by their names; those that are missing are made now, and kept by rank 0. Collective."""
+    """Return the runs of the plan by their names, on rank 0; those that are missing are made now. Collective."""
     there = kept.load() if ranks.rank == 0 else {}
     names = ranks.all_gather_object("runs that are there", list(there))[0]
     missing = [one for one in planned if one.name not in names]

@@ -37,6 +37,7 @@ TINY = {
     "alexnet": dataclasses.replace(alexnet(batch_size=2), dataset="digits"),
 }
 """The workloads with little data, and the first one with few weights."""
+MEASURED = (ALONE, DDP, HSDP, "TP inside, width 2, int4")
 
 
 # ---- Bytes
@@ -44,7 +45,7 @@ TINY = {
 
 @contextlib.contextmanager
 def connected(own_address: str) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield both ends of a connection to 127.0.0.1: the one that has asked for it from an address, and the other one."""
+    """Yield both ends of a connection to 127.0.0.1: that of the one who asked, from ``own_address``, and the other."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname(), source_address=(own_address, 0)) as one,
@@ -167,20 +168,20 @@ def test_all_ways_train_on_the_same_samples(name: str) -> None:
 def test_quick_rounds_write_times_and_bytes(tmp_path: Path) -> None:
     run_ranks(4, _measured, str(tmp_path), process_group=False)
     found = json.loads((tmp_path / TIMES_FILE).read_text())
-    assert found.keys() == WAYS.keys()
+    assert found.keys() == set(MEASURED)
     rows = {row["contender"]: row for row in rows_of(found, Cell.of(CELLS[0]), QUICK)}
     for name, row in rows.items():
         announced = row["announced_bytes"]
         assert (announced is None) == (name in (ALONE, DDP, FSDP2, HSDP))
         # All ranks have one address here: all is inside. What pipesgd announces is a part of it.
         assert row["between_payload_bytes"] == 0
-        assert row["inside_payload_bytes"] > (announced or 0)
-        assert row["inside_interfaces_bytes"] > row["inside_payload_bytes"]
-    assert rows[ALONE]["inside_payload_bytes"] == 0
+        assert row["inside_payload_bytes"] >= (announced or 0)
+        assert row["inside_interfaces_bytes"] >= row["inside_payload_bytes"]
+    assert rows[ALONE]["inside_payload_bytes"] == 0 < rows[HSDP]["inside_payload_bytes"]
 
 
 def _measured(ranks: Ranks, folder: str) -> None:
-    bench_islands.ACCELERATOR = 0.001
+    bench_islands.ACCELERATOR, bench_islands.WAYS = 0.001, {name: WAYS[name] for name in MEASURED}
     workload = TINY["transformer"]
     loops = bench_islands.make_loops
     meters = connection_bytes.meters(ranks)
@@ -267,8 +268,7 @@ def test_quotes_are_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ([], 1, "4 ranks must be started (torchrun --nproc-per-node 4 ...); got 1"),
         (["--workloads", "alexnet", "alexnet"], 4, "--workloads must name each once; got 'alexnet' twice"),
-        (["--workloads", "alexnt"], 4, "--workloads must be one of transformer, alexnet; got 'alexnt' (did you mean "
-         "alexnet?)"),
+        (["--workloads", "alexnt"], 4, "--workloads must be transformer or alexnet; got 'alexnt' (did you mean alexnet?)"),
         (["--seeds", "0"], 4, "--seeds: must be a whole number of at least 1; got '0'"),
     ],
 )  # fmt: skip
