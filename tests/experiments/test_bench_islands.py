@@ -268,7 +268,8 @@ def test_quotes_are_of_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ([], 1, "4 ranks must be started (torchrun --nproc-per-node 4 ...); got 1"),
         (["--workloads", "alexnet", "alexnet"], 4, "--workloads must name each once; got 'alexnet' twice"),
-        (["--workloads", "alexnt"], 4, "--workloads must be transformer or alexnet; got 'alexnt' (did you mean alexnet?)"),
+        (["--workloads", "alexnt"], 4, "--workloads must be transformer or alexnet; got 'alexnt' (did you mean "
+         "alexnet?)"),
         (["--seeds", "0"], 4, "--seeds: must be a whole number of at least 1; got '0'"),
     ],
 )  # fmt: skip
