@@ -45,12 +45,16 @@ UNTIMED_ITERATIONS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model and batch size to train on Fashion-MNIST."""
+    """A model and batch size to train on Fashion-MNIST, unless ``load`` returns other data."""
 
     name: str
     model: str
     batch_size: int
     hidden_sizes: tuple[int, ...] = ()
+
+    def load(self) -> DataSplits:
+        """Return the data."""
+        return load_dataset("fashion-mnist", None, image_size=64)
 
     def build(self, data: DataSplits) -> nn.Module:
         """Return the model, with the same weights every time."""
@@ -221,7 +225,7 @@ def parse(words: Sequence[str], world_size: int) -> Namespace:
 def main(words: Sequence[str], ranks: Ranks, console: Console) -> None:
     """Run the command."""
     arguments = ranks.raise_together("options", lambda: parse(words, ranks.world_size))
-    data = ranks.raise_together("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
+    data = ranks.raise_together("data", WORKLOADS[0].load)
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     rows = compute(ranks, QUICK if arguments.quick else FULL, data, console)
     if ranks.rank == 0:

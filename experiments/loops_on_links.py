@@ -26,7 +26,6 @@ from experiments.results import Row
 from experiments.testbed import Link, Testbed
 from experiments.testbed_jobs import run_job
 from pipesgd.config import DEFAULT_TIMEOUT
-from pipesgd.data import load_dataset
 from pipesgd.errors import RunError
 from pipesgd.ranks import Ranks
 
@@ -93,7 +92,7 @@ def measure(
 
     ``meters`` are further ones than that of the cores; the median of each is written by its name.
     """
-    data = ranks.raise_together("data", lambda: load_dataset("fashion-mnist", None, image_size=64))
+    data = ranks.raise_together("data", workload.load)
     ranks.start_process_group("cpu", DEFAULT_TIMEOUT)
     loops = make_loops(workload.build(data), ranks)
     batches = workload.batches(data, ranks, effort.untimed + effort.block)
@@ -101,13 +100,15 @@ def measure(
     all_meters = {"cpu_share": cpu_share(ranks), **(meters or {})}
     blocks = {name: Metered(block, all_meters) for name, block in made.items()}
     seconds = paired.interleave(blocks, effort.rounds, warm_up=1)
+    sent = {name: ranks.all_gather_object("bytes sent", loop.wire_bytes) for name, loop in loops.items()}
     for loop in loops.values():
         loop.close()
     if ranks.rank == 0:
         found = {
             name: {
                 "seconds": list(times),
-                "wire_bytes": loops[name].wire_bytes,
+                "wire_bytes": sent[name][0],
+                "wire_bytes_of_ranks": sent[name],
                 **{figure: median(values[1:]) for figure, values in blocks[name].figures.items()},
             }
             for name, times in seconds.items()
@@ -121,13 +122,14 @@ def on_testbed(
     *,
     nodes: int,
     link: Link,
+    nproc_per_node: int = 1,
     before: Callable[[Testbed, Path], None] = lambda testbed, folder: None,
 ) -> dict[str, dict[str, Any]]:
     """Run ``module`` with ``words`` and a folder as ``--output`` on every node, after ``before`` with that folder.
 
     Returns, for each loop, "seconds": those of an iteration in every round, "cpu_share": the median share of the cores'
     time that all ranks used, "wire_bytes": those that rank 0 sent in the last iteration, if the loop knows,
-    and the median of each meter.
+    "wire_bytes_of_ranks": those that each rank sent, and the median of each meter.
 
     Raises:
         RunError: it failed.
@@ -135,7 +137,8 @@ def on_testbed(
     with tempfile.TemporaryDirectory() as name, Testbed(nodes=nodes, link=link) as testbed:
         before(testbed, Path(name))
         job = ["-m", f"experiments.{module}", "--output", name, *words]
-        if failure := run_job(testbed, job, Path(name, "log"), deadline=JOB_SECONDS):
+        log = Path(name, "log")
+        if failure := run_job(testbed, job, log, deadline=JOB_SECONDS, nproc_per_node=nproc_per_node):
             raise RunError(f"the timed program must succeed; got {failure}")
         found: dict[str, dict[str, Any]] = json.loads(Path(name, TIMES_FILE).read_text(encoding="utf-8"))
     return found

@@ -336,6 +336,41 @@ def timed(name: str) -> str:
     return "\n\n".join(tables)
 
 
+def island_bytes() -> str:
+    """Return tables of the bytes of an iteration inside and between islands, and of the time next to HSDP's."""
+    rows = load(RESULTS / "bench_islands.csv")
+    counts = ("inside_payload_bytes", "between_payload_bytes", "announced_bytes")
+    tables = []
+    for title in dict.fromkeys(str(row["title"]) for row in rows):
+        lines = [
+            [
+                str(row["contender"]),
+                f"{1e3 * float(row['median_s']):.0f}",
+                "{times_as_fast_as_hsdp:.2f} ({hsdp_low:.2f} to {hsdp_high:.2f})".format(**row),
+                *("" if row[name] is None else f"{float(row[name]):,.0f}" for name in counts),
+            ]
+            for row in rows
+            if row["title"] == title
+        ]
+        heads = ["ms an iteration", "times as fast as HSDP (95 % interval)", "bytes inside", "between", "announced"]
+        tables.append(table([title, *heads], lines))
+    return "\n\n".join(tables)
+
+
+def island_accuracies() -> str:
+    """Return a table of the accuracy on islands next to HSDP's: means over seeds, and the extremes of differences."""
+    lines = [
+        [
+            f"{row['workload']}, {row['contender']}",
+            f"{100 * row['accuracy_mean']:.2f}",
+            f"{row['accuracy_to_hsdp_points']:+.2f} ({row['points_least']:+.2f} to {row['points_most']:+.2f})",
+            f"{row['test_loss_mean']:.4f}",
+        ]
+        for row in figures.manifest("islands_accuracy")["summary"]
+    ]
+    return table(["", "test accuracy, %", "points above HSDP (extremes of seeds)", "test loss"], lines)
+
+
 def next_to_torchft() -> str:
     """Return a sentence about iterations with accelerators: without a network, ours, torchft's and DDP's."""
     rows = {str(row["contender"]): f"{1e3 * float(row['median_s']):.0f}" for row in load(RESULTS / "bench_torchft.csv")}
@@ -398,6 +433,8 @@ QUOTES: dict[str, Callable[..., str]] = {
         training_times,
         speed_up,
         timed,
+        island_bytes,
+        island_accuracies,
         next_to_torchft,
         convergence,
         other_figures,

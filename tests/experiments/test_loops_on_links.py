@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from experiments import bench_accelerators, cpu_time, loops_on_links
+from experiments import bench_accelerators, bench_pipelined, cpu_time
 from experiments.bench_pipelined import Workload, make_blocks
 from experiments.cpu_time import CpuTime, Used
 from experiments.loops import Loop, Piped, Plain
@@ -102,7 +102,7 @@ def _computing(ranks: Ranks) -> Used:
 
 
 def _written(ranks: Ranks, folder: str) -> None:
-    loops_on_links.load_dataset = lambda *_, **__: load_dataset("digits", None, image_size=8)  # type: ignore[attr-defined]
+    bench_pipelined.load_dataset = lambda *_, **__: load_dataset("digits", None, image_size=8)  # type: ignore[attr-defined]
     workload = Workload(name="mlp", model="mlp", hidden_sizes=(4,), batch_size=2)
 
     def loops(model: nn.Module, _: Ranks) -> dict[str, Loop]:
