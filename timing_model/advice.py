@@ -11,7 +11,7 @@ from timing_model.costs import HIDDEN, workers_that_hide
 from timing_model.iteration import IterationTime
 from timing_model.job import Job
 from timing_model.plan import Plan
-from timing_model.units import format_seconds
+from timing_model.units import format_bytes, format_seconds
 
 NOTHING = 0.0005
 """Share that people would read as 0.0 %."""
@@ -33,7 +33,8 @@ def describe(job: Job) -> str:
     name += f", {job.local_steps} local steps" if job.local_steps > 1 else ""
     segment = "" if job.segment_bytes == 1 << 20 else f", segments of {job.segment_bytes >> 10} KiB"
     buckets = "" if job.cut == WHOLE else f", buckets {job.buckets}"
-    return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}"
+    parts = f", {format_bytes(sum(one.nbytes for one in job.parts))} gathered" if job.parts else ""
+    return f"{name}, {codec}, {job.all_reduce}{segment}{buckets}{parts}"
 
 
 def reason(choice: Choice) -> str:
